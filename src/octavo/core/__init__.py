@@ -1,0 +1,1 @@
+"""Octavo's deciding part: pure, deterministic, standard library only."""

@@ -1,0 +1,268 @@
+"""What crosses between scheduler and executor: StepPlan, StepResult, and the events of a commit.
+
+Owns: the columns, their meaning and their digest. Row is a lazy view for policies and tests.
+Does not: decide or compute. Plans are immutable by contract: nobody writes to one after plan().
+Effects of a plan run in this order: freed slots, new sequences, swap-out, host load, block copy,
+then table edits and the forward pass with its KV writes.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from hashlib import blake2b
+
+from octavo.core.request import FinishReason, SamplingParams
+
+ROW_SAMPLE = 1  # sample one token from the logits of the row's last position
+ROW_CARRY = 2  # the row's single input id is the one its slot sampled last, maybe still on the device
+ROW_SCORE = 4  # give log-probabilities of the prompt tokens behind the row's positions
+ROW_POOL = 8  # give the pooled hidden state at the row's last position
+DROP_BLOCK = -1  # block number of a table edit that drops the entry
+
+
+class WaitReason(IntEnum):
+    """Why a request waits, or why a plan is empty."""
+
+    TOKEN_BUDGET = 0
+    SEQUENCE_CAP = 1
+    KV_BLOCKS = 2
+    HEADROOM = 3
+    KV_READ_BUDGET = 4
+    ENCODER_BUDGET = 5
+    ADAPTER_SLOTS = 6
+    PARTIAL_PREFILL_CAP = 7
+    MODALITY = 8
+    COMPOSITION = 9
+    GRAMMAR = 10
+    SWAP_SPACE = 11
+    HOST_LOAD = 12
+    FORK_BLOCKS = 13
+    PREEMPTED_THIS_STEP = 14
+    UNCOMMITTED = 15
+    BARRIER = 16
+    BEHIND = 17
+    PAUSED = 18
+    DRAINING = 19
+    IDLE = 20
+    EXCLUDED = 21  # outside plan(only=...)
+
+
+class EventKind(IntEnum):
+    """Kinds of scheduling decision."""
+
+    ADMITTED = 0
+    CHUNKED = 1
+    DEFERRED = 2
+    PREEMPTED = 3
+    SWAPPED = 4
+    RESUMED = 5
+    FINISHED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One decision about one request. Fields beyond the first four are set where the kind has them.
+
+    ADMITTED, RESUMED: num_tokens = granted, cached_tokens. CHUNKED: num_tokens = granted, needed = left.
+    DEFERRED: reason, needed, available. PREEMPTED: by, num_tokens = tokens to recompute, reason.
+    FINISHED: finish_reason, stop_token_id, num_tokens = outputs, cached_tokens, message.
+    """
+
+    kind: EventKind
+    request_id: str
+    time: float
+    step: int
+    reason: WaitReason | None = None
+    num_tokens: int = 0
+    needed: int = 0
+    available: int = 0
+    by: str | None = None
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence that enters the executor (new or resumed), in full; its table is in the plan's edits.
+
+    `token_ids` are all known ids (None for a request known by length only); outputs begin at num_prompt.
+    """
+
+    slot: int
+    request_id: str
+    choice: int
+    num_prompt: int
+    token_ids: array[int] | None
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    adapter_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Lazy view of one row: slot, half-open positions [start, start + count) and what it wants."""
+
+    slot: int
+    start: int
+    count: int
+    flags: int
+
+
+def _ints() -> array[int]:
+    return array("i")
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step as packed int32 columns.
+
+    Rows: slots, starts, counts, flags, one entry per row; num_drafts is empty or one entry per row.
+    edits: flat (slot, group, index, block); index = the table's length appends, a lower one replaces,
+    block DROP_BLOCK drops. copies: flat (group, source, destination). swap_outs: flat (group, device
+    block, host block). host_loads: flat (group, host block, device block).
+    num_query_tokens and num_kv_read are totals over rows, in tokens. `is_fast_path`: every row is one
+    token within the captured range (S14). `waits`: (reason, requests) pairs of an empty plan, `wake_at`
+    the next deadline in seconds. `events` are the decisions taken since the last commit or plan; they
+    are not part of the digest.
+    """
+
+    step: int
+    now: float
+    slots: array[int] = field(default_factory=_ints)
+    starts: array[int] = field(default_factory=_ints)
+    counts: array[int] = field(default_factory=_ints)
+    flags: array[int] = field(default_factory=_ints)
+    num_drafts: array[int] = field(default_factory=_ints)
+    draft_token_ids: array[int] = field(default_factory=_ints)
+    edits: array[int] = field(default_factory=_ints)
+    copies: array[int] = field(default_factory=_ints)
+    swap_outs: array[int] = field(default_factory=_ints)
+    host_loads: array[int] = field(default_factory=_ints)
+    freed_slots: array[int] = field(default_factory=_ints)
+    new_sequences: tuple[NewSequence, ...] = ()
+    finished_ids: tuple[str, ...] = ()
+    preempted_ids: tuple[str, ...] = ()
+    num_query_tokens: int = 0
+    num_kv_read: int = 0
+    is_fast_path: bool = False
+    waits: tuple[tuple[WaitReason, int], ...] = ()
+    wake_at: float | None = None
+    events: tuple[Event, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in this step."""
+        return len(self.slots)
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether an executor has anything to do besides rows."""
+        return bool(self.freed_slots or self.new_sequences or self.edits or self.copies or self.swap_outs or self.host_loads or self.finished_ids or self.preempted_ids)
+
+    @property
+    def is_empty(self) -> bool:
+        """Neither rows nor effects: there is nothing to submit."""
+        return not self.slots and not self.has_effects
+
+    def rows(self) -> Iterator[Row]:
+        """Views of the rows, in order."""
+        return map(Row, self.slots, self.starts, self.counts, self.flags)
+
+    def digest(self) -> bytes:
+        """16 bytes over everything an executor acts on; equal on every rank, run and replay."""
+        state = blake2b(digest_size=16)
+        for column in (
+            self.slots,
+            self.starts,
+            self.counts,
+            self.flags,
+            self.num_drafts,
+            self.draft_token_ids,
+            self.edits,
+            self.copies,
+            self.swap_outs,
+            self.host_loads,
+            self.freed_slots,
+        ):
+            state.update(struct.pack("<q", len(column)))
+            state.update(column.tobytes())
+        for new in self.new_sequences:
+            ids = new.token_ids.tobytes() if new.token_ids is not None else b"-"
+            head = repr((new.slot, new.request_id, new.choice, new.num_prompt, len(ids), new.params, new.eos_token_ids, new.adapter_id))
+            state.update(head.encode())
+            state.update(ids)
+        state.update(repr((self.step, self.finished_ids, self.preempted_ids)).encode())
+        return state.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token's own, its rank (1 = best), and the best ones."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class StepTimings:
+    """Seconds that a step spent in its parts."""
+
+    prepare_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced.
+
+    `token_ids`: the sampled ids of the rows that wanted one, in row order, one each unless
+    `num_token_ids` (one entry per sampling row) says otherwise; None from an executor that knows only
+    durations. `logprobs` is None or aligned with `token_ids`. `scores`: (row index, first position,
+    entries) for rows with ROW_SCORE. `pooled`: (row index, float32 bytes). `errors`: (row index, reason)
+    for rows whose own result is unusable; their tokens are ignored.
+    """
+
+    token_ids: array[int] | None
+    num_token_ids: array[int] | None = None
+    logprobs: list[TokenLogprobs | None] | None = None
+    scores: tuple[tuple[int, int, tuple[TokenLogprobs, ...]], ...] = ()
+    pooled: tuple[tuple[int, bytes], ...] = ()
+    errors: tuple[tuple[int, str], ...] = ()
+    timings: StepTimings = field(default_factory=StepTimings)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """A step that produced nothing: commit it in place of a result, and everything is put back."""
+
+    message: str
+
+
+@dataclass(slots=True)
+class Events:
+    """What a commit made known, in order: tokens as columns, then decisions.
+
+    Columns have one entry per new token: request_ids, choices, positions (0 = the first output),
+    token_ids; `logprobs` is None or aligned. `scores` and `pooled` are (request id, ...) entries.
+    """
+
+    step: int
+    time: float
+    request_ids: list[str] = field(default_factory=list)
+    choices: array[int] = field(default_factory=_ints)
+    positions: array[int] = field(default_factory=_ints)
+    token_ids: array[int] = field(default_factory=_ints)
+    logprobs: list[TokenLogprobs | None] | None = None
+    scores: tuple[tuple[str, int, tuple[TokenLogprobs, ...]], ...] = ()
+    pooled: tuple[tuple[str, bytes], ...] = ()
+    decisions: tuple[Event, ...] = ()

@@ -1,0 +1,70 @@
+"""EngineClient: how a front end talks to an engine, in this process or behind a Unix socket.
+
+Owns: the protocol and the output record. Does not: hold text, import torch, or know HTTP.
+Invariant: every accepted request gets exactly one output with a finish_reason, and nothing after it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from octavo.core.plan import TokenLogprobs
+from octavo.core.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """New ids of one choice since the last output: a snapshot, never an alias of live lists.
+
+    `position` is the index of the first new id among the outputs. `finish_reason` is set on the last one,
+    together with stop_token_id, cached_tokens and, for ERROR, message. `logprobs` is None or aligned.
+    `prompt_logprobs` arrives once, before or with the first id: (first position, entries).
+    """
+
+    request_id: str
+    choice: int
+    position: int
+    token_ids: array[int]
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_logprobs: tuple[int, tuple[TokenLogprobs, ...]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    cached_tokens: int = 0
+    num_preemptions: int = 0
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The engine took the request: the max_tokens in force, and whether it was capped to what fits."""
+
+    request_id: str
+    max_tokens: int
+    capped: bool
+
+
+class EngineClient(Protocol):
+    """Submit, cancel, outputs, statistics. Safe to call from any task of one event loop."""
+
+    async def submit(self, request: Request) -> Accepted:
+        """Hand a request over. Raises AdmissionError, DuplicateRequestError, EngineDeadError."""
+        ...
+
+    def outputs(self, request_id: str) -> AsyncIterator[TokenOutput]:
+        """Outputs of an accepted request, ending after the one with a finish_reason."""
+        ...
+
+    async def cancel(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End requests in whatever state; unknown and finished ids are ignored."""
+        ...
+
+    async def statistics(self) -> Mapping[str, object]:
+        """Engine counters and gauges as plain JSON values."""
+        ...
+
+    async def close(self) -> None:
+        """Stop: every open request is answered first. Idempotent."""
+        ...

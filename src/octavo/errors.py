@@ -1,0 +1,99 @@
+"""The exception tree.
+
+OctavoError
+├── ConfigError              a setting is wrong; names the field, the value and the remedy
+├── ModelFileError           a model file is missing, damaged or unsupported; names the file, the tensor, the reason
+├── UnknownModelError        no such model here, nor under that name elsewhere
+├── CapacityError            the KV pool would hold nothing (or too little); says what would fit
+├── RequestError             one request is at fault; the engine is undisturbed
+│   ├── InvalidRequestError      a field is out of range (HTTP 400); `param` names it
+│   ├── AdmissionError           the request could never run here (HTTP 400); carries the numbers
+│   ├── DuplicateRequestError    the id is in use
+│   └── QueueFullError           try again later (HTTP 429)
+├── EngineError
+│   ├── EngineDeadError          the engine ended while requests were open
+│   └── StepFailedError          a step failed and could not be retried for this request
+└── InvariantError           a bug of Octavo's own: a checked promise does not hold
+"""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Base of every error that Octavo raises on purpose."""
+
+
+class ConfigError(OctavoError):
+    """A setting is wrong. The message names the field, the value and the remedy."""
+
+
+class ModelFileError(OctavoError):
+    """A model file is missing, damaged or of an unsupported kind."""
+
+    def __init__(self, path: object, reason: str, tensor: str | None = None) -> None:
+        where = f"{path}: tensor {tensor!r}" if tensor is not None else f"{path}"
+        super().__init__(f"{where}: {reason}")
+        self.path = str(path)
+        self.reason = reason
+        self.tensor = tensor
+
+
+class UnknownModelError(OctavoError):
+    """No model of that name can be found."""
+
+
+class CapacityError(OctavoError):
+    """The memory given holds no useful KV pool. The message says what would fit."""
+
+
+class RequestError(OctavoError):
+    """One request is at fault; nobody else is disturbed.
+
+    `param` is the field at fault as the caller spelled it, `code` a stable word for programs.
+    """
+
+    code = "invalid_request"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequestError(RequestError):
+    """A field of the request is out of range or of the wrong kind."""
+
+    code = "invalid_value"
+
+
+class AdmissionError(RequestError):
+    """The request could never run on this engine, whatever else is in the batch."""
+
+    code = "cannot_be_scheduled"
+
+
+class DuplicateRequestError(RequestError):
+    """The request id is already in use."""
+
+    code = "duplicate_request_id"
+
+
+class QueueFullError(RequestError):
+    """The queue is at its bound; the same request may be taken later."""
+
+    code = "queue_full"
+
+
+class EngineError(OctavoError):
+    """The engine, not the request, is at fault."""
+
+
+class EngineDeadError(EngineError):
+    """The engine ended while requests were open."""
+
+
+class StepFailedError(EngineError):
+    """A step failed, was retried and bisected, and this request was left as the suspect."""
+
+
+class InvariantError(OctavoError, AssertionError):
+    """A checked promise does not hold: a bug in Octavo."""

@@ -1,0 +1,80 @@
+"""The seam between the loop and whatever computes: Executor, its spec, its capacity.
+
+Owns: the five verbs. Plans and copies run in submission order; collect() returns in that order.
+Does not: import torch. The loop keeps `depth` tickets in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from octavo.core.kv.group import GroupSpec
+from octavo.core.plan import StepPlan, StepResult
+
+Ticket = object  # opaque to the loop: made by submit, given back to collect
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSpec:
+    """What the executor must provide room for.
+
+    Sizes are in tokens, sequences or bytes as named. Exactly one of the pool's three sizes may be set;
+    with none, `memory_fraction` of the free memory is used. `max_model_len=None` means the model's own.
+    """
+
+    max_sequences: int
+    max_batch_tokens: int
+    block_size: int = 16
+    max_model_len: int | None = None
+    num_blocks: int | None = None
+    pool_bytes: int | None = None
+    pool_tokens: int | None = None
+    memory_fraction: float = 0.5
+    kv_dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an opened executor has: one entry of `num_blocks` per cache group; sizes in bytes and tokens.
+
+    `linear_flops_per_token`, `weight_bytes` and `kv_bytes_per_token` give the memory floor of a step.
+    """
+
+    groups: tuple[GroupSpec, ...]
+    num_blocks: tuple[int, ...]
+    block_size: int
+    num_slots: int
+    max_model_len: int
+    vocab_size: int
+    device: str = "cpu"
+    dtype: str = "float32"
+    num_threads: int = 1
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    linear_flops_per_token: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+
+class Executor(Protocol):
+    """Runs plans in order. Not thread-safe: one thread calls it."""
+
+    def open(self, spec: ExecutorSpec) -> Capacity:
+        """Load weights, allocate the pool, and say what fits. Raises CapacityError, ModelFileError."""
+        ...
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        """Start a plan. A synchronous executor may compute it here."""
+        ...
+
+    def supply(self, ticket: Ticket, masks: object) -> None:
+        """Give grammar masks made while the device runs, before sampling."""
+        ...
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for the oldest ticket's result. Raises whatever made the step fail."""
+        ...
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        ...
