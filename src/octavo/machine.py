@@ -1,0 +1,173 @@
+"""What this process may use of the machine: cores, memory, CPU features, caches. Standard library only.
+
+Owns: reading affinity, cgroup limits (v1 and v2), /proc and /sys on Linux, sysctl on macOS.
+Does not: import torch, choose thread counts or pool sizes (assembly does), or measure speed (bench).
+Invariant: every answer is at least 1 core and 1 byte; what cannot be read is left out, never guessed high.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+# What the CPU kernels dispatch on, in /proc/cpuinfo's words (x86-64, then arm64).
+_FEATURES = tuple(
+    "avx2 fma f16c avx512f avx512bw avx512vl avx512_vnni avx512_bf16 avx_vnni amx_tile amx_bf16 amx_int8 "
+    "asimd asimddp asimdhp bf16 i8mm sve sve2".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts about this machine, as far as this process may use it. Bytes are total, free now, and the largest cache."""
+
+    system: str
+    architecture: str
+    cpu_name: str
+    num_cores: int
+    num_logical_cores: int
+    features: tuple[str, ...]
+    cache_bytes: int
+    memory_bytes: int
+    available_bytes: int
+
+
+def look(root: Path = ROOT) -> Machine:
+    """Read everything. Takes about a millisecond on Linux."""
+    name, features = _cpu(root)
+    total, available = usable_memory(root)
+    logical = _affinity()
+    return Machine(
+        system=f"{platform.system()} {platform.release()}",
+        architecture=platform.machine(),
+        cpu_name=name,
+        num_cores=usable_cores(root),
+        num_logical_cores=len(logical),
+        features=features,
+        cache_bytes=_largest_cache(root),
+        memory_bytes=total,
+        available_bytes=available,
+    )
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Physical cores within this process's affinity, capped by the cgroup's CPU quota; at least 1."""
+    logical = _affinity()
+    physical = {_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list") or str(cpu) for cpu in logical}
+    quota = _cpu_quota(root)
+    cores = len(physical)
+    if quota is not None:
+        cores = min(cores, max(1, int(quota)))
+    return max(1, cores)
+
+
+def usable_memory(root: Path = ROOT) -> tuple[int, int]:
+    """Bytes in all and free now for this process: the machine's, capped by its cgroups' limits."""
+    if sys.platform == "darwin":
+        total = int(_sysctl("hw.memsize") or 1)
+        return total, total // 2
+    lines = _text(root / "proc/meminfo").splitlines()
+    table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+    total = table.get("MemTotal", 1)
+    available = table.get("MemAvailable", total)
+    for folder in _cgroup_folders(root, "memory"):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        if limit is not None and limit < total:
+            total = limit
+            cached = _statistic(folder / "memory.stat", "inactive_file")
+            available = min(available, max(1, limit - used + cached))
+    return max(1, total), max(1, min(available, total))
+
+
+def mapped_libraries(stem: str, root: Path = ROOT) -> tuple[str, ...]:
+    """Paths of shared libraries whose file name begins with `stem` and that this process has mapped (Linux)."""
+    paths = {line.split(maxsplit=5)[5] for line in _text(root / "proc/self/maps").splitlines() if line.count("/") > 0}
+    return tuple(sorted(path for path in paths if Path(path).name.startswith(stem)))
+
+
+def _affinity() -> tuple[int, ...]:
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def _cpu_quota(root: Path) -> float | None:
+    quotas = []
+    for folder in _cgroup_folders(root, "cpu"):
+        words = _text(folder / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max":
+            quotas.append(int(words[0]) / int(words[1]))
+        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if quota is not None and quota > 0 and period:
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def _cgroup_folders(root: Path, controller: str) -> list[Path]:
+    """The folders of this process's cgroup and its parents, for one controller, v2 and v1."""
+    folders: list[Path] = []
+    base = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = base / controller if controllers else base
+        here = top / path.lstrip("/")
+        folders.extend(folder for folder in (here, *here.parents) if folder.is_relative_to(top))
+    return folders
+
+
+def _cpu(root: Path) -> tuple[str, tuple[str, ...]]:
+    if sys.platform == "darwin":
+        return _sysctl("machdep.cpu.brand_string") or platform.machine(), ()
+    table: dict[str, str] = {}
+    for line in _text(root / "proc/cpuinfo").split("\n\n")[0].splitlines():
+        key, _, value = line.partition(":")
+        table[key.strip()] = value.strip()
+    flags = set((table.get("flags") or table.get("Features") or "").split())
+    return table.get("model name") or platform.machine(), tuple(name for name in _FEATURES if name in flags)
+
+
+def _largest_cache(root: Path) -> int:
+    sizes = []
+    for index in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        size = _text(index / "size").strip()
+        unit = {"K": 2**10, "M": 2**20, "G": 2**30}.get(size[-1:], 1)
+        if size.rstrip("KMG").isdigit():
+            sizes.append(int(size.rstrip("KMG")) * unit)
+    return max(sizes, default=0)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def _statistic(path: Path, name: str) -> int:
+    for line in _text(path).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _sysctl(name: str) -> str:
+    try:
+        return subprocess.run(
+            ["sysctl", "-n", name], capture_output=True, text=True, check=True, timeout=5
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
