@@ -16,10 +16,10 @@ from pathlib import Path
 
 ROOT = Path("/")
 # What the CPU kernels dispatch on, in /proc/cpuinfo's words (x86-64, then arm64).
-_FEATURES = tuple(
-    "avx2 fma f16c avx512f avx512bw avx512vl avx512_vnni avx512_bf16 avx_vnni amx_tile amx_bf16 amx_int8 "
-    "asimd asimddp asimdhp bf16 i8mm sve sve2".split()
-)
+_FEATURES = (
+    "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx_vnni",
+    "amx_tile", "amx_bf16", "amx_int8", "asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
