@@ -1,0 +1,1 @@
+"""Finds and reads model files: folders, GGUF files, repositories. No torch, no model code."""

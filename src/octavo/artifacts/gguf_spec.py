@@ -1,0 +1,151 @@
+"""ModelSpec from GGUF metadata and the tensor table.
+
+Owns: the metadata keys and the tensors that tell one variant from another.
+Does not: guess: whatever would change the arithmetic and is not known here is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from octavo.artifacts.gguf_file import GGUFFile
+from octavo.artifacts.spec import FAMILIES, ModelSpec, RopeScaling, unsupported
+from octavo.errors import ModelFileError
+
+ROPE_FACTORS = "rope_freqs.weight"
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_GENERATION_KEYS = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def read_gguf_spec(parts: list[GGUFFile]) -> ModelSpec:
+    """Read the specification of a model from its opened parts (one, unless split). Raises ModelFileError."""
+    reader = _Metadata(parts)
+    family = reader.family
+    _refuse_unknown_arithmetic(reader)
+    heads, hidden = reader.integer("attention.head_count"), reader.integer("embedding_length")
+    head_dim = reader.integer("attention.key_length", hidden // max(heads, 1))
+    if any(reader.integer(key, head_dim) != head_dim for key in ("rope.dimension_count", "attention.value_length")):
+        raise unsupported(reader.path, "a rotary or value size other than the head size")
+    embedding = reader.shape("token_embd.weight")
+    dtype, quantization = _bulk_type(parts)
+    bos = reader.token_id("bos_token_id")
+    eos = [token_id for key in _EOS_KEYS if (token_id := reader.token_id(key)) is not None]
+    return ModelSpec(
+        family=family,
+        vocab_size=embedding[0],
+        hidden_size=hidden,
+        num_layers=reader.integer("block_count"),
+        num_heads=heads,
+        num_kv_heads=reader.integer("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        intermediate_size=reader.integer("feed_forward_length"),
+        rms_norm_eps=reader.number("attention.layer_norm_rms_epsilon", 1e-6),
+        rope_theta=reader.number("rope.freq_base", 10000.0),
+        max_model_len=reader.integer("context_length"),
+        rope_scaling=_rope_scaling(reader),
+        tie_word_embeddings=not reader.has("output.weight"),
+        attention_bias=reader.has("blk.0.attn_q.bias"),
+        qk_norm=reader.has("blk.0.attn_q_norm.weight"),
+        sliding_window=reader.sliding_window(),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        bos_token_id=bos,
+        dtype=dtype,
+        quantization=quantization,
+        rope_factors_tensor=ROPE_FACTORS if reader.has(ROPE_FACTORS) else None,
+        generation=reader.generation(),
+    ).check(reader.path)
+
+
+class _Metadata:
+    """Typed access to the first part's metadata and to every part's tensors; failures name the file and the key."""
+
+    def __init__(self, parts: list[GGUFFile]) -> None:
+        self.parts = parts
+        self.path = parts[0].path
+        self.values = parts[0].metadata
+        family = self.values.get("general.architecture")
+        if not isinstance(family, str) or family not in FAMILIES:
+            raise unsupported(self.path, f"architecture {family!r}")
+        self.family = family
+
+    def has(self, tensor: str) -> bool:
+        return any(tensor in part.tensors for part in self.parts)
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        for part in self.parts:
+            if tensor in part.tensors:
+                return part.tensors[tensor].shape
+        raise ModelFileError(self.path, "is missing", tensor)
+
+    def get(self, key: str) -> Any:
+        """The value of `<family>.<key>`; an array with one value for every layer counts as that value."""
+        value = self.values.get(f"{self.family}.{key}")
+        if isinstance(value, np.ndarray) and value.size and np.all(value == value[0]):
+            return value[0].item()
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelFileError(self.path, f"{self.family}.{key} is {value!r}; a whole number is needed")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key)
+        value = default if value is None else value
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ModelFileError(self.path, f"{self.family}.{key} is {value!r}; a number is needed")
+        return float(value)
+
+    def token_id(self, name: str) -> int | None:
+        value = self.values.get(f"tokenizer.ggml.{name}")
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def sliding_window(self) -> int | None:
+        """The window of every layer. Qwen files may carry the key without using it, as their configurations do."""
+        return None if self.family.startswith("qwen") else self.integer("attention.sliding_window", 0) or None
+
+    def generation(self) -> dict[str, float]:
+        found = {name: self.values.get(f"general.sampling.{key}") for key, name in _GENERATION_KEYS.items()}
+        return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+
+
+def _refuse_unknown_arithmetic(reader: _Metadata) -> None:
+    if reader.integer("expert_count", 0):
+        raise unsupported(reader.path, "a mixture of experts")
+    for tensor in ("blk.0.attn_output.bias", "blk.0.ffn_up.bias", "output.bias"):
+        if reader.has(tensor):
+            raise unsupported(reader.path, f"tensor {tensor!r}")
+    if reader.family == "llama":
+        for key in ("logit_scale", "residual_scale", "embedding_scale"):
+            if reader.number(key, 1.0) not in (0.0, 1.0):
+                raise unsupported(reader.path, f"llama.{key}")
+
+
+def _rope_scaling(reader: _Metadata) -> RopeScaling | None:
+    kind = reader.get("rope.scaling.type")
+    factor = reader.number("rope.scaling.factor", reader.number("rope.scale_linear", 1.0))
+    if kind in (None, "none") and factor in (0.0, 1.0):
+        return None
+    if kind in (None, "linear"):
+        if factor < 1.0:
+            raise ModelFileError(reader.path, f"{reader.family}.rope.scaling.factor is {factor}; 1 or more is needed")
+        return RopeScaling("linear", factor) if factor > 1.0 else None
+    if kind == "none":
+        return None
+    raise unsupported(reader.path, f"rope scaling {kind!r}")
+
+
+def _bulk_type(parts: list[GGUFFile]) -> tuple[str, str | None]:
+    """The type that holds most bytes, as (dtype, quantization)."""
+    sizes: Counter[str] = Counter()
+    for part in parts:
+        for tensor in part.tensors.values():
+            sizes[tensor.type.name] += tensor.nbytes
+    bulk = sizes.most_common(1)[0][0]
+    return (_DTYPES[bulk], None) if bulk in _DTYPES else ("float32", bulk)

@@ -1,0 +1,148 @@
+"""ModelSpec from config.json and generation_config.json.
+
+Owns: the keys of Hugging Face configurations, old (rope_theta, torch_dtype) and new (rope_parameters, dtype).
+Does not: guess: whatever would change the arithmetic and is not known here is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.artifacts.json_file import read_json
+from octavo.artifacts.spec import FAMILIES, ModelSpec, RopeScaling, unsupported
+from octavo.errors import ModelFileError
+
+_DTYPES = ("float32", "float16", "bfloat16")
+_GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def read_hf_spec(root: Path) -> ModelSpec:
+    """Read the specification of a model folder. Raises ModelFileError."""
+    config = _Config(root / "config.json")
+    family = config.values.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise unsupported(config.path, f"model_type {family!r}")
+    generation = _Config(root / "generation_config.json", optional=True)
+    _refuse_unknown_arithmetic(config, family)
+    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+    vocab_size = config.integer("vocab_size")
+    dtype = config.values.get("dtype") or config.values.get("torch_dtype") or "float32"
+    if dtype not in _DTYPES:
+        raise ModelFileError(config.path, f"dtype {dtype!r} is not supported; one of {', '.join(_DTYPES)} is")
+    eos = generation.ids("eos_token_id") or config.ids("eos_token_id")
+    bos = config.ids("bos_token_id")
+    return ModelSpec(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_layers=config.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=config.integer("num_key_value_heads", heads),
+        head_dim=config.integer("head_dim", hidden // max(heads, 1)),
+        intermediate_size=config.integer("intermediate_size"),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope_theta=config.number("rope_theta", 10000.0, _rope_table(config)),
+        max_model_len=config.integer("max_position_embeddings", 2048),
+        rope_scaling=_rope_scaling(config),
+        tie_word_embeddings=config.flag("tie_word_embeddings"),
+        attention_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        sliding_window=_sliding_window(config, family),
+        eos_token_ids=tuple(i for i in eos if 0 <= i < vocab_size),
+        bos_token_id=bos[0] if bos and 0 <= bos[0] < vocab_size else None,
+        dtype=dtype,
+        generation=generation.numbers(_GENERATION_KEYS) if generation.flag("do_sample") else {},
+    ).check(config.path)
+
+
+class _Config:
+    """A JSON object with typed getters; every failure names the file and the key."""
+
+    def __init__(self, path: Path, optional: bool = False) -> None:
+        self.path = path
+        self.values: Mapping[str, Any] = {} if optional and not path.is_file() else read_json(path)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelFileError(self.path, f"{key} is {value!r}; a whole number is needed")
+        return value
+
+    def number(self, key: str, default: float, table: Mapping[str, Any] | None = None) -> float:
+        value = (self.values if table is None else table).get(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ModelFileError(self.path, f"{key} is {value!r}; a number is needed")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        return self.values.get(key) is True
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        value = self.values.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise ModelFileError(self.path, f"{key} is {value!r}; token ids are needed")
+        return tuple(ids)
+
+    def numbers(self, keys: tuple[str, ...]) -> dict[str, float]:
+        found = {key: self.values.get(key) for key in keys}
+        return {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
+
+
+def _refuse_unknown_arithmetic(config: _Config, family: str) -> None:
+    values = config.values
+    if values.get("hidden_act", "silu") != "silu":
+        raise unsupported(config.path, f"hidden_act {values['hidden_act']!r}")
+    for key in ("mlp_bias", "attention_bias"):
+        if values.get(key):
+            raise unsupported(config.path, f"{key} of a {family} model")
+    if values.get("quantization_config") is not None:
+        raise unsupported(config.path, "quantization_config (use the plain checkpoint or a GGUF file)")
+    if _rope_table(config).get("partial_rotary_factor", 1.0) != 1.0 or values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise unsupported(config.path, "partial_rotary_factor")
+
+
+def _rope_table(config: _Config) -> Mapping[str, Any]:
+    table = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    if not isinstance(table, dict):
+        raise ModelFileError(config.path, f"rope parameters are {table!r}; an object is needed")
+    if "rope_theta" not in table and "rope_theta" in config.values:
+        return {**table, "rope_theta": config.values["rope_theta"]}
+    return table
+
+
+def _rope_scaling(config: _Config) -> RopeScaling | None:
+    table = _rope_table(config)
+    kind = table.get("rope_type", table.get("type", "default"))
+    if kind in ("default", None):
+        return None
+    if kind not in ("linear", "llama3"):
+        raise unsupported(config.path, f"rope scaling {kind!r}")
+    factor = config.number("factor", 0.0, table)
+    low, high = config.number("low_freq_factor", 1.0, table), config.number("high_freq_factor", 1.0, table)
+    original = config.number("original_max_position_embeddings", 0.0, table)
+    if factor < 1.0 or (kind == "llama3" and not (0.0 < low < high and original >= 1.0)):
+        raise ModelFileError(config.path, f"{kind} rope scaling has factors that make no sense: {dict(table)}")
+    return RopeScaling(kind, factor, low, high, int(original))
+
+
+def _sliding_window(config: _Config, family: str) -> int | None:
+    """The window of every layer; a mix of windowed and full layers is refused."""
+    values = config.values
+    window = values.get("sliding_window")
+    if window is None or family == "llama" or (family in ("qwen2", "qwen3") and not config.flag("use_sliding_window")):
+        return None
+    layers = config.integer("num_hidden_layers")
+    kinds = values.get("layer_types")
+    if kinds is None and family in ("qwen2", "qwen3"):
+        first = config.integer("max_window_layers", 28)
+        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(min(layers, 1 << 16))]
+    if isinstance(kinds, list) and kinds:
+        if all(kind == "full_attention" for kind in kinds):
+            return None
+        if any(kind != "sliding_attention" for kind in kinds):
+            raise unsupported(config.path, "a mix of full and sliding-window layers")
+    return config.integer("sliding_window")

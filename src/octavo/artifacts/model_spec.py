@@ -1,0 +1,21 @@
+"""The model's specification, from whichever files it has.
+
+Owns: the choice between the two readers, and the names that other packages import.
+"""
+
+from __future__ import annotations
+
+from octavo.artifacts.gguf_file import GGUFFile
+from octavo.artifacts.gguf_spec import read_gguf_spec
+from octavo.artifacts.hf_spec import read_hf_spec
+from octavo.artifacts.resolve import ModelFiles
+from octavo.artifacts.spec import FAMILIES, ModelSpec, RopeScaling
+
+__all__ = ["FAMILIES", "ModelSpec", "RopeScaling", "read_model_spec"]
+
+
+def read_model_spec(files: ModelFiles) -> ModelSpec:
+    """Read and check the specification. Raises ModelFileError naming the file and what is wrong or unsupported."""
+    if files.kind == "gguf":
+        return read_gguf_spec([GGUFFile.open(path) for path in files.weights])
+    return read_hf_spec(files.root)

@@ -1,0 +1,90 @@
+"""What a model is: sizes, rope, ids, as one frozen value.
+
+Owns: ModelSpec and the checks that hold for every source.
+Does not: read files (model_spec.py does, through hf_spec.py and gguf_spec.py), or know torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from octavo.errors import ModelFileError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_LARGEST = 1 << 24  # bounds every size, so that a damaged header cannot ask for absurd tables
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched. `kind` is "linear" or "llama3"; linear uses `factor` only.
+
+    llama3 (Llama 3.1's rule): wavelengths above original_max_len / low_freq_factor are divided by `factor`, those
+    below original_max_len / high_freq_factor are kept, those between are interpolated.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder's shape. Made by model_spec.read_model_spec.
+
+    `attention_bias` means biases on q, k and v (never on the output). `dtype` is "float32", "float16" or "bfloat16";
+    a quantised checkpoint says "float32", what it dequantises to, and names its bulk type in `quantization`.
+    `rope_factors_tensor` names a GGUF tensor [head_dim / 2] whose values divide the inverse frequencies.
+    `sliding_window` holds for every layer. `generation` has the checkpoint's own sampling defaults.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_model_len: int
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str = "float32"
+    quantization: str | None = None
+    rope_factors_tensor: str | None = None
+    generation: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, path: Path) -> ModelSpec:
+        """Return self when the sizes fit together. Raises ModelFileError naming `path` and the field."""
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.type == "int" and not 1 <= value <= _LARGEST:
+                raise ModelFileError(path, f"{entry.name} is {value}; 1 to {_LARGEST} are supported")
+            if entry.type == "float" and not 0.0 < value < 1e18:
+                raise ModelFileError(path, f"{entry.name} is {value}; a positive number is needed")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelFileError(path, f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.head_dim % 2:
+            raise ModelFileError(path, f"head_dim is {self.head_dim}; rotary positions need an even number")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ModelFileError(path, f"sliding_window is {self.sliding_window}; 1 or more is needed")
+        ids = (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,)))
+        for token_id in ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ModelFileError(path, f"token id {token_id} lies outside the vocabulary of {self.vocab_size}")
+        return self
+
+
+def unsupported(path: Path, what: str) -> ModelFileError:
+    """The error for an architecture or feature that is not computed here."""
+    return ModelFileError(path, f"{what} is not supported; supported families: {', '.join(FAMILIES)}")
