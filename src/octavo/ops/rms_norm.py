@@ -11,8 +11,16 @@ LlamaRMSNorm does: normalise in float32, round to the dtype, multiply by the wei
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import cache
+
 import torch
 from torch import Tensor
+
+from octavo.ops import cpu
+
+_KERNELS = {torch.float32: "octavo_add_rms_norm_f32", torch.bfloat16: "octavo_add_rms_norm_bf16"}
 
 
 def rms_norm_reference(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -28,4 +36,38 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps
 
     Writes to neither argument. Leading dimensions may be any; the last one is normalised.
     """
-    return rms_norm_reference(x_TE, residual_TE, weight_E, eps)
+    kernel = _kernel(x_TE.dtype) if x_TE.is_cpu else None
+    if kernel is None or not _fits_kernel(x_TE, residual_TE, weight_E):
+        return rms_norm_reference(x_TE, residual_TE, weight_E, eps)
+    width = x_TE.shape[-1]
+    x_stride, residual_stride = x_TE.stride(0), 0
+    normed_TE, sum_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype), x_TE
+    residual = None
+    if residual_TE is not None:
+        residual, residual_stride = residual_TE.data_ptr(), residual_TE.stride(0)
+        sum_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
+    num_rows = x_TE.shape[0]
+    kernel(
+        x_TE.data_ptr(), x_stride, residual, residual_stride, weight_E.data_ptr(), eps,
+        normed_TE.data_ptr(), width, sum_TE.data_ptr(), width, num_rows, width, cpu.num_threads(num_rows * width),
+    )  # fmt: skip
+    return normed_TE, sum_TE
+
+
+@cache
+def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
+    name = _KERNELS.get(dtype)
+    if name is None:
+        return None
+    row = (c_void_p, c_int64)
+    return cpu.function(name, *row, *row, c_void_p, c_float, *row, *row, c_int64, c_int64, c_int32)
+
+
+def _fits_kernel(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor) -> bool:
+    """Rows of one tensor each, columns side by side, one dtype, no gradient asked for."""
+    if x_TE.dim() != 2 or x_TE.stride(1) != 1 or not weight_E.is_contiguous() or weight_E.dtype is not x_TE.dtype:
+        return False
+    if residual_TE is not None:
+        if residual_TE.shape != x_TE.shape or residual_TE.dtype is not x_TE.dtype or residual_TE.stride(1) != 1:
+            return False
+    return weight_E.shape == x_TE.shape[-1:] and not (torch.is_grad_enabled() and x_TE.requires_grad)

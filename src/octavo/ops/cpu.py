@@ -1,0 +1,104 @@
+"""The C++ kernels: finds the library, loads it behind torch, and says what it can do.
+
+Owns: loading, the ABI check, the one-OpenMP-pool check, the choice of thread count.
+Does not: compute; each operation's file declares and calls its own functions.
+Invariants: torch is loaded first, so that the library binds to torch's libgomp; with a second libgomp
+mapped every kernel runs on one thread (two pools fight for the cores).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+ABI = 1
+ISA_NAMES = ("portable", "avx2", "avx512")
+LIBRARY_PATH = Path(__file__).with_name("libkernels.so")
+MIN_ELEMENTS_PER_THREAD = 32_768  # below this, waking a second thread costs more than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStatus:
+    """What is loaded. `reason` says why the kernels are absent or serial, "" when neither."""
+
+    is_loaded: bool
+    is_parallel: bool
+    isa: str
+    reason: str
+
+
+@cache
+def _load() -> tuple[ctypes.CDLL | None, KernelStatus]:
+    if not LIBRARY_PATH.exists():
+        return None, KernelStatus(False, False, "", "not built (no C++ compiler at install time); torch twins are used")
+    try:
+        library = ctypes.CDLL(str(LIBRARY_PATH))
+        abi = library.octavo_kernels_abi()
+    except (OSError, AttributeError) as error:
+        return None, _warned(KernelStatus(False, False, "", f"{LIBRARY_PATH.name} cannot be loaded: {error}"))
+    if abi != ABI:
+        reason = f"{LIBRARY_PATH.name} has ABI {abi}, this code needs {ABI}; reinstall"
+        return None, _warned(KernelStatus(False, False, "", reason))
+    isa = ISA_NAMES[library.octavo_kernels_isa()]
+    if not library.octavo_kernels_has_openmp():
+        return library, KernelStatus(True, False, isa, "built without OpenMP")
+    pools = mapped_openmp_pools()
+    if len(pools) > 1:
+        reason = f"{len(pools)} OpenMP libraries are mapped ({', '.join(pools)}); kernels run on one thread"
+        return library, _warned(KernelStatus(True, False, isa, reason))
+    return library, KernelStatus(True, True, isa, "")
+
+
+def _warned(status: KernelStatus) -> KernelStatus:
+    warnings.warn(f"octavo kernels: {status.reason}", RuntimeWarning, stacklevel=4)
+    return status
+
+
+def mapped_openmp_pools() -> tuple[str, ...]:
+    """Paths of the libgomp copies in this process, sorted; empty where the system has no /proc."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return ()
+    return tuple(sorted({line[line.index("/") :] for line in lines if "/libgomp" in line}))
+
+
+def status() -> KernelStatus:
+    """Load the library if that was not done yet, and say what there is."""
+    return _load()[1]
+
+
+def function(name: str, *argument_types: type) -> Callable[..., None] | None:
+    """Return a kernel that returns nothing, or None without the library. Look it up once, not per call."""
+    library, _ = _load()
+    if library is None:
+        return None
+    kernel = getattr(library, name)
+    kernel.argtypes = argument_types
+    kernel.restype = None
+    return kernel  # type: ignore[no-any-return]
+
+
+def num_threads(num_elements: int) -> int:
+    """Threads for a kernel over so many elements: torch's own count where worth it, else one.
+
+    Never a number in between: changing the size of OpenMP's pool from call to call rebuilds it.
+    """
+    count = torch.get_num_threads()
+    if count > 1 and num_elements >= count * MIN_ELEMENTS_PER_THREAD and _load()[1].is_parallel:
+        return count
+    return 1
+
+
+def use_isa(name: str) -> str:
+    """Restrict the kernels to an instruction set, at most the machine's best; returns the one in use. For tests."""
+    library, _ = _load()
+    if library is None:
+        return ""
+    return ISA_NAMES[library.octavo_kernels_use_isa(ISA_NAMES.index(name))]
