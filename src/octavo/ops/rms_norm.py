@@ -34,7 +34,8 @@ def rms_norm_reference(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tenso
 def add_rms_norm(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (norm(x + residual) * weight, x + residual); without a residual the second is x itself.
 
-    Writes to neither argument. Leading dimensions may be any; the last one is normalised.
+    Writes to neither argument. Leading dimensions may be any; the last one is normalised. The kernel
+    takes two-dimensional float32 and bfloat16 tensors on the CPU, the twin everything else.
     """
     kernel = _kernel(x_TE.dtype) if x_TE.is_cpu else None
     if kernel is None or not _fits_kernel(x_TE, residual_TE, weight_E):
@@ -65,9 +66,10 @@ def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
 
 def _fits_kernel(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor) -> bool:
     """Rows of one tensor each, columns side by side, one dtype, no gradient asked for."""
-    if x_TE.dim() != 2 or x_TE.stride(1) != 1 or not weight_E.is_contiguous() or weight_E.dtype is not x_TE.dtype:
+    if x_TE.dim() != 2 or x_TE.stride(1) != 1 or (torch.is_grad_enabled() and x_TE.requires_grad):
         return False
-    if residual_TE is not None:
-        if residual_TE.shape != x_TE.shape or residual_TE.dtype is not x_TE.dtype or residual_TE.stride(1) != 1:
-            return False
-    return weight_E.shape == x_TE.shape[-1:] and not (torch.is_grad_enabled() and x_TE.requires_grad)
+    if weight_E.shape != x_TE.shape[1:] or weight_E.dtype is not x_TE.dtype or weight_E.stride(0) != 1:
+        return False
+    if residual_TE is None:
+        return True
+    return residual_TE.shape == x_TE.shape and residual_TE.dtype is x_TE.dtype and residual_TE.stride(1) == 1
