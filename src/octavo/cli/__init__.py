@@ -1,0 +1,98 @@
+"""The `octavo` command: find the command's module, parse, run, and say errors in one line.
+
+Owns: the table of commands, dispatch, exit codes (0 done, 1 a check failed, 2 an error, 130 Ctrl-C).
+Does not: import a command before it is chosen, so that `octavo --help` needs neither torch nor a server.
+Invariant: an OctavoError never shows a traceback; anything else does, for it is a bug.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from octavo.cli.flags import Parser, UsageError
+from octavo.errors import InvariantError, OctavoError
+
+# command words -> (module with add_arguments and run, one line of help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("octavo.cli.serve", "serve a model over HTTP, OpenAI's and Anthropic's interfaces"),
+    "run": ("octavo.cli.run", "answer one prompt in the terminal"),
+    "bench offline": ("octavo.cli.bench_offline", "measure this engine on a workload, beside the memory floor"),
+    "bench scheduler": ("octavo.cli.bench_scheduler", "measure the scheduler alone: plan, commit, admission"),
+    "doctor": ("octavo.cli.doctor", "check this installation and machine, with remedies"),
+    "pull": ("octavo.cli.pull", "download a model"),
+    "list": ("octavo.cli.list_models", "list the models on this machine"),
+    "config show": ("octavo.cli.config_show", "show the settings in force and where each comes from"),
+}
+_USAGE = """usage: octavo COMMAND [options]
+
+{commands}
+
+octavo COMMAND --help tells more.  --version prints the version.
+Start here:  octavo run "Why is the sky blue?"      octavo serve
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; give its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except InvariantError:
+        raise
+    except OctavoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away: nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(words: list[str]) -> int:
+    if words and words[0] in ("--version", "-V", "version"):
+        from importlib.metadata import version
+
+        print(f"octavo {version('octavo')}")
+        return 0
+    name, rest = _find(words)
+    if name is None:
+        print(_usage(), end="", file=sys.stdout)
+        return 0
+    module_name, text = COMMANDS[name]
+    module = importlib.import_module(module_name)
+    parser = Parser(prog=f"octavo {name}", description=text[0].upper() + text[1:] + ".")
+    module.add_arguments(parser)
+    code: int = module.run(parser.parse(rest))
+    sys.stdout.flush()
+    return code
+
+
+def _find(words: list[str]) -> tuple[str | None, list[str]]:
+    """The command that the words begin with, and the words behind it; None asks for help."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        return None, []
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if name in COMMANDS:
+            return name, words[length:]
+    family = [name for name in COMMANDS if name.startswith(words[0] + " ")]
+    if family and (len(words) == 1 or words[1] in ("-h", "--help")):
+        print(_usage(words[0] + " "), end="")
+        raise SystemExit(0 if len(words) > 1 else 2)
+    if family:
+        raise UsageError(f"octavo {words[0]} has no {words[1]}; give one of {', '.join(n.split()[1] for n in family)}")
+    near = get_close_matches(words[0], COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else "see octavo --help"
+    raise UsageError(f"{words[0]} is no command; {hint}")
+
+
+def _usage(prefix: str = "") -> str:
+    names = [name for name in COMMANDS if name.startswith(prefix)]
+    width = max(map(len, names)) + 3
+    return _USAGE.format(commands="\n".join(f"  {name:{width}}{COMMANDS[name][1]}" for name in names))
