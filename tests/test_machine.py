@@ -88,15 +88,6 @@ def test_features_and_caches(tmp_path) -> None:
     assert (seen.cpu_name, seen.features, seen.cache_bytes) == ("Some CPU", ("avx2", "fma", "avx512f"), 32 * 2**20)
 
 
-@linux
-def test_mapped_libraries(tmp_path) -> None:
-    line = "7f00-7f01 r-xp 00000000 08:01 42   "
-    paths = ["/opt/a/libgomp.so.1", "/opt/a/libgomp.so.1", "/usr/lib/libgomp-a34.so", "", "/x/libc.so"]
-    text = "".join(f"{line}{path}\n" for path in paths)
-    found = machine.mapped_libraries("libgomp", _tree(tmp_path, {"proc/self/maps": text}))
-    assert found == ("/opt/a/libgomp.so.1", "/usr/lib/libgomp-a34.so")
-
-
 def test_machine_and_settings_load_no_torch() -> None:
     code = "import sys, octavo.machine, octavo.settings; sys.exit('torch' in sys.modules or 'yaml' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": "src"}).returncode == 0

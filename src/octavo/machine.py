@@ -85,12 +85,6 @@ def usable_memory(root: Path = ROOT) -> tuple[int, int]:
     return max(1, total), max(1, min(available, total))
 
 
-def mapped_libraries(stem: str, root: Path = ROOT) -> tuple[str, ...]:
-    """Paths of shared libraries whose file name begins with `stem` and that this process has mapped (Linux)."""
-    paths = {line.split(maxsplit=5)[5] for line in _text(root / "proc/self/maps").splitlines() if line.count("/") > 0}
-    return tuple(sorted(path for path in paths if Path(path).name.startswith(stem)))
-
-
 def _affinity() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))

