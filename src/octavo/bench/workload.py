@@ -1,0 +1,95 @@
+"""Workloads: token ids and output lengths, read from a file or drawn from a seed.
+
+Owns: the file form (a JSON list of requests, or a list of such lists that run one after another) and its checks.
+Does not: run anything, or know a tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One request: its prompt and how many tokens it produces."""
+
+    prompt_token_ids: array[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Groups of requests; a group starts when the one before has ended."""
+
+    name: str
+    groups: tuple[tuple[Item, ...], ...]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in all groups."""
+        return sum(map(len, self.groups))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens in all groups."""
+        return sum(len(item.prompt_token_ids) for group in self.groups for item in group)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that will be produced."""
+        return sum(item.max_tokens for group in self.groups for item in group)
+
+    @property
+    def max_len(self) -> int:
+        """Positions of the longest request."""
+        return max(len(item.prompt_token_ids) + item.max_tokens for group in self.groups for item in group)
+
+
+def read_workload(path: Path) -> Workload:
+    """Read a workload file. Raises ConfigError naming the file and the entry at fault."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"workload {path} cannot be read ({error.strerror}); give a JSON file") from None
+    except ValueError as error:
+        raise ConfigError(f"workload {path} is no JSON: {error}") from None
+    if not isinstance(content, list) or not content:
+        raise ConfigError(f"workload {path} must be a non-empty list of requests, or of groups of requests")
+    groups = content if isinstance(content[0], list) else [content]
+    return Workload(
+        path.name, tuple(_read_group(group, f"workload {path}, group {index}") for index, group in enumerate(groups))
+    )
+
+
+def draw_workload(num_requests: int, num_prompt: int, num_output: int, vocab_size: int, seed: int) -> Workload:
+    """Random prompts of one length; the same for the same arguments, on every machine and Python version."""
+    draw = random.Random(seed)
+    items = (
+        Item(array("i", (int(draw.random() * vocab_size) for _ in range(num_prompt))), num_output)
+        for _ in range(num_requests)
+    )
+    return Workload(f"random-{num_requests}x{num_prompt}+{num_output}-seed{seed}", (tuple(items),))
+
+
+def _read_group(group: object, where: str) -> tuple[Item, ...]:
+    if not isinstance(group, list) or not group:
+        raise ConfigError(f"{where} must be a non-empty list of requests")
+    return tuple(_read_item(item, f"{where}, request {index}") for index, item in enumerate(group))
+
+
+def _read_item(item: object, where: str) -> Item:
+    if not isinstance(item, Mapping):
+        raise ConfigError(f"{where} must be an object with prompt_token_ids and max_tokens")
+    ids, count = item.get("prompt_token_ids"), item.get("max_tokens")
+    if not isinstance(ids, list) or not ids or not all(isinstance(token, int) and token >= 0 for token in ids):
+        raise ConfigError(f"{where}: prompt_token_ids must be a non-empty list of token ids")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ConfigError(f"{where}: max_tokens is {count!r}; give a whole number of at least 1")
+    return Item(array("i", ids), count)

@@ -1,0 +1,146 @@
+"""The command line as users meet it: help, near names, one-line errors, exit codes, no torch at start."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from octavo import cli
+from octavo.cli.flags import Parser, UsageError, add_settings, config_from, settings_given
+from octavo.errors import InvariantError
+from octavo.settings import SETTINGS
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_every_command(capsys, words) -> None:
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in cli.COMMANDS)
+
+
+def test_a_family_lists_its_members(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "bench offline" in out
+    assert "doctor" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["srve"], "srve is no command; did you mean serve?"),
+        (["qqq"], "qqq is no command; see octavo --help"),
+        (["bench", "online"], "octavo bench has no online; give one of offline, scheduler"),
+        (["config", "show", "--max-num-seq", "3"], "--max-num-seq is not understood; did you mean --max-num-seqs?"),
+        (["config", "show", "--thread=3"], "--thread is not understood; did you mean --threads?"),
+        (["config", "show", "extra"], "extra is not understood; see octavo config show --help"),
+        (
+            ["config", "show", "--threads"],
+            "argument --threads/-t: expected one argument; see octavo config show --help",
+        ),
+        (["config", "show", "--threads", "two"], "--threads is 'two'; give a whole number from 1 to 1024"),
+        (["config", "show", "--config", "/none.yaml"], "config file /none.yaml cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(capsys, words, message) -> None:
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
+
+
+def test_bugs_are_not_dressed_up(monkeypatch) -> None:
+    def broken(words):
+        raise InvariantError("x")
+
+    monkeypatch.setattr(cli, "_dispatch", broken)
+    with pytest.raises(InvariantError):
+        cli.main([])
+
+
+def test_ctrl_c_is_130(monkeypatch) -> None:
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_dispatch", interrupted)
+    assert cli.main([]) == 130
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_explains_itself_without_torch(name) -> None:
+    code = (
+        "import sys; from octavo.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    environ = {**os.environ, "PYTHONPATH": "src"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *name.split(), "--help"], env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: octavo {name}")
+
+
+def test_every_command_has_a_module() -> None:
+    for module_name, text in cli.COMMANDS.values():
+        module = importlib.import_module(module_name)
+        assert callable(module.add_arguments)
+        assert callable(module.run)
+        assert text
+
+
+def _parse(*words):
+    parser = Parser(prog="octavo test")
+    add_settings(parser)
+    return parser.parse(words)
+
+
+def test_every_setting_has_its_flags() -> None:
+    parser = Parser(prog="octavo test")
+    add_settings(parser)
+    known = set(parser._option_string_actions)
+    assert all(flag in known for setting in SETTINGS for flag in setting.flags)
+    assert "--no-enable-prefix-caching" in known
+
+
+def test_only_given_flags_count() -> None:
+    assert settings_given(_parse()) == {}
+    args = _parse("-np", "4", "--no-enable-prefix-caching", "--api-key", "a", "--api-key", "b", "-c", "8K")
+    assert settings_given(args) == {
+        "max_sequences": "4",
+        "enable_prefix_caching": False,
+        "api_key": ["a", "b"],
+        "max_model_len": "8K",
+    }
+
+
+def test_positional_model_and_flag_must_agree(monkeypatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    assert config_from(_parse(), model="x.gguf").model.model == "x.gguf"
+    assert config_from(_parse("-m", "x.gguf"), model="x.gguf").model.model == "x.gguf"
+    with pytest.raises(UsageError, match="model is given twice"):
+        config_from(_parse("-m", "y.gguf"), model="x.gguf")
+
+
+def test_config_show_json_hides_keys(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("OCTAVO_API_KEY", "hunter2")
+    assert cli.main(["config", "show", "--json", "--changed", "-np", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "hunter2" not in out
+    shown = json.loads(out)
+    assert shown["max-num-seqs"] == {"value": 4, "origin": "--max-num-seqs"}
+    assert shown["api-key"] == {"value": ["***"], "origin": "OCTAVO_API_KEY"}
+
+
+def test_remarks_go_to_stderr(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("OCTAVO_MAX_NUM_SEQ", "4")
+    assert cli.main(["config", "show"]) == 0
+    assert "warning: OCTAVO_MAX_NUM_SEQ is no setting" in capsys.readouterr().err
