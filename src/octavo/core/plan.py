@@ -3,7 +3,8 @@
 Owns: the columns, their meaning and their digest. Row is a lazy view for policies and tests.
 Does not: decide or compute. Plans are immutable by contract: nobody writes to one after plan().
 Effects of a plan run in this order: freed slots, new sequences, swap-out, host load, block copy,
-then table edits and the forward pass with its KV writes.
+then table edits and the forward pass with its KV writes. Freeing a free slot is harmless, and a new
+sequence resets its slot, so that effects of a failed step can be sent again.
 """
 
 from __future__ import annotations

@@ -129,7 +129,9 @@ class Request:
     simulation, public traces). `block_keys` holds the digest of each full prompt block when the front
     computed them, else None and they are computed on admission. `emitted_token_ids` are outputs of an
     earlier epoch: the request resumes behind them, with the prompt's boundary kept. Times are seconds
-    on the scheduler's clock. `cache_salt` separates tenants in the prefix cache.
+    on the scheduler's clock: `deadline` is a point in time, `queue_timeout` counts from `arrival` to the
+    first admission. `cache_salt` separates tenants in the prefix cache. `score_from` is the first prompt
+    position whose log-probability a SCORE request asks for.
     """
 
     request_id: str
@@ -146,6 +148,7 @@ class Request:
     cache_salt: bytes = b""
     adapter_id: int = 0
     spans: tuple[Span, ...] = ()
+    score_from: int = 1
     deadline: float | None = None
     queue_timeout: float | None = None
 
@@ -187,6 +190,7 @@ class Sequence:
         "num_scheduled",
         "request",
         "slot",
+        "stale",
         "tables",
         "token_ids",
     )
@@ -209,6 +213,7 @@ class Sequence:
         self.num_published = 0
         self.capacity = 0
         self.in_flight = 0
+        self.stale = 0  # rows in flight whose results must be dropped
         self.grant = 0
         self.limit = 0
         self.keys: list[bytes] = []
@@ -221,23 +226,29 @@ class Sequence:
 
 
 class RequestState:
-    """Where one request stands. `key` is the policy's; `order` breaks ties by arrival and is unique."""
+    """Where one request stands. `rank` = (the policy's key, order of arrival), unique among live requests.
+
+    `num_scored` is the first prompt position whose log-probability is still owed. `deferred_version` is the
+    pool's version when the request last lacked blocks: unless it moved, there is nothing to look at again.
+    """
 
     __slots__ = (
         "ahead_ok",
         "cached_tokens",
+        "deferred_version",
         "first_scheduled_at",
-        "first_token_at",
+        "is_decoding",
         "key",
+        "max_tokens",
         "num_preemptions",
-        "num_steps",
+        "num_scored",
         "order",
-        "queued_since",
         "rank",
         "request",
         "sequences",
         "status",
         "stop_ids",
+        "ticket",
         "wait_reason",
     )
 
@@ -250,13 +261,15 @@ class RequestState:
         self.sequences: list[Sequence] = []
         self.stop_ids: frozenset[int] = frozenset()
         self.ahead_ok = True
+        self.is_decoding = False
+        self.max_tokens = 0
+        self.ticket = 0  # of its latest entry in the waiting queue
+        self.num_scored = request.score_from
         self.cached_tokens = 0
         self.num_preemptions = 0
-        self.num_steps = 0
-        self.queued_since = request.arrival
         self.first_scheduled_at: float | None = None
-        self.first_token_at: float | None = None
         self.wait_reason = -1
+        self.deferred_version = -1
 
     @property
     def in_flight(self) -> int:

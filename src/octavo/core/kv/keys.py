@@ -1,0 +1,47 @@
+"""Keys of full KV blocks: a chain of digests over token ids, salted by everything else that changes KV.
+
+Owns: the key function. Does not: store keys or blocks.
+Invariant: equal keys mean equal parent, ids, adapter, media and salt, up to a 128-bit collision of
+BLAKE2b (RFC 7693), which the pool's comparison of ids catches where ids are known.
+"""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import blake2b
+
+from octavo.core.request import Request, Span
+
+KEY_BYTES = 16
+
+
+def root_key(request: Request) -> bytes:
+    """Return the parent key of a request's first block: its adapter and salts."""
+    return blake2b(repr((request.adapter_id, request.cache_salt, request.tenant)).encode(), digest_size=KEY_BYTES).digest()
+
+
+def child_key(parent: bytes, ids: bytes, spans: tuple[Span, ...] = (), start: int = 0, end: int = 0) -> bytes:
+    """Return the key of the block of `ids` (packed int32) behind `parent`; media in [start, end) adds its content."""
+    state = blake2b(parent, digest_size=KEY_BYTES)
+    state.update(ids)
+    for span in spans:
+        if span.start < end and start < span.start + span.length:
+            state.update(b"media" + span.key + (span.start - start).to_bytes(8, "little", signed=True))
+    return state.digest()
+
+
+def extend_keys(keys: list[bytes], token_ids: array[int], num_tokens: int, block_size: int, request: Request) -> None:
+    """Append the keys of the full blocks among the first `num_tokens` ids that `keys` does not hold yet."""
+    parent = keys[-1] if keys else root_key(request)
+    for start in range(len(keys) * block_size, num_tokens - block_size + 1, block_size):
+        end = start + block_size
+        parent = child_key(parent, token_ids[start:end].tobytes(), request.spans, start, end)
+        keys.append(parent)
+
+
+def prompt_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
+    """Return the keys of a request's full prompt blocks; a front computes these off the step loop."""
+    keys: list[bytes] = []
+    if request.prompt_token_ids is not None:
+        extend_keys(keys, request.prompt_token_ids, request.num_prompt_tokens, block_size, request)
+    return tuple(keys)

@@ -1,0 +1,23 @@
+"""Fifo, as transformers' continuous batching has it: decoding before prefilling before waiting, then arrival."""
+
+from __future__ import annotations
+
+from octavo.core.request import RequestState, Status
+
+
+class Fifo:
+    """Finish what decodes, then what prefills, then take in; the newest arrivals are preempted."""
+
+    name = "fifo"
+    headroom = 0.2
+    skip_ahead = True
+
+    def key(self, request: RequestState) -> tuple[float, ...]:
+        """Decoding 0, prefilling 1, waiting 2."""
+        if request.status == Status.WAITING:
+            return (2.0,)
+        return (0.0,) if request.is_decoding else (1.0,)
+
+    def victim_key(self, request: RequestState) -> tuple[float, ...]:
+        """Nothing beside the arrival: the newest goes first."""
+        return ()

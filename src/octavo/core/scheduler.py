@@ -1,0 +1,155 @@
+"""The scheduler: admit, cancel, plan, commit, statistics.
+
+Owns: the verbs. Does not: read a clock, start a thread, touch a file or a tensor; `now` is an argument.
+Invariants: two schedulers given the same calls make the same plans; work pending and nothing in flight
+means that the next plan has a row, an effect, or a typed external wait; every admitted request ends with
+exactly one FINISHED event; after the last one no block is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from octavo.core.admission import Admission, prove
+from octavo.core.committing import apply
+from octavo.core.limits import Limits
+from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult, WaitReason
+from octavo.core.planning import compose
+from octavo.core.queues import rerank
+from octavo.core.request import FinishReason, Request, RequestState, Sequence, Status, Want
+from octavo.core.state import State
+from octavo.core.statistics import Statistics, snapshot
+from octavo.errors import AdmissionError, DuplicateRequestError
+
+
+class Scheduler:
+    """Decides every step. Not thread-safe: one caller owns it."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, limits: Limits) -> None:
+        self.state = State(limits)
+
+    def admit(self, request: Request, now: float) -> Admission:
+        """Take a request in. It will end with exactly one FINISHED event.
+
+        Raises InvalidRequestError, AdmissionError or DuplicateRequestError; nothing is changed then.
+        """
+        state = self.state
+        if state.is_draining:
+            raise AdmissionError("the engine is draining and takes no new requests; send it to another engine", None)
+        if request.request_id in state.requests:
+            raise DuplicateRequestError(f"request_id {request.request_id!r} is in use; choose another", "request_id")
+        admission = prove(request, state.limits)
+        entry = RequestState(request, state.next_order)
+        state.next_order += 1
+        params = request.params
+        eos = () if params.ignore_eos else request.eos_token_ids
+        entry.stop_ids = frozenset((*eos, *params.stop_token_ids))
+        entry.max_tokens = admission.max_tokens
+        sequence = Sequence(entry, 0, state.cache.num_groups)
+        if request.wants & Want.SAMPLE:
+            sequence.limit = min(sequence.num_prompt + admission.max_tokens, state.limits.max_model_len)
+        else:
+            sequence.limit = sequence.num_prompt + 1
+        if request.block_keys is not None:
+            sequence.keys = list(request.block_keys)
+        entry.sequences.append(sequence)
+        state.requests[request.request_id] = entry
+        rerank(entry, state.policy)
+        state.waiting.add(entry)
+        state.deadlines.add(entry)
+        return admission
+
+    def cancel(
+        self, request_ids: Iterable[str], now: float, reason: FinishReason = FinishReason.CANCELLED, message: str | None = None
+    ) -> int:
+        """End requests in any state, in flight too; unknown and finished ids are ignored. Returns how many ended."""
+        count = 0
+        for name in request_ids:
+            entry = self.state.requests.get(name)
+            if entry is not None:
+                self.state.finish(entry, now, reason, message=message)
+                count += 1
+        return count
+
+    def plan(self, now: float, only: frozenset[str] | None = None) -> StepPlan:
+        """Make the next step's plan; with `only`, from these requests alone. An empty plan says why it is.
+
+        A plan that is not empty must be submitted and committed, in the order made.
+        """
+        while (late := self.state.deadlines.expired(now)) is not None:
+            self._expire(late[0], late[1], now)
+        return compose(self.state, now, only)
+
+    def commit(self, plan: StepPlan, outcome: StepResult | StepFailure, now: float) -> Events:
+        """Take in what the oldest plan in flight produced.
+
+        A StepFailure discards that plan and every later one in flight: do not commit those.
+        Raises InvariantError on a plan that is not the oldest in flight.
+        """
+        return apply(self.state, plan, outcome, now)
+
+    def take_events(self) -> tuple[Event, ...]:
+        """Hand over decisions made since the last plan or commit, without waiting for the next."""
+        events = tuple(self.state.events)
+        self.state.events = []
+        return events
+
+    def statistics(self) -> Statistics:
+        """A snapshot of gauges and totals."""
+        return snapshot(self.state)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing changed, while any block is held."""
+        return self.state.cache.reset()
+
+    def pause(self) -> None:
+        """Admit nobody from the queue until resume(); what runs goes on."""
+        self.state.is_paused = True
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.state.is_paused = False
+
+    def drain(self) -> None:
+        """Take no new requests; those taken are served to their end."""
+        self.state.is_draining = True
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, preempted ones included."""
+        return len(self.state.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run."""
+        return self.state.running.num_sequences
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.state.requests)
+
+    def explain(self, request_id: str) -> str:
+        """Say in one sentence where a request stands. O(waiting): for people."""
+        entry = self.state.requests.get(request_id)
+        if entry is None:
+            return f"{request_id} is not here: unknown, or finished"
+        if entry.status == Status.RUNNING:
+            sequence = entry.sequences[0]
+            phase = "decoding" if entry.is_decoding else "prefilling"
+            return f"{request_id} is {phase}: {sequence.num_computed} of {sequence.num_known} known tokens computed"
+        order = self.state.waiting.in_order()
+        position = order.index(entry)
+        reason = WaitReason.BEHIND if entry.wait_reason < 0 else WaitReason(entry.wait_reason)
+        ahead = f", behind {order[position - 1].request.request_id}" if position else ""
+        return f"{request_id} waits at position {position + 1} of {len(order)}{ahead}: {reason.name.lower()}"
+
+    def _expire(self, entry: RequestState, is_queue: bool, now: float) -> None:
+        asked = entry.request
+        if is_queue:
+            message = f"queue_timeout of {asked.queue_timeout} s passed before the request could start"
+        else:
+            message = f"deadline {asked.deadline} passed {now - (asked.deadline or 0.0):.3f} s ago"
+        self.state.finish(entry, now, FinishReason.TIMEOUT, message=message)
