@@ -1,0 +1,189 @@
+"""A Llama-like decoder over flat ragged tokens.
+
+Owns: the parameters of a model and the order of operations of one step.
+Does not: own KV memory, plan, sample, or pad: the tokens of all rows stand side by side, and the attention
+backend alone knows where rows begin.
+Invariants: outside attention, a token's result depends on that token alone. The residual stream has the weights'
+dtype, as in transformers; logits are float32.
+Shapes: T tokens of the step, N rows that sample, E hidden size, H query heads, K KV heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.models import families
+from octavo.models.families import FAMILIES, Fused
+from octavo.nn.embedding import Embedding
+from octavo.nn.linear import Linear
+from octavo.nn.norm import RMSNorm
+from octavo.nn.rope import RopeTable
+from octavo.nn.weights import Weights
+from octavo.ops.attention import AttentionBackend
+from octavo.ops.rope import apply_rope
+from octavo.ops.silu_mul import silu_mul
+
+
+class Decoder:
+    """A decoder without weights until `load`. Call it without autograd.
+
+    `max_model_len` may lower the model's own context limit (and the rope table's memory with it), never raise it.
+    `notes` says, for people, what was limited and why.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, max_model_len: int | None = None
+    ) -> None:
+        limit, note = families.context_limit(spec)
+        self.spec = spec
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.max_model_len = limit if max_model_len is None else min(limit, max_model_len)
+        self.notes: tuple[str, ...] = () if note is None else (note,)
+        self._layers: list[_Layer] = []
+
+    def load(self, weights: Weights) -> None:
+        """Take every parameter, layer by layer. Raises ModelFileError.
+
+        Beside the parameters themselves, one layer's plain weights exist at a time; a tied head in packed form
+        is a copy of the embedding.
+        """
+        loader = _Loader(self.spec, self.dtype, self.device, weights)
+        spec = self.spec
+        self._embedding = Embedding(loader.tensor(families.EMBEDDING, spec.vocab_size, spec.hidden_size))
+        self._layers = [_Layer(loader, index) for index in range(spec.num_layers)]
+        self._norm = loader.norm(families.FINAL_NORM)
+        head_VE = (
+            self._embedding.weight_VE
+            if spec.tie_word_embeddings
+            else loader.tensor(families.HEAD, spec.vocab_size, spec.hidden_size)
+        )
+        self._head = Linear(head_VE)
+        factors = loader.rope_factors()
+        self._rope = RopeTable(spec, self.max_model_len, self.dtype, self.device, factors)
+        weights.check_all_read(frozenset({families.HEAD}) if spec.tie_word_embeddings else frozenset())
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend) -> Tensor:
+        """Return the hidden states after the final norm, [T, E]. `backend.begin` was called for this step."""
+        cos_T1D, sin_T1D = self._rope.lookup(positions_T)
+        x_TE = self._embedding(token_ids_T)
+        residual_TE: Tensor | None = None
+        for layer in self._layers:
+            x_TE, residual_TE = layer.forward(x_TE, residual_TE, cos_T1D, sin_T1D, backend)
+        return self._norm(x_TE, residual_TE)[0]
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """Return float32 logits [N, V] of gathered rows of `forward`'s result; 4 * N * V bytes."""
+        return self._head(hidden_NE).to(torch.float32)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads: every multiplication, not the embedding's table."""
+        return self._head.nbytes + sum(linear.nbytes for layer in self._layers for linear in layer.linears)
+
+    @property
+    def linear_flops_per_token(self) -> int:
+        """Floating-point operations of one sampled token outside attention."""
+        linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
+        return sum(2 * linear.in_features * linear.out_features for linear in linears)
+
+
+class _Layer:
+    """Attention and feed-forward, each behind its norm."""
+
+    __slots__ = ("down", "gate_up", "head_dim", "index", "mlp_norm", "norm", "num_heads", "num_rotated",
+                 "output", "qk_norm", "qkv", "rotated_size")  # fmt: skip
+
+    def __init__(self, loader: _Loader, index: int) -> None:
+        spec = loader.spec
+        prefix = families.LAYER.format(index)
+        self.index = index
+        self.head_dim = spec.head_dim
+        self.num_heads = spec.num_heads
+        self.num_rotated = spec.num_heads + spec.num_kv_heads
+        self.rotated_size = self.num_rotated * spec.head_dim
+        self.norm = loader.norm(prefix + families.ATTENTION_NORM)
+        self.qkv = loader.linear(prefix, families.QKV, bias=loader.qkv_bias)
+        self.qk_norm = loader.qk_norm(prefix) if loader.has_qk_norm else None
+        self.output = loader.linear(prefix, families.OUTPUT)
+        self.mlp_norm = loader.norm(prefix + families.MLP_NORM)
+        self.gate_up = loader.linear(prefix, families.GATE_UP)
+        self.down = loader.linear(prefix, families.DOWN)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+    def forward(
+        self, x_TE: Tensor, residual_TE: Tensor | None, cos_T1D: Tensor, sin_T1D: Tensor, backend: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        """Return (what this layer adds, the residual stream before that addition): the next norm adds them."""
+        x_TE, residual_TE = self.norm(x_TE, residual_TE)
+        num_tokens = x_TE.shape[0]
+        qkv_TF = self.qkv(x_TE)
+        qk_THD = qkv_TF[:, : self.rotated_size].view(num_tokens, self.num_rotated, self.head_dim)
+        v_TKD = qkv_TF[:, self.rotated_size :].view(num_tokens, -1, self.head_dim)
+        if self.qk_norm is not None:
+            qk_THD = self.qk_norm(qk_THD)[0]
+        qk_THD = apply_rope(qk_THD, cos_T1D, sin_T1D)
+        o_THD = backend.attend(self.index, qk_THD[:, : self.num_heads], qk_THD[:, self.num_heads :], v_TKD)
+        x_TE = self.output(o_THD.reshape(num_tokens, -1))
+        x_TE, residual_TE = self.mlp_norm(x_TE, residual_TE)
+        return self.down(silu_mul(self.gate_up(x_TE))), residual_TE
+
+
+class _Loader:
+    """Makes layers from weights, in a model's dtype and on its device."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: Weights) -> None:
+        family = FAMILIES[spec.family]
+        self.spec = spec
+        self.qkv_bias = family.qkv_bias or spec.attention_bias
+        self.has_qk_norm = family.qk_norm or spec.qk_norm
+        self._dtype = dtype
+        self._device = device
+        self._weights = weights
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Read one tensor."""
+        out = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._weights.read_into(name, out)
+        return out
+
+    def norm(self, name: str) -> RMSNorm:
+        """Read a norm over the hidden size."""
+        return RMSNorm(self.tensor(name, self.spec.hidden_size), self.spec.rms_norm_eps)
+
+    def linear(self, prefix: str, fused: Fused, bias: bool = False) -> Linear:
+        """Read the parts of a fused multiplication into one weight."""
+        rows = families.fused_rows(self.spec, fused)
+        columns = families.columns(self.spec, fused)
+        weight = torch.empty(sum(rows), columns, dtype=self._dtype, device=self._device)
+        bias_F = torch.empty(sum(rows), dtype=self._dtype, device=self._device) if bias else None
+        start = 0
+        for part, count in zip(fused.parts, rows, strict=True):
+            name = f"{prefix}{fused.module}.{part}"
+            self._weights.read_into(f"{name}.weight", weight[start : start + count])
+            if bias_F is not None:
+                self._weights.read_into(f"{name}.bias", bias_F[start : start + count])
+            start += count
+        return Linear(weight, bias_F)
+
+    def qk_norm(self, prefix: str) -> RMSNorm:
+        """Read the norms of query and key heads as one weight, [H + K, D], over both side by side."""
+        spec = self.spec
+        q_D = self.tensor(prefix + families.Q_NORM, spec.head_dim)
+        k_D = self.tensor(prefix + families.K_NORM, spec.head_dim)
+        weight = torch.cat((q_D.expand(spec.num_heads, -1), k_D.expand(spec.num_kv_heads, -1)))
+        return RMSNorm(weight, spec.rms_norm_eps)
+
+    def rope_factors(self) -> Tensor | None:
+        """Read the divisors of the inverse frequencies, where the files have them."""
+        name = self.spec.rope_factors_tensor
+        if name is None:
+            return None
+        factors = torch.empty(self.spec.head_dim // 2, dtype=torch.float32)
+        self._weights.read_into(name, factors)
+        return factors

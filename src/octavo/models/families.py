@@ -1,0 +1,85 @@
+"""The model families as data.
+
+Owns: what distinguishes one family from another, the tensors of a layer, and how they are fused.
+Does not: compute, read files, or load torch. A Llama-like model is one entry here and one row of the tests.
+Sizes follow from the ModelSpec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.artifacts.model_spec import ModelSpec
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+LAYER = "model.layers.{}."
+ATTENTION_NORM = "input_layernorm.weight"
+MLP_NORM = "post_attention_layernorm.weight"
+Q_NORM = "self_attn.q_norm.weight"
+K_NORM = "self_attn.k_norm.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """One multiplication made of several of the checkpoint's, stacked by output rows in this order."""
+
+    module: str
+    parts: tuple[str, ...]
+
+
+QKV = Fused("self_attn", ("q_proj", "k_proj", "v_proj"))
+GATE_UP = Fused("mlp", ("gate_proj", "up_proj"))
+OUTPUT = Fused("self_attn", ("o_proj",))
+DOWN = Fused("mlp", ("down_proj",))
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family; fields not given are Llama's. What a family needs must be there, whatever the file says."""
+
+    name: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+_LIST = (Family("llama"), Family("mistral"), Family("qwen2", qkv_bias=True), Family("qwen3", qk_norm=True))
+FAMILIES = {family.name: family for family in _LIST}
+
+
+def fused_rows(spec: ModelSpec, fused: Fused) -> tuple[int, ...]:
+    """Return the output rows of each part."""
+    rows = {
+        "q_proj": spec.num_heads * spec.head_dim,
+        "k_proj": spec.num_kv_heads * spec.head_dim,
+        "v_proj": spec.num_kv_heads * spec.head_dim,
+        "o_proj": spec.hidden_size,
+        "gate_proj": spec.intermediate_size,
+        "up_proj": spec.intermediate_size,
+        "down_proj": spec.hidden_size,
+    }
+    return tuple(rows[part] for part in fused.parts)
+
+
+def columns(spec: ModelSpec, fused: Fused) -> int:
+    """Return the inputs that all parts share."""
+    if fused is OUTPUT:
+        return spec.num_heads * spec.head_dim
+    return spec.intermediate_size if fused is DOWN else spec.hidden_size
+
+
+def context_limit(spec: ModelSpec) -> tuple[int, str | None]:
+    """Return the longest context that is computed exactly, and a note when that is less than the model's own.
+
+    Attention is full here. Within its window a sliding-window model attends to everything, so up to that
+    length the two are equal.
+    """
+    window = spec.sliding_window
+    if window is None or window >= spec.max_model_len:
+        return spec.max_model_len, None
+    note = (
+        f"max_model_len is {window} instead of {spec.max_model_len}: this model attends within a sliding window "
+        f"of {window} tokens, and longer contexts need window cache groups, which are not supported yet"
+    )
+    return window, note

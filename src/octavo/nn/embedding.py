@@ -1,0 +1,22 @@
+"""The token embedding.
+
+Owns: the table, by rows of token ids. Shapes: T tokens, V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+
+class Embedding:
+    """Rows of a table. Ids must lie in [0, V): the engine refuses others long before."""
+
+    __slots__ = ("weight_VE",)
+
+    def __init__(self, weight_VE: Tensor) -> None:
+        self.weight_VE = weight_VE
+
+    def __call__(self, token_ids_T: Tensor) -> Tensor:
+        """Return the rows as a new tensor [T, E]."""
+        return functional.embedding(token_ids_T, self.weight_VE)

@@ -1,0 +1,84 @@
+"""The weights of a model by their canonical (Hugging Face) names, from whichever files hold them.
+
+Owns: the choice of the reader, and the checks: present, of the right shape, none left over.
+Does not: keep tensors: each is converted straight into the memory that the caller gives.
+Invariants: a failure is a ModelFileError that names the file, the tensor and the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.resolve import ModelFiles
+from octavo.errors import ModelFileError
+from octavo.nn.gguf_weights import GGUFWeights
+from octavo.nn.safetensors_weights import SafetensorsWeights
+
+
+class WeightSource(Protocol):
+    """One kind of weight files. Names are canonical; shapes are torch's, [out, in]."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each tensor there is."""
+        ...
+
+    def path(self, name: str) -> Path:
+        """The file that holds the tensor, or where a missing one would be expected."""
+        ...
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Convert the tensor into `out`, of equal shape, whatever its dtype and device."""
+        ...
+
+
+class Weights:
+    """Hands out each tensor of a source once, checked."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._read: set[str] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor's canonical name."""
+        return tuple(self._source.shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source.shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape. Raises ModelFileError when the tensor is missing."""
+        shape = self._source.shapes.get(name)
+        if shape is None:
+            raise ModelFileError(self._source.path(name), "is missing", name)
+        return shape
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Convert the tensor into `out`, whose shape it must have."""
+        shape = self.shape(name)
+        if shape != tuple(out.shape):
+            raise ModelFileError(
+                self._source.path(name), f"has shape {list(shape)}, the configuration needs {list(out.shape)}", name
+            )
+        self._read.add(name)
+        with torch.no_grad():
+            self._source.read_into(name, out)
+
+    def check_all_read(self, ignored: frozenset[str] = frozenset()) -> None:
+        """Refuse tensors that nobody asked for: a model that has them computes something else."""
+        for name in self._source.shapes:
+            if name not in self._read and name not in ignored and not name.endswith(".rotary_emb.inv_freq"):
+                raise ModelFileError(self._source.path(name), "is not a part of this architecture", name)
+
+
+def open_weights(files: ModelFiles, spec: ModelSpec) -> Weights:
+    """Open the model's weight files; nothing is read but their headers. Raises ModelFileError."""
+    source: WeightSource = GGUFWeights(files, spec) if files.kind == "gguf" else SafetensorsWeights(files)
+    return Weights(source)
