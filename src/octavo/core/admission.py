@@ -51,7 +51,8 @@ def _check_range(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
-                f"{name} holds the id {token}, outside the vocabulary of {vocab_size}; use ids 0 to {vocab_size - 1}", name
+                f"{name} holds the id {token}, outside the vocabulary of {vocab_size}; use ids 0 to {vocab_size - 1}",
+                name,
             )
 
 
@@ -75,9 +76,13 @@ def _check_lengths(request: Request, limits: Limits) -> None:
 def _check_sequences(request: Request, limits: Limits) -> None:
     count = request.params.n
     if count > limits.max_sequences:
-        raise AdmissionError(f"n is {count}, this engine runs {limits.max_sequences} sequences; raise --max-num-seqs", "n")
+        raise AdmissionError(
+            f"n is {count}, this engine runs {limits.max_sequences} sequences; raise --max-num-seqs", "n"
+        )
     if count > 1:
-        raise AdmissionError(f"n is {count}; several choices of one request are not supported yet, send it {count} times", "n")
+        raise AdmissionError(
+            f"n is {count}; several choices of one request are not supported yet, send it {count} times", "n"
+        )
     if request.spans:
         raise AdmissionError(f"{len(request.spans)} media items; this engine has no encoder budget", "spans")
 
@@ -95,7 +100,9 @@ def _fit(request: Request, limits: Limits) -> Admission:
         _check_pool(prompt + emitted, "its prompt", limits)
         return Admission(fitting, capped=True)
     if emitted >= asked:
-        raise InvalidRequestError(f"{emitted} tokens are emitted already, max_tokens is {asked}; nothing is left to do", "max_tokens")
+        raise InvalidRequestError(
+            f"{emitted} tokens are emitted already, max_tokens is {asked}; nothing is left to do", "max_tokens"
+        )
     worst = min(prompt + asked, limits.max_model_len) - 1
     _check_pool(worst, f"its prompt of {prompt} and max_tokens {asked}", limits)
     return Admission(asked, capped=False)

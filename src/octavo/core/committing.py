@@ -91,7 +91,12 @@ class Committer:
             at += count
 
     def _commit_row(
-        self, index: int, sequence: Sequence, ids: array[int], logprobs: list[TokenLogprobs | None] | None, error: str | None
+        self,
+        index: int,
+        sequence: Sequence,
+        ids: array[int],
+        logprobs: list[TokenLogprobs | None] | None,
+        error: str | None,
     ) -> None:
         request, plan = sequence.request, self.flight.plan
         sequence.in_flight -= 1
@@ -110,7 +115,11 @@ class Committer:
         for offset, token in enumerate(ids):
             if request.status != Status.FINISHED:  # type: ignore[comparison-overlap]
                 self._append(request, sequence, token, logprobs[offset] if logprobs else None)
-        if not request.request.wants & Want.SAMPLE and request.status == Status.RUNNING and sequence.num_computed >= sequence.num_known:
+        if (
+            not request.request.wants & Want.SAMPLE
+            and request.status == Status.RUNNING
+            and sequence.num_computed >= sequence.num_known
+        ):
             self.state.finish(request, self.now, FinishReason.STOP)
 
     def _append(self, request: RequestState, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
@@ -129,7 +138,10 @@ class Committer:
         cache = self.state.cache
         if sequence.num_computed >= (sequence.num_published + 1) * cache.block_size and cache.caching:
             cache.publish(sequence, sequence.num_computed, None)
-        if token in request.stop_ids and sequence.num_committed - sequence.num_prompt > request.request.params.min_tokens:
+        if (
+            token in request.stop_ids
+            and sequence.num_committed - sequence.num_prompt > request.request.params.min_tokens
+        ):
             stop_id = token if token in request.request.params.stop_token_ids else None
             self.state.finish(request, self.now, FinishReason.STOP, stop_id)
         elif sequence.num_committed >= sequence.limit:
@@ -140,7 +152,9 @@ class Committer:
         if result.token_ids is None:
             return array("i", [-1]) * expected
         if len(result.token_ids) != expected:
-            raise InvariantError(f"step {self.flight.plan.step}: {len(result.token_ids)} sampled ids, {expected} expected")
+            raise InvariantError(
+                f"step {self.flight.plan.step}: {len(result.token_ids)} sampled ids, {expected} expected"
+            )
         return result.token_ids
 
     def _take_outputs(self, result: StepResult) -> None:

@@ -40,6 +40,8 @@ class Limits:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
         if len(self.num_blocks) != len(self.groups) or min(self.num_blocks) < 1:
-            raise ConfigError(f"num_blocks is {self.num_blocks}; give at least 1 block for each of {len(self.groups)} groups")
+            raise ConfigError(
+                f"num_blocks is {self.num_blocks}; give at least 1 block for each of {len(self.groups)} groups"
+            )
         if self.headroom is not None and not 0 <= self.headroom < 1:
             raise ConfigError(f"headroom is {self.headroom}; give a share of the pool from 0 up to, but not, 1")

@@ -164,7 +164,16 @@ class StepPlan:
     @property
     def has_effects(self) -> bool:
         """Whether an executor has anything to do besides rows."""
-        return bool(self.freed_slots or self.new_sequences or self.edits or self.copies or self.swap_outs or self.host_loads or self.finished_ids or self.preempted_ids)
+        return bool(
+            self.freed_slots
+            or self.new_sequences
+            or self.edits
+            or self.copies
+            or self.swap_outs
+            or self.host_loads
+            or self.finished_ids
+            or self.preempted_ids
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -195,7 +204,18 @@ class StepPlan:
             state.update(column.tobytes())
         for new in self.new_sequences:
             ids = new.token_ids.tobytes() if new.token_ids is not None else b"-"
-            head = repr((new.slot, new.request_id, new.choice, new.num_prompt, len(ids), new.params, new.eos_token_ids, new.adapter_id))
+            head = repr(
+                (
+                    new.slot,
+                    new.request_id,
+                    new.choice,
+                    new.num_prompt,
+                    len(ids),
+                    new.params,
+                    new.eos_token_ids,
+                    new.adapter_id,
+                )
+            )
             state.update(head.encode())
             state.update(ids)
         state.update(repr((self.step, self.finished_ids, self.preempted_ids)).encode())

@@ -93,12 +93,27 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _check(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "give at least 1, or leave it out for as many as fit")
+            _check(
+                _is_int(self.max_tokens) and self.max_tokens >= 1,
+                "max_tokens",
+                self.max_tokens,
+                "give at least 1, or leave it out for as many as fit",
+            )
         _check(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "give 0 or more")
         if self.max_tokens is not None:
-            _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"give at most max_tokens ({self.max_tokens})")
+            _check(
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                self.min_tokens,
+                f"give at most max_tokens ({self.max_tokens})",
+            )
         _check_number("temperature", self.temperature, 0.0, 100.0, "give a number from 0 (greedy) to 100")
-        _check(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "give 0 or -1 (off) or a positive whole number")
+        _check(
+            _is_int(self.top_k) and self.top_k >= -1,
+            "top_k",
+            self.top_k,
+            "give 0 or -1 (off) or a positive whole number",
+        )
         _check_number("top_p", self.top_p, 0.0, 1.0, "give a number above 0, up to 1")
         _check(self.top_p > 0, "top_p", self.top_p, "give a number above 0, up to 1")
         _check_number("min_p", self.min_p, 0.0, 1.0, "give a number from 0 to 1")
@@ -106,15 +121,29 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "give a number from -2 to 2")
         _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 100.0, "give a number above 0; 1 is off")
         for token, bias in self.logit_bias:
-            _check(_is_int(token) and token >= 0, "logit_bias", token, "use token ids of the model's vocabulary as keys")
+            _check(
+                _is_int(token) and token >= 0, "logit_bias", token, "use token ids of the model's vocabulary as keys"
+            )
             _check_number("logit_bias", bias, -100.0, 100.0, "give each bias a number from -100 to 100")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _check(value is None or (_is_int(value) and 0 <= value <= 20), name, value, "give a whole number from 0 to 20")
-        _check(self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64), "seed", self.seed, "give a 64-bit whole number")
+            _check(
+                value is None or (_is_int(value) and 0 <= value <= 20), name, value, "give a whole number from 0 to 20"
+            )
+        _check(
+            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64),
+            "seed",
+            self.seed,
+            "give a 64-bit whole number",
+        )
         _check(_is_int(self.n) and self.n >= 1, "n", self.n, "give at least 1")
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "give non-empty strings")
-        _check(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "give token ids of the model's vocabulary")
+        _check(
+            all(_is_int(t) and t >= 0 for t in self.stop_token_ids),
+            "stop_token_ids",
+            self.stop_token_ids,
+            "give token ids of the model's vocabulary",
+        )
 
 
 def _is_int(value: object) -> bool:
@@ -178,7 +207,7 @@ class Sequence:
     __slots__ = (
         "capacity",
         "choice",
-        "grant",
+        "hot_end",
         "in_flight",
         "keys",
         "limit",
@@ -214,7 +243,7 @@ class Sequence:
         self.capacity = 0
         self.in_flight = 0
         self.stale = 0  # rows in flight whose results must be dropped
-        self.grant = 0
+        self.hot_end = 0  # below this position a decode needs no block and ends nothing by length
         self.limit = 0
         self.keys: list[bytes] = []
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]

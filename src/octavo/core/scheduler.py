@@ -12,9 +12,10 @@ from collections.abc import Iterable
 
 from octavo.core.admission import Admission, prove
 from octavo.core.committing import apply
+from octavo.core.intake import Intake
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult, WaitReason
-from octavo.core.planning import compose
+from octavo.core.planning import Planner
 from octavo.core.queues import rerank
 from octavo.core.request import FinishReason, Request, RequestState, Sequence, Status, Want
 from octavo.core.state import State
@@ -62,7 +63,11 @@ class Scheduler:
         return admission
 
     def cancel(
-        self, request_ids: Iterable[str], now: float, reason: FinishReason = FinishReason.CANCELLED, message: str | None = None
+        self,
+        request_ids: Iterable[str],
+        now: float,
+        reason: FinishReason = FinishReason.CANCELLED,
+        message: str | None = None,
     ) -> int:
         """End requests in any state, in flight too; unknown and finished ids are ignored. Returns how many ended."""
         count = 0
@@ -80,7 +85,10 @@ class Scheduler:
         """
         while (late := self.state.deadlines.expired(now)) is not None:
             self._expire(late[0], late[1], now)
-        return compose(self.state, now, only)
+        planner = Planner(self.state, now, only)
+        planner.grant_running()
+        Intake(planner).run()
+        return planner.finish()
 
     def commit(self, plan: StepPlan, outcome: StepResult | StepFailure, now: float) -> Events:
         """Take in what the oldest plan in flight produced.

@@ -98,7 +98,14 @@ class State:
         share = self.policy.headroom if self.limits.headroom is None else self.limits.headroom
         return ceil(share * min(self.limits.num_blocks) - 1e-9)  # 0.07 * 100 is 7.000000000000001
 
-    def finish(self, request: RequestState, now: float, reason: FinishReason, stop_id: int | None = None, message: str | None = None) -> None:
+    def finish(
+        self,
+        request: RequestState,
+        now: float,
+        reason: FinishReason,
+        stop_id: int | None = None,
+        message: str | None = None,
+    ) -> None:
         """End a request: everything it holds is free at once, and the one terminal event is written."""
         if request.status == Status.RUNNING:
             self._leave_running(request)
@@ -140,7 +147,15 @@ class State:
         self.preempted_ids.append(request.request.request_id)
         self.totals.num_preemptions += 1
         self.events.append(
-            Event(EventKind.PREEMPTED, request.request.request_id, now, self.step, reason=reason, num_tokens=computed, by=by)
+            Event(
+                EventKind.PREEMPTED,
+                request.request.request_id,
+                now,
+                self.step,
+                reason=reason,
+                num_tokens=computed,
+                by=by,
+            )
         )
 
     def start_decoding(self, request: RequestState) -> None:
@@ -169,4 +184,3 @@ class State:
             self.freed_slots.append(sequence.slot)
             self.free_slots.append(sequence.slot)
             sequence.slot = -1
-            sequence.grant = 0

@@ -9,10 +9,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request
+
+Verb = Literal["pause", "resume", "drain", "reset_prefix_cache", "explain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class TokenOutput:
     """New ids of one choice since the last output: a snapshot, never an alias of live lists.
 
     `position` is the index of the first new id among the outputs. `finish_reason` is set on the last one,
-    together with stop_token_id, cached_tokens and, for ERROR, message. `logprobs` is None or aligned.
+    together with stop_token_id, cached_tokens, queue_s (seconds from arrival to admission) and, for ERROR,
+    message. `logprobs` is None or aligned.
     `prompt_logprobs` arrives once, before or with the first id: (first position, entries).
     """
 
@@ -35,6 +38,7 @@ class TokenOutput:
     cached_tokens: int = 0
     num_preemptions: int = 0
     message: str | None = None
+    queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,11 @@ class EngineClient(Protocol):
         """Hand a request over. Raises AdmissionError, DuplicateRequestError, EngineDeadError."""
         ...
 
-    def outputs(self, request_id: str) -> AsyncIterator[TokenOutput]:
-        """Outputs of an accepted request, ending after the one with a finish_reason."""
+    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+        """Outputs of an accepted request, ending after the one with a finish_reason; one reader per request.
+
+        A slow reader gets what came meanwhile as one output. `final_only` wakes the reader at the end only.
+        """
         ...
 
     async def cancel(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -63,6 +70,10 @@ class EngineClient(Protocol):
 
     async def statistics(self) -> Mapping[str, object]:
         """Engine counters and gauges as plain JSON values."""
+        ...
+
+    async def control(self, verb: Verb, argument: str = "") -> object:
+        """Pause, resume, drain, reset the prefix cache (-> bool), explain a request (-> text)."""
         ...
 
     async def close(self) -> None:

@@ -1,0 +1,1 @@
+"""The paged KV cache, as numbers: blocks, keys, tables. No tensors."""

@@ -42,7 +42,7 @@ class Publication:
 class KVCache:
     """The paged KV cache's bookkeeping, for every group of layers."""
 
-    __slots__ = ("block_size", "caching", "pools", "queried_tokens", "hit_tokens", "num_groups")
+    __slots__ = ("block_size", "caching", "hit_tokens", "num_groups", "pools", "queried_tokens")
 
     def __init__(self, limits: Limits) -> None:
         self.block_size = limits.block_size
@@ -117,13 +117,14 @@ class KVCache:
                 table.append(block)
                 edits.extend((sequence.slot, group, index, block))
         sequence.capacity = len(sequence.tables[0]) * self.block_size
+        sequence.hot_end = min(sequence.capacity, sequence.limit - 1)
 
     def release(self, sequence: Sequence) -> None:
         """Give back all blocks, the tail first, so that the head of a chain is evicted last."""
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             while table:
                 pool.release(table.pop())
-        sequence.capacity = 0
+        sequence.capacity = sequence.hot_end = 0
         sequence.num_published = 0
         sequence.num_scheduled = 0
         sequence.num_computed = 0
@@ -201,7 +202,9 @@ class KVCache:
 
     def _extend_keys(self, sequence: Sequence) -> None:
         if sequence.token_ids is not None:
-            extend_keys(sequence.keys, sequence.token_ids, sequence.num_committed, self.block_size, sequence.request.request)
+            extend_keys(
+                sequence.keys, sequence.token_ids, sequence.num_committed, self.block_size, sequence.request.request
+            )
 
     def _ids_of(self, sequence: Sequence, index: int) -> bytes | None:
         if sequence.token_ids is None:

@@ -17,7 +17,9 @@ KEY_BYTES = 16
 
 def root_key(request: Request) -> bytes:
     """Return the parent key of a request's first block: its adapter and salts."""
-    return blake2b(repr((request.adapter_id, request.cache_salt, request.tenant)).encode(), digest_size=KEY_BYTES).digest()
+    return blake2b(
+        repr((request.adapter_id, request.cache_salt, request.tenant)).encode(), digest_size=KEY_BYTES
+    ).digest()
 
 
 def child_key(parent: bytes, ids: bytes, spans: tuple[Span, ...] = (), start: int = 0, end: int = 0) -> bytes:
