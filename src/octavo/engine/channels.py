@@ -1,0 +1,72 @@
+"""One output channel per request, for the tasks of one event loop, read from the ledger.
+
+Owns: who waits for which entry. Does not: buffer anything: a channel is a reader's place in the ledger, so a
+slow reader finds one larger output and never a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+from octavo.core.request import FinishReason, Request
+from octavo.engine.client import TokenOutput
+from octavo.engine.delivery import Delivery
+from octavo.engine.ledger import Entry, Ledger
+from octavo.errors import RequestError
+
+
+class Channels:
+    """Hands deliveries to waiting readers. Every method runs in the event loop's thread."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        self.ledger = Ledger(epoch)
+
+    def open(self, request: Request) -> None:
+        """Record a request. Raises DuplicateRequestError."""
+        self.ledger.add(request)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that the engine refused."""
+        self.ledger.forget(request_id)
+
+    def deliver(self, epoch: int, delivery: Delivery) -> None:
+        """Append to the ledger, then wake the readers with news."""
+        _wake(self.ledger.accept(epoch, delivery))
+
+    def end_all(self, reason: FinishReason, message: str) -> None:
+        """End every open request here."""
+        _wake(self.ledger.end_all(reason, message))
+
+    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+        """Outputs of one request. Raises RequestError at once when it is not open here."""
+        entry = self.ledger.get(request_id)
+        if entry is None:
+            raise RequestError(f"no request {request_id!r} is open here, or it was read to its end", "request_id")
+        return self._read(entry, final_only)
+
+    async def _read(self, entry: Entry, final_only: bool) -> AsyncIterator[TokenOutput]:
+        assert entry.waiter is None, "a request has one reader"
+        entry.final_only = final_only
+        while not entry.is_read:
+            if not (entry.end is not None or (entry.has_news and not final_only)):
+                await _news(entry)
+                continue
+            for output in entry.take():
+                yield output
+        self.ledger.forget_entry(entry)
+
+
+async def _news(entry: Entry) -> None:
+    entry.waiter = asyncio.get_running_loop().create_future()
+    try:
+        await entry.waiter
+    finally:
+        entry.waiter = None
+
+
+def _wake(entries: Iterable[Entry]) -> None:
+    for entry in entries:
+        waiter = entry.waiter
+        if waiter is not None and not waiter.done() and (entry.end is not None or not entry.final_only):
+            waiter.set_result(None)

@@ -1,0 +1,138 @@
+"""Delivery: what one step gives to the front end, as columns, and the Outbox that makes it.
+
+Owns: the open requests as the engine's side sees them, and the promise of one end for each.
+Does not: know sockets, asyncio or text; it runs in the engine's thread.
+Invariant: every request opened here gets exactly one End, and no token after it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
+from octavo.core.request import FinishReason, Request
+
+Score = tuple[str, int, tuple[TokenLogprobs, ...]]  # request id, first position, entries
+
+
+def _ints() -> array[int]:
+    return array("i")
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of one request. `queue_s` is arrival to first admission."""
+
+    request_id: str
+    finish_reason: FinishReason
+    stop_token_id: int | None = None
+    cached_tokens: int = 0
+    num_preemptions: int = 0
+    queue_s: float = 0.0
+    message: str | None = None
+
+
+@dataclass(slots=True)
+class Delivery:
+    """One step's tokens (columns, one entry per token), prompt scores, and ends. Nobody writes to it once sent."""
+
+    request_ids: list[str] = field(default_factory=list)
+    choices: array[int] = field(default_factory=_ints)
+    positions: array[int] = field(default_factory=_ints)
+    token_ids: array[int] = field(default_factory=_ints)
+    logprobs: list[TokenLogprobs | None] | None = None
+    scores: tuple[Score, ...] = ()
+    ends: tuple[End, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to send."""
+        return not (self.request_ids or self.ends or self.scores)
+
+
+class _Open:
+    """An open request: when it arrived, how long it queued, how often it was preempted."""
+
+    __slots__ = ("arrival", "num_preemptions", "queue_s")
+
+    def __init__(self, arrival: float) -> None:
+        self.arrival = arrival
+        self.queue_s: float | None = None
+        self.num_preemptions = 0
+
+
+class Outbox:
+    """Turns events into deliveries and keeps track of who still waits for an end."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Open] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def open_ids(self) -> tuple[str, ...]:
+        """Ids without an end yet, oldest first."""
+        return tuple(self._open)
+
+    def open(self, request: Request) -> None:
+        """A request was admitted: it will get one End."""
+        self._open[request.request_id] = _Open(request.arrival)
+
+    def decided(self, decisions: Iterable[Event]) -> Delivery:
+        """A delivery of decisions alone."""
+        return Delivery(ends=self._ends(decisions))
+
+    def committed(self, events: Events) -> Delivery:
+        """A delivery of a commit; takes over the columns without copying them."""
+        return Delivery(
+            request_ids=events.request_ids,
+            choices=events.choices,
+            positions=events.positions,
+            token_ids=events.token_ids,
+            logprobs=events.logprobs,
+            scores=events.scores,
+            ends=self._ends(events.decisions) if events.decisions else (),
+        )
+
+    def end_all(self, reason: FinishReason, message: str) -> Delivery:
+        """End every open request here, whatever the scheduler knows."""
+        ends = [self._end(request_id, reason, message) for request_id in self._open]
+        self._open.clear()
+        return Delivery(ends=tuple(ends))
+
+    def _end(self, request_id: str, reason: FinishReason, message: str) -> End:
+        entry = self._open[request_id]
+        return End(
+            request_id, reason, num_preemptions=entry.num_preemptions, queue_s=entry.queue_s or 0.0, message=message
+        )
+
+    def _ends(self, decisions: Iterable[Event]) -> tuple[End, ...]:
+        ends: list[End] = []
+        for event in decisions:
+            entry = self._open.get(event.request_id)
+            if entry is None:
+                continue
+            if event.kind == EventKind.ADMITTED and entry.queue_s is None:
+                entry.queue_s = max(0.0, event.time - entry.arrival)
+            elif event.kind == EventKind.PREEMPTED:
+                entry.num_preemptions += 1
+            elif event.kind == EventKind.FINISHED:
+                del self._open[event.request_id]
+                ends.append(
+                    End(
+                        event.request_id,
+                        FinishReason.ERROR if event.finish_reason is None else event.finish_reason,
+                        event.stop_token_id,
+                        event.cached_tokens,
+                        entry.num_preemptions,
+                        entry.queue_s or 0.0,
+                        event.message,
+                    )
+                )
+        return tuple(ends)

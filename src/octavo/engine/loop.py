@@ -1,0 +1,378 @@
+"""The step loop: one thread that owns scheduler and executor, and an inbox for everyone else.
+
+Owns: plan -> submit -> collect -> commit -> deliver, up to `depth` plans in flight; recovery from failed steps.
+Does not: decide (scheduler), compute (executor), or know sockets, asyncio and text.
+Invariants: each admitted request gets exactly one end, also when the engine stops or dies; while nothing is to
+be done the thread waits on a condition; only this thread calls scheduler and executor once started.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
+from octavo.core.request import FinishReason, Request
+from octavo.core.scheduler import Scheduler
+from octavo.engine.client import Accepted, Verb
+from octavo.engine.clock import Clock, MonotonicClock
+from octavo.engine.delivery import Delivery, Outbox
+from octavo.engine.instruments import EventSink, Instruments
+from octavo.engine.step_times import StepTimes
+from octavo.engine.suspects import Suspects
+from octavo.errors import EngineDeadError, EngineError, QueueFullError, RequestError, StepFailedError
+from octavo.executors.protocol import Executor, Ticket
+
+_LOG = logging.getLogger(__name__)
+MIN_WAIT_S = 0.001  # an empty plan waits at least this long, so that a deadline just missed cannot spin
+
+Reply = Callable[[object], None]  # called once, in the loop's thread or the caller's: a value or an Exception
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A plan on its way: its ticket, or why it could not be submitted."""
+
+    plan: StepPlan
+    ticket: Ticket
+    error: Exception | None
+    schedule_s: float
+    begun: float
+
+
+class EngineLoop:
+    """Runs an opened executor under a scheduler.
+
+    `receive` gets one Delivery per step, in the loop's thread. `max_waiting` bounds the queue (0 = no bound):
+    beyond it submit answers QueueFullError. Verbs may be called from any thread; each answers through `reply`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        clock: Clock | None = None,
+        depth: int = 1,
+        max_waiting: int = 0,
+    ) -> None:
+        self.clock: Clock = clock or MonotonicClock()
+        self.instruments = Instruments()
+        self.step_times = StepTimes()
+        self.num_turns = 0
+        self.num_discarded = 0
+        self._scheduler = scheduler
+        self._executor = executor
+        self._depth = depth
+        self._max_waiting = max_waiting
+        self._receive: Callable[[Delivery], None] = _ignore
+        self._flight: deque[_Flight] = deque()
+        self._outbox = Outbox()
+        self._suspects = Suspects()
+        self._owners: dict[int, str] = {}  # executor slot -> request, as of the plan last retired
+        self._condition = threading.Condition()
+        self._inbox: deque[tuple[Callable[[], None], Reply]] = deque()
+        self._is_stopping = False
+        self._has_ended = False
+        self._is_draining = False
+        self._failure: str | None = None
+        self._thread: threading.Thread | None = None
+
+    # --- life
+
+    def attach(self, receive: Callable[[Delivery], None]) -> None:
+        """Send deliveries there. Call before start."""
+        self._receive = receive
+
+    def watch(self, sink: EventSink) -> None:
+        """Tell a sink everything that happens. Call before start."""
+        self.instruments.add(sink)
+
+    def start(self) -> None:
+        """Start the thread. Idempotent; an engine that ended cannot start again (EngineDeadError)."""
+        with self._condition:
+            if self._has_ended:
+                raise EngineDeadError(self._end_message())
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Ask the loop to answer everyone and end. Idempotent; does not wait (see join)."""
+        with self._condition:
+            self._is_stopping = True
+            never_started = self._thread is None and not self._has_ended
+            self._condition.notify_all()
+        if never_started:
+            self._end()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end; True when it came. Idempotent, and harmless from the loop's own thread."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+            return not thread.is_alive()
+        return self._has_ended
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can be submitted."""
+        return not (self._has_ended or self._is_stopping)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine died, or None."""
+        return self._failure
+
+    # --- verbs, from any thread
+
+    def submit(self, request: Request, reply: Reply) -> None:
+        """Hand a request over; answers Accepted, a RequestError or an EngineError."""
+        self._post(partial(self._do_submit, request, reply), reply)
+
+    def cancel(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End requests in whatever state; unknown and finished ids are ignored."""
+        self._post(partial(self._do_cancel, tuple(request_ids), reason), _ignore)
+
+    def statistics(self, reply: Reply) -> None:
+        """Answers counters and gauges as plain JSON values."""
+        self._post(lambda: reply(self._statistics()), reply)
+
+    def control(self, verb: Verb | str, argument: str, reply: Reply) -> None:
+        """Answers the verb's value (see EngineClient.control), or an EngineError."""
+        self._post(lambda: reply(self._do_control(verb, argument)), reply)
+
+    def _post(self, command: Callable[[], None], reply: Reply) -> None:
+        with self._condition:
+            if not self._has_ended:
+                self._inbox.append((command, reply))
+                self._condition.notify_all()
+                return
+        reply(EngineDeadError(self._end_message()))
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._turn()
+        except Exception as error:  # the shell: whatever broke, everyone is answered
+            self._failure = f"{type(error).__name__}: {error}"
+            _LOG.exception("the engine died")
+        finally:
+            self._end()
+
+    def _turn(self) -> None:
+        """One beat: commands, plans, one result; or a wait when there is nothing of these."""
+        self.num_turns += 1
+        while self._inbox:
+            self._run_command(*self._inbox.popleft())
+        only = self._suspects.only
+        last = self._fill(only)
+        if self._flight:
+            self._retire()
+        elif only is not None:
+            self._suspects.set_aside(only)
+        elif last is not None:
+            self._wait(last.wake_at)
+
+    def _run_command(self, command: Callable[[], None], reply: Reply) -> None:
+        try:
+            command()
+        except Exception as error:  # it kills the engine, but whoever asked hears first
+            reply(EngineDeadError(f"the engine died: {type(error).__name__}: {error}"))
+            raise
+
+    def _wait(self, wake_at: float | None) -> None:
+        until = None if wake_at is None else max(wake_at, self.clock.now() + MIN_WAIT_S)
+        with self._condition:
+            if not (self._inbox or self._is_stopping):
+                self.clock.wait(self._condition, until)
+
+    def _fill(self, only: frozenset[str] | None) -> StepPlan | None:
+        """Submit plans up to the depth; returns the empty plan that ended it, if one did."""
+        depth = self._depth if only is None else 1
+        while len(self._flight) < depth:
+            begun = self.clock.now()
+            plan = self._scheduler.plan(begun, only)
+            planned = self.clock.now()
+            self._tell(plan.events)
+            if plan.is_empty:
+                return plan
+            flight = self._submit(plan, planned - begun, begun)
+            self._flight.append(flight)
+            if flight.error is not None:
+                break
+        return None
+
+    def _submit(self, plan: StepPlan, schedule_s: float, begun: float) -> _Flight:
+        try:
+            return _Flight(plan, self._executor.submit(plan), None, schedule_s, begun)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # the executor shell: a step that fails is retried, then bisected
+            return _Flight(plan, None, error, schedule_s, begun)
+
+    def _retire(self) -> None:
+        """Collect and commit the oldest plan in flight, deliver, and note the times."""
+        flight = self._flight.popleft()
+        plan = flight.plan
+        for new in plan.new_sequences:
+            self._owners[new.slot] = new.request_id
+        outcome = self._collect(flight)
+        collected = self.clock.now()
+        if isinstance(outcome, StepFailure):
+            self._discard_flight()
+        events = self._scheduler.commit(plan, outcome, collected)
+        committed = self.clock.now()
+        self._deliver(plan, outcome, events)
+        if isinstance(outcome, StepResult):
+            sent, timings = self.clock.now(), outcome.timings
+            schedule_s, step_s = flight.schedule_s + committed - collected, sent - flight.begun
+            self.step_times.add(
+                (schedule_s, timings.prepare_s, timings.forward_s, timings.sample_s, sent - committed, step_s)
+            )
+        else:
+            self._recover(plan, outcome)
+
+    def _collect(self, flight: _Flight) -> StepResult | StepFailure:
+        error = flight.error
+        if error is None:
+            try:
+                return self._executor.collect(flight.ticket)
+            except EngineDeadError:
+                raise
+            except Exception as raised:  # the executor shell
+                error = raised
+        _LOG.warning("step %d failed: %s: %s", flight.plan.step, type(error).__name__, error)
+        return StepFailure(f"{type(error).__name__}: {error}")
+
+    def _discard_flight(self) -> None:
+        """Collect what was submitted after a failed plan, for order's sake; its results are void."""
+        while self._flight:
+            later = self._flight.popleft()
+            self.num_discarded += 1
+            if later.error is None:
+                self._collect(later)
+
+    def _deliver(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        delivery = self._outbox.committed(events)
+        self._send(delivery)
+        if events.request_ids:
+            self._suspects.progressed(events.request_ids)
+        self._note(events.decisions)
+        self.instruments.stepped(plan, outcome, events)
+
+    def _send(self, delivery: Delivery) -> None:
+        if not delivery.is_empty:
+            self._receive(delivery)
+
+    def _tell(self, decisions: tuple[Event, ...]) -> None:
+        """Deliver and note decisions that came without a commit."""
+        if decisions:
+            self._send(self._outbox.decided(decisions))
+            self._note(decisions)
+
+    def _note(self, decisions: tuple[Event, ...]) -> None:
+        if decisions:
+            if self._suspects.only is not None:
+                self._suspects.cleared([e.request_id for e in decisions if e.kind == EventKind.FINISHED])
+            self.instruments.decided(decisions)
+
+    def _recover(self, plan: StepPlan, failure: StepFailure) -> None:
+        """After a failed step: retry it, halve it, or end the one request left under suspicion."""
+        names = [self._owners[slot] for slot in plan.slots]
+        culprits = self._suspects.failed([name for name in names if name in self._outbox])
+        if culprits:
+            error = StepFailedError(f"steps with this request fail, those without it do not: {failure.message}")
+            self._scheduler.cancel(culprits, self.clock.now(), FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        if self._suspects.is_executor_broken:
+            raise EngineDeadError(f"no step succeeds any more: {failure.message}")
+
+    # --- commands, in the thread
+
+    def _do_submit(self, request: Request, reply: Reply) -> None:
+        if self._is_draining:
+            reply(QueueFullError("the engine is draining and takes no new requests; try another, or later"))
+            return
+        if self._max_waiting and self._scheduler.num_waiting >= self._max_waiting:
+            reply(QueueFullError(f"{self._scheduler.num_waiting} requests wait already; try again later"))
+            return
+        try:
+            admission = self._scheduler.admit(request, self.clock.now())
+        except RequestError as error:
+            reply(error)
+            return
+        self._outbox.open(request)
+        self.instruments.admitted(request)
+        reply(Accepted(request.request_id, admission.max_tokens, admission.capped))
+
+    def _do_cancel(self, request_ids: tuple[str, ...], reason: FinishReason) -> None:
+        self._scheduler.cancel(request_ids, self.clock.now(), reason)
+
+    def _do_control(self, verb: str, argument: str) -> object:
+        if verb == "explain":
+            return self._scheduler.explain(argument)
+        if verb == "reset_prefix_cache":
+            return self._scheduler.reset_prefix_cache()
+        if verb == "pause":
+            self._scheduler.pause()
+        elif verb == "resume":
+            self._is_draining = False
+            self._scheduler.resume()
+        elif verb == "drain":
+            self._is_draining = True
+        else:
+            return EngineError(f"no verb {verb!r}; known are pause, resume, drain, reset_prefix_cache, explain")
+        return True
+
+    def _statistics(self) -> Mapping[str, object]:
+        values = asdict(self._scheduler.statistics())
+        loop = {
+            "open_requests": len(self._outbox),
+            "in_flight": len(self._flight),
+            "turns": self.num_turns,
+            "discarded_plans": self.num_discarded,
+            "is_draining": self._is_draining,
+        }
+        return {"scheduler": values, "loop": loop, "steps": self.step_times.summary()}
+
+    # --- the end
+
+    def _end(self) -> None:
+        """Answer everyone, then release the executor."""
+        if self._failure is None:
+            self._wind_up()
+        reason = FinishReason.CANCELLED if self._failure is None else FinishReason.ERROR
+        self._send(self._outbox.end_all(reason, self._end_message()))
+        with self._condition:
+            self._has_ended = True
+            left, self._inbox = self._inbox, deque()
+        for _, reply in left:
+            reply(EngineDeadError(self._end_message()))
+        try:
+            self._executor.close()
+        except Exception:  # the executor shell: nobody is left to tell
+            _LOG.exception("the executor failed to close")
+
+    def _wind_up(self) -> None:
+        """Take what is in flight, cancel the rest through the scheduler, and send the ends."""
+        try:
+            while self._flight:
+                self._retire()
+            self._scheduler.cancel(self._outbox.open_ids, self.clock.now(), message=self._end_message())
+            self._tell(self._scheduler.take_events())
+        except Exception as error:  # the shell: whatever broke, everyone is answered
+            self._failure = f"{type(error).__name__}: {error}"
+            _LOG.exception("the engine failed while stopping")
+
+    def _end_message(self) -> str:
+        return f"the engine died: {self._failure}" if self._failure is not None else "the engine was stopped"
+
+
+def _ignore(_: object) -> None:
+    """Nobody asked for this answer."""

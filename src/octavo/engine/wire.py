@@ -1,0 +1,325 @@
+"""Frames between the front end and the engine process: `u32 length | msgpack` of tagged structs.
+
+Owns: the structs, their conversion from and to core types (the only one), size caps, the splitting of a byte
+stream. Does not: read or write sockets. Lengths are little-endian; packed ids in this machine's order, which
+both ends share.
+Invariant: bytes from outside give a checked struct or a WireError, nothing else; every frame names its epoch.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from octavo.core.plan import TokenLogprobs
+from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
+from octavo.engine.client import Accepted, Verb
+from octavo.engine.delivery import Delivery, End
+from octavo.errors import (
+    AdmissionError,
+    CapacityError,
+    ConfigError,
+    DuplicateRequestError,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    ModelFileError,
+    OctavoError,
+    QueueFullError,
+    RequestError,
+    UnknownModelError,
+)
+from octavo.executors.protocol import Capacity
+
+VERSION = 1
+MAX_FRAME_BYTES = 64 * 2**20
+_LENGTH = struct.Struct("<I")
+_ERRORS: dict[str, type[OctavoError]] = {
+    kind.__name__: kind
+    for kind in (
+        AdmissionError,
+        CapacityError,
+        ConfigError,
+        DuplicateRequestError,
+        EngineDeadError,
+        EngineError,
+        InvalidRequestError,
+        ModelFileError,
+        QueueFullError,
+        RequestError,
+        UnknownModelError,
+    )
+}
+
+
+class WireError(EngineError):
+    """Bytes that are no frame, a frame that is no message, or a message over the size cap."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    epoch: int
+
+
+class Submit(_Message):
+    """A request, whole. Ids are packed 32-bit; `None` stays None."""
+
+    request_id: str
+    prompt_token_ids: bytes | None
+    params: SamplingParams
+    arrival: float
+    num_prompt_tokens: int
+    block_keys: tuple[bytes, ...] | None
+    emitted_token_ids: bytes | None
+    eos_token_ids: tuple[int, ...]
+    wants: int
+    priority: int
+    tenant: str
+    cache_salt: bytes
+    adapter_id: int
+    spans: tuple[Span, ...]
+    score_from: int
+    deadline: float | None
+    queue_timeout: float | None
+
+    @classmethod
+    def of(cls, epoch: int, request: Request) -> Submit:
+        """Pack a request."""
+        values = {name: getattr(request, name) for name in _REQUEST_FIELDS}
+        values["prompt_token_ids"] = _pack(request.prompt_token_ids)
+        values["emitted_token_ids"] = _pack(request.emitted_token_ids)
+        values["wants"] = int(request.wants)
+        return cls(epoch, **values)
+
+    def request(self) -> Request:
+        """Unpack it. Raises WireError, InvalidRequestError."""
+        if not 0 < self.wants < 8:
+            raise WireError(f"wants is {self.wants}")
+        values = {name: getattr(self, name) for name in _REQUEST_FIELDS}
+        values["prompt_token_ids"] = _unpack(self.prompt_token_ids)
+        values["emitted_token_ids"] = _unpack(self.emitted_token_ids)
+        values["wants"] = Want(self.wants)
+        return Request(**values)
+
+
+_REQUEST_FIELDS: tuple[str, ...] = tuple(name for name in Submit.__struct_fields__ if name != "epoch")
+
+
+class Cancel(_Message):
+    """End these requests."""
+
+    request_ids: tuple[str, ...]
+    reason: FinishReason
+
+
+class Ask(_Message):
+    """A question or an order, answered by an Answer of the same number."""
+
+    number: int
+    verb: Verb | str
+    argument: str
+
+
+class Close(_Message):
+    """Answer everyone and end."""
+
+
+class Ready(_Message):
+    """The engine is open: its first frame when all went well."""
+
+    version: int
+    capacity: Capacity
+
+
+class Failure(_Message):
+    """An error: of the start-up or of the whole engine (request_id and number unset), of one submit, or of one question."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    request_id: str | None = None
+    number: int | None = None
+
+    @classmethod
+    def of(cls, epoch: int, error: BaseException, request_id: str | None = None, number: int | None = None) -> Failure:
+        """Pack an error; one that is not Octavo's own becomes an EngineError naming its type."""
+        kind = type(error).__name__
+        message = str(error) if kind in _ERRORS else f"{kind}: {error}"
+        return cls(epoch, kind, message, getattr(error, "param", None), request_id, number)
+
+    def error(self) -> OctavoError:
+        """The error, of its own class where that is known."""
+        kind = _ERRORS.get(self.kind, EngineError)
+        if issubclass(kind, RequestError):
+            return kind(self.message, self.param)
+        if issubclass(kind, ModelFileError):
+            path, _, reason = self.message.partition(": ")
+            return ModelFileError(path, reason)
+        return kind(self.message)
+
+
+class Took(_Message):
+    """The request was taken."""
+
+    request_id: str
+    max_tokens: int
+    capped: bool
+
+    def accepted(self) -> Accepted:
+        """As the client gives it."""
+        return Accepted(self.request_id, self.max_tokens, self.capped)
+
+
+class WireLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Log-probabilities at one position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class WireEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The end of one request."""
+
+    request_id: str
+    finish_reason: FinishReason
+    stop_token_id: int | None
+    cached_tokens: int
+    num_preemptions: int
+    queue_s: float
+    message: str | None
+
+
+class Outputs(_Message):
+    """One step's delivery, as columns."""
+
+    request_ids: tuple[str, ...]
+    choices: bytes
+    positions: bytes
+    token_ids: bytes
+    logprobs: tuple[WireLogprobs | None, ...] | None
+    scores: tuple[tuple[str, int, tuple[WireLogprobs, ...]], ...]
+    ends: tuple[WireEnd, ...]
+
+    @classmethod
+    def of(cls, epoch: int, delivery: Delivery) -> Outputs:
+        """Pack a delivery."""
+        logprobs = delivery.logprobs
+        return cls(
+            epoch,
+            tuple(delivery.request_ids),
+            delivery.choices.tobytes(),
+            delivery.positions.tobytes(),
+            delivery.token_ids.tobytes(),
+            None if logprobs is None else tuple(None if entry is None else _pack_logprobs(entry) for entry in logprobs),
+            tuple((name, first, tuple(map(_pack_logprobs, entries))) for name, first, entries in delivery.scores),
+            tuple(WireEnd(*(getattr(end, name) for name in WireEnd.__struct_fields__)) for end in delivery.ends),
+        )
+
+    def delivery(self) -> Delivery:
+        """Unpack it. Raises WireError when the columns differ in length."""
+        columns = [_ids(column) for column in (self.choices, self.positions, self.token_ids)]
+        logprobs = self.logprobs
+        lengths = {len(self.request_ids), *map(len, columns), *(() if logprobs is None else (len(logprobs),))}
+        if len(lengths) != 1:
+            raise WireError(f"columns of {sorted(lengths)} entries in one delivery")
+        return Delivery(
+            list(self.request_ids),
+            *columns,
+            None if logprobs is None else [None if entry is None else _unpack_logprobs(entry) for entry in logprobs],
+            tuple((name, first, tuple(map(_unpack_logprobs, entries))) for name, first, entries in self.scores),
+            tuple(End(*(getattr(end, name) for name in WireEnd.__struct_fields__)) for end in self.ends),
+        )
+
+
+class Answer(_Message):
+    """The answer to an Ask: plain JSON values."""
+
+    number: int
+    value: Any
+
+
+ToEngine = Submit | Cancel | Ask | Close
+FromEngine = Ready | Failure | Took | Outputs | Answer
+_T = TypeVar("_T")
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    """One frame, with its length. Raises WireError over the size cap."""
+    body = _ENCODER.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise WireError(f"a {type(message).__name__} message of {len(body)} bytes; frames hold {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_to_engine(body: bytes) -> ToEngine:
+    """Read a frame's body as a message to the engine. Raises WireError."""
+    return _decode(_TO_ENGINE, body)
+
+
+def decode_from_engine(body: bytes) -> FromEngine:
+    """Read a frame's body as a message of the engine. Raises WireError."""
+    return _decode(_FROM_ENGINE, body)
+
+
+class FrameSplitter:
+    """Cuts a byte stream into frame bodies; holds at most one incomplete frame."""
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._buffer = bytearray()
+        self._max_bytes = max_bytes
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Bodies complete by now. Raises WireError at a length over the cap: the stream is then of no use."""
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._buffer, start)
+                if length > self._max_bytes:
+                    raise WireError(f"a frame of {length} bytes was announced; frames hold {self._max_bytes}")
+                end = start + _LENGTH.size + length
+                if len(self._buffer) < end:
+                    break
+                body = bytes(self._buffer[start + _LENGTH.size : end])
+                start = end
+                yield body
+        finally:
+            del self._buffer[:start]
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RequestError, RecursionError) as error:
+        raise WireError(f"not a message: {error}") from None
+
+
+def _pack(ids: array[int] | None) -> bytes | None:
+    return None if ids is None else ids.tobytes()
+
+
+def _unpack(packed: bytes | None) -> array[int] | None:
+    return None if packed is None else _ids(packed)
+
+
+def _ids(packed: bytes) -> array[int]:
+    if len(packed) % 4:
+        raise WireError(f"{len(packed)} bytes of 32-bit ids")
+    return array("i", packed)
+
+
+def _pack_logprobs(entry: TokenLogprobs) -> WireLogprobs:
+    return WireLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs)
+
+
+def _unpack_logprobs(entry: WireLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs)
