@@ -41,8 +41,8 @@ def _check_ids(request: Request, limits: Limits) -> None:
     _check_range("logit_bias", (token for token, _ in params.logit_bias), limits.vocab_size)
     if request.block_keys is not None and len(request.block_keys) > request.num_prompt_tokens // limits.block_size:
         raise InvalidRequestError(
-            f"block_keys has {len(request.block_keys)} entries, but {request.num_prompt_tokens} prompt tokens fill only "
-            f"{request.num_prompt_tokens // limits.block_size} blocks of {limits.block_size}",
+            f"block_keys has {len(request.block_keys)} entries, but {request.num_prompt_tokens} prompt tokens fill "
+            f"only {request.num_prompt_tokens // limits.block_size} blocks of {limits.block_size}",
             "block_keys",
         )
 
@@ -67,8 +67,8 @@ def _check_lengths(request: Request, limits: Limits) -> None:
         )
     if not limits.chunked_prefill and request.num_prompt_tokens > limits.max_batch_tokens:
         raise AdmissionError(
-            f"prompt has {request.num_prompt_tokens} tokens, a step computes at most {limits.max_batch_tokens} and chunked "
-            "prefill is off; shorten the prompt, raise --max-num-batched-tokens or turn --enable-chunked-prefill on",
+            f"prompt has {request.num_prompt_tokens} tokens, a step computes at most "
+            f"{limits.max_batch_tokens} and chunked prefill is off; shorten the prompt, raise --max-num-batched-tokens or turn --enable-chunked-prefill on",
             "prompt",
         )
 
@@ -112,7 +112,8 @@ def _check_pool(positions: int, cause: str, limits: Limits) -> None:
     blocks = min(limits.num_blocks)
     if positions > blocks * limits.block_size:
         raise AdmissionError(
-            f"the request needs up to {positions} KV positions for {cause}, the pool holds {blocks * limits.block_size} "
-            f"({blocks} blocks of {limits.block_size}); lower max_tokens or enlarge the pool (--kv-cache-tokens)",
+            f"the request needs up to {positions} KV positions for {cause}, the pool holds "
+            f"{blocks * limits.block_size} ({blocks} blocks of {limits.block_size}); lower max_tokens or "
+            "enlarge the pool (--kv-cache-tokens)",
             "max_tokens",
         )

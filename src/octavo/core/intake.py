@@ -34,40 +34,40 @@ class Intake:
 
     def run(self) -> None:
         """Let in waiting requests in the policy's order while they fit (S05, S08, S23)."""
-        state = self.state
+        num_waiting = len(self.state.waiting)
         if self.planner.num_preempted and self.planner.rows:
-            self.planner.count_waits(WaitReason.PREEMPTED_THIS_STEP, len(state.waiting))
-            return
-        if state.is_paused:
-            self.planner.count_waits(WaitReason.PAUSED, len(state.waiting))
-            return
+            self.planner.count_waits(WaitReason.PREEMPTED_THIS_STEP, num_waiting)
+        elif self.state.is_paused:
+            self.planner.count_waits(WaitReason.PAUSED, num_waiting)
+        elif self.planner.only is not None:
+            named = self._named()
+            self.planner.count_waits(WaitReason.EXCLUDED, num_waiting - len(named))
+            for request in named:
+                reason = self._try_admit(request)
+                if reason is not None and not self._goes_on(reason):
+                    break
+        else:
+            self._run_queue()
+
+    def _run_queue(self) -> None:
+        waiting = self.state.waiting
         skipped: list[RequestState] = []
-        candidates = self._named() if self.planner.only is not None else None
-        num_named = len(candidates) if candidates is not None else 0
-        while len(skipped) < MAX_CANDIDATES:
-            request = state.waiting.peek() if candidates is None else (candidates.pop() if candidates else None)
-            if request is None:
-                break
-            reason = self._try_admit(request, queued=candidates is None)
+        while len(skipped) < MAX_CANDIDATES and (request := waiting.peek()) is not None:
+            reason = self._try_admit(request)
             if reason is None:
                 continue
             if not self._goes_on(reason):
                 break
-            skipped.append(request)
-            if candidates is None:
-                state.waiting.pop()
-        if candidates is None:
-            for request in skipped:
-                state.waiting.add(request)
-        elif num_named < len(state.waiting):
-            self.planner.count_waits(WaitReason.EXCLUDED, len(state.waiting) - num_named)
+            skipped.append(waiting.pop())
+        for request in skipped:
+            waiting.add(request)
 
     def _named(self) -> list[RequestState]:
-        """Waiting requests of `only`, last first."""
+        """Waiting requests of `only`, in order."""
         assert self.planner.only is not None
         named = [self.state.requests[name] for name in sorted(self.planner.only) if name in self.state.requests]
         waiting = [request for request in named if request.status == Status.WAITING]
-        return sorted(waiting, key=lambda request: request.rank, reverse=True)
+        return sorted(waiting, key=lambda request: request.rank)
 
     def _goes_on(self, reason: WaitReason) -> bool:
         """Whether admission looks at the next request after one that waits for `reason`."""
@@ -75,7 +75,7 @@ class Intake:
             return False
         return reason in _SKIPPED or (self.state.policy.skip_ahead and reason in _ROOM)
 
-    def _try_admit(self, request: RequestState, queued: bool) -> WaitReason | None:
+    def _try_admit(self, request: RequestState) -> WaitReason | None:
         """Admit one request, or say why not."""
         state = self.state
         if request.in_flight:
@@ -91,13 +91,10 @@ class Intake:
             return reason
         sequence = request.sequences[0]
         match = state.cache.match(sequence, self._match_cap(request, sequence), state.step)
-        reason = self._lacks_room(request, match, has_company)
-        if reason is not None:
-            return reason
-        if queued:
-            state.waiting.pop()
-        else:
-            state.waiting.discard(request)
+        lack = self._lacks_room(request, match, has_company)
+        if lack is not None:
+            return lack
+        state.waiting.remove(request)
         self._admit(request, match)
         return None
 

@@ -165,6 +165,7 @@ class Planner:
         return flag
 
     def count_partial(self, sequence: Sequence, known: int) -> None:
+        """A sequence will still need blocks and steps for tokens it knows already."""
         self.num_partial += 1
         self.outstanding += self.state.cache.num_blocks_for(known) - len(sequence.tables[0])
 
@@ -207,10 +208,12 @@ class Planner:
         self.published = [entry for entry in self.published if entry.sequence is not sequence]
 
     def count_waits(self, reason: WaitReason, count: int) -> None:
+        """Enter `count` requests that wait for `reason`."""
         if count:
             self.waits[reason] = self.waits.get(reason, 0) + count
 
     def event(self, kind: EventKind, request: RequestState, **fields: object) -> None:
+        """Log a decision of this step."""
         self.state.events.append(Event(kind, request.request.request_id, self.now, self.state.step, **fields))  # type: ignore[arg-type]
 
     # --- the plan -----------------------------------------------------------------------------------

@@ -55,8 +55,11 @@ class WaitingQueue:
         """Take out the first request; call after peek."""
         return heappop(self._heap)[2]
 
-    def discard(self, request: RequestState) -> None:
+    def remove(self, request: RequestState) -> None:
         """Take out a waiting request wherever it stands: its entry goes when it comes up, or in bulk."""
+        if self._heap[0][2] is request and self._heap[0][1] == request.ticket:
+            heappop(self._heap)
+            return
         request.ticket += 1
         self._num_dead += 1
         if self._num_dead > 64 and self._num_dead * 2 > len(self._heap):

@@ -112,7 +112,7 @@ class State:
             self.finished_ids.append(request.request.request_id)
         else:
             request.status = Status.FINISHED
-            self.waiting.discard(request)
+            self.waiting.remove(request)
             if request.first_scheduled_at is not None:
                 self.finished_ids.append(request.request.request_id)
         request.status = Status.FINISHED
