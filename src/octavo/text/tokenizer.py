@@ -1,0 +1,158 @@
+"""Text to ids and back, for one model.
+
+Owns: the tokenizers backend, its special ids, and what the model's files say about beginning and end.
+Does not: template chats, or stream (detokenizer.py does, with the same result).
+Invariants: no truncation and no padding, whatever the file asks for; ids of a text do not depend on earlier calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from octavo.artifacts.gguf_file import GGUFFile
+from octavo.artifacts.json_file import read_json
+from octavo.artifacts.resolve import ModelFiles
+from octavo.errors import InvalidRequestError, ModelFileError
+from octavo.text.detokenizer import Detokenizer
+from octavo.text.gguf_tokenizer import GGUFVocabulary, build_gguf_backend, set_template
+from octavo.text.pieces import Pieces
+
+_NAMED = ("bos", "eos", "unk", "pad")
+_GGUF_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_GGUF_END_NAMES = ("eos", "eot", "eom")
+_MAX_ID = 1 << 31
+
+
+class Tokenizer:
+    """Encodes and decodes. Safe to share between threads."""
+
+    def __init__(self, backend: Backend, special_tokens: Mapping[str, str], eos_ids: Iterable[int], path: Path) -> None:
+        """`special_tokens` are the named ones ("bos_token": "<s>"); `path` is named in errors."""
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.eos_token_ids = tuple(dict.fromkeys(eos_ids))
+        self.bos_token_id: int | None = backend.token_to_id(self.special_tokens.get("bos_token", ""))
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.pieces = Pieces(backend, path)
+
+    @classmethod
+    def from_files(cls, files: ModelFiles) -> Tokenizer:
+        """Read the model's tokenizer. Raises ModelFileError."""
+        return cls.from_gguf(GGUFFile.open(files.weights[0])) if files.kind == "gguf" else cls.from_folder(files.root)
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> Tokenizer:
+        """Build the tokenizer from an opened GGUF file's metadata."""
+        vocabulary = GGUFVocabulary(file.metadata, file.path)
+        backend = build_gguf_backend(vocabulary)
+        named = {name: vocabulary.token_id(_GGUF_NAMES[name]) for name in _NAMED}
+        special = {f"{name}_token": vocabulary.tokens[i] for name, i in named.items() if i is not None}
+        ends = (vocabulary.token_id(name) for name in _GGUF_END_NAMES)
+        return cls(backend, special, (i for i in ends if i is not None), file.path)
+
+    @classmethod
+    def from_folder(cls, root: Path) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and the end-of-sequence ids of a model folder."""
+        path = root / "tokenizer.json"
+        backend = _read_backend(path)
+        config = _read_optional(root / "tokenizer_config.json")
+        _add_missing_tokens(backend, config)
+        special = {
+            key: text for name in _NAMED if (text := _token_text(config.get(key := f"{name}_token"))) is not None
+        }
+        _apply_flags(backend, config, special)
+        ends = _end_ids(_read_optional(root / "generation_config.json"))
+        ends = ends or _end_ids(_read_optional(root / "config.json"))
+        eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+        return cls(backend, special, [*ends, *([] if eos is None else [eos])], path)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text. Special tokens spelled out in it become their ids.
+
+        Raises InvalidRequestError for a text with lone surrogates, which no UTF-8 can hold.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            reason = f"the text has a lone surrogate at character {error.start}; send valid Unicode"
+            raise InvalidRequestError(reason, "prompt") from None
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ids; ids without a token add nothing. Raises InvalidRequestError for no possible id."""
+        ids = list(ids)
+        if any(not 0 <= token_id < _MAX_ID for token_id in ids):
+            raise InvalidRequestError("token ids must be whole numbers from 0 to 2147483647", "tokens")
+        stream = Detokenizer(self, skip_special_tokens)
+        return stream.push(ids) + stream.flush()
+
+    def id_to_piece(self, token_id: int) -> str:
+        """Return the vocabulary's spelling of an id ("Ġthe"), empty for an id that has none."""
+        piece: str | None = self.backend.id_to_token(token_id)
+        return piece or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that an id adds inside a text; they may be part of a character."""
+        return self.pieces.of(token_id)
+
+
+def _read_backend(path: Path) -> Backend:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFileError(path, f"cannot be read ({error})") from error
+    try:
+        return Backend.from_str(text)
+    except Exception as error:  # the library raises bare Exception for every fault of the file
+        raise ModelFileError(path, f"is no tokenizer that can be used ({error})") from error
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _token_text(value: object) -> str | None:
+    """A token as configurations spell it: a string, or an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _add_missing_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Add the tokens that only tokenizer_config.json knows, in the order of their ids."""
+    entries = config.get("added_tokens_decoder")
+    if not isinstance(entries, dict):
+        return
+    for key in sorted((key for key in entries if key.isdecimal()), key=int):
+        entry = entries[key]
+        text = _token_text(entry)
+        if text and backend.token_to_id(text) is None:
+            flags = {name: entry.get(name) is True for name in ("single_word", "lstrip", "rstrip", "normalized")}
+            backend.add_tokens([AddedToken(text, special=entry.get("special") is True, **flags)])
+
+
+def _apply_flags(backend: Backend, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Follow add_bos_token and add_eos_token where tokenizer_config.json gives them, as transformers does."""
+    flags = [config.get(f"add_{name}_token") for name in ("bos", "eos")]
+    if not any(isinstance(flag, bool) for flag in flags):
+        return
+    sides: list[list[int]] = []
+    for name, flag in zip(("bos", "eos"), flags, strict=True):
+        token_id = backend.token_to_id(special[f"{name}_token"]) if f"{name}_token" in special else None
+        sides.append([token_id] if flag is True and token_id is not None else [])
+    set_template(backend, sides[0], sides[1])
+
+
+def _end_ids(config: Mapping[str, Any]) -> list[int]:
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    return [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
