@@ -12,6 +12,7 @@ from rich.progress import track
 
 from octavo.bench.scheduler_cost import RUNNING, WAITING, measure_one
 from octavo.bench.table import show_rows
+from octavo.cli.flags import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure each pair, print a table, and as the last line one JSON object."""
+    for name, low in (("running", 1), ("waiting", 0), ("steps", 1)):
+        given = getattr(args, name)
+        least = min(given) if not isinstance(given, int) else given
+        if least < low:
+            raise UsageError(f"--{name} is {least}; give at least {low}")
     pairs = [(running, waiting) for running in args.running for waiting in args.waiting]
     progress = Console(stderr=True)
     shown = track(pairs, "measuring", console=progress, transient=True, disable=not sys.stderr.isatty())

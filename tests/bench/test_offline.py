@@ -1,0 +1,127 @@
+"""The offline bench on the fake model: counts, times, isolation of passes, the floor, the report."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+
+import pytest
+from rich.console import Console
+from tests.fake_model import FakeExecutor
+
+from octavo.bench.floor import Rates, StepFloor
+from octavo.bench.offline import OfflineBench
+from octavo.bench.report import Measured, make_report, show_report
+from octavo.bench.steps import StepRecorder
+from octavo.bench.workload import Item, Workload, draw_workload
+from octavo.core.limits import Limits
+from octavo.core.scheduler import Scheduler
+from octavo.engine.local_client import LocalClient
+from octavo.engine.loop import EngineLoop
+from octavo.errors import AdmissionError
+from octavo.executors.protocol import ExecutorSpec
+
+VOCAB = 97
+
+
+def _engine(steps):
+    executor = FakeExecutor(vocab_size=VOCAB)
+    capacity = executor.open(ExecutorSpec(max_sequences=4, max_batch_tokens=32, num_blocks=64))
+    limits = Limits(
+        block_size=capacity.block_size,
+        num_blocks=capacity.num_blocks,
+        max_model_len=capacity.max_model_len,
+        vocab_size=VOCAB,
+        max_batch_tokens=32,
+        max_sequences=4,
+    )
+    loop = EngineLoop(Scheduler(limits), executor)
+    loop.watch(steps)
+    return LocalClient(loop), capacity
+
+
+async def _bench(work, concurrency=4):
+    steps = StepRecorder()
+    client, capacity = _engine(steps)
+    try:
+        return await work(OfflineBench(client, steps, concurrency)), steps, capacity
+    finally:
+        await client.close()
+
+
+def test_one_pass_counts_everything() -> None:
+    workload = draw_workload(6, 20, 5, VOCAB, 0)
+    seen = []
+
+    async def work(bench):
+        return await bench.run(workload, seen.append)
+
+    record, steps, _ = asyncio.run(_bench(work))
+    assert (record.num_prompt_tokens, record.num_output_tokens, sum(seen)) == (120, 30, 30)
+    assert (len(record.ttft_s), len(record.inter_token_s), len(record.e2e_s)) == (6, 24, 6)
+    assert record.num_steps == len(steps.num_query_tokens) > 5
+    assert sum(steps.num_query_tokens) == 120 + 30 - 6
+    assert record.duration_s > 0
+    assert record.step_s["step"] <= record.duration_s
+
+
+def test_concurrency_bounds_what_is_open() -> None:
+    workload = draw_workload(3, 8, 4, VOCAB, 0)
+
+    async def work(bench):
+        return await bench.run(workload)
+
+    record, steps, _ = asyncio.run(_bench(work, concurrency=1))
+    assert record.num_steps == 12
+    assert list(steps.num_query_tokens) == [8, 1, 1, 1] * 3
+
+
+def test_passes_share_no_prefix_but_groups_do() -> None:
+    item = draw_workload(1, 48, 2, VOCAB, 0).groups[0][0]
+    workload = Workload("same twice", ((item,), (item,)))
+
+    async def work(bench):
+        await bench.warm_up(workload)
+        return [(await bench.run(workload)).prefix_hit_tokens for _ in range(2)]
+
+    hits, _, _ = asyncio.run(_bench(work))
+    assert hits == [47, 47]
+
+
+def test_a_request_that_cannot_run_is_its_own_error() -> None:
+    async def work(bench):
+        await bench.run(
+            Workload("long", ((Item(draw_workload(1, 300, 1, VOCAB, 0).groups[0][0].prompt_token_ids, 1),),))
+        )
+
+    with pytest.raises(AdmissionError, match="prompt has 300 tokens"):
+        asyncio.run(_bench(work))
+
+
+def test_report_has_every_number_and_is_one_line() -> None:
+    workload = draw_workload(4, 20, 5, VOCAB, 0)
+    floor = StepFloor(Rates(1e9, 1e9), 1000, 10, 1)
+
+    async def work(bench):
+        runs = []
+        for _ in range(3):
+            record = await bench.run(workload)
+            runs.append((record, bench.steps.floor_s(floor)))
+        return runs
+
+    runs, _, capacity = asyncio.run(_bench(work))
+    report = make_report(Measured("fake", capacity, workload, 4, floor, runs, 1.5, 2**30))
+    line = json.dumps(report)
+    assert "\n" not in line
+    wanted = {"model", "dtype", "device", "threads", "workload", "requests", "prompt_tokens", "output_tokens"}
+    wanted |= {"output_tokens_per_s", "total_tokens_per_s", "ttft_ms", "inter_token_ms", "step_ms", "step_share"}
+    wanted |= {"steps", "floor_ms_per_step", "floor_fraction", "peak_memory_bytes", "startup_s", "prefix_hit_tokens"}
+    assert wanted | {"preemptions"} <= set(report)
+    assert report["output_tokens_per_s"] == sorted(report["runs_output_tokens_per_s"])[1]
+    assert set(report["ttft_ms"]) == {"p50", "p90", "p99"}
+    assert set(report["step_share"]) == {"schedule", "prepare", "forward", "sample", "emit", "other"}
+    assert sum(report["step_share"].values()) == pytest.approx(1, abs=1e-3)
+    out = io.StringIO()
+    show_report(Console(file=out, width=120), report)
+    assert "memory floor" in out.getvalue()
