@@ -3,8 +3,8 @@
 Owns: what a backend is told once per step, and the two verbs it answers.
 Does not: compute, or own the KV memory (see attention_pool).
 Shapes: T tokens of the step, N rows, M table width, H query heads, K KV heads, D head size.
-Invariants: rows of one token come first, then longer ones, each part in ascending context length;
-token t of row n is at row_start[n] + t; its query sees exactly the positions <= its own.
+Invariants: rows of one token come first, in ascending context length, then longer ones; token t of
+row n is at row_start[n] + t; its query sees exactly the positions <= its own (and inside the window).
 """
 
 from __future__ import annotations

@@ -1,0 +1,88 @@
+"""What an executor keeps per sequence: known ids, block tables, sampling parameters, penalty counts.
+
+Owns: the slots and how a plan's effects change them. Does not: run rows, or decide anything.
+Shapes: S slots, W = max_model_len + 1 positions, M blocks of the longest table.
+Invariants: `ids_SW` lives on the device and the sampler writes into it, so a CARRY row reads what its
+slot sampled without the host; tables live on the host, entries behind a table's end are the null block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from octavo.core.plan import DROP_BLOCK, NewSequence, StepPlan
+from octavo.executors.columns import from_packed
+from octavo.sampling.columns import Ints, SamplingColumns
+from octavo.sampling.processors import LogitsProcessors
+from octavo.sampling.upload import upload
+
+
+class Slots:
+    """State of all slots. `faults` names slots whose request this model cannot run, with the reason."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        null_block: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.null_block = null_block
+        self.ids_SW = torch.zeros((num_slots, max_model_len + 1), dtype=torch.int32, device=device)
+        max_blocks = -(-max_model_len // block_size)
+        self.table_SM: Ints = np.full((num_slots, max_blocks), null_block, dtype=np.int64)
+        self.columns = SamplingColumns(num_slots)
+        self.processors = LogitsProcessors(self.columns, self.ids_SW, vocab_size)
+        self.faults: dict[int, str] = {}
+
+    def change_sequences(self, plan: StepPlan) -> None:
+        """Empty the freed slots and fill those of new sequences."""
+        for slot in plan.freed_slots:
+            self._empty(slot)
+        for new in plan.new_sequences:
+            self._empty(new.slot)
+            self._fill(new)
+
+    def edit_tables(self, plan: StepPlan) -> None:
+        """Apply the plan's table edits, all at once."""
+        if not plan.edits:
+            return
+        edits = from_packed(plan.edits).reshape(-1, 4)
+        assert not edits[:, 1].any(), "this executor has one cache group"
+        blocks = np.where(edits[:, 3] == DROP_BLOCK, self.null_block, edits[:, 3])
+        self.table_SM[edits[:, 0], edits[:, 2]] = blocks
+
+    def _empty(self, slot: int) -> None:
+        self.table_SM[slot] = self.null_block
+        self.processors.release(slot)
+        self.faults.pop(slot, None)
+
+    def _fill(self, new: NewSequence) -> None:
+        assert new.token_ids is not None, f"{new.request_id} has a length but no token ids: only a simulator can run it"
+        ids = from_packed(new.token_ids)
+        fault = self._fault(new, ids)
+        params = new.params
+        if fault is not None:
+            # its rows still run, so that the step keeps its shape; they report the fault
+            self.faults[new.slot] = fault
+            ids = np.clip(ids, 0, self.vocab_size - 1)
+        self.ids_SW[new.slot, : len(ids)].copy_(upload(self.ids_SW.device, ids.astype(np.int32))[0], non_blocking=True)
+        self.columns.put(
+            new.slot, params, choice=new.choice, num_prompt=new.num_prompt, eos_token_ids=new.eos_token_ids
+        )
+        self.columns.keep_below(new.slot, self.vocab_size)
+        self.processors.admit(new.slot, ids[new.num_prompt :])
+
+    def _fault(self, new: NewSequence, ids: Ints) -> str | None:
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            wrong = int(ids.max()) if ids.max() >= self.vocab_size else int(ids.min())
+            return f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}"
+        for token, _ in new.params.logit_bias:
+            if token >= self.vocab_size:
+                return f"logit_bias names token {token}, the model's vocabulary has {self.vocab_size}"
+        return None

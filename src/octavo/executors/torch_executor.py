@@ -1,0 +1,238 @@
+"""The executor that runs a decoder with torch, on a CPU or one CUDA device.
+
+Owns: the model, the pool, the slots, and the order of a step: effects, forward, sampling.
+Does not: schedule. On a CPU submit computes; on CUDA it only launches, and collect is the one wait.
+Invariants: plans run in submission order, on one stream; a plan's effects can be repeated, so a step
+that raised leaves nothing that sending its sequences again does not mend.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from octavo import machine
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.resolve import ModelFiles
+from octavo.config import ExecutionConfig, ModelConfig
+from octavo.core.kv.group import GroupSpec
+from octavo.core.plan import StepPlan, StepResult, StepTimings
+from octavo.errors import ConfigError, EngineError
+from octavo.executors.batch_inputs import StepInputs, build_inputs
+from octavo.executors.columns import from_packed
+from octavo.executors.pool_sizing import choose_num_blocks
+from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
+from octavo.executors.slots import Slots
+from octavo.executors.step_outputs import StepOutputs, pool_rows, score_rows
+from octavo.models.decoder import Decoder
+from octavo.models.registry import load_model
+from octavo.ops.attention import AttentionBackend
+from octavo.ops.attention_batched import BatchedAttention
+from octavo.ops.attention_pool import KVPool, PoolShape
+from octavo.ops.attention_reference import ReferenceAttention
+from octavo.sampling.sampler import Sampler
+from octavo.sampling.upload import upload
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTION: dict[str, type[BatchedAttention] | type[ReferenceAttention]] = {
+    "auto": BatchedAttention,
+    "batched": BatchedAttention,
+    "reference": ReferenceAttention,
+}
+_BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+class TorchExecutor:
+    """See executors.protocol.Executor. Nothing is loaded before `open`."""
+
+    def __init__(self, files: ModelFiles, spec: ModelSpec, execution: ExecutionConfig, model: ModelConfig) -> None:
+        self._files = files
+        self._spec = spec
+        self._execution = execution
+        self._device = choose_device(execution.device)
+        self._dtype = choose_dtype(model.dtype, spec.dtype, self._device)
+        self._decoder: Decoder | None = None
+        self._pool: KVPool
+        self._slots: Slots
+        self._sampler: Sampler
+        self._attention: AttentionBackend
+
+    def open(self, spec: ExecutorSpec) -> Capacity:
+        """Load the weights, allocate the pool and the slots."""
+        if self._device.type == "cpu":
+            torch.set_num_threads(self._execution.threads or machine.usable_cores())
+        if self._execution.attention not in ATTENTION:
+            raise ConfigError(f"attention is {self._execution.attention!r}; give one of {', '.join(ATTENTION)}")
+        decoder = load_model(self._files, self._spec, self._dtype, self._device, spec.max_model_len)
+        model = self._spec
+        kv_dtype = self._dtype if spec.kv_dtype == "auto" else _dtype_named(spec.kv_dtype, "kv_cache_dtype")
+        shape = PoolShape(model.num_layers, 0, spec.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
+        num_blocks = choose_num_blocks(
+            spec,
+            block_bytes=shape.block_bytes,
+            max_model_len=decoder.max_model_len,
+            available_bytes=self._available_bytes(),
+            is_host=self._device.type == "cpu",
+        )
+        self._pool = KVPool(
+            PoolShape(model.num_layers, num_blocks, spec.block_size, model.num_kv_heads, model.head_dim, kv_dtype),
+            self._device,
+        )
+        self._slots = Slots(
+            spec.max_sequences, decoder.max_model_len, spec.block_size, num_blocks, model.vocab_size, self._device
+        )
+        self._sampler = Sampler(self._slots.columns, self._slots.processors)
+        self._attention = ATTENTION[self._execution.attention](self._pool, model.num_heads, model.sliding_window)
+        self._decoder = decoder
+        return Capacity(
+            groups=(GroupSpec(block_bytes=shape.block_bytes, layers=tuple(range(model.num_layers))),),
+            num_blocks=(num_blocks,),
+            block_size=spec.block_size,
+            num_slots=spec.max_sequences,
+            max_model_len=decoder.max_model_len,
+            vocab_size=model.vocab_size,
+            device=str(self._device),
+            dtype=str(self._dtype).removeprefix("torch."),
+            num_threads=torch.get_num_threads() if self._device.type == "cpu" else 1,
+            weight_bytes=decoder.weight_bytes,
+            kv_bytes_per_token=shape.block_bytes // spec.block_size,
+            linear_flops_per_token=decoder.linear_flops_per_token,
+            notes=decoder.notes,
+        )
+
+    def _available_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self._device)[0])
+        return machine.usable_memory()[1]
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> Ticket:
+        """Run the plan (CPU) or launch it (CUDA). Raises whatever goes wrong; the step then produced nothing."""
+        decoder = self._running()
+        clock = _StepClock(self._device)
+        self._apply_effects(plan)
+        outputs = StepOutputs(faults=dict(self._slots.faults))
+        if not plan.slots:
+            return outputs, clock
+        inputs = build_inputs(plan, self._slots, self._pool.shape.block_size)
+        if len(inputs.begun_blocks):
+            self._pool.clear_blocks(upload(self._device, inputs.begun_blocks)[0])
+        self._attention.begin(inputs.attention)
+        clock.lap()
+        token_ids_T = self._slots.ids_SW.view(-1).index_select(0, inputs.token_index_T)
+        hidden_TE = decoder.forward(token_ids_T, inputs.attention.positions_T, self._attention)
+        clock.lap()
+        self._finish(decoder.logits, inputs, hidden_TE, outputs)
+        clock.lap()
+        return outputs, clock
+
+    def _apply_effects(self, plan: StepPlan) -> None:
+        if plan.swap_outs or plan.host_loads:
+            raise EngineError("this executor has no host tier; it cannot swap blocks or load them back")
+        if any(plan.num_drafts):
+            raise EngineError("this executor does not verify drafts")
+        self._slots.change_sequences(plan)
+        if plan.copies:
+            copies = from_packed(plan.copies).reshape(-1, 3)
+            assert not copies[:, 0].any(), "this executor has one cache group"
+            self._pool.copy_blocks(*upload(self._device, copies[:, 1], copies[:, 2]))
+        self._slots.edit_tables(plan)
+
+    def _finish(
+        self, logits: Callable[[Tensor], Tensor], inputs: StepInputs, hidden_TE: Tensor, outputs: StepOutputs
+    ) -> None:
+        """Sample, score and pool. Logits exist only for the rows that ask."""
+        outputs.inputs = inputs
+        if len(inputs.sample_rows):
+            logits_RV = logits(hidden_TE.index_select(0, inputs.sample_last_R))
+            sampled = self._sampler.sample(logits_RV, inputs.sampling)
+            self._slots.ids_SW.view(-1).index_copy_(0, inputs.sample_target_R, sampled.ids_R.int())
+            outputs.sampled = sampled
+        if len(inputs.score_rows):
+            outputs.scores = score_rows(inputs, self._slots, hidden_TE, logits)
+        if len(inputs.pool_rows):
+            outputs.pooled_RE = pool_rows(inputs, hidden_TE)
+
+    def supply(self, ticket: Ticket, masks: object) -> None:
+        """Refuse: this executor applies no grammar masks."""
+        raise EngineError("this executor applies no grammar masks")
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Fetch the ticket's result, waiting for the device."""
+        assert isinstance(ticket, tuple), "a ticket comes from submit"
+        outputs, clock = ticket
+        result: StepResult = outputs.result()
+        result.timings = clock.timings
+        return result
+
+    def close(self) -> None:
+        """Drop the model and the pool."""
+        if self._decoder is not None:
+            self._decoder = None
+            del self._pool, self._slots, self._sampler, self._attention
+
+    def _running(self) -> Decoder:
+        if self._decoder is None:
+            raise EngineError("the executor is not open")
+        return self._decoder
+
+
+class _StepClock:
+    """Three laps of a step: prepare, forward, sample. On CUDA they are marks in the stream, read when asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[float | torch.cuda.Event] = []
+        self.lap()
+
+    def lap(self) -> None:
+        """Mark the end of a part."""
+        if not self._is_cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
+
+    @property
+    def timings(self) -> StepTimings:
+        """Seconds of the parts so far; waits for the marks on CUDA."""
+        return StepTimings(*(self._between(a, b) for a, b in zip(self._marks, self._marks[1:], strict=False)))
+
+    def _between(self, begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+        if isinstance(begin, float) or isinstance(end, float):
+            assert isinstance(begin, float) and isinstance(end, float)
+            return end - begin
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000.0
+
+
+def choose_device(name: str) -> torch.device:
+    """Give the device of that name; auto takes CUDA where there is one. Raises ConfigError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch sees no CUDA device; give cpu or auto")
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; give auto, cpu or cuda")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """Give the dtype to compute in. auto: bfloat16 where the CPU multiplies it, else float32; on CUDA the
+    checkpoint's if it has 16 bits, else bfloat16. Raises ConfigError.
+    """
+    if name != "auto":
+        return _dtype_named(name, "dtype")
+    if device.type == "cuda":
+        return torch.float16 if checkpoint == "float16" else torch.bfloat16
+    return torch.bfloat16 if _BF16_FEATURES & set(machine.look().features) else torch.float32
+
+
+def _dtype_named(name: str, setting: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"{setting} is {name!r}; give auto, {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -1,0 +1,1 @@
+"""From logits to token ids: draws, logits processing, selection, log-probabilities."""

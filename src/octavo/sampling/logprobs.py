@@ -1,0 +1,72 @@
+"""Log-probabilities of the model's own distribution: before penalties, bias and temperature.
+
+Owns: the columns and their conversion to TokenLogprobs. Does not: sample.
+Rank 1 is the best; equal logits rank by ascending id, so ranks are unique and the greedy token has rank 1.
+Shapes: R rows, V vocabulary, K best asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.core.plan import TokenLogprobs
+from octavo.sampling.columns import Ints
+from octavo.sampling.selection import sorted_candidates
+
+
+@dataclass(slots=True)
+class RawDistribution:
+    """Log-probabilities of some rows, kept while their logits are edited. `num_top` is how many best each wants."""
+
+    log_probs_RV: Tensor
+    num_top: Ints
+
+    @classmethod
+    def of(cls, logits_RV: Tensor, num_top: Ints) -> RawDistribution:
+        """Take the distribution of raw logits."""
+        return cls(torch.log_softmax(logits_RV, dim=1), num_top)
+
+    def columns(self, token_ids_R: Tensor) -> LogprobColumns:
+        """Give what is wanted about these tokens; stays on the device."""
+        own_R1 = self.log_probs_RV.gather(1, token_ids_R[:, None])
+        ids_V = torch.arange(self.log_probs_RV.shape[1], device=token_ids_R.device)
+        ahead_RV = (self.log_probs_RV > own_R1) | ((self.log_probs_RV == own_R1) & (ids_V < token_ids_R[:, None]))
+        most = int(self.num_top.max(initial=0))
+        if most:
+            values_RK, best_RK = sorted_candidates(self.log_probs_RV, min(most, self.log_probs_RV.shape[1]))
+        else:
+            values_RK, best_RK = own_R1[:, :0], token_ids_R[:, None][:, :0]
+        return LogprobColumns(
+            token_ids_R, own_R1[:, 0], ahead_RV.sum(dim=1) + 1, best_RK[:, :most], values_RK[:, :most], self.num_top
+        )
+
+
+@dataclass(slots=True)
+class LogprobColumns:
+    """One entry per row, on the device until `entries` fetches them."""
+
+    token_ids_R: Tensor
+    logprobs_R: Tensor
+    ranks_R: Tensor
+    top_ids_RK: Tensor
+    top_logprobs_RK: Tensor
+    num_top: Ints
+
+    def entries(self) -> list[TokenLogprobs]:
+        """Fetch, and make one TokenLogprobs per row."""
+        rows = zip(
+            self.token_ids_R.tolist(),
+            self.logprobs_R.tolist(),
+            self.ranks_R.tolist(),
+            self.top_ids_RK.tolist(),
+            self.top_logprobs_RK.tolist(),
+            self.num_top.tolist(),
+            strict=True,
+        )
+        return [
+            TokenLogprobs(token, own, rank, tuple(ids[:count]), tuple(values[:count]))
+            for token, own, rank, ids, values, count in rows
+        ]

@@ -1,0 +1,116 @@
+"""Pick one token per row from edited logits: temperature, top-k, top-p, min-p, then an inverse-CDF draw.
+
+Owns: the two ways of drawing, each a function of its own row alone. Does not: process logits or make draws.
+Order of candidates is (logit descending, id ascending), so ties go to the lowest id on every device.
+Rows with top-k or top-p draw from their sorted candidates; the others walk the vocabulary in id order,
+which needs no sort: block sums find the block, one block is accumulated in float64.
+(Measured, 32 x 49152 float32, 2 cores: argmax 0.4 ms, softmax 0.4, block sums 0.1, top 64 of each 0.8,
+full sort 46. A Gumbel race would need 49152 draws a row.)
+Shapes: R rows, V vocabulary, K candidates, B blocks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.sampling.columns import Floats, Ints
+from octavo.sampling.upload import upload
+
+BLOCK = 256
+FIRST_CANDIDATES = 64
+
+
+def sorted_candidates(scores_RV: Tensor, num_needed: int) -> tuple[Tensor, Tensor]:
+    """Give at least the `num_needed` best scores and ids of each row, in candidate order, exact at ties.
+
+    On a CPU a top-k widens until the last needed score lies strictly above the last found, so no tie is cut; on
+    other devices, where looking would wait for the device, one stable sort does it.
+    """
+    size = scores_RV.shape[1]
+    if scores_RV.device.type == "cpu":
+        width = FIRST_CANDIDATES
+        while width <= num_needed:
+            width *= 4
+        while width < size // 2:
+            values_RK, ids_RK = torch.topk(scores_RV, width, dim=1)
+            if bool((values_RK[:, num_needed - 1] > values_RK[:, -1]).all()):
+                return _in_order(values_RK, ids_RK)
+            width *= 4
+    values_RV, ids_RV = torch.sort(scores_RV, dim=1, descending=True, stable=True)
+    return values_RV, ids_RV
+
+
+def _in_order(values_RK: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
+    ids_RK, order_RK = ids_RK.sort(dim=1)
+    values_RK, order_RK = values_RK.gather(1, order_RK).sort(dim=1, descending=True, stable=True)
+    return values_RK, ids_RK.gather(1, order_RK)
+
+
+def draw_in_id_order(probs_RV: Tensor, min_p: Floats, uniform: Floats) -> Tensor:
+    """Give the first id whose cumulative probability exceeds uniform * total; `probs_RV` may be overwritten."""
+    device, size = probs_RV.device, probs_RV.shape[1]
+    uniform_R1 = upload(device, uniform)[0][:, None]
+    if min_p.any():
+        floor_R1 = upload(device, min_p.astype(np.float32))[0][:, None] * probs_RV.amax(dim=1, keepdim=True)
+        probs_RV.masked_fill_(probs_RV < floor_R1, 0.0)
+    whole = size - size % BLOCK
+    sums = [probs_RV[:, :whole].reshape(len(probs_RV), -1, BLOCK).sum(dim=2)] if whole else []
+    if whole < size:
+        sums.append(probs_RV[:, whole:].sum(dim=1, keepdim=True))
+    block_R1, rest_R1, sum_R1 = _first_above(torch.cat(sums, dim=1).double(), uniform_R1)
+    ids_RB = block_R1 * BLOCK + torch.arange(BLOCK, device=device)
+    inside_RB = probs_RV.gather(1, ids_RB.clamp(max=size - 1)).double().masked_fill_(ids_RB >= size, 0.0)
+    at_R1, _, _ = _first_above(inside_RB, (rest_R1 / sum_R1).clamp_(min=0.0))
+    return ids_RB.gather(1, at_R1)[:, 0].clamp_(max=size - 1)
+
+
+def _first_above(weights_RB: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the first entry whose cumulative weight exceeds uniform * total: its index, the rest, its weight.
+
+    Rounding may push the target onto the total; then the last entry with any weight is meant.
+    """
+    cumulative_RB = weights_RB.cumsum(dim=1)
+    total_R1 = cumulative_RB[:, -1:]
+    target_R1 = uniform_R1 * total_R1
+    last_R1 = (cumulative_RB < total_R1).sum(dim=1, keepdim=True).clamp_(max=weights_RB.shape[1] - 1)
+    index_R1 = torch.minimum(torch.searchsorted(cumulative_RB, target_R1, right=True), last_R1)
+    weight_R1 = weights_RB.gather(1, index_R1)
+    return index_R1, target_R1 - (cumulative_RB.gather(1, index_R1) - weight_R1), weight_R1
+
+
+def draw_from_best(scaled_RV: Tensor, top_k: Ints, top_p: Floats, min_p: Floats, uniform: Floats) -> Tensor:
+    """Draw from the best candidates: top_k first (0 = all), top_p of what that leaves, then min_p."""
+    device, size = scaled_RV.device, scaled_RV.shape[1]
+    limit = np.where(top_k > 0, np.minimum(top_k, size), size)
+    cut_R1, wanted_R1 = upload(device, limit[:, None], np.where(top_k > 0, 0, 1)[:, None])
+    top_p_R1, min_p_R1, uniform_R1 = upload(device, top_p[:, None], min_p[:, None], uniform[:, None])
+    probs_RV = torch.softmax(scaled_RV, dim=1)
+    bounded = limit[limit < size]
+    needed = int(bounded.max(initial=1))
+    while True:
+        values_RK, ids_RK = sorted_candidates(scaled_RV, needed)
+        width = values_RK.shape[1]
+        probs_RK = probs_RV.gather(1, ids_RK).double()
+        kept_RK = torch.arange(width, device=device) < cut_R1
+        probs_RK = probs_RK.masked_fill_(~kept_RK, 0.0)
+        cumulative_RK = probs_RK.cumsum(dim=1)
+        # top_k rows normalise by what they keep; the others' probabilities sum to 1 already
+        total_R1 = torch.where(wanted_R1 > 0, torch.ones_like(top_p_R1), cumulative_RK[:, -1:])
+        mass_R1 = top_p_R1 * total_R1
+        if width == size or bool(_is_covered(values_RK, cumulative_RK, mass_R1, cut_R1).all()):
+            break
+        needed = width
+    first_RK = cumulative_RK - probs_RK < mass_R1
+    kept_RK = kept_RK & first_RK & (probs_RK >= min_p_R1 * probs_RK[:, :1])
+    index_R1, _, _ = _first_above(probs_RK.masked_fill(~kept_RK, 0.0), uniform_R1)
+    return ids_RK.gather(1, index_R1)[:, 0]
+
+
+def _is_covered(values_RK: Tensor, cumulative_RK: Tensor, mass_R1: Tensor, cut_R1: Tensor) -> Tensor:
+    """Whether each row's cut lies among candidates strictly above the last, so that no tie is missed."""
+    above_RK = values_RK > values_RK[:, -1:]
+    by_mass_R = ((cumulative_RK >= mass_R1) & above_RK).any(dim=1)
+    by_count_R = above_RK.sum(dim=1) >= cut_R1[:, 0]
+    return by_mass_R | by_count_R
