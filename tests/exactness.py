@@ -95,7 +95,8 @@ def explain_difference(expected: Sequence[int], run: Run, index: int) -> str:
             entry = run.logprobs[index][at]
             gap = ""
             if entry is not None and len(entry.top_logprobs) > 1:
-                gap = f"; the two best logits there are {entry.top_logprobs[0] - entry.top_logprobs[1]:.3e} apart {entry.top_ids}"
+                distance = entry.top_logprobs[0] - entry.top_logprobs[1]
+                gap = f"; the two best logits there are {distance:.3e} apart {entry.top_ids}"
             return f"request {index} differs at output {at}: expected {want}, got {have}{gap}"
     return f"request {index}: {len(got)} tokens, expected {len(expected)}"
 

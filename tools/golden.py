@@ -63,7 +63,7 @@ LONG = (
 
 
 def prompts(tokenizer: object) -> list[dict[str, object]]:
-    """Return 32 prompts as ids: chats, texts, one of a single token, one of 900 tokens, one of 64 = four full blocks."""
+    """Return 32 prompts as ids: chats, texts, one of a single token, one of 900 tokens, one of four full blocks."""
     encode = tokenizer.encode  # type: ignore[attr-defined]
     made: list[dict[str, object]] = []
     for text in CHATS:
