@@ -135,11 +135,10 @@ def build_gguf_backend(vocabulary: GGUFVocabulary) -> Tokenizer:
 
 def set_template(backend: Tokenizer, before: Sequence[int], after: Sequence[int]) -> None:
     """Make encoding put these ids before and after each text."""
-    names = {token_id: backend.id_to_token(token_id) for token_id in (*before, *after)}
+    names = {token_id: f"special{token_id}" for token_id in (*before, *after)}  # any name but the token's own will do
     single = [*(names[i] for i in before), "$A", *(names[i] for i in after)]
-    backend.post_processor = processors.TemplateProcessing(
-        single=single, pair=[*single, "$B"], special_tokens=[(name, token_id) for token_id, name in names.items()]
-    )
+    special = [{"id": name, "ids": [i], "tokens": [backend.id_to_token(i)]} for i, name in names.items()]
+    backend.post_processor = processors.TemplateProcessing(single=single, pair=[*single, "$B"], special_tokens=special)
 
 
 def _byte_level(vocabulary: GGUFVocabulary) -> tuple[Tokenizer, bool, set[str]]:

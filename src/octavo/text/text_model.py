@@ -1,0 +1,102 @@
+"""All that the text side of a model needs: tokenizer, template, specification.
+
+Owns: loading them from the same files, once.
+Does not: load torch or weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.artifacts.gguf_file import GGUFFile
+from octavo.artifacts.gguf_spec import read_gguf_spec
+from octavo.artifacts.json_file import read_json
+from octavo.artifacts.model_spec import ModelSpec, read_model_spec
+from octavo.artifacts.resolve import ModelFiles
+from octavo.errors import InvalidRequestError, ModelFileError
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.messages import cut_at_continuation, mark_continuation, plain_messages
+from octavo.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """A model's text side. `chat_template` is None for a model without one."""
+
+    name: str
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None = None
+
+    @classmethod
+    def load(cls, files: ModelFiles, chat_template_file: str | Path | None = None) -> TextModel:
+        """Read everything. `chat_template_file` replaces the model's template. Raises ModelFileError."""
+        if files.kind == "gguf":
+            parts = [GGUFFile.open(path) for path in files.weights]
+            spec, tokenizer = read_gguf_spec(parts), Tokenizer.from_gguf(parts[0])
+            found = _gguf_template(parts[0])
+        else:
+            spec, tokenizer = read_model_spec(files), Tokenizer.from_folder(files.root)
+            found = _folder_template(files.root)
+        if chat_template_file is not None:
+            found = _read_text(Path(chat_template_file)), Path(chat_template_file)
+        template = None if found is None else ChatTemplate(found[0], tokenizer.special_tokens, path=found[1])
+        return cls(files.name, spec, tokenizer, template)
+
+    def prompt_from_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt text of a chat. Raises InvalidRequestError."""
+        if self.chat_template is None:
+            reason = f"{self.name} has no chat template; start with --chat-template FILE, or use plain completions"
+            raise InvalidRequestError(reason, "messages")
+        plain = plain_messages(messages)
+        kwargs = dict(template_kwargs or {})
+        if not continue_final_message:
+            return self.chat_template.render(plain, add_generation_prompt, tools, **kwargs)
+        return cut_at_continuation(self.chat_template.render(mark_continuation(plain), False, tools, **kwargs))
+
+    def prompt_ids_from_messages(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Return the prompt ids of a chat; `options` are those of prompt_from_messages.
+
+        The template writes the beginning-of-sequence token where the model wants one, so none is added here.
+        """
+        return self.tokenizer.encode(self.prompt_from_messages(messages, **options), add_special_tokens=False)
+
+
+def _gguf_template(file: GGUFFile) -> tuple[str, Path] | None:
+    source = file.metadata.get("tokenizer.chat_template")
+    if source is not None and not isinstance(source, str):
+        raise ModelFileError(file.path, "tokenizer.chat_template is no string")
+    return (source, file.path) if source else None
+
+
+def _folder_template(root: Path) -> tuple[str, Path] | None:
+    """chat_template.jinja, else the (default) one of tokenizer_config.json."""
+    path = root / "chat_template.jinja"
+    if path.is_file():
+        return _read_text(path), path
+    path = root / "tokenizer_config.json"
+    value = read_json(path).get("chat_template") if path.is_file() else None
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise ModelFileError(path, "chat_template is no string")
+    return (value, path) if value else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFileError(path, f"cannot be read ({error})") from error
