@@ -83,6 +83,8 @@ def _check_sequences(request: Request, limits: Limits) -> None:
         raise AdmissionError(
             f"n is {count}; several choices of one request are not supported yet, send it {count} times", "n"
         )
+    if request.adapter_id:
+        raise AdmissionError(f"adapter_id is {request.adapter_id}; this engine has no adapters, use 0", "adapter_id")
     if request.spans:
         raise AdmissionError(f"{len(request.spans)} media items; this engine has no encoder budget", "spans")
 

@@ -16,7 +16,7 @@ class Limits:
     """The scheduler's numbers: tokens, sequences and blocks as named; `headroom` is a share of the pool.
 
     `num_blocks` has one entry per group. `max_partial_prefills=0` and `long_prefill_threshold=0` mean
-    no bound. `kv_read_budget=0` is off. `headroom=None` means the policy's own default.
+    no bound. `headroom=None` means the policy's own default.
     """
 
     block_size: int
@@ -31,7 +31,6 @@ class Limits:
     chunked_prefill: bool = True
     max_partial_prefills: int = 0
     long_prefill_threshold: int = 0
-    kv_read_budget: int = 0
     prefix_caching: bool = True
     max_blocks_per_sequence: int = 0
 
