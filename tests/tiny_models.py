@@ -73,13 +73,18 @@ def make_tiny_model(
     `overrides` replace entries of config.json. With `shards` > 1 the weights are spread over that many files.
     The folder holds config, generation config, weights, and a byte-level BPE tokenizer of VOCAB_SIZE ids.
     """
-    config = {**_BASE, **FAMILIES[family], "torch_dtype": dtype, **overrides}
+    config = tiny_config(family, torch_dtype=dtype, **overrides)
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID})
     write_tiny_tokenizer(folder)
     write_tensors(folder, tiny_tensors(config, seed, getattr(torch, dtype)), shards)
     return folder
+
+
+def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
+    """The contents of config.json."""
+    return {**_BASE, **FAMILIES[family], **overrides}
 
 
 def tiny_tensors(config: Mapping[str, Any], seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
