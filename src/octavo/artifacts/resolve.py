@@ -42,7 +42,7 @@ def resolve_model(name: str | None = None, revision: str | None = None) -> Model
     Raises UnknownModelError with the remedy, ModelFileError when the place found holds no model.
     """
     if name is None or name == DEFAULT_MODEL:
-        wheel = find_wheel_model()
+        wheel = find_wheel_model() if revision is None else None
         return wheel if wheel is not None else _from_repository(DEFAULT_REPOSITORY, None, revision)
     path = Path(name).expanduser()
     if path.exists():
