@@ -224,6 +224,7 @@ class Planner:
         slots = array("i", [sequence.slot for sequence in self.rows])
         starts, counts = array("i", self.starts), array("i", self.counts)
         num_query = sum(counts)
+        freed_slots, state.freed_slots = state.freed_slots, array("i")
         plan = StepPlan(
             state.step,
             self.now,
@@ -233,7 +234,7 @@ class Planner:
             array("i", self.flags),
             edits=self.edits,
             copies=self.copies,
-            freed_slots=state.freed_slots,
+            freed_slots=freed_slots,
             new_sequences=tuple(self.new),
             finished_ids=tuple(state.finished_ids),
             preempted_ids=tuple(state.preempted_ids),
@@ -245,7 +246,6 @@ class Planner:
         if plan.is_empty:
             plan.waits = self._reasons()
         else:
-            state.freed_slots = array("i")
             state.finished_ids = []
             state.preempted_ids = []
             state.flight.append(Flight(plan, self.rows, self.published))
