@@ -24,6 +24,7 @@ class TokenOutput:
     `position` is the index of the first new id among the outputs. `finish_reason` is set on the last one,
     together with stop_token_id, cached_tokens, queue_s (seconds from arrival to admission) and, for ERROR,
     message. `logprobs` is None or aligned.
+    `first_at` is when the request's first id came here, on the monotonic clock.
     `prompt_logprobs` arrives once, before or with the first id: (first position, entries).
     """
 
@@ -39,6 +40,7 @@ class TokenOutput:
     num_preemptions: int = 0
     message: str | None = None
     queue_s: float = 0.0
+    first_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

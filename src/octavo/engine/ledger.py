@@ -8,9 +8,10 @@ after its end an entry takes nothing.
 
 from __future__ import annotations
 
+import time
 from array import array
 from asyncio import Future
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from octavo.core.plan import TokenLogprobs
@@ -37,6 +38,7 @@ class Entry:
         "emitted",
         "end",
         "final_only",
+        "first_at",
         "is_read",
         "request",
         "waiter",
@@ -49,6 +51,7 @@ class Entry:
         self.is_read = False
         self.waiter: Future[None] | None = None
         self.final_only = False
+        self.first_at: float | None = None
         self._has_logprobs = request.params.logprobs is not None
         self._read: dict[int, int] = {0: len(self.emitted[0])}
         self._logprobs: dict[int, list[TokenLogprobs | None]] = {}
@@ -99,7 +102,12 @@ class Entry:
         self._read[choice] = len(ids)
         logprobs = self._logprobs.pop(choice, None)
         return TokenOutput(
-            self.request.request_id, choice, start, ids[start:], tuple(logprobs) if logprobs is not None else None
+            self.request.request_id,
+            choice,
+            start,
+            ids[start:],
+            tuple(logprobs) if logprobs is not None else None,
+            first_at=self.first_at,
         )
 
 
@@ -129,8 +137,11 @@ class Rejections:
 class Ledger:
     """All open requests of one front end, oldest first, and the ended ones not yet read."""
 
-    def __init__(self, epoch: int = 0, max_unread: int = MAX_UNREAD) -> None:
+    def __init__(
+        self, epoch: int = 0, max_unread: int = MAX_UNREAD, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self.epoch = epoch
+        self._now = now
         self.rejections = Rejections()
         self._open: dict[str, Entry] = {}
         self._ended: dict[str, Entry] = {}
@@ -205,7 +216,7 @@ class Ledger:
         return [replace(e.request, emitted_token_ids=e.emitted[0][:] or None) for e in self._open.values()]
 
     def _accept_tokens(self, delivery: Delivery, touched: dict[str, Entry]) -> None:
-        logprobs = delivery.logprobs
+        logprobs, now = delivery.logprobs, self._now()
         columns = zip(delivery.request_ids, delivery.choices, delivery.positions, delivery.token_ids, strict=True)
         for index, (request_id, choice, position, token_id) in enumerate(columns):
             entry = self._open.get(request_id)
@@ -220,6 +231,8 @@ class Ledger:
                     self.rejections.gaps += 1
                 continue
             entry.append(choice, token_id, None if logprobs is None else logprobs[index])
+            if entry.first_at is None:
+                entry.first_at = now
             touched[request_id] = entry
 
     def _finish(self, entry: Entry, end: End) -> None:

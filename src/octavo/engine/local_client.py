@@ -15,7 +15,6 @@ from typing import cast
 from octavo.core.request import FinishReason, Request
 from octavo.engine.channels import Channels
 from octavo.engine.client import Accepted, TokenOutput, Verb
-from octavo.engine.delivery import Delivery
 from octavo.engine.loop import EngineLoop
 
 _EPOCH = 0  # an engine in this process has one life

@@ -70,6 +70,7 @@ class EngineLoop:
         self._depth = depth
         self._max_waiting = max_waiting
         self._receive: Callable[[Delivery], None] = _ignore
+        self._ended: Callable[[], None] = _nothing
         self._flight: deque[_Flight] = deque()
         self._outbox = Outbox()
         self._suspects = Suspects()
@@ -84,9 +85,10 @@ class EngineLoop:
 
     # --- life
 
-    def attach(self, receive: Callable[[Delivery], None]) -> None:
-        """Send deliveries there. Call before start."""
+    def attach(self, receive: Callable[[Delivery], None], ended: Callable[[], None] | None = None) -> None:
+        """Send deliveries there, and call `ended` after the last. Call before start."""
         self._receive = receive
+        self._ended = ended or _nothing
 
     def watch(self, sink: EventSink) -> None:
         """Tell a sink everything that happens. Call before start."""
@@ -313,6 +315,7 @@ class EngineLoop:
 
     def _do_cancel(self, request_ids: tuple[str, ...], reason: FinishReason) -> None:
         self._scheduler.cancel(request_ids, self.clock.now(), reason)
+        self._tell(self._scheduler.take_events())
 
     def _do_control(self, verb: str, argument: str) -> object:
         if verb == "explain":
@@ -354,6 +357,7 @@ class EngineLoop:
             left, self._inbox = self._inbox, deque()
         for _, reply in left:
             reply(EngineDeadError(self._end_message()))
+        self._ended()
         try:
             self._executor.close()
         except Exception:  # the executor shell: nobody is left to tell
@@ -376,3 +380,7 @@ class EngineLoop:
 
 def _ignore(_: object) -> None:
     """Nobody asked for this answer."""
+
+
+def _nothing() -> None:
+    """Nobody waits for the end."""

@@ -60,7 +60,7 @@ class WireError(EngineError):
     """Bytes that are no frame, a frame that is no message, or a message over the size cap."""
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
     epoch: int
 
 
@@ -135,7 +135,7 @@ class Ready(_Message):
 
 
 class Failure(_Message):
-    """An error: of the start-up or of the whole engine (request_id and number unset), of one submit, or of one question."""
+    """An error of one submit (request_id), of one question (number), or of the whole engine (neither)."""
 
     kind: str
     message: str
@@ -223,14 +223,18 @@ class Outputs(_Message):
 
     def delivery(self) -> Delivery:
         """Unpack it. Raises WireError when the columns differ in length."""
-        columns = [_ids(column) for column in (self.choices, self.positions, self.token_ids)]
+        choices, positions, token_ids = map(_ids, (self.choices, self.positions, self.token_ids))
         logprobs = self.logprobs
-        lengths = {len(self.request_ids), *map(len, columns), *(() if logprobs is None else (len(logprobs),))}
+        lengths = set(map(len, (self.request_ids, choices, positions, token_ids)))
+        if logprobs is not None:
+            lengths.add(len(logprobs))
         if len(lengths) != 1:
             raise WireError(f"columns of {sorted(lengths)} entries in one delivery")
         return Delivery(
             list(self.request_ids),
-            *columns,
+            choices,
+            positions,
+            token_ids,
             None if logprobs is None else [None if entry is None else _unpack_logprobs(entry) for entry in logprobs],
             tuple((name, first, tuple(map(_unpack_logprobs, entries))) for name, first, entries in self.scores),
             tuple(End(*(getattr(end, name) for name in WireEnd.__struct_fields__)) for end in self.ends),

@@ -1,0 +1,92 @@
+"""Octavo: LLM inference and serving. Public names, loaded on first use; importing octavo never loads torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.assembly import LLM, AsyncLLM
+    from octavo.config import Config
+    from octavo.core.request import FinishReason, Request, SamplingParams
+    from octavo.engine.results import CompletionOutput, RequestOutput
+    from octavo.engine.sessions import TextDelta, Usage
+    from octavo.errors import (
+        AdmissionError,
+        CapacityError,
+        ConfigError,
+        DuplicateRequestError,
+        EngineDeadError,
+        EngineError,
+        InvalidRequestError,
+        ModelFileError,
+        OctavoError,
+        QueueFullError,
+        RequestError,
+        UnknownModelError,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "octavo.assembly": ("LLM", "AsyncLLM"),
+    "octavo.config": ("Config",),
+    "octavo.core.request": ("FinishReason", "Request", "SamplingParams"),
+    "octavo.engine.results": ("CompletionOutput", "RequestOutput"),
+    "octavo.engine.sessions": ("TextDelta", "Usage"),
+    "octavo.errors": (
+        "AdmissionError",
+        "CapacityError",
+        "ConfigError",
+        "DuplicateRequestError",
+        "EngineDeadError",
+        "EngineError",
+        "InvalidRequestError",
+        "ModelFileError",
+        "OctavoError",
+        "QueueFullError",
+        "RequestError",
+        "UnknownModelError",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "LLM",
+    "AdmissionError",
+    "AsyncLLM",
+    "CapacityError",
+    "CompletionOutput",
+    "Config",
+    "ConfigError",
+    "DuplicateRequestError",
+    "EngineDeadError",
+    "EngineError",
+    "FinishReason",
+    "InvalidRequestError",
+    "ModelFileError",
+    "OctavoError",
+    "QueueFullError",
+    "Request",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "TextDelta",
+    "UnknownModelError",
+    "Usage",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted((*__all__, "__version__"))

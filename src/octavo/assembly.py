@@ -1,0 +1,155 @@
+"""The composition root: from a Config to a running engine. The one module that wires executors and engine together.
+
+Owns: the order of opening, defaults that depend on the device, LLM and AsyncLLM.
+Does not: compute, decide or serve. Importing it loads no torch; opening an engine does.
+`python -m octavo.assembly` is the engine process.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from octavo import settings
+from octavo.artifacts.model_spec import ModelSpec, read_model_spec
+from octavo.artifacts.resolve import ModelFiles, resolve_model
+from octavo.config import Config
+from octavo.core.limits import Limits
+from octavo.core.scheduler import Scheduler
+from octavo.engine.async_llm import AsyncEngine
+from octavo.engine.local_client import LocalClient
+from octavo.engine.loop import EngineLoop
+from octavo.engine.offline import OfflineEngine
+from octavo.engine.process_side import run_engine_process
+from octavo.engine.sessions import Sessions
+from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
+from octavo.text.text_model import TextModel
+
+# By kind of device: tokens in a step, sequences, share of the free memory.
+DEVICE_DEFAULTS = {"cpu": (512, 32, 0.5), "cuda": (8192, 256, 0.9)}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEngine:
+    """An engine in this process: its loop, a client, sessions, the model's text side, and what it has."""
+
+    loop: EngineLoop
+    client: LocalClient
+    sessions: Sessions
+    text: TextModel
+    capacity: Capacity
+
+
+def build_local(config: Config) -> LocalEngine:
+    """Open an engine in this process. Close its client when done. Raises what open_engine and load_text raise."""
+    files = find_files(config)
+    with ThreadPoolExecutor(1) as pool:  # the tokenizer loads while torch does
+        loading = pool.submit(load_text, config, files)
+        loop, capacity = open_engine(config, files)
+        text = loading.result()
+    client = LocalClient(loop)
+    return LocalEngine(loop, client, Sessions(client, text, config.execution.seed), text, capacity)
+
+
+def find_files(config: Config) -> ModelFiles:
+    """Find the configured model. Raises UnknownModelError, ModelFileError."""
+    return resolve_model(config.model.model, config.model.revision)
+
+
+def load_text(config: Config, files: ModelFiles) -> TextModel:
+    """Load tokenizer and template. Raises ModelFileError."""
+    return TextModel.load(files, config.model.chat_template)
+
+
+def open_engine(config: Config, files: ModelFiles | None = None) -> tuple[EngineLoop, Capacity]:
+    """Load the model, size the pool, and make a loop (not started).
+
+    Raises ConfigError, CapacityError, ModelFileError.
+    """
+    files = files or find_files(config)
+    executor, device = create_executor(config, files, read_model_spec(files))
+    capacity = executor.open(executor_spec(config, device))
+    scheduler = Scheduler(limits(config, capacity, device))
+    return EngineLoop(scheduler, executor, depth=config.execution.depth), capacity
+
+
+def create_executor(config: Config, files: ModelFiles, spec: ModelSpec) -> tuple[Executor, str]:
+    """The executor for the configured device, and the device's kind. Loads torch."""
+    from octavo.executors.torch_executor import TorchExecutor, choose_device  # torch: only where a model runs
+
+    device = choose_device(config.execution.device)
+    return TorchExecutor(files, spec, config.execution, config.model), device.type
+
+
+def executor_spec(config: Config, device: str) -> ExecutorSpec:
+    """What the executor must provide room for."""
+    batch_tokens, sequences, fraction = DEVICE_DEFAULTS[device]
+    cache, scheduling = config.cache, config.scheduling
+    return ExecutorSpec(
+        max_sequences=scheduling.max_sequences or sequences,
+        max_batch_tokens=scheduling.max_batch_tokens or batch_tokens,
+        block_size=cache.block_size,
+        max_model_len=config.model.max_model_len,
+        num_blocks=cache.num_blocks,
+        pool_bytes=cache.kv_cache_bytes,
+        pool_tokens=cache.kv_cache_tokens,
+        memory_fraction=cache.memory_fraction or fraction,
+        kv_dtype=cache.kv_cache_dtype,
+    )
+
+
+def limits(config: Config, capacity: Capacity, device: str) -> Limits:
+    """The scheduler's numbers for an opened executor."""
+    scheduling = config.scheduling
+    return Limits(
+        block_size=capacity.block_size,
+        num_blocks=capacity.num_blocks,
+        max_model_len=capacity.max_model_len,
+        vocab_size=capacity.vocab_size,
+        max_batch_tokens=scheduling.max_batch_tokens or DEVICE_DEFAULTS[device][0],
+        max_sequences=capacity.num_slots,
+        groups=capacity.groups,
+        policy=scheduling.policy,
+        headroom=scheduling.headroom,
+        chunked_prefill=scheduling.chunked_prefill,
+        max_partial_prefills=scheduling.max_partial_prefills,
+        long_prefill_threshold=scheduling.long_prefill_threshold,
+        prefix_caching=config.cache.enable_prefix_caching,
+    )
+
+
+def config_from(model: str, values: dict[str, Any]) -> Config:
+    """A Config from a model's name and settings in any of their spellings, with underscores or dashes.
+
+    Raises ConfigError naming an unknown setting and those near it.
+    """
+    file = {name.replace("_", "-"): value for name, value in values.items()}
+    return settings.resolve({"model": model}, {}, file).config
+
+
+class LLM(OfflineEngine):
+    """Generates in batches: LLM("smollm2", max_model_len=2048).generate(["Hello"]).
+
+    `settings` are those of octavo.config, by name or by the spelling of their flags. Loading happens here.
+    """
+
+    def __init__(self, model: str = "smollm2", **settings: Any) -> None:
+        super().__init__(build_local(config_from(model, settings)).sessions)
+
+
+class AsyncLLM(AsyncEngine):
+    """As LLM, for one event loop: await AsyncLLM("smollm2").generate("Hello"). Loading happens here, and blocks."""
+
+    def __init__(self, model: str = "smollm2", **settings: Any) -> None:
+        super().__init__(build_local(config_from(model, settings)).sessions)
+
+
+def engine_main() -> int:
+    """The engine process (see engine.process)."""
+    return run_engine_process(open_engine)
+
+
+if __name__ == "__main__":
+    sys.exit(engine_main())

@@ -1,0 +1,151 @@
+"""The library's asynchronous face: whole answers and streams of text over Sessions.
+
+Owns: prompts in their accepted forms, default parameters, cancelling what a caller abandons.
+Does not: build an engine (assembly does) or use threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import fields
+from typing import Any, Self
+
+from octavo.core.request import FinishReason, SamplingParams
+from octavo.engine.results import RequestOutput, whole
+from octavo.engine.sessions import Prompt, Session, Sessions, TextDelta
+from octavo.errors import InvalidRequestError
+
+AnyPrompt = Prompt | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+OnDelta = Callable[[TextDelta], None]
+_SAMPLING_FIELDS = frozenset(entry.name for entry in fields(SamplingParams))
+
+
+class AsyncEngine:
+    """Generates from prompts and conversations. All methods belong to one event loop."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions = sessions
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What is used where no params are given: the model's own generation config."""
+        generation: dict[str, Any] = dict(self.sessions.text.spec.generation)
+        if "top_k" in generation:
+            generation["top_k"] = int(generation["top_k"])
+        return SamplingParams(**{name: value for name, value in generation.items() if name in _SAMPLING_FIELDS})
+
+    async def generate(
+        self,
+        prompt: AnyPrompt,
+        params: SamplingParams | None = None,
+        *,
+        on_delta: OnDelta | None = None,
+        **options: Any,
+    ) -> RequestOutput:
+        """Continue a prompt; options are those of Sessions.submit. Cancelled with the task that awaits it.
+
+        `on_delta` sees every delta as it comes; if it raises, this request ends with an error, and only it.
+        """
+        text, session = await self._open(prompt, params, options)
+        try:
+            deltas = await session.collect() if on_delta is None else await _watched(session, on_delta)
+        finally:
+            await session.cancel()
+        return whole(session, text, deltas)
+
+    async def stream(
+        self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[TextDelta]:
+        """Continue a prompt, delta by delta; leaving the loop early (and closing it) cancels the request."""
+        _, session = await self._open(prompt, params, options)
+        try:
+            async for delta in session:
+                yield delta
+        finally:
+            await session.cancel()
+
+    async def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+        on_delta: OnDelta | None = None,
+        **options: Any,
+    ) -> RequestOutput:
+        """Answer a conversation through the model's chat template; `template` has arguments for it."""
+        return await self.generate(self.chat_prompt(messages, template), params, on_delta=on_delta, **options)
+
+    async def stream_chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncIterator[TextDelta]:
+        """Answer a conversation, delta by delta."""
+        async with aclosing(self.stream(self.chat_prompt(messages, template), params, **options)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                yield delta
+
+    def chat_prompt(self, messages: Messages, template: Mapping[str, Any] | None = None) -> Sequence[int]:
+        """Ids of a conversation."""
+        ids: Sequence[int] = self.sessions.text.prompt_ids_from_messages([*map(dict, messages)], **(template or {}))
+        return ids
+
+    async def statistics(self) -> Mapping[str, object]:
+        """Engine counters and gauges as plain JSON values."""
+        return await self.sessions.client.statistics()
+
+    async def close(self) -> None:
+        """Stop the engine; every open request is answered first. Idempotent."""
+        await self.sessions.client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _open(
+        self, prompt: AnyPrompt, params: SamplingParams | None, options: Mapping[str, Any]
+    ) -> tuple[str | None, Session]:
+        text, ids = self._read_prompt(prompt)
+        return text, await self.sessions.submit(ids, params or self.default_params, **options)
+
+    def _read_prompt(self, prompt: AnyPrompt) -> tuple[str | None, Sequence[int]]:
+        """The text, if the prompt is given as text, and its ids."""
+        if isinstance(prompt, Mapping):
+            known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
+            if not known or set(prompt) - {"prompt", "prompt_token_ids"}:
+                raise InvalidRequestError(
+                    f"a prompt has the keys {sorted(prompt)}; give 'prompt' (text) or 'prompt_token_ids'", "prompt"
+                )
+            prompt = prompt[known[0]]
+        if isinstance(prompt, str):
+            return prompt, self.sessions.prompt_ids(prompt)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)):
+            return None, prompt
+        raise InvalidRequestError(f"a prompt is a {type(prompt).__name__}; give a text or token ids", "prompt")
+
+
+async def _watched(session: Session, on_delta: OnDelta) -> list[TextDelta]:
+    """Collect deltas, showing each to a callback; one that raises ends this request."""
+    deltas: list[TextDelta] = []
+    failure: str | None = None
+    async for delta in session:
+        if failure is not None and delta.finish_reason is not None:
+            delta = TextDelta(
+                delta.choice, "", delta.token_ids[:0], None, FinishReason.ERROR, usage=delta.usage, message=failure
+            )
+        deltas.append(delta)
+        if failure is None:
+            try:
+                on_delta(delta)
+            except Exception as error:  # the caller's code: whatever it raises is this request's end
+                failure = f"the callback raised {type(error).__name__}: {error}"
+                await session.cancel(FinishReason.ERROR)
+    return deltas

@@ -1,0 +1,220 @@
+"""The library's synchronous face: batches of prompts in, answers in input order out.
+
+Owns: a thread with an event loop, batches with a progress bar, iterators over streams.
+Does not: know more of the engine than AsyncEngine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self, TypeVar
+
+from octavo.core.request import SamplingParams
+from octavo.engine.async_llm import AnyPrompt, AsyncEngine, Messages
+from octavo.engine.results import RequestOutput
+from octavo.engine.sessions import Sessions, TextDelta
+from octavo.errors import InvalidRequestError, RequestError
+
+_T = TypeVar("_T")
+Params = SamplingParams | Sequence[SamplingParams] | None
+Advance = Callable[[RequestOutput], None]
+
+
+class OfflineEngine:
+    """Generates in batches. Safe to use from several threads; close() or leave the context when done."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._engine = AsyncEngine(sessions)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_serve, args=(self._loop,), name="octavo-sessions", daemon=True)
+        self._thread.start()
+        self._close = weakref.finalize(self, _shut, self._engine, self._loop, self._thread)
+
+    def generate(
+        self,
+        prompts: AnyPrompt | Sequence[AnyPrompt],
+        params: Params = None,
+        *,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+        on_delta: Callable[[int, TextDelta], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt: text, ids, or {"prompt": ...} / {"prompt_token_ids": ...}; one or a list of them.
+
+        Returns one answer per prompt, in input order. `params` may be one per prompt. The bar shows on a
+        terminal only (`use_tqdm` is another name for `progress`). `on_delta(index, delta)` runs in another
+        thread; if it raises, that answer ends with an error. A refused prompt raises RequestError, and the
+        others are cancelled; a request that fails later is an answer with finish_reason "error".
+        """
+        return self._run_all(_as_list(prompts), params, progress if use_tqdm is None else use_tqdm, on_delta)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        *,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, through the model's chat template, in input order."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Messages] = [messages] if one else messages  # type: ignore[assignment, list-item]
+        prompts = [self._engine.chat_prompt(conversation, template) for conversation in conversations]
+        return self._run_all(prompts, params, progress if use_tqdm is None else use_tqdm, None)
+
+    def stream(self, prompt: AnyPrompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """Continue one prompt, delta by delta; leaving the loop early cancels the request."""
+        return self._iterate(self._engine.stream(prompt, params))
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, template: Mapping[str, Any] | None = None
+    ) -> Iterator[TextDelta]:
+        """Answer one conversation, delta by delta."""
+        return self._iterate(self._engine.stream_chat(messages, params, template=template))
+
+    @property
+    def text(self) -> Any:
+        """The tokenizer, chat template and specification (a TextModel)."""
+        return self._engine.sessions.text
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What is used where no params are given: the model's own generation config."""
+        return self._engine.default_params
+
+    def statistics(self) -> Mapping[str, object]:
+        """Engine counters and gauges as plain JSON values."""
+        return self._wait(self._engine.statistics())
+
+    def close(self) -> None:
+        """Stop the engine and its threads; open requests are answered first. Idempotent."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run_all(
+        self,
+        prompts: Sequence[AnyPrompt],
+        params: Params,
+        progress: bool,
+        on_delta: Callable[[int, TextDelta], None] | None,
+    ) -> list[RequestOutput]:
+        each = _spread(params, len(prompts))
+        if not prompts:
+            return []
+        with _bar(len(prompts), progress) as advance:
+            return self._wait(_gather(self._engine, prompts, each, advance, on_delta))
+
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run in the event loop's thread; an interrupt here cancels it there."""
+        if not self._close.alive:
+            work.close()
+            raise RuntimeError("this engine is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _iterate(self, deltas: AsyncIterator[TextDelta]) -> Iterator[TextDelta]:
+        async def following() -> TextDelta | None:
+            return await anext(deltas, None)
+
+        async def close() -> None:
+            await deltas.aclose()  # type: ignore[attr-defined]
+
+        try:
+            while (delta := self._wait(following())) is not None:
+                yield delta
+        finally:
+            if self._close.alive:
+                self._wait(close())
+
+
+async def _gather(
+    engine: AsyncEngine,
+    prompts: Sequence[AnyPrompt],
+    params: Sequence[SamplingParams | None],
+    advance: Advance,
+    on_delta: Callable[[int, TextDelta], None] | None,
+) -> list[RequestOutput]:
+    async def one(index: int) -> RequestOutput:
+        watch = None if on_delta is None else lambda delta: on_delta(index, delta)
+        try:
+            output = await engine.generate(prompts[index], params[index], on_delta=watch)
+        except RequestError as error:
+            if len(prompts) > 1:
+                error.add_note(f"this was prompt {index} of {len(prompts)}")
+            raise
+        advance(output)
+        return output
+
+    tasks = [asyncio.ensure_future(one(index)) for index in range(len(prompts))]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _spread(params: Params, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"{len(params)} params for {count} prompts; give one, or one for each", "params")
+    return list(params)
+
+
+def _as_list(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
+    """A single prompt is a text, a mapping, or a list that begins with a token id; anything else is a list of them."""
+    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _shut(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if loop.is_closed() or not thread.is_alive() or thread is threading.current_thread():
+        return  # collected in its own thread: it cannot wait for itself, and ends with the process
+    asyncio.run_coroutine_threadsafe(_close_all(engine), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+async def _close_all(engine: AsyncEngine) -> None:
+    """Close the engine, and let whoever still reads see the end."""
+    await engine.close()
+    rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    if rest:
+        await asyncio.wait(rest, timeout=1.0)
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()
+
+
+def _bar(total: int, progress: bool) -> AbstractContextManager[Advance]:
+    if not (progress and sys.stderr.isatty()):
+        return nullcontext(lambda _: None)
+    from octavo.engine.progress import BatchBar  # rich costs 50 ms to import: only where it shows
+
+    return BatchBar(total)

@@ -1,0 +1,67 @@
+"""What runs inside the engine process around any executor.
+
+Owns: arguments, the config line, the watch for the parent's death, exit status.
+Does not: know which executor; assembly (or a test) says how to open one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from octavo.config import Config
+from octavo.engine.loop import EngineLoop
+from octavo.engine.socket_server import EngineServer
+from octavo.errors import ConfigError, OctavoError
+from octavo.executors.protocol import Capacity
+
+CONNECT_TIMEOUT_S = 30.0
+EXIT_FAILED = 1  # the engine could not be opened; the parent was told why
+EXIT_ORPHANED = 3  # the parent is gone
+
+Open = Callable[[Config], tuple[EngineLoop, Capacity]]
+
+
+def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None) -> int:
+    """Serve an engine on a Unix socket until the client or the parent is gone. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m octavo.assembly", description="an engine process")
+    parser.add_argument("--socket", type=Path, required=True, help="path to listen on, in a folder of mode 0700")
+    parser.add_argument("--epoch", type=int, default=1, help="number of this engine's life, in every frame")
+    args = parser.parse_args(arguments)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
+    config = _read_config(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_parent, name="octavo-parent", daemon=True).start()
+    server = EngineServer(args.socket, args.epoch)
+    try:
+        server.accept(CONNECT_TIMEOUT_S)
+        try:
+            engine, capacity = open_engine(config)
+        except (OctavoError, OSError, MemoryError, ImportError, RuntimeError) as error:
+            logging.getLogger(__name__).exception("the engine cannot start")
+            server.fail(error)
+            return EXIT_FAILED
+        server.serve(engine, capacity)
+        return EXIT_FAILED if engine.failure is not None else 0
+    finally:
+        server.close()
+
+
+def _read_config(line: bytes) -> Config:
+    try:
+        return msgspec.json.decode(line, type=Config)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"the config line on stdin cannot be read: {error}") from None
+
+
+def _end_with_parent() -> None:
+    """Block until stdin ends. Nobody is left to answer then, and a step may hang: leave at once."""
+    while os.read(0, 4096):
+        pass
+    os._exit(EXIT_ORPHANED)

@@ -1,0 +1,207 @@
+"""EngineClient for an engine process behind a Unix socket.
+
+Owns: the connection, the answers awaited, the channels. Does not: start or restart the process (see process).
+Invariants: when the connection ends, every open request ends with an error and every question is answered
+with one; frames of another epoch, and malformed ones, are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from octavo.core.request import FinishReason, Request
+from octavo.engine import wire
+from octavo.engine.channels import Channels
+from octavo.engine.client import Accepted, TokenOutput, Verb
+from octavo.errors import EngineDeadError, InvalidRequestError, OctavoError
+from octavo.executors.protocol import Capacity
+
+_READ_BYTES = 1 << 18
+
+
+class SocketClient:
+    """One connection to one engine process; lives in one event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, epoch: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.epoch = epoch
+        self.num_malformed = 0
+        self.num_stale = 0
+        self.channels = Channels(epoch)
+        self._reader = reader
+        self._writer = writer
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[object]] = {}
+        self._submits: dict[str, asyncio.Future[Accepted]] = {}
+        self._ready: asyncio.Future[Capacity] = loop.create_future()
+        self._end: OctavoError | None = None
+        self._is_closing = False
+        self._reading = loop.create_task(self._read_all(), name="octavo-reader")
+
+    @classmethod
+    async def connect(cls, path: Path, epoch: int) -> SocketClient:
+        """Connect to a listening engine. Raises OSError."""
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        return cls(reader, writer, epoch)
+
+    async def ready(self) -> Capacity:
+        """Wait until the engine is open. Raises whatever kept it from opening, or EngineDeadError."""
+        return await asyncio.shield(self._ready)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the connection stands."""
+        return self._end is None
+
+    async def ended(self) -> None:
+        """Wait for the end of the connection."""
+        await asyncio.wait({self._reading})
+
+    async def submit(self, request: Request) -> Accepted:
+        """Hand a request over. Raises RequestError, EngineDeadError."""
+        self._check_alive()
+        self.channels.open(request)
+        answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+        self._submits[request.request_id] = answer
+        is_sent = False
+        try:
+            frame = _frame_of(wire.Submit.of(self.epoch, request))
+            is_sent = True
+            await self._write(frame)
+            return await answer
+        except BaseException:
+            self.channels.forget(request.request_id)
+            if is_sent and self.is_alive and not answer.done():
+                self._writer.write(wire.frame(wire.Cancel(self.epoch, (request.request_id,), FinishReason.CANCELLED)))
+            raise
+        finally:
+            self._submits.pop(request.request_id, None)
+
+    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+        """Outputs of an accepted request, ending after the one with a finish_reason."""
+        return self.channels.outputs(request_id, final_only)
+
+    async def cancel(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End requests in whatever state; nothing to do once the engine is gone."""
+        if self.is_alive:
+            await self._write(wire.frame(wire.Cancel(self.epoch, tuple(request_ids), reason)))
+
+    async def statistics(self) -> Mapping[str, object]:
+        """Engine counters and gauges as plain JSON values."""
+        return cast(Mapping[str, object], await self._ask("statistics", ""))
+
+    async def control(self, verb: Verb, argument: str = "") -> object:
+        """See EngineClient."""
+        return await self._ask(verb, argument)
+
+    async def close(self) -> None:
+        """Let the engine answer everyone, then end the connection. Idempotent."""
+        if self.is_alive and not self._is_closing:
+            self._is_closing = True
+            await self._write(wire.frame(wire.Close(self.epoch)))
+        await self.ended()
+
+    def abandon(self) -> None:
+        """End the connection at once; open requests end with an error."""
+        self._writer.close()
+
+    async def _ask(self, verb: str, argument: str) -> object:
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            await self._write(wire.frame(wire.Ask(self.epoch, number, verb, argument)))
+            return await answer
+        finally:
+            del self._answers[number]
+
+    async def _write(self, frame: bytes) -> None:
+        try:
+            self._writer.write(frame)
+            await self._writer.drain()
+        except (ConnectionError, RuntimeError) as error:
+            raise EngineDeadError(f"the engine process ended: {error}") from None
+
+    def _check_alive(self) -> None:
+        if self._end is not None:
+            raise EngineDeadError(str(self._end))
+
+    async def _read_all(self) -> None:
+        splitter = wire.FrameSplitter()
+        reason = "its connection ended"
+        try:
+            while data := await self._reader.read(_READ_BYTES):
+                for body in splitter.feed(data):
+                    self._handle(body)
+        except (OSError, wire.WireError) as error:
+            reason = str(error)
+        finally:
+            self._finish(reason)
+            self._writer.close()
+
+    def _handle(self, body: bytes) -> None:
+        """Act on one frame."""
+        try:
+            message = wire.decode_from_engine(body)
+            delivery = message.delivery() if isinstance(message, wire.Outputs) else None
+        except wire.WireError:
+            self.num_malformed += 1
+            return
+        if message.epoch != self.epoch:
+            self.num_stale += 1
+        elif delivery is not None:
+            self.channels.deliver(message.epoch, delivery)
+        elif isinstance(message, wire.Took):
+            _settle(self._submits.get(message.request_id), message.accepted())
+        elif isinstance(message, wire.Answer):
+            _settle(self._answers.get(message.number), message.value)
+        elif isinstance(message, wire.Failure):
+            self._fail(message)
+        elif isinstance(message, wire.Ready):
+            _settle(self._ready, message.capacity)
+
+    def _fail(self, message: wire.Failure) -> None:
+        if message.request_id is not None:
+            _settle(self._submits.get(message.request_id), message.error())
+        elif message.number is not None:
+            _settle(self._answers.get(message.number), message.error())
+        elif self._ready.done():
+            self._finish(message.message)
+        else:
+            self._end = message.error()
+            _settle(self._ready, self._end)
+            self._ready.exception()  # whoever starts the engine asks; nobody else has to
+
+    def _finish(self, reason: str) -> None:
+        """The end: everyone who waits is answered."""
+        if self._end is None:
+            self._end = EngineDeadError(
+                "the engine was stopped" if self._is_closing else f"the engine process ended: {reason}"
+            )
+        waiting: tuple[asyncio.Future[Any], ...] = (self._ready, *self._submits.values(), *self._answers.values())
+        for answer in waiting:
+            _settle(answer, self._end)
+        if not self._ready.cancelled():
+            self._ready.exception()
+        self.channels.end_all(FinishReason.ERROR, f"EngineDeadError: {self._end}")
+
+
+def _frame_of(message: wire.Submit) -> bytes:
+    try:
+        return wire.frame(message)
+    except wire.WireError as error:
+        raise InvalidRequestError(f"the request is too large: {error}", "prompt") from None
+
+
+def _settle(answer: asyncio.Future[Any] | None, value: object) -> None:
+    if answer is None or answer.done():
+        return
+    if isinstance(value, Exception):
+        answer.set_exception(value)
+    else:
+        answer.set_result(value)

@@ -1,0 +1,173 @@
+"""The engine process's end of the Unix socket: one connection, in a folder that only its owner may enter.
+
+Owns: listening, reading commands, writing reports; the thread that writes. Does not: decode models or decide.
+Invariants: a malformed frame is dropped and counted, an impossible length ends the connection; the end of the
+connection ends the engine; frames of another epoch are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from octavo.core.request import FinishReason
+from octavo.engine import wire
+from octavo.engine.client import Accepted
+from octavo.engine.delivery import Delivery, End
+from octavo.engine.loop import EngineLoop
+from octavo.errors import EngineDeadError, EngineError
+from octavo.executors.protocol import Capacity
+
+_LOG = logging.getLogger(__name__)
+_READ_BYTES = 1 << 18
+
+
+@dataclass(slots=True)
+class Dropped:
+    """Frames not acted on."""
+
+    malformed: int = 0
+    stale_epochs: int = 0
+
+
+class EngineServer:
+    """Serves one EngineLoop to one client. Made before the engine is loaded, so that the client can connect."""
+
+    def __init__(self, path: Path, epoch: int) -> None:
+        if path.parent.stat().st_mode & 0o077:
+            raise EngineError(f"{path.parent} is open to other users; the engine's socket needs a folder of mode 0700")
+        self.epoch = epoch
+        self.dropped = Dropped()
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen(1)
+        self._connection: socket.socket | None = None
+        self._condition = threading.Condition()
+        self._outgoing: deque[wire.FromEngine | Delivery | None] = deque()  # None ends the writer
+        self._writer = threading.Thread(target=self._write_all, name="octavo-writer", daemon=True)
+
+    def accept(self, timeout_s: float | None = None) -> None:
+        """Wait for the client. Raises TimeoutError; nobody can connect after the first."""
+        self._listener.settimeout(timeout_s)
+        try:
+            self._connection, _ = self._listener.accept()
+        finally:
+            self._listener.close()
+            self._path.unlink(missing_ok=True)
+        self._connection.settimeout(None)
+        self._writer.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the client that the engine cannot start."""
+        self._send(wire.Failure.of(self.epoch, error))
+
+    def serve(self, engine: EngineLoop, capacity: Capacity) -> None:
+        """Announce the engine, attach to it, and act on commands until the connection ends; then stop the engine."""
+        assert self._connection is not None, "accept comes first"
+        engine.attach(self._send, partial(self._engine_ended, engine))
+        engine.start()
+        self._send(wire.Ready(self.epoch, wire.VERSION, capacity))
+        splitter = wire.FrameSplitter()
+        try:
+            while data := self._connection.recv(_READ_BYTES):
+                for body in splitter.feed(data):
+                    if not self._handle(engine, body):
+                        return
+        except (OSError, wire.WireError) as error:
+            _LOG.warning("the connection to the engine ended: %s", error)
+        finally:
+            engine.stop()
+            engine.join()
+
+    def close(self) -> None:
+        """Send what is pending, then close. Idempotent."""
+        self._send(None)
+        if self._writer.is_alive():
+            self._writer.join(5.0)
+        self._listener.close()
+        if self._connection is not None:
+            self._connection.close()
+
+    def _handle(self, engine: EngineLoop, body: bytes) -> bool:
+        """Act on one frame; False when it was the last."""
+        try:
+            message = wire.decode_to_engine(body)
+            request = message.request() if isinstance(message, wire.Submit) else None
+        except (wire.WireError, ValueError) as error:
+            self.dropped.malformed += 1
+            _LOG.warning("a frame was dropped: %s", error)
+            return True
+        if message.epoch != self.epoch:
+            self.dropped.stale_epochs += 1
+            return True
+        if request is not None:
+            engine.submit(request, partial(self._took, request.request_id))
+        elif isinstance(message, wire.Cancel):
+            engine.cancel(message.request_ids, message.reason)
+        elif isinstance(message, wire.Ask):
+            answer = partial(self._answer, message.number)
+            if message.verb == "statistics":
+                engine.statistics(answer)
+            else:
+                engine.control(message.verb, message.argument, answer)
+        return not isinstance(message, wire.Close)
+
+    def _engine_ended(self, engine: EngineLoop) -> None:
+        """In the engine's thread: tell the client why, and wake the reader, so that the process ends too."""
+        if engine.failure is not None:
+            self._send(wire.Failure.of(self.epoch, EngineDeadError(engine.failure)))
+        assert self._connection is not None
+        with contextlib.suppress(OSError):  # the client closed it first
+            self._connection.shutdown(socket.SHUT_RD)
+
+    def _took(self, request_id: str, answer: object) -> None:
+        if isinstance(answer, Accepted):
+            self._send(wire.Took(self.epoch, request_id, answer.max_tokens, answer.capped))
+        elif isinstance(answer, Exception):
+            self._send(wire.Failure.of(self.epoch, answer, request_id=request_id))
+
+    def _answer(self, number: int, value: object) -> None:
+        if isinstance(value, Exception):
+            self._send(wire.Failure.of(self.epoch, value, number=number))
+        else:
+            self._send(wire.Answer(self.epoch, number, value))
+
+    def _send(self, message: wire.FromEngine | Delivery | None) -> None:
+        """Queue for the writer, from any thread. What waits here is bounded by what the open requests may make."""
+        with self._condition:
+            self._outgoing.append(message)
+            self._condition.notify()
+
+    def _write_all(self) -> None:
+        connection = self._connection
+        assert connection is not None
+        while True:
+            with self._condition:
+                while not self._outgoing:
+                    self._condition.wait()
+                message = self._outgoing.popleft()
+            if message is None:
+                break
+            try:
+                connection.sendall(self._encode(message))
+            except OSError as error:  # the client is gone; the reader sees the same and stops the engine
+                _LOG.warning("the engine cannot write to its client: %s", error)
+                break
+
+    def _encode(self, message: wire.FromEngine | Delivery) -> bytes:
+        if not isinstance(message, Delivery):
+            return wire.frame(message)
+        try:
+            return wire.frame(wire.Outputs.of(self.epoch, message))
+        except wire.WireError as error:  # one step's log-probabilities over the cap: whoever asked is told
+            ids = dict.fromkeys((*message.request_ids, *(name for name, *_ in message.scores)))
+            ends = tuple(End(name, FinishReason.ERROR, message=str(error)) for name in ids)
+            known = tuple(end for end in message.ends if end.request_id not in ids)
+            return wire.frame(wire.Outputs.of(self.epoch, Delivery(ends=(*known, *ends))))

@@ -1,0 +1,75 @@
+"""From one choice's ids to its text: detokenising, end ids, stop strings, in order of position.
+
+Owns: which ids count, which text is given out, and what stopped it. Does not: cancel or wait.
+Invariants: a stop string is found wherever the ids were split; it and what follows is never given out (unless
+asked for); ids behind the match do not count; end ids count but give no text.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from octavo.core.request import FinishReason, SamplingParams
+from octavo.text.detokenizer import Detokenizer
+from octavo.text.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from octavo.text.tokenizer import Tokenizer
+
+
+class Transcript:
+    """Text of one growing choice. `stop_string` is set once one matched; then nothing more is taken."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
+        eos = () if params.ignore_eos else tuple(eos_token_ids)
+        self._end_ids = frozenset((*eos, *params.stop_token_ids))
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._min_tokens = params.min_tokens
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self.num_tokens = 0
+        self.stop_string: str | None = None
+        self.stop_token_id: int | None = None
+
+    def push(self, ids: array[int], finish: FinishReason | None) -> tuple[str, int]:
+        """Take the next ids; return the text to give out and how many of the ids count.
+
+        `finish` is the engine's reason when these are the last; a stop string then still comes first.
+        """
+        if self.stop_string is not None:
+            return "", 0
+        shown = ids
+        if finish is FinishReason.STOP and ids and ids[-1] in self._end_ids:
+            shown = ids[:-1]
+        text, num_counted = self._show(shown)
+        if self.stop_string is None:
+            num_counted = len(ids)
+            if len(shown) < len(ids) and ids[-1] in self._stop_token_ids:
+                self.stop_token_id = ids[-1]
+            if finish is not None:
+                text += self._flush()
+        self.num_tokens += num_counted
+        return text, num_counted
+
+    def _show(self, ids: array[int]) -> tuple[str, int]:
+        stops = self._stops
+        if stops is None:
+            return self._detokenizer.push(ids), len(ids)
+        texts: list[str] = []
+        for count, token_id in enumerate(ids, 1):
+            text = self._detokenizer.push((token_id,))
+            if self.num_tokens + count > self._min_tokens:
+                text, self.stop_string = stops.push(text)
+            texts.append(text)
+            if self.stop_string is not None:
+                return "".join(texts), count
+        return "".join(texts), len(ids)
+
+    def _flush(self) -> str:
+        text = self._detokenizer.flush()
+        if self._stops is None:
+            return text
+        safe, self.stop_string = self._stops.push(text)
+        return safe if self.stop_string is not None else safe + self._stops.flush()
