@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -115,6 +116,36 @@ def test_a_damaged_index_is_refused(content: str, tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ModelFileError, match=r"index\.json: is no shard index"):
         load_decoder(folder)
+
+
+@pytest.mark.parametrize("sizes", [{"vocab_size": 1 << 24}, {"hidden_size": 1 << 22}, {"intermediate_size": 1 << 24}])
+def test_sizes_that_no_memory_could_hold_are_refused_by_name(sizes: dict[str, int], tmp_path: Path) -> None:
+    folder = make_tiny_model("llama2", tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | sizes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFileError, match=r"safetensors: tensor '.*': has shape \[.*, the configuration needs"):
+        load_decoder(folder)
+
+
+def test_damaged_headers_are_refused_or_read(tmp_path: Path) -> None:
+    """Bytes of the header changed at random: a typed error, or weights of the right shapes; never another end."""
+    folder = make_tiny_model("llama2", tmp_path, num_hidden_layers=1)
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    header_end = 8 + int.from_bytes(whole[:8], "little")
+    random = Random(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(random.choice((1, 1, 2, 8))):
+            damaged[random.randrange(header_end)] = random.choice((random.randrange(256), *b'0159[]{}",:'))
+        path.write_bytes(damaged)
+        try:
+            load_decoder(folder)
+        except ModelFileError as error:
+            refused += 1
+            assert str(folder) in str(error)
+    assert refused > 200
 
 
 def test_an_index_cannot_reach_out_of_its_folder(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ class _Loader:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Read one tensor."""
+        self._weights.check_shape(name, shape)
         out = torch.empty(shape, dtype=self._dtype, device=self._device)
         self._weights.read_into(name, out)
         return out
@@ -160,11 +161,13 @@ class _Loader:
         """Read the parts of a fused multiplication into one weight."""
         rows = families.fused_rows(self.spec, fused)
         columns = families.columns(self.spec, fused)
+        names = [f"{prefix}{fused.module}.{part}" for part in fused.parts]
+        for name, count in zip(names, rows, strict=True):
+            self._weights.check_shape(f"{name}.weight", (count, columns))
         weight = torch.empty(sum(rows), columns, dtype=self._dtype, device=self._device)
         bias_F = torch.empty(sum(rows), dtype=self._dtype, device=self._device) if bias else None
         start = 0
-        for part, count in zip(fused.parts, rows, strict=True):
-            name = f"{prefix}{fused.module}.{part}"
+        for name, count in zip(names, rows, strict=True):
             self._weights.read_into(f"{name}.weight", weight[start : start + count])
             if bias_F is not None:
                 self._weights.read_into(f"{name}.bias", bias_F[start : start + count])
@@ -184,6 +187,7 @@ class _Loader:
         name = self.spec.rope_factors_tensor
         if name is None:
             return None
+        self._weights.check_shape(name, (self.spec.head_dim // 2,))
         factors = torch.empty(self.spec.head_dim // 2, dtype=torch.float32)
         self._weights.read_into(name, factors)
         return factors

@@ -60,13 +60,16 @@ class Weights:
             raise ModelFileError(self._source.path(name), "is missing", name)
         return shape
 
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse another shape, before memory is taken for the one that the configuration claims."""
+        found = self.shape(name)
+        if found != shape:
+            reason = f"has shape {list(found)}, the configuration needs {list(shape)}"
+            raise ModelFileError(self._source.path(name), reason, name)
+
     def read_into(self, name: str, out: Tensor) -> None:
         """Convert the tensor into `out`, whose shape it must have."""
-        shape = self.shape(name)
-        if shape != tuple(out.shape):
-            raise ModelFileError(
-                self._source.path(name), f"has shape {list(shape)}, the configuration needs {list(out.shape)}", name
-            )
+        self.check_shape(name, tuple(out.shape))
         self._read.add(name)
         with torch.no_grad():
             self._source.read_into(name, out)
