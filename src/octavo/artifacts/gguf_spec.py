@@ -133,7 +133,7 @@ def _rope_scaling(reader: _Metadata) -> RopeScaling | None:
     if kind in (None, "none") and factor in (0.0, 1.0):
         return None
     if kind in (None, "linear"):
-        if factor < 1.0:
+        if not factor >= 1.0:
             raise ModelFileError(reader.path, f"{reader.family}.rope.scaling.factor is {factor}; 1 or more is needed")
         return RopeScaling("linear", factor) if factor > 1.0 else None
     if kind == "none":

