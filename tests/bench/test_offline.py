@@ -60,8 +60,8 @@ def test_one_pass_counts_everything() -> None:
     record, steps, _ = asyncio.run(_bench(work))
     assert (record.num_prompt_tokens, record.num_output_tokens, sum(seen)) == (120, 30, 30)
     assert (len(record.ttft_s), len(record.inter_token_s), len(record.e2e_s)) == (6, 24, 6)
-    assert record.num_steps == len(steps.num_query_tokens) > 5
-    assert sum(steps.num_query_tokens) == 120 + 30 - 6
+    assert record.num_steps == len(steps.counts) > 5
+    assert sum(steps.counts.num_query_tokens) == 120 + 30 - 6
     assert record.duration_s > 0
     assert record.step_s["step"] <= record.duration_s
 
@@ -74,7 +74,7 @@ def test_concurrency_bounds_what_is_open() -> None:
 
     record, steps, _ = asyncio.run(_bench(work, concurrency=1))
     assert record.num_steps == 12
-    assert list(steps.num_query_tokens) == [8, 1, 1, 1] * 3
+    assert list(steps.counts.num_query_tokens) == [8, 1, 1, 1] * 3
 
 
 def test_passes_share_no_prefix_but_groups_do() -> None:
@@ -107,7 +107,7 @@ def test_report_has_every_number_and_is_one_line() -> None:
         runs = []
         for _ in range(3):
             record = await bench.run(workload)
-            runs.append((record, bench.steps.floor_s(floor)))
+            runs.append((record, bench.steps.take().floor_s(floor)))
         return runs
 
     runs, _, capacity = asyncio.run(_bench(work))

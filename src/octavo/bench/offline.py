@@ -84,7 +84,7 @@ class OfflineBench:
     async def run(self, workload: Workload, advance: Callable[[int], object] = lambda tokens: None) -> RunRecord:
         """One pass: groups in turn, `concurrency` requests open at a time. `advance` is told of each new token."""
         self._num_passes += 1
-        self.steps.clear()
+        self.steps.take()
         record = RunRecord(num_prompt_tokens=workload.num_prompt_tokens, num_output_tokens=workload.num_output_tokens)
         before = await self._client.statistics()
         start = time.perf_counter()
@@ -95,7 +95,7 @@ class OfflineBench:
             await _gather(workers)
         record.duration_s = time.perf_counter() - start
         _subtract(record, before, await self._client.statistics())
-        record.num_steps = len(self.steps.num_query_tokens)
+        record.num_steps = len(self.steps.counts)
         return record
 
     async def _worker(

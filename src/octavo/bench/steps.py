@@ -1,6 +1,6 @@
 """What every step computed and read, noted as it is committed: the input of the memory floor.
 
-Owns: the counts of the steps since the last clear(). Does not: measure times (the loop does).
+Owns: the counts of the steps since they were last taken. Does not: measure times (the loop does).
 """
 
 from __future__ import annotations
@@ -12,13 +12,28 @@ from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 
 
-class StepRecorder:
-    """An EventSink that keeps the query tokens and KV positions read of each successful step."""
+class StepCounts:
+    """Query tokens and KV positions read, one entry per step."""
+
+    __slots__ = ("num_kv_read", "num_query_tokens")
 
     def __init__(self) -> None:
         self.num_query_tokens = array("q")
         self.num_kv_read = array("q")
-        self.num_failed = 0
+
+    def __len__(self) -> int:
+        return len(self.num_query_tokens)
+
+    def floor_s(self, floor: StepFloor) -> float:
+        """The sum of all steps' floors, in seconds."""
+        return sum(map(floor.seconds, self.num_query_tokens, self.num_kv_read))
+
+
+class StepRecorder:
+    """An EventSink that counts what each successful step with rows computes and reads."""
+
+    def __init__(self) -> None:
+        self.counts = StepCounts()
 
     def admitted(self, request: Request) -> None:
         """Nothing to note."""
@@ -27,19 +42,12 @@ class StepRecorder:
         """Nothing to note."""
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """Note one step; a plan without rows costs no pass over the weights and is left out."""
-        if isinstance(outcome, StepFailure):
-            self.num_failed += 1
-        elif plan.num_rows:
-            self.num_query_tokens.append(plan.num_query_tokens)
-            self.num_kv_read.append(plan.num_kv_read)
+        """Note one step; one without rows costs no pass over the weights."""
+        if plan.num_rows and isinstance(outcome, StepResult):
+            self.counts.num_query_tokens.append(plan.num_query_tokens)
+            self.counts.num_kv_read.append(plan.num_kv_read)
 
-    def clear(self) -> None:
-        """Forget all steps."""
-        self.num_query_tokens = array("q")
-        self.num_kv_read = array("q")
-        self.num_failed = 0
-
-    def floor_s(self, floor: StepFloor) -> float:
-        """The sum of all steps' floors, in seconds."""
-        return sum(map(floor.seconds, self.num_query_tokens, self.num_kv_read))
+    def take(self) -> StepCounts:
+        """Hand over the steps noted since the last time."""
+        counts, self.counts = self.counts, StepCounts()
+        return counts

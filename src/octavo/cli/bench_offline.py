@@ -1,0 +1,109 @@
+"""`octavo bench offline`: throughput, latencies, step split and memory floor on one workload.
+
+Owns: the arguments, the order of measuring, the report. Does not: measure (bench does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from octavo import machine
+from octavo.assembly import LocalEngine, build_local
+from octavo.bench.floor import StepFloor
+from octavo.bench.offline import OfflineBench, RunRecord
+from octavo.bench.report import Measured, make_report, show_report
+from octavo.bench.steps import StepCounts, StepRecorder
+from octavo.bench.workload import Workload, draw_workload, read_workload
+from octavo.cli.flags import UsageError, add_settings, config_from
+from octavo.cli.terminal import loading
+from octavo.executors.protocol import Capacity
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="what to run [smollm2]")
+    group = parser.add_argument_group("workload")
+    group.add_argument(
+        "--workload", metavar="FILE", help="JSON list of {prompt_token_ids, max_tokens}, or of such lists"
+    )
+    group.add_argument(
+        "--num-prompts", type=int, default=64, metavar="N", help="random prompts, without --workload [64]"
+    )
+    group.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens of each random prompt [128]")
+    group.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens produced for each [128]")
+    group.add_argument("--runs", type=int, default=1, metavar="N", help="passes; the median one is reported [1]")
+    group.add_argument("--json", action="store_true", help="print only the JSON line")
+    add_settings(parser, ("model", "cache", "scheduling", "execution"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print tables, and as the last line one JSON object."""
+    for name in ("num_prompts", "input_len", "output_len", "runs"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give at least 1")
+    config = config_from(args, model=args.model)
+    workload = read_workload(Path(args.workload)) if args.workload else None
+    begun = time.perf_counter()
+    with loading(config.model.model, args.json):
+        engine = build_local(config)
+    startup_s = time.perf_counter() - begun
+    if workload is None:
+        vocab_size, seed = engine.capacity.vocab_size, config.execution.seed
+        workload = draw_workload(args.num_prompts, args.input_len, args.output_len, vocab_size, seed)
+    steps = StepRecorder()
+    engine.loop.watch(steps)
+    records = asyncio.run(_run_all(engine, workload, steps, args.runs))
+    peak_bytes = peak_memory_bytes()
+    floor = _floor(engine.capacity)
+    runs = [(record, counts.floor_s(floor)) for record, counts in records]
+    measured = Measured(
+        engine.text.name, engine.capacity, workload, engine.capacity.num_slots, floor, runs, startup_s, peak_bytes
+    )
+    report = make_report(measured)
+    if not args.json:
+        show_report(Console(), report)
+    print(json.dumps(report))
+    return 0
+
+
+async def _run_all(
+    engine: LocalEngine, workload: Workload, steps: StepRecorder, runs: int
+) -> list[tuple[RunRecord, StepCounts]]:
+    bench = OfflineBench(engine.client, steps, engine.capacity.num_slots)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens"))
+    progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    records = []
+    try:
+        await bench.warm_up(workload)
+        with progress:
+            for number in range(runs):
+                task = progress.add_task(f"pass {number + 1} of {runs}", total=workload.num_output_tokens)
+                record = await bench.run(workload, partial(progress.advance, task))
+                records.append((record, steps.take()))
+    finally:
+        await engine.client.close()
+    return records
+
+
+def _floor(capacity: Capacity) -> StepFloor:
+    """Probe the machine, as the model's device and type use it."""
+    from octavo.bench.machine_probe import probe  # loads torch
+
+    rates = probe(capacity.device, capacity.dtype, machine.look().cache_bytes)
+    return StepFloor(rates, capacity.weight_bytes, capacity.linear_flops_per_token, capacity.kv_bytes_per_token)
+
+
+def peak_memory_bytes() -> int:
+    """The most host memory that this process ever held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,20 @@
+"""What commands show while they work, on stderr and only on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def loading(model: str, is_quiet: bool = False) -> Iterator[None]:
+    """Say that a model is loading, and take the words back when it is there."""
+    shown = sys.stderr.isatty() and not is_quiet
+    if shown:
+        print(f"loading {model} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

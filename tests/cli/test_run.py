@@ -1,0 +1,147 @@
+"""`octavo run` with a fake model: words, template, sampling, streaming, cancelling, the closing line."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+from array import array
+from types import SimpleNamespace
+
+import pytest
+
+from octavo.cli.flags import UsageError
+from octavo.cli.run import Asked, closing_line, prompt_ids, read_words, sampling_params, stream
+from octavo.core.request import FinishReason
+from octavo.engine.sessions import TextDelta, Usage
+from octavo.errors import EngineError, InvalidRequestError
+
+USAGE = Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=0, queue_s=0.0, ttft_s=0.5, e2e_s=1.5)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class FakeSession:
+    def __init__(self, *deltas, hangs=False):
+        self.deltas, self.hangs, self.cancelled = deltas, hangs, False
+
+    async def __aiter__(self):
+        for delta in self.deltas:
+            yield delta
+        if self.hangs:
+            await asyncio.Event().wait()
+
+    async def cancel(self):
+        self.cancelled = True
+
+
+def _delta(text, reason=None, message=None):
+    usage = USAGE if reason is not None else None
+    return TextDelta(0, text, array("i", [1]), None, reason, None, usage, message)
+
+
+def _text(template=True):
+    return SimpleNamespace(
+        chat_template=object() if template else None,
+        tokenizer=SimpleNamespace(encode=lambda prompt: [len(prompt)]),
+        prompt_ids_from_messages=lambda messages: [(m["role"], m["content"]) for m in messages],
+    )
+
+
+def test_one_word_is_the_prompt_two_are_model_and_prompt() -> None:
+    assert read_words(["Hi"], False, None, Terminal()) == Asked("Hi", None, False, None)
+    assert read_words(["m", "Hi"], True, None, Terminal()) == Asked("Hi", "m", True, None)
+
+
+def test_a_pipe_is_the_prompt() -> None:
+    assert read_words([], False, None, io.StringIO("Hi\n")).prompt == "Hi\n"
+    assert read_words(["m", "-"], False, None, io.StringIO("Hi")).model == "m"
+    assert read_words(["smollm2"], False, None, io.StringIO("Hi")) == Asked("Hi", "smollm2", False, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the prompt is missing"),
+        ([" "], "the prompt is empty"),
+        (["why", "is", "it"], 'put the prompt in quotes: octavo run "why is it"'),
+        (["smollm2"], "smollm2 is a model, and the prompt is missing"),
+    ],
+)
+def test_mistaken_words(words, message) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_words(words, False, None, Terminal())
+
+
+def test_system_needs_a_template() -> None:
+    with pytest.raises(UsageError, match="leave out --raw"):
+        read_words(["Hi"], True, "Be brief.", Terminal())
+    with pytest.raises(UsageError, match="no chat template"):
+        prompt_ids(_text(template=False), Asked("Hi", None, False, "Be brief."))
+
+
+def test_prompts_go_through_the_template_unless_raw() -> None:
+    assert prompt_ids(_text(), Asked("Hi", None, False, "S")) == [("system", "S"), ("user", "Hi")]
+    assert prompt_ids(_text(), Asked("Hi", None, True, None)) == [2]
+    assert prompt_ids(_text(template=False), Asked("Hi", None, False, None)) == [2]
+
+
+def _args(**given):
+    return argparse.Namespace(**{"max_tokens": 9, "temperature": None, "top_p": None, "top_k": None, **given})
+
+
+def test_flags_beat_the_models_config_beats_the_default() -> None:
+    assert sampling_params(_args(), {}).temperature == 0.7
+    model = {"temperature": 0.2, "top_p": 0.9}
+    assert (sampling_params(_args(), model).temperature, sampling_params(_args(), model).top_p) == (0.2, 0.9)
+    params = sampling_params(_args(temperature=0.0, top_k=5), model)
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.0, 0.9, 5, 9)
+    with pytest.raises(InvalidRequestError, match="temperature is -1"):
+        sampling_params(_args(temperature=-1.0), model)
+
+
+def test_deltas_are_streamed() -> None:
+    out = io.StringIO()
+    session = FakeSession(_delta("Hel"), _delta("lo"), _delta(".", FinishReason.STOP))
+    assert asyncio.run(stream(session, out)) == (FinishReason.STOP, USAGE)
+    assert out.getvalue() == "Hello."
+    assert not session.cancelled
+
+
+def test_a_failed_request_says_why() -> None:
+    session = FakeSession(_delta("Hel"), _delta("", FinishReason.ERROR, "the pool is gone"))
+    with pytest.raises(EngineError, match="the pool is gone"):
+        asyncio.run(stream(session, io.StringIO()))
+
+
+def test_ctrl_c_cancels_the_request() -> None:
+    session = FakeSession(_delta("Hel"), hangs=True)
+
+    async def interrupted():
+        task = asyncio.create_task(stream(session, io.StringIO()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(interrupted())
+    assert session.cancelled
+
+
+def test_a_reader_that_leaves_cancels_the_request() -> None:
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    session = FakeSession(_delta("Hel"))
+    with pytest.raises(BrokenPipeError):
+        asyncio.run(stream(session, Closed()))
+    assert session.cancelled
+
+
+def test_closing_line() -> None:
+    line = closing_line(FinishReason.LENGTH, USAGE, 2.0, 3)
+    assert line == ("3 tokens (cut by --max-tokens 3), 2.0 tokens/s, first after 500 ms; prompt 5 tokens; start 2.0 s")
