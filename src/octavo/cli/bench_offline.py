@@ -25,7 +25,7 @@ from octavo.bench.report import Measured, make_report, show_report
 from octavo.bench.steps import StepCounts, StepRecorder
 from octavo.bench.workload import Workload, draw_workload, read_workload
 from octavo.cli.flags import UsageError, add_settings, config_from
-from octavo.cli.terminal import loading
+from octavo.cli.terminal import loading, warn_limits
 from octavo.executors.protocol import Capacity
 
 
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     with loading(config.model.model, args.json):
         engine = build_local(config)
+    warn_limits(config, engine.capacity)
     startup_s = time.perf_counter() - begun
     if workload is None:
         vocab_size, seed = engine.capacity.vocab_size, config.execution.seed

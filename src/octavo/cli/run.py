@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 from octavo.artifacts.resolve import DEFAULT_MODEL
 from octavo.assembly import LocalEngine, build_local
 from octavo.cli.flags import UsageError, add_settings, config_from
-from octavo.cli.terminal import loading
+from octavo.cli.terminal import loading, warn_limits
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.errors import EngineError
 
@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     with loading(config.model.model, args.quiet):
         engine = build_local(config)
+    warn_limits(config, engine.capacity)
     return asyncio.run(_answer(engine, asked, args, time.perf_counter() - begun))
 
 

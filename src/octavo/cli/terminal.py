@@ -6,6 +6,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from octavo.cli.startup import limit_remarks
+from octavo.config import Config
+from octavo.executors.protocol import Capacity
+
 
 @contextmanager
 def loading(model: str, is_quiet: bool = False) -> Iterator[None]:
@@ -18,3 +22,9 @@ def loading(model: str, is_quiet: bool = False) -> Iterator[None]:
     finally:
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def warn_limits(config: Config, capacity: Capacity) -> None:
+    """Say what the engine could not give as asked."""
+    for remark in limit_remarks(config, capacity):
+        print(f"warning: {remark}", file=sys.stderr)

@@ -1,0 +1,96 @@
+"""What `octavo serve` says when it starts, and what it says while it is busy.
+
+Owns: the words. Does not: measure or decide anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.artifacts.resolve import ModelFiles
+from octavo.config import Config
+from octavo.executors.protocol import Capacity
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def limit_remarks(config: Config, capacity: Capacity) -> Iterator[str]:
+    """What the engine could not give as asked."""
+    asked = config.model.max_model_len
+    if asked is not None and asked > capacity.max_model_len:
+        yield f"--max-model-len is {asked}, this model holds {capacity.max_model_len} tokens; that is used"
+    yield from capacity.notes
+
+
+def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startup_s: float) -> Iterator[str]:
+    """Model, machine, memory, what is off, and how to call."""
+    revision = f" at {files.revision[:12]}" if files.revision else ""
+    threads = f", {capacity.num_threads} threads" if capacity.device == "cpu" else ""
+    tokens = min(capacity.num_blocks) * capacity.block_size
+    pool_bytes = tokens * capacity.kv_bytes_per_token
+    yield f"model     {files.name}{revision}, {capacity.dtype}, {capacity.device}{threads}"
+    place = files.weights[0] if files.kind == "gguf" else files.root
+    yield f"weights   {capacity.weight_bytes / 2**20:,.0f} MiB from {place}"
+    yield (
+        f"KV pool   {tokens:,} tokens, {pool_bytes / 2**20:,.0f} MiB: "
+        f"{tokens / capacity.max_model_len:.1f} requests of full length ({capacity.max_model_len:,}), "
+        f"{capacity.num_slots} running at most"
+    )
+    for off in _features_off(config):
+        yield f"off       {off}"
+    yield f"started   in {startup_s:.1f} s"
+
+
+def _features_off(config: Config) -> Iterator[str]:
+    if not config.cache.enable_prefix_caching:
+        yield "prefix caching (--no-enable-prefix-caching)"
+    if not config.scheduling.chunked_prefill:
+        yield "chunked prefill (--no-enable-chunked-prefill)"
+    if config.serving.in_process:
+        yield "crash protection (--in-process)"
+    if not config.serving.api_key:
+        reason = (
+            "only this machine can connect" if config.serving.host in _LOOPBACK else "ANYONE who reaches it may use it"
+        )
+        yield f"authentication (no --api-key): {reason}"
+
+
+def call_report(config: Config, model: str, port: int) -> Iterator[str]:
+    """The URL and a line to paste."""
+    host = config.serving.host
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{port}"
+    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if config.serving.api_key else ""
+    yield f"serving   {url}/v1  (docs {url}/docs, metrics {url}/metrics)"
+    yield (
+        f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f'-d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\''
+    )
+
+
+@dataclass(slots=True)
+class Pulse:
+    """Turns two snapshots of the engine's statistics into one line; nothing while the engine is idle."""
+
+    last: Mapping[str, Any] | None = None
+    at: float = 0.0
+
+    def line(self, statistics: Mapping[str, Any], now: float) -> str | None:
+        """The line for the time since the snapshot before; None when nothing was computed, or at the first."""
+        new, old, seconds = statistics["scheduler"], self.last, now - self.at
+        self.last, self.at = new, now
+        if old is None or seconds <= 0:
+            return None
+        computed = new["num_computed_tokens"] - old["num_computed_tokens"]
+        if computed == 0 and new["num_running"] == 0:
+            return None
+        produced = new["num_output_tokens"] - old["num_output_tokens"]
+        asked = new["prefix_queried_tokens"] - old["prefix_queried_tokens"]
+        hits = new["prefix_hit_tokens"] - old["prefix_hit_tokens"]
+        used = new["num_blocks_used"] / max(1, new["num_blocks"])
+        prompt = max(0, computed - produced)
+        hit = f", prefix hits {hits / asked:.0%}" if asked else ""
+        rates = f"{prompt / seconds:,.0f} prompt + {produced / seconds:,.0f} output tokens/s"
+        return f"{rates}, {new['num_running']} running, {new['num_waiting']} waiting, KV {used:.0%}{hit}"

@@ -1,0 +1,67 @@
+"""The words at start-up, and the pulse of a busy server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.artifacts.resolve import ModelFiles
+from octavo.cli.startup import Pulse, call_report, limit_remarks, startup_report
+from octavo.core.kv.group import GroupSpec
+from octavo.executors.protocol import Capacity
+from octavo.settings import load_config
+
+FILES = ModelFiles("smollm2", "gguf", Path("/m"), (Path("/m/a.gguf"),), None)
+CAPACITY = Capacity(
+    (GroupSpec(),), (128,), 16, 4, 1024, 300, weight_bytes=2**20, kv_bytes_per_token=2**10, num_threads=2
+)
+
+
+def test_report_names_what_a_user_asks_for() -> None:
+    lines = "\n".join(startup_report(load_config({}), FILES, CAPACITY, 1.25))
+    assert "smollm2, float32, cpu, 2 threads" in lines
+    assert "1 MiB from /m/a.gguf" in lines
+    assert "2,048 tokens, 2 MiB: 2.0 requests of full length (1,024), 4 running at most" in lines
+    assert "authentication (no --api-key): only this machine can connect" in lines
+    assert "1.2 s" in lines
+
+
+def test_report_says_what_is_off_and_who_may_call() -> None:
+    config = load_config({"enable_prefix_caching": False, "in_process": True, "host": "10.0.0.1", "insecure": True})
+    lines = "\n".join(startup_report(config, FILES, CAPACITY, 1.0))
+    assert "--no-enable-prefix-caching" in lines
+    assert "--in-process" in lines
+    assert "ANYONE" in lines
+
+
+def test_curl_has_the_key_only_where_one_is_needed() -> None:
+    assert "Bearer" not in "\n".join(call_report(load_config({}), "smollm2", 8000))
+    lines = "\n".join(call_report(load_config({"api_key": ["k3y"], "host": "::1"}), "smollm2", 8001))
+    assert "Bearer" in lines
+    assert "k3y" not in lines
+    assert "http://[::1]:8001/v1" in lines
+
+
+def test_limits_not_given_are_remarked() -> None:
+    assert list(limit_remarks(load_config({"max_model_len": 1024}), CAPACITY)) == []
+    assert "this model holds 1024" in next(iter(limit_remarks(load_config({"max_model_len": 1025}), CAPACITY)))
+
+
+def _statistics(computed, produced, running=1, hits=0):
+    values = {"num_computed_tokens": computed, "num_output_tokens": produced, "num_running": running, "num_waiting": 0}
+    return {
+        "scheduler": {
+            **values,
+            "prefix_queried_tokens": 100 * (hits > 0),
+            "prefix_hit_tokens": hits,
+            "num_blocks": 10,
+            "num_blocks_used": 4,
+        }
+    }
+
+
+def test_pulse_is_silent_when_idle() -> None:
+    pulse = Pulse()
+    assert pulse.line(_statistics(0, 0), 0.0) is None
+    line = pulse.line(_statistics(600, 100, hits=50), 5.0)
+    assert line == "100 prompt + 20 output tokens/s, 1 running, 0 waiting, KV 40%, prefix hits 50%"
+    assert pulse.line(_statistics(600, 100, running=0, hits=50), 10.0) is None

@@ -1,0 +1,105 @@
+"""Commands end to end on a tiny model: run, bench offline."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+from tests.tiny_models import make_tiny_model
+
+from octavo import cli
+
+COMMON = ["--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "1K", "-np", "4"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(make_tiny_model("smollm2", tmp_path_factory.mktemp("cli") / "tiny"))
+
+
+def test_run_streams_an_answer_and_says_the_numbers(model, capsys) -> None:
+    assert cli.main(["run", model, "the cat", "-n", "5", "--temperature", "0", *COMMON]) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("\n")
+    assert "tokens/s, first after" in err
+    assert "prompt" in err
+
+
+def test_same_seed_same_answer(model, capsys) -> None:
+    answers = []
+    for seed in ("1", "1", "2"):
+        assert cli.main(["run", model, "the cat", "-n", "8", "--seed", seed, "-q", *COMMON]) == 0
+        answers.append(capsys.readouterr())
+    assert answers[0].out == answers[1].out != answers[2].out
+    assert answers[0].err == ""
+
+
+def test_raw_and_piped_prompt(model, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat sat"))
+    assert cli.main(["run", model, "-", "--raw", "-n", "2", *COMMON]) == 0
+    raw = int(capsys.readouterr().err.split("prompt ")[1].split()[0])
+    assert cli.main(["run", model, "the cat sat", "-n", "2", *COMMON]) == 0
+    assert raw < int(capsys.readouterr().err.split("prompt ")[1].split()[0])
+
+
+def test_a_limit_that_cannot_be_given_is_remarked(model, capsys) -> None:
+    assert cli.main(["run", model, "the cat", "-n", "1", "-c", "1M", *COMMON]) == 0
+    assert "warning: --max-model-len is 1048576, this model holds 256 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-n", "0"], "max_tokens is 0"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["-c", "16"], "prompt has"),
+        (["--policy", "zzz"], "policy is 'zzz'"),
+    ],
+)
+def test_mistakes_are_one_line(model, capsys, words, message) -> None:
+    prompt = "the cat sat on the mat while another hat waited"
+    assert cli.main(["run", model, prompt, *COMMON, *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
+
+
+@pytest.fixture
+def quick_probe(monkeypatch):
+    monkeypatch.setattr("octavo.bench.machine_probe.MIN_BUFFER_BYTES", 2**20)
+    monkeypatch.setattr("octavo.bench.machine_probe.BUDGET_S", 0.02)
+    monkeypatch.setattr("octavo.machine._largest_cache", lambda root: 0)
+
+
+def test_bench_offline_ends_with_one_json_object(model, capsys, quick_probe, tmp_path) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(
+        json.dumps(
+            [[{"prompt_token_ids": [5, 6, 7], "max_tokens": 4}] * 3, [{"prompt_token_ids": [5], "max_tokens": 2}]]
+        )
+    )
+    assert cli.main(["bench", "offline", model, "--workload", str(path), "--runs", "2", *COMMON]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("memory floor" in line for line in lines)
+    report = json.loads(lines[-1])
+    assert (report["requests"], report["prompt_tokens"], report["output_tokens"]) == (4, 10, 14)
+    assert (report["dtype"], report["device"], report["threads"]) == ("float32", "cpu", 1)
+    assert len(report["runs_output_tokens_per_s"]) == 2
+    assert report["floor_fraction"] > 0
+    assert report["peak_memory_bytes"] > 2**20
+    assert report["startup_s"] > 0
+
+
+def test_bench_offline_draws_a_workload(model, capsys, quick_probe) -> None:
+    words = ["--num-prompts", "3", "--input-len", "6", "--output-len", "2", "--json"]
+    assert cli.main(["bench", "offline", model, *words, *COMMON]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out)["output_tokens"] == 6
+
+
+def test_bench_offline_checks_its_numbers(capsys) -> None:
+    assert cli.main(["bench", "offline", "--runs", "0"]) == 2
+    assert capsys.readouterr().err.startswith("error: --runs is 0")
