@@ -129,11 +129,11 @@ def build_gguf_backend(vocabulary: GGUFVocabulary) -> Tokenizer:
     _add_tokens(backend, vocabulary, spellable)
     bos = vocabulary.token_id("bos") if vocabulary.get("add_bos_token", bool, add_bos) else None
     eos = vocabulary.token_id("eos") if vocabulary.get("add_eos_token", bool, False) else None
-    set_template(backend, [i for i in (bos,) if i is not None], [i for i in (eos,) if i is not None])
+    _set_template(backend, [i for i in (bos,) if i is not None], [i for i in (eos,) if i is not None])
     return backend
 
 
-def set_template(backend: Tokenizer, before: Sequence[int], after: Sequence[int]) -> None:
+def _set_template(backend: Tokenizer, before: Sequence[int], after: Sequence[int]) -> None:
     """Make encoding put these ids before and after each text."""
     names = {token_id: f"special{token_id}" for token_id in (*before, *after)}  # any name but the token's own will do
     single = [*(names[i] for i in before), "$A", *(names[i] for i in after)]

@@ -19,7 +19,7 @@ from octavo.artifacts.json_file import read_json
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import InvalidRequestError, ModelFileError
 from octavo.text.detokenizer import Detokenizer
-from octavo.text.gguf_tokenizer import GGUFVocabulary, build_gguf_backend, set_template
+from octavo.text.gguf_tokenizer import GGUFVocabulary, build_gguf_backend
 from octavo.text.pieces import Pieces
 
 _NAMED = ("bos", "eos", "unk", "pad")
@@ -60,7 +60,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, root: Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and the end-of-sequence ids of a model folder."""
+        """Read tokenizer.json, tokenizer_config.json and the end-of-sequence ids of a model folder.
+
+        What is put before and after a text is tokenizer.json's; as in transformers, add_bos_token has no say beside it.
+        """
         path = root / "tokenizer.json"
         backend = _read_backend(path)
         config = _read_optional(root / "tokenizer_config.json")
@@ -68,7 +71,6 @@ class Tokenizer:
         special = {
             key: text for name in _NAMED if (text := _token_text(config.get(key := f"{name}_token"))) is not None
         }
-        _apply_flags(backend, config, special)
         ends = _end_ids(_read_optional(root / "generation_config.json"))
         ends = ends or _end_ids(_read_optional(root / "config.json"))
         eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
@@ -138,18 +140,6 @@ def _add_missing_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
         if text and backend.token_to_id(text) is None:
             flags = {name: entry.get(name) is True for name in ("single_word", "lstrip", "rstrip", "normalized")}
             backend.add_tokens([AddedToken(text, special=entry.get("special") is True, **flags)])
-
-
-def _apply_flags(backend: Backend, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Follow add_bos_token and add_eos_token where tokenizer_config.json gives them, as transformers does."""
-    flags = [config.get(f"add_{name}_token") for name in ("bos", "eos")]
-    if not any(isinstance(flag, bool) for flag in flags):
-        return
-    sides: list[list[int]] = []
-    for name, flag in zip(("bos", "eos"), flags, strict=True):
-        token_id = backend.token_to_id(special[f"{name}_token"]) if f"{name}_token" in special else None
-        sides.append([token_id] if flag is True and token_id is not None else [])
-    set_template(backend, sides[0], sides[1])
 
 
 def _end_ids(config: Mapping[str, Any]) -> list[int]:

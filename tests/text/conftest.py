@@ -1,0 +1,26 @@
+"""The default model's text side, read once."""
+
+import pytest
+
+from octavo.artifacts.resolve import find_wheel_model
+from octavo.text.text_model import TextModel
+
+
+@pytest.fixture(scope="session")
+def default_files():
+    files = find_wheel_model()
+    if files is None:
+        pytest.skip("needs the default model")
+    return files
+
+
+@pytest.fixture(scope="session")
+def default_model(default_files):
+    return TextModel.load(default_files)
+
+
+@pytest.fixture(scope="session")
+def transformers_tokenizer(default_files):
+    """transformers' own conversion of the default model's GGUF file."""
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(default_files.root, gguf_file=default_files.weights[0].name)

@@ -1,0 +1,215 @@
+import random
+
+import numpy as np
+import pytest
+from tests.artifacts.gguf_writing import write_llama
+from tests.text.tiny_tokenizers import SPECIAL, random_text, sentencepiece_parts
+
+from octavo.artifacts.gguf_file import GGUFFile
+from octavo.artifacts.resolve import ModelFiles
+from octavo.errors import ModelFileError
+from octavo.text.pieces import byte_alphabet
+from octavo.text.tokenizer import Tokenizer
+
+STRINGS = [
+    "",
+    " ",
+    "Hello world",
+    "  leading and trailing  ",
+    "tabs\tand\nlines\r\n\r\nend",
+    "\n\n\n",
+    "    indented = 1\n        deeper()\n",
+    "don't you've we'll I'M",
+    "1 22 333 4444 3.14159 1e-9 0x1F 100,000",
+    "a1b2c3 v1.2.3 2024-05-06T07:08:09",
+    "   12   345",
+    "1. one\n2. two",
+    "naïve café résumé Ångström",
+    "e\u0301 vs é, ﬁ ligature, ½ ² Ⅷ",
+    "猫が好きです。안녕하세요 Привет мир שלום عالم ไทย हिन्दी",
+    "🙂👍🏽👩‍👩‍👧🇫🇷",
+    "\u200b\u200d\ufeff\u00a0\u3000\u2028|\ufffd",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
+    "<|im_start|><|im_start|>x<|im_end|> <|im_end|>",
+    "<|im_start |> <| im_end|> <repo_name>a<file_sep>b <empty_output>",
+    "def f(x: int) -> str:\n    return f'{x!r}'  # ok\n\n\nclass A(B):\n\tpass",
+    "for(int i=0;i<n;++i){a[i]+=b[i]*2;}/* end */",
+    '{"key": [1, 2, {"nested": null}], "s": "a\\"b"}',
+    "https://example.org/a?b=c&d=%20#frag user@example.org",
+    "\x00\x01\x7f\x80\xff",
+    "$x^2 + \\frac{1}{2}$ — “quotes” … •",
+    "ĠĊ Ä the byte letters themselves",
+]
+
+
+def test_the_default_models_ids_equal_transformers(default_model, transformers_tokenizer):
+    rng = random.Random(0)
+    alphabet = "the quick brown \n\t 0123 .,!? éü 猫 <|im_end|> _{}[]() 🙂"
+    texts = STRINGS + [random_text(rng, 20) for _ in range(1500)]
+    texts += ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(500)]
+    for text in texts:
+        for add in (True, False):
+            assert default_model.tokenizer.encode(text, add) == transformers_tokenizer.encode(
+                text, add_special_tokens=add
+            )
+
+
+def test_the_default_models_texts_equal_transformers(default_model, transformers_tokenizer):
+    rng = random.Random(1)
+    tokenizer = default_model.tokenizer
+    cases = [tokenizer.encode(text) for text in STRINGS]
+    cases += [[rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(20))] for _ in range(1000)]
+    for ids in cases:
+        for skip in (True, False):
+            assert tokenizer.decode(ids, skip) == transformers_tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_the_default_models_special_tokens(default_model, transformers_tokenizer):
+    tokenizer = default_model.tokenizer
+    theirs = {i for i, token in transformers_tokenizer.added_tokens_decoder.items() if token.special}
+    assert tokenizer.special_ids == frozenset(range(17)) == theirs
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
+    assert tokenizer.vocab_size == len(transformers_tokenizer) == 49152
+    for name, token in tokenizer.special_tokens.items():
+        assert getattr(transformers_tokenizer, name) == token
+
+
+def byte_level(**changes):
+    """Metadata of a tiny byte-level vocabulary with merges, digits among them."""
+    letters = {byte: letter for letter, byte in byte_alphabet().items()}
+    merges = [
+        ("t", "h"),
+        ("th", "e"),
+        ("Ġ", "the"),
+        ("1", "2"),
+        ("12", "3"),
+        ("Ċ", "Ċ"),
+        ("Ġ", "Ġ"),
+        ("'", "s"),
+        ("x", "é"),
+    ]
+    merges[-1] = ("Ã", "©")
+    tokens = [
+        "<s>",
+        "</s>",
+        "<think>",
+        *(letters[b] for b in range(256)),
+        *("".join(m) for m in merges),
+        "two words",
+        "Ġthexy",
+    ]
+    types = [3, 3, 4, *[1] * (256 + len(merges)), 3, 1]
+    metadata = {"model": "gpt2", "pre": "default", "tokens": tokens, "merges": [" ".join(m) for m in merges],
+                "token_type": types, "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
+    return metadata | changes
+
+
+def sentencepiece(**changes):
+    tokens, _ = sentencepiece_parts()
+    scores = [0.0] * (len(SPECIAL) + 256) + [-float(rank) for rank in range(len(tokens) - len(SPECIAL) - 256)]
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - len(SPECIAL) - 256)]
+    metadata = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": types,
+                "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # fmt: skip
+    return metadata | changes
+
+
+def write(path, metadata):
+    from tests.artifacts.gguf_writing import LLAMA, write_gguf
+
+    values = {f"llama.{key}": value for key, value in LLAMA.items()}
+    values |= {f"tokenizer.ggml.{key}": value for key, value in metadata.items() if value is not None}
+    return write_gguf(path, values, {"token_embd.weight": np.zeros((300, 64), np.float32)})
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(metadata):
+        path = write(tmp_path / "m.gguf", metadata)
+        return Tokenizer.from_files(ModelFiles("m", "gguf", tmp_path, (path,)))
+
+    return load
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        byte_level(),
+        byte_level(pre="gpt-2", add_bos_token=True, add_eos_token=True),
+        byte_level(pre="qwen2", add_bos_token=False),
+        byte_level(pre=None),
+        sentencepiece(),
+        sentencepiece(add_bos_token=False, add_eos_token=True),
+    ],
+    ids=["default", "gpt-2", "qwen2", "no-pre", "sentencepiece", "sentencepiece-eos"],
+)
+def test_tiny_vocabularies_equal_transformers(load, tmp_path, metadata):
+    transformers = pytest.importorskip("transformers")
+    mine = load(metadata)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    rng = random.Random(2)
+    for text in STRINGS + [random_text(rng) for _ in range(300)] + ["the 12345 two words<think> the</s>"]:
+        text = text.replace("<|endoftext|>", "")  # transformers' GPT-2 class adds it beyond the vocabulary
+        ids = mine.encode(text)
+        assert ids == theirs.encode(text), text
+        assert mine.encode(text, False) == theirs.encode(text, add_special_tokens=False)
+        assert mine.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_llama3_vocabularies_begin_with_bos_and_take_whole_words(load):
+    """As in their own tokenizer.json (ignore_merges, BOS in the template); transformers' conversion has neither."""
+    tokenizer = load(byte_level(pre="llama-bpe"))
+    whole = tokenizer.backend.token_to_id("Ġthexy")
+    assert tokenizer.encode(" thexy") == [0, whole]
+    assert load(byte_level(pre="llama-bpe", add_bos_token=False)).encode(" thexy") == [whole]
+    assert whole not in load(byte_level()).encode(" thexy")
+    digits = [tokenizer.id_to_piece(i) for i in tokenizer.encode("12345", False)]
+    assert digits == ["123", "4", "5"]
+    assert [tokenizer.id_to_piece(i) for i in load(byte_level(pre="qwen2")).encode("123")] == ["1", "2", "3"]
+
+
+def test_sentencepiece_without_the_space_prefix(load):
+    tokenizer = load(sentencepiece(add_space_prefix=False, add_bos_token=False))
+    for text in ("the cat", " the", "猫 x🙂"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_all_end_ids_are_kept(load):
+    tokenizer = load(byte_level(eot_token_id=2, eom_token_id=1))
+    assert tokenizer.eos_token_ids == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "metadata, word",
+    [
+        (byte_level(model="bert"), "'bert' is not supported"),
+        (byte_level(pre="deepseek-llm"), "pre 'deepseek-llm' is not supported"),
+        (byte_level(tokens=None), "has no tokenizer.ggml.tokens"),
+        (byte_level(tokens="text"), "tokens is a str"),
+        (byte_level(token_type=[1]), "token_type has 1 entries"),
+        (byte_level(merges=["th e", "a"]), "merge 1 is 'a'"),
+        (byte_level(merges=["t h", "q zz"]), "names a piece"),
+        (byte_level(eos_token_id=100000), "eos_token_id is 100000"),
+        (byte_level(eos_token_id="x"), "eos_token_id is a str"),
+        (byte_level(add_bos_token="yes"), "add_bos_token is a str"),
+        (sentencepiece(scores=None), "neither"),
+        (sentencepiece(scores=[0.5]), "scores has 1 entries"),
+    ],
+)
+def test_damaged_metadata_is_refused(load, metadata, word):
+    with pytest.raises(ModelFileError) as caught:
+        load(metadata)
+    assert word in str(caught.value)
+    assert "m.gguf" in str(caught.value)
+
+
+def test_a_token_too_long_to_split_is_refused(load):
+    metadata = sentencepiece()
+    metadata["tokens"][-1] = "x" * 5000
+    with pytest.raises(ModelFileError, match="5000 characters"):
+        load(metadata)
+
+
+def test_a_file_without_a_tokenizer(tmp_path):
+    path = write_llama(tmp_path / "m.gguf")
+    with pytest.raises(ModelFileError, match=r"tokenizer\.ggml\.tokens"):
+        Tokenizer.from_gguf(GGUFFile.open(path))
