@@ -7,7 +7,7 @@ Invariants: output equals transformers' apply_chat_template on the same input; t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from octavo.text.template_budget import Budget, render_within
 from octavo.text.template_sandbox import TemplateEnvironment
 
 _MAX_SOURCE_CHARS = 1 << 19
-_RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+_RESERVED = frozenset(("self", "messages", "tools", "documents", "add_generation_prompt"))
 # What a template may raise on data that it does not fit.
 _DATA_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _SIZE_ERRORS = (RecursionError, MemoryError)
@@ -62,8 +62,7 @@ class ChatTemplate:
 
         Raises InvalidRequestError when the template refuses the messages, fails on them, or exceeds its limits.
         """
-        if clash := _RESERVED & kwargs.keys():
-            raise InvalidRequestError(f"{', '.join(sorted(clash))} cannot be set here", "chat_template_kwargs")
+        check_variables(kwargs)
         variables = {
             **self._tokens,
             **kwargs,
@@ -78,6 +77,12 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the chat template does not take these messages: {_reason(error)}", "messages"
             ) from error
+
+
+def check_variables(names: Iterable[str]) -> None:
+    """Refuse variables that the server sets itself. Raises InvalidRequestError."""
+    if clash := _RESERVED.intersection(names):
+        raise InvalidRequestError(f"{', '.join(sorted(clash))} cannot be set here", "chat_template_kwargs")
 
 
 def _reason(error: BaseException) -> str:

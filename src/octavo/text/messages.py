@@ -34,8 +34,11 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_tool_call(call, index) for call in message["tool_calls"]]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, Sequence):
+        raise InvalidRequestError(f"the tool_calls of message {index} must be a list", f"messages.{index}.tool_calls")
+    if calls:
+        plain["tool_calls"] = [_plain_tool_call(call, index) for call in calls]
     return plain
 
 

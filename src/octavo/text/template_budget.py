@@ -20,22 +20,25 @@ _MAX_STEPS = 1_000_000
 _MAX_SECONDS = 5.0
 _MAX_BITS = 4096  # of whole numbers
 MAX_WIDTH = 1000  # of padding and indentation
-_INTERMEDIATE = 64  # characters of strings made on the way, for each character of output allowed
+_WRITTEN = 4  # characters written, those captured by macros and blocks too, for each character of output allowed
+_MADE = 32  # characters of strings made on the way, for each character of output allowed
 _PADDING_METHODS = frozenset(("center", "expandtabs", "ljust", "rjust", "zfill"))
 WIDE_FORMAT = re.compile(r"\d{4,}|\*|\{[^}]*\{")
 
 
 @dataclass(slots=True)
 class Budget:
-    """What one render may still use."""
+    """What one render, whose result may have `max_chars`, may still do."""
 
-    output_chars: int
+    max_chars: int
+    written_chars: int = 0
     made_chars: int = 0
     steps: int = _MAX_STEPS
     deadline: float = 0.0
 
     def __post_init__(self) -> None:
-        self.made_chars = self.output_chars * _INTERMEDIATE
+        self.written_chars = self.max_chars * _WRITTEN
+        self.made_chars = self.max_chars * _MADE
         self.deadline = time.monotonic() + _MAX_SECONDS
 
     def step(self) -> None:
@@ -44,10 +47,10 @@ class Budget:
         if self.steps < 0 or (self.steps & 255 == 0 and time.monotonic() > self.deadline):
             raise SecurityError("the template runs for too long")
 
-    def output(self, num_chars: int) -> None:
+    def write(self, num_chars: int) -> None:
         """Count text written."""
-        self.output_chars -= num_chars
-        if self.output_chars < 0:
+        self.written_chars -= num_chars
+        if self.written_chars < 0:
             raise SecurityError("the template's output is too long")
 
     def make(self, num_chars: int) -> None:
@@ -64,9 +67,12 @@ def render_within(budget: Budget, render: Callable[[], str]) -> str:
     """Call `render` under a budget."""
     token = current.set(budget)
     try:
-        return render()
+        text = render()
     finally:
         current.reset(token)
+    if len(text) > budget.max_chars:
+        raise SecurityError("the template's output is too long")
+    return text
 
 
 def measure(value: Any) -> int:
@@ -92,6 +98,8 @@ def made_size(name: str, data: Sequence[Any]) -> int:
     sizes = [measure(value) for value in data]
     if name == "replace" and len(data) >= 3 and all(isinstance(value, str) for value in data[:3]):
         return sizes[0] + int(data[0].count(data[1])) * sizes[2]
+    if name in ("format", "format_map", "%"):
+        return sizes[0] + int(data[0].count("{") + data[0].count("%")) * sum(sizes[1:])
     if name in ("replace", "translate"):
         return (sizes[0] + 1) * (sum(sizes[1:]) + 1)
     if name == "join":
@@ -111,8 +119,13 @@ def result_size(operator: str, left: Any, right: Any) -> int:
         return bits if bits <= _MAX_BITS else refuse()
     for items, count in ((left, right), (right, left)):
         if isinstance(items, (str, list, tuple)) and isinstance(count, int):
-            return len(items) * max(count, 0)
+            return weight(items) * max(count, 0)
     return 0
+
+
+def weight(items: str | list[Any] | tuple[Any, ...]) -> int:
+    """Characters of a string, or as many as the places of a list take."""
+    return len(items) if isinstance(items, str) else 8 * len(items)
 
 
 def method_size(owner: str, name: str, args: list[Any]) -> int:

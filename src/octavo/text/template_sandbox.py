@@ -32,6 +32,7 @@ from octavo.text.template_budget import (
     method_size,
     refuse,
     result_size,
+    weight,
 )
 
 # Nothing a prompt needs, and most of them make much text of little.
@@ -71,7 +72,7 @@ def _concatenate(parts: Sequence[Any]) -> str:
 
 @pass_context
 def _finalize(context: Context, value: Any) -> Any:
-    current.get().output(measure(value))
+    current.get().write(measure(value))
     return value
 
 
@@ -203,13 +204,26 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """Apply an operator whose result may be large, if it will not be."""
         budget = current.get()
         budget.step()
-        if operator == "%" and isinstance(left, str) and WIDE_FORMAT.search(left):
-            raise SecurityError("a format has a width that is too large")
+        if operator == "%" and isinstance(left, str):
+            budget.make(made_size("%", [left, right]) if not WIDE_FORMAT.search(left) else refuse())
         if operator == "+" and isinstance(left, (str, list, tuple)):
-            budget.make(len(left) + (len(right) if isinstance(right, (str, list, tuple)) else 0))
+            budget.make(weight(left) + (weight(right) if isinstance(right, (str, list, tuple)) else 0))
         elif operator in ("*", "**"):
             budget.make(result_size(operator, left, right))
         return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja's safe `format` and `format_map`, charged."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        owner, name = value.__self__, value.__name__
+
+        def charged(*args: Any, **kwargs: Any) -> str:
+            current.get().make(method_size(owner, name, [*args, *kwargs.values()]))
+            return wrapped(*args, **kwargs)
+
+        return charged
 
     def call(self, context: Context, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function or method of the template's, counting it and what it makes."""

@@ -17,7 +17,7 @@ from octavo.artifacts.json_file import read_json
 from octavo.artifacts.model_spec import ModelSpec, read_model_spec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import InvalidRequestError, ModelFileError
-from octavo.text.chat_template import ChatTemplate
+from octavo.text.chat_template import ChatTemplate, check_variables
 from octavo.text.messages import cut_at_continuation, mark_continuation, plain_messages
 from octavo.text.tokenizer import Tokenizer
 
@@ -61,6 +61,7 @@ class TextModel:
             raise InvalidRequestError(reason, "messages")
         plain = plain_messages(messages)
         kwargs = dict(template_kwargs or {})
+        check_variables(kwargs)
         if not continue_final_message:
             return self.chat_template.render(plain, add_generation_prompt, tools, **kwargs)
         return cut_at_continuation(self.chat_template.render(mark_continuation(plain), False, tools, **kwargs))
