@@ -82,7 +82,8 @@ async def _run_all(
 ) -> list[tuple[RunRecord, StepCounts]]:
     bench = OfflineBench(engine.client, steps, engine.capacity.num_slots)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens"))
-    progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    shown = Console(stderr=True)
+    progress = Progress(*columns, TimeRemainingColumn(), console=shown, transient=True, disable=not shown.is_terminal)
     records = []
     try:
         await bench.warm_up(workload)
