@@ -2,13 +2,14 @@ import random
 
 import numpy as np
 import pytest
-from tests.artifacts.gguf_writing import write_llama
+from tests.artifacts.gguf_writing import LLAMA, write_gguf, write_llama
 from tests.text.tiny_tokenizers import SPECIAL, random_text, sentencepiece_parts
 
 from octavo.artifacts.gguf_file import GGUFFile
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import ModelFileError
 from octavo.text.pieces import byte_alphabet
+from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
 
 STRINGS = [
@@ -113,10 +114,8 @@ def sentencepiece(**changes):
     return metadata | changes
 
 
-def write(path, metadata):
-    from tests.artifacts.gguf_writing import LLAMA, write_gguf
-
-    values = {f"llama.{key}": value for key, value in LLAMA.items()}
+def write(path, metadata, more=()):
+    values = {f"llama.{key}": value for key, value in LLAMA.items()} | dict(more)
     values |= {f"tokenizer.ggml.{key}": value for key, value in metadata.items() if value is not None}
     return write_gguf(path, values, {"token_embd.weight": np.zeros((300, 64), np.float32)})
 
@@ -185,6 +184,8 @@ def test_all_end_ids_are_kept(load):
         (byte_level(pre="deepseek-llm"), "pre 'deepseek-llm' is not supported"),
         (byte_level(tokens=None), "has no tokenizer.ggml.tokens"),
         (byte_level(tokens="text"), "tokens is a str"),
+        (byte_level(token_type="x"), "token_type is a str"),
+        (sentencepiece(scores=["x"]), "scores is a list"),
         (byte_level(token_type=[1]), "token_type has 1 entries"),
         (byte_level(merges=["th e", "a"]), "merge 1 is 'a'"),
         (byte_level(merges=["t h", "q zz"]), "names a piece"),
@@ -213,3 +214,24 @@ def test_a_file_without_a_tokenizer(tmp_path):
     path = write_llama(tmp_path / "m.gguf")
     with pytest.raises(ModelFileError, match=r"tokenizer\.ggml\.tokens"):
         Tokenizer.from_gguf(GGUFFile.open(path))
+
+
+def test_row_28_mutated_files_load_or_are_refused(tmp_path):
+    rng = random.Random(9)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for kind, metadata in (("b", byte_level(pre="llama-bpe")), ("s", sentencepiece())):
+        whole = write(tmp_path / f"{kind}.gguf", metadata, {"tokenizer.chat_template": template}).read_bytes()
+        header = whole.rfind(b"token_embd.weight") + 60
+        path = tmp_path / "m.gguf"
+        refused = 0
+        for _ in range(250):
+            data = bytearray(whole)
+            for _ in range(rng.choice((1, 1, 2, 8))):
+                data[rng.randrange(header)] = rng.choice((0, 1, 3, 255, ord(" "), rng.randrange(256)))
+            path.write_bytes(data)
+            try:
+                model = TextModel.load(ModelFiles("m", "gguf", tmp_path, (path,)))
+                model.tokenizer.decode(model.tokenizer.encode("the 猫 12"))
+            except ModelFileError:
+                refused += 1
+        assert 100 < refused < 250

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from octavo.errors import ModelFileError
@@ -109,7 +110,11 @@ class GGUFVocabulary:
 
     def _per_token(self, key: str) -> list[Any]:
         value = self.metadata.get(f"tokenizer.ggml.{key}")
-        values: list[Any] = [] if value is None else list(value) if isinstance(value, list) else value.tolist()
+        if value is not None and not isinstance(value, np.ndarray):
+            raise ModelFileError(
+                self.path, f"tokenizer.ggml.{key} is a {type(value).__name__}, not an array of numbers"
+            )
+        values: list[Any] = [] if value is None else value.tolist()
         if values and len(values) != len(self.tokens):
             raise ModelFileError(
                 self.path, f"tokenizer.ggml.{key} has {len(values)} entries for {len(self.tokens)} tokens"

@@ -54,13 +54,17 @@ class TextModel:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        **variables: Any,
     ) -> str:
-        """Return the prompt text of a chat. Raises InvalidRequestError."""
+        """Return the prompt text of a chat. Raises InvalidRequestError.
+
+        The template sees `template_kwargs` (from a client: any name may be in them) and `variables` alike.
+        """
         if self.chat_template is None:
             reason = f"{self.name} has no chat template; start with --chat-template FILE, or use plain completions"
             raise InvalidRequestError(reason, "messages")
         plain = plain_messages(messages)
-        kwargs = dict(template_kwargs or {})
+        kwargs = {**(template_kwargs or {}), **variables}
         check_variables(kwargs)
         if not continue_final_message:
             return self.chat_template.render(plain, add_generation_prompt, tools, **kwargs)
