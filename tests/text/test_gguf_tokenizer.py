@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tests.artifacts.gguf_writing import LLAMA, write_gguf, write_llama
 from tests.text.tiny_tokenizers import SPECIAL, random_text, sentencepiece_parts
+from tokenizers import pre_tokenizers
 
 from octavo.artifacts.gguf_file import GGUFFile
 from octavo.artifacts.resolve import ModelFiles
@@ -44,6 +45,10 @@ STRINGS = [
 
 
 def test_the_default_models_ids_equal_transformers(default_model, transformers_tokenizer):
+    # transformers' conversion forgets that this family cuts out each digit first; everything else is its own.
+    transformers_tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     rng = random.Random(0)
     alphabet = "the quick brown \n\t 0123 .,!? éü 猫 <|im_end|> _{}[]() 🙂"
     texts = STRINGS + [random_text(rng, 20) for _ in range(1500)]
@@ -53,6 +58,12 @@ def test_the_default_models_ids_equal_transformers(default_model, transformers_t
             assert default_model.tokenizer.encode(text, add) == transformers_tokenizer.encode(
                 text, add_special_tokens=add
             )
+
+
+def test_the_default_model_cuts_out_each_digit(default_model):
+    tokenizer = default_model.tokenizer
+    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("\n\n1. In  2024")]
+    assert pieces == ["\n\n", "1", ".", " In", "  ", "2", "0", "2", "4"]
 
 
 def test_the_default_models_texts_equal_transformers(default_model, transformers_tokenizer):

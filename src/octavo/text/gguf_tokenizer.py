@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from octavo.errors import ModelFileError
 from octavo.text.pieces import byte_alphabet
@@ -31,6 +32,7 @@ class _Split:
     pattern: str | None = None
     ignore_merges: bool = False
     add_bos: bool = False
+    single_digits: bool = False  # each digit is cut out before the pattern is applied
 
 
 _LLAMA3 = _Split(
@@ -49,12 +51,12 @@ _TEKKEN = _Split(
 _QWEN2 = _Split(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The patterns are those of the families' published tokenizer.json. "smollm" is read as transformers reads it. (The
-# model's own tokenizer.json cuts out each digit first; ids differ only where several spaces or line ends precede one.)
+# The patterns are those of the families' published tokenizer.json. (transformers' conversion of "smollm" leaves the
+# digits to the pattern, so its ids differ where several spaces or line ends precede a digit.)
 _SPLITS = {
     "default": _Split(),
     "gpt-2": _Split(),
-    "smollm": _Split(),
+    "smollm": _Split(single_digits=True),
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
@@ -160,15 +162,11 @@ def _byte_level(vocabulary: GGUFVocabulary) -> tuple[Tokenizer, bool, set[str]]:
     }
     merges = _checked_merges(vocabulary.merges() or [], ids, vocabulary.path)
     backend = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=split.ignore_merges))
-    if split.pattern is None:
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+    cuts: list[PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if split.single_digits else []
+    if split.pattern is not None:
+        cuts.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
     backend.decoder = decoders.ByteLevel()
     return backend, split.add_bos, alphabet
 
