@@ -4,7 +4,7 @@
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 MODEL ?= smollm2
-PROMPT ?= Say hello to the world in one sentence.
+PROMPT ?= What is the capital of France?
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 

@@ -40,7 +40,7 @@ def main() -> None:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     ).eval()
-    model.set_attn_implementation("paged|sdpa")
+    model.set_attn_implementation("sdpa")
     workload = json.loads(arguments.workload.read_text())
     generation = GenerationConfig(max_new_tokens=256, do_sample=False, eos_token_id=-1, pad_token_id=2)
     batching = ContinuousBatchingConfig(

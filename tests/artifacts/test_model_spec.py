@@ -250,3 +250,4 @@ def test_the_default_model():
     assert (spec.family, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == ("llama", 30, 9, 3, 64)
     assert (spec.vocab_size, spec.max_model_len, spec.rope_theta) == (49152, 8192, 100000.0)
     assert (spec.tie_word_embeddings, spec.eos_token_ids, spec.quantization) == (True, (2,), "Q4_1")
+    assert spec.generation == {"temperature": 0.2, "top_p": 0.9}  # its model card
