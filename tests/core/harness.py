@@ -1,0 +1,370 @@
+"""Drives a scheduler and a fake executor as the loop does, and checks every promise that shows from outside.
+
+Owns: Run (the loop's verbs with a clock and records), checks of each plan, of the events, of the end.
+Does not: look into the scheduler beyond its public verbs and octavo.core.invariants.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.core import invariants
+from octavo.core.limits import Limits
+from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, WaitReason
+from octavo.core.request import FinishReason, Request, SamplingParams, Want
+from octavo.core.scheduler import Scheduler
+from tests.fake_model import FakeExecutor, FakeFault, Faults, oracle, quads, triples
+
+EOS = 2
+ENDED_EARLY = (FinishReason.CANCELLED, FinishReason.TIMEOUT, FinishReason.ERROR)
+
+
+def limits(**changes: Any) -> Limits:
+    """A small engine: 16 blocks of 4, room for 64-token sequences."""
+    fields = {
+        "block_size": 4,
+        "num_blocks": (16,),
+        "max_model_len": 64,
+        "vocab_size": 97,
+        "max_batch_tokens": 32,
+        "max_sequences": 8,
+        "headroom": 0.0,
+    }
+    fields.update(changes)
+    if isinstance(fields["num_blocks"], int):
+        fields["num_blocks"] = (fields["num_blocks"],)
+    return Limits(**fields)
+
+
+def prompt(length: int, seed: int = 0, vocab_size: int = 97) -> list[int]:
+    """A prompt whose ids depend on the seed from the first on; never holds EOS."""
+    rng = random.Random(seed * 1009 + 7)
+    return [rng.randrange(3, vocab_size) for _ in range(length)]
+
+
+@dataclass
+class Record:
+    """What the outside saw of one request."""
+
+    request: Request
+    order: int
+    max_tokens: int
+    is_capped: bool
+    token_ids: list[int] = field(default_factory=list)
+    finished: Event | None = None
+    events: list[Event] = field(default_factory=list)
+    scores: list[Any] = field(default_factory=list)
+    is_running: bool = False
+    is_cancelled: bool = False
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.finished.finish_reason if self.finished else None
+
+    def of_kind(self, kind: EventKind) -> list[Event]:
+        """This request's decisions of one kind, in order."""
+        return [event for event in self.events if event.kind == kind]
+
+    def num_allowed(self, sizes: Limits) -> int:
+        """Outputs at most: max_tokens, or up to the model's length."""
+        return min(self.max_tokens, sizes.max_model_len - self.request.num_prompt_tokens)
+
+    def expected(self, sizes: Limits) -> list[int]:
+        """The oracle's ids for the whole allowance."""
+        asked = self.request
+        assert asked.prompt_token_ids is not None
+        return oracle(
+            asked.prompt_token_ids,
+            self.num_allowed(sizes),
+            sizes.vocab_size,
+            asked.eos_token_ids,
+            asked.params,
+            asked.adapter_id,
+        )
+
+
+class Run:
+    """One scheduler with one fake executor; `depth` plans in flight; `now` is the clock."""
+
+    def __init__(
+        self,
+        sizes: Limits | None = None,
+        *,
+        depth: int = 1,
+        faults: Faults | None = None,
+        check: bool = True,
+        **executor: Any,
+    ) -> None:
+        self.limits = sizes or limits()
+        self.depth, self.check, self.now = depth, check, 0.0
+        self.scheduler = Scheduler(self.limits)
+        self.executor = FakeExecutor(
+            self.limits.groups, vocab_size=self.limits.vocab_size, faults=faults, **{"lazy": depth > 1, **executor}
+        )
+        self.executor.make_pool(self.limits.block_size, self.limits.num_blocks)
+        self.flight: deque[tuple[StepPlan, object]] = deque()
+        self.records: dict[str, Record] = {}
+        self.slot_owner: dict[int, str] = {}
+        self.plans: list[StepPlan] = []
+        self.digests: list[bytes] = []
+        self.num_scheduled = 0
+        self.num_failures = 0
+        self.is_ordered = True  # whether admissions must follow arrival strictly
+
+    # -- verbs
+
+    def admit(
+        self, prompt_ids: Sequence[int] | int, max_tokens: int | None = 8, request_id: str | None = None, **fields: Any
+    ) -> Record:
+        """Admit a prompt (or a length) with sampling fields and request fields mixed."""
+        params = {name: fields.pop(name) for name in list(fields) if name in SamplingParams.__slots__}
+        name = request_id or f"r{len(self.records)}"
+        ids = None if isinstance(prompt_ids, int) else array("i", prompt_ids)
+        fields.setdefault("arrival", self.now)
+        if isinstance(prompt_ids, int):
+            fields["num_prompt_tokens"] = prompt_ids
+        request = Request(name, ids, SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **params}), **fields)
+        admission = self.scheduler.admit(request, self.now)
+        record = Record(request, len(self.records), admission.max_tokens, admission.capped)
+        record.token_ids.extend(request.emitted_token_ids or ())
+        self.records[name] = record
+        return record
+
+    def plan(self, only: Iterable[str] | None = None) -> StepPlan:
+        """Make a plan, check it, and take in its events."""
+        plan = self.scheduler.plan(self.now, None if only is None else frozenset(only))
+        self.absorb(plan.events)
+        self.plans.append(plan)
+        self.digests.append(plan.digest())
+        if self.check:
+            self.check_plan(plan, only is None)
+            invariants.check(self.scheduler)
+        return plan
+
+    def submit(self, plan: StepPlan) -> None:
+        """Put a plan in flight; when the executor refuses it, commit the earlier ones, then its failure."""
+        try:
+            ticket = self.executor.submit(plan)
+        except FakeFault as fault:
+            num_failures = self.num_failures
+            while self.flight:
+                self.commit()
+            if num_failures == self.num_failures:
+                self.fail(plan, str(fault))
+            return
+        self.num_scheduled += sum(plan.counts)
+        self.flight.append((plan, ticket))
+
+    def commit(self) -> Events:
+        """Collect the oldest plan and commit it; a fault becomes a failure of it and all later ones."""
+        plan, ticket = self.flight.popleft()
+        try:
+            result = self.executor.collect(ticket)
+        except FakeFault as fault:
+            return self.fail(plan, str(fault))
+        return self.take(self.scheduler.commit(plan, result, self.now))
+
+    def fail(self, plan: StepPlan, message: str = "injected") -> Events:
+        """Commit a failure of `plan`; later plans in flight are void."""
+        self.num_failures += 1
+        self.executor.discard_rest()
+        self.flight.clear()
+        return self.take(self.scheduler.commit(plan, StepFailure(message), self.now))
+
+    def fail_oldest(self) -> Events:
+        """Make the oldest plan in flight fail, whatever it computed."""
+        plan, _ = self.flight[0]
+        self.executor.is_broken = True
+        for queued, _ in self.flight:
+            self.executor.corrupt_or_skip(queued)
+            self.executor.void(queued)
+        self.executor.queue.clear()
+        return self.fail(plan)
+
+    def cancel(self, *request_ids: str, reason: FinishReason = FinishReason.CANCELLED) -> int:
+        """Cancel requests."""
+        for name in request_ids:
+            if name in self.records and self.records[name].finished is None:
+                self.records[name].is_cancelled = True
+        return self.scheduler.cancel(request_ids, self.now, reason)
+
+    def fill(self, only: Iterable[str] | None = None) -> StepPlan | None:
+        """Submit plans until `depth` are in flight or one is empty; give the last plan made."""
+        plan = None
+        while len(self.flight) < self.depth:
+            plan = self.plan(only)
+            if plan.is_empty:
+                break
+            self.submit(plan)
+        return plan
+
+    def step(self, only: Iterable[str] | None = None) -> StepPlan | None:
+        """One turn of the loop: fill the flight, commit the oldest; give the last plan made."""
+        self.now += 0.01
+        plan = self.fill(only)
+        if self.flight:
+            self.commit()
+        return plan
+
+    def steps(self, count: int) -> None:
+        """Several turns."""
+        for _ in range(count):
+            self.step()
+
+    def finish_all(self, max_steps: int = 2000) -> Run:
+        """Run until every request has ended."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work and not self.flight:
+                return self
+            self.step()
+        raise AssertionError(f"not ended after {max_steps} steps")
+
+    def finish(self) -> Run:
+        """Run to the end, then check the end."""
+        self.finish_all()
+        self.check_end()
+        return self
+
+    def until(self, condition: Callable[[], bool], max_steps: int = 500) -> None:
+        """Run until a condition holds."""
+        for _ in range(max_steps):
+            if condition():
+                return
+            self.step()
+        raise AssertionError("the condition never held")
+
+    # -- views
+
+    def rows(self, plan: StepPlan) -> dict[str, tuple[int, int, int]]:
+        """Rows by request: (start, count, flags)."""
+        owners = {**self.slot_owner, **{new.slot: new.request_id for new in plan.new_sequences}}
+        return {owners[row.slot]: (row.start, row.count, row.flags) for row in plan.rows()}
+
+    def counts(self, plan: StepPlan) -> dict[str, int]:
+        """Tokens granted by request."""
+        return {name: count for name, (_, count, _) in self.rows(plan).items()}
+
+    def num_blocks_of(self, record: Record) -> int:
+        """Blocks in the executor's table of a request (0 when it has no slot)."""
+        return sum(len(s.tables[0]) for s in self.executor.slots.values() if s.request_id == record.request.request_id)
+
+    def decisions(self, kind: EventKind) -> list[Event]:
+        """All decisions of one kind, over all requests, by step."""
+        return [event for record in self.records.values() for event in record.of_kind(kind)]
+
+    # -- checks
+
+    def take(self, events: Events) -> Events:
+        """Take in what a commit made known: tokens first, then decisions."""
+        assert len(events.request_ids) == len(events.choices) == len(events.positions) == len(events.token_ids)
+        for name, position, token_id in zip(events.request_ids, events.positions, events.token_ids, strict=True):
+            record = self.records[name]
+            assert record.finished is None, f"{name} gives a token after its end"
+            assert position == len(record.token_ids), f"{name} gives position {position} after {len(record.token_ids)}"
+            record.token_ids.append(token_id)
+        for name, *entry in events.scores:
+            self.records[name].scores.append(entry)
+        self.absorb(events.decisions)
+        if self.check:
+            invariants.check(self.scheduler)
+        return events
+
+    def absorb(self, events: Iterable[Event]) -> None:
+        """File decisions under their requests and check each one's order."""
+        for event in events:
+            record = self.records[event.request_id]
+            assert record.finished is None, f"{event} after the end {record.finished}"
+            record.events.append(event)
+            if event.kind in (EventKind.ADMITTED, EventKind.RESUMED):
+                assert not record.is_running, event
+                assert (event.kind == EventKind.RESUMED) == bool(record.of_kind(EventKind.PREEMPTED)), event
+                record.is_running = True
+            elif event.kind == EventKind.PREEMPTED:
+                assert record.is_running, event
+                record.is_running = False
+                if event.by is not None and self.limits.policy in ("fcfs", "fifo", "prefill_first"):
+                    assert self.records[event.by].order <= record.order, f"preempted for later work: {event}"
+            elif event.kind == EventKind.FINISHED:
+                record.finished = event
+                self.check_text(record)
+            elif event.kind == EventKind.DEFERRED:
+                assert event.reason is not None and event.reason != WaitReason.BEHIND
+
+    def check_plan(self, plan: StepPlan, is_whole: bool) -> None:
+        """Budgets, totals, distinct destinations, and the rules of admission and preemption."""
+        sizes = self.limits
+        assert sum(plan.counts) == plan.num_query_tokens <= sizes.max_batch_tokens
+        assert len(set(plan.slots)) == plan.num_rows <= sizes.max_sequences
+        assert all(count >= 1 for count in plan.counts)
+        destinations = [(group, to) for group, _, to in triples(plan.copies)]
+        assert len(set(destinations)) == len(destinations)
+        new_slots = {new.slot for new in plan.new_sequences}
+        assert len(new_slots) == len(plan.new_sequences)
+        assert all(-1 <= block < sizes.num_blocks[group] for _, group, _, block in quads(plan.edits))
+        has_preempted = any(
+            event.kind == EventKind.PREEMPTED and event.by is not None and event.step == plan.step
+            for event in plan.events
+        )
+        if has_preempted and plan.new_sequences:
+            assert set(plan.slots) == new_slots, "an admission in a step that preempted and still had rows"
+        if plan.slots:
+            reach = sizes.max_blocks_per_sequence * sizes.block_size or sizes.max_model_len + 1
+            is_fast = all(row.count == 1 and row.start < reach for row in plan.rows())
+            assert plan.is_fast_path == is_fast
+        if is_whole and plan.is_empty and not self.flight:
+            assert not self.scheduler.has_work, (
+                f"work is pending, nothing is in flight, and the plan is empty: {plan.waits}"
+            )
+        if plan.is_empty:
+            assert plan.waits, "an empty plan without a reason"
+        self.check_order(plan, is_whole)
+        for new in plan.new_sequences:
+            self.slot_owner[new.slot] = new.request_id
+
+    def check_order(self, plan: StepPlan, is_whole: bool) -> None:
+        """Under fcfs nobody is admitted past an earlier request that waits for room."""
+        sizes = self.limits
+        is_plain = sizes.policy == "fcfs" and sizes.chunked_prefill and not sizes.max_partial_prefills
+        if not (is_plain and is_whole and self.is_ordered and self.depth == 1 and plan.new_sequences):
+            return
+        admitted = [self.records[new.request_id].order for new in plan.new_sequences]
+        waiting = [
+            record.order for record in self.records.values() if not record.is_running and record.finished is None
+        ]
+        assert not waiting or max(admitted) < min(waiting), f"{max(admitted)} is admitted before {min(waiting)}"
+
+    def check_text(self, record: Record) -> None:
+        """The ids against the oracle's, the reason against the ids, the event's count against both."""
+        event, got = record.finished, record.token_ids
+        assert event is not None and event.finish_reason is not None
+        assert event.num_tokens == len(got), f"{event} after {len(got)} tokens"
+        if record.request.prompt_token_ids is None:
+            assert record.reason in ENDED_EARLY or record.is_cancelled or len(got) == record.num_allowed(self.limits)
+            return
+        expected = record.expected(self.limits)
+        if record.reason in ENDED_EARLY or record.is_cancelled:
+            assert got == expected[: len(got)], f"{event}: {got} is no beginning of {expected}"
+            return
+        if not record.request.wants & Want.SAMPLE:
+            assert got == []
+            return
+        assert got == expected, f"{event}: {got}, not {expected}"
+        ends = {
+            *record.request.params.stop_token_ids,
+            *(() if record.request.params.ignore_eos else record.request.eos_token_ids),
+        }
+        assert (record.reason == FinishReason.STOP) == (got[-1] in ends), event
+
+    def check_end(self) -> None:
+        """Everyone has ended once, errors have a cause, and nothing is held."""
+        open_ids = [name for name, record in self.records.items() if record.finished is None]
+        assert not open_ids, f"not ended: {open_ids}, {[self.scheduler.explain(name) for name in open_ids[:3]]}"
+        assert not self.scheduler.has_work and self.scheduler.num_waiting == self.scheduler.num_running == 0
+        invariants.check(self.scheduler)
+        invariants.check_no_leaks(self.scheduler)
+        assert self.scheduler.reset_prefix_cache()
