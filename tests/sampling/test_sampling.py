@@ -1,0 +1,252 @@
+"""The sampler against its per-row twin; draws against published numbers; independence of company."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.core.request import SamplingParams
+from octavo.sampling.columns import SamplingColumns, SamplingRows
+from octavo.sampling.draws import splitmix64, uniforms
+from octavo.sampling.logprobs import RawDistribution
+from octavo.sampling.processors import LogitsProcessors
+from octavo.sampling.sampler import Sampled, Sampler
+from octavo.sampling.selection import draw_from_best, draw_in_id_order, sorted_candidates
+from tests.sampling import per_row
+
+EOS = (2,)
+MANY = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.7, top_k=5, seed=2),
+    SamplingParams(temperature=1.5, top_p=0.8, seed=3),
+    SamplingParams(temperature=0.9, min_p=0.1, seed=4),
+    SamplingParams(temperature=1.1, top_k=40, top_p=0.9, min_p=0.05, seed=5),
+    SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2),
+    SamplingParams(temperature=1.0, repetition_penalty=0.8, seed=-7),
+    SamplingParams(temperature=0.0, logit_bias=((11, 9.0), (3, -100.0))),
+    SamplingParams(temperature=2.0, min_tokens=9, stop_token_ids=(5, 10**6), seed=2**64 - 1),
+    SamplingParams(temperature=1.0, min_tokens=9, ignore_eos=True, stop_token_ids=(5,), top_k=1, seed=9),
+    SamplingParams(temperature=0.01, top_p=0.999, seed=10),
+    SamplingParams(temperature=5.0, top_k=2000, seed=11),
+    SamplingParams(temperature=5.0, top_p=0.99999, seed=12),
+    SamplingParams(temperature=1.0, frequency_penalty=-2.0, logprobs=4, seed=13),
+]
+
+
+class Rig:
+    """Sequences in slots, and a sampler over them."""
+
+    def __init__(
+        self, params: Sequence[SamplingParams], vocab_size: int, histories: Sequence[tuple[list[int], list[int]]]
+    ):
+        self.params, self.histories = params, histories
+        self.columns = SamplingColumns(len(params))
+        ids = torch.zeros((len(params), 64), dtype=torch.int32)
+        self.processors = LogitsProcessors(self.columns, ids, vocab_size)
+        self.ids = ids
+        for slot, (one, (prompt, outputs)) in enumerate(zip(params, histories, strict=True)):
+            known = prompt + outputs
+            ids[slot, : len(known)] = torch.tensor(known, dtype=torch.int32)
+            self.columns.put(slot, one, choice=slot % 3, num_prompt=len(prompt), eos_token_ids=EOS)
+            self.columns.keep_below(slot, vocab_size)
+            self.processors.admit(slot, np.asarray(outputs, dtype=np.int64))
+        self.sampler = Sampler(self.columns, self.processors)
+
+    def sample(self, logits: torch.Tensor, slots: Sequence[int]) -> Sampled:
+        positions = [sum(map(len, self.histories[slot])) for slot in slots]
+        rows = SamplingRows(np.asarray(slots, dtype=np.int64), np.asarray(positions, dtype=np.int64))
+        return self.sampler.sample(logits.clone(), rows)
+
+    def twin(self, logits: torch.Tensor, slot: int) -> int:
+        params, (prompt, outputs) = self.params[slot], self.histories[slot]
+        values = per_row.edited(logits.tolist(), _known(params, len(logits)), prompt, outputs, EOS)
+        u = per_row.uniform(params.seed or 0, slot % 3, len(prompt) + len(outputs))
+        return per_row.pick(values, params, u)
+
+
+def _known(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    stops = tuple(token for token in params.stop_token_ids if token < vocab_size)
+    return SamplingParams(**{**{f: getattr(params, f) for f in params.__dataclass_fields__}, "stop_token_ids": stops})
+
+
+def make_histories(count: int, vocab_size: int, seed: int) -> list[tuple[list[int], list[int]]]:
+    rng = np.random.default_rng(seed)
+    return [
+        (rng.integers(0, vocab_size, 1 + n % 7).tolist(), rng.integers(0, min(20, vocab_size), n % 5).tolist())
+        for n in range(count)
+    ]
+
+
+def test_P02_splitmix64_gives_the_published_numbers() -> None:
+    """Seed 1234567: the reference outputs of Vigna's splitmix64.c."""
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    states = np.full(5, 1234567, dtype=np.uint64)
+    assert splitmix64(states, np.arange(5, dtype=np.uint64)).tolist() == expected
+
+
+def test_P02_draws_equal_their_twin_and_these_numbers() -> None:
+    seeds, choices, positions = [0, 1, 2**64 - 1, 42], [0, 1, 2, 0], [0, 7, 100000, 1]
+    got = uniforms(np.array(seeds, dtype=np.uint64), np.array(choices), np.array(positions))
+    assert got.tolist() == [per_row.uniform(*args) for args in zip(seeds, choices, positions, strict=True)]
+    # frozen: a change here would change every seeded answer ever given
+    assert [f"{u:.12f}" for u in got] == FROZEN
+
+
+FROZEN = ["0.652448486374", "0.152705311773", "0.216752130262", "0.955746726132"]
+
+
+def test_P02_draws_are_uniform_and_unrelated() -> None:
+    grid = np.arange(40000)
+    by_position = uniforms(np.full(40000, 5, np.uint64), np.zeros(40000, np.int64), grid)
+    by_seed = uniforms(grid.astype(np.uint64), np.zeros(40000, np.int64), np.full(40000, 9))
+    by_choice = uniforms(np.full(40000, 5, np.uint64), grid, np.full(40000, 9))
+    for draws in (by_position, by_seed, by_choice):
+        counts = np.histogram(draws, bins=50, range=(0, 1))[0]
+        assert ((counts - 800) ** 2 / 800).sum() < 100  # chi square with 49 degrees of freedom: p < 1e-5
+        assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.02
+    assert abs(np.corrcoef(by_position, by_seed)[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("vocab_size", [40, 300, 5000])
+@pytest.mark.parametrize("seed", range(6))
+def test_P01_every_parameter_equals_the_per_row_twin(vocab_size: int, seed: int) -> None:
+    rig = Rig(MANY, vocab_size, make_histories(len(MANY), vocab_size, seed))
+    logits = torch.randn(len(MANY), vocab_size, generator=torch.Generator().manual_seed(seed)) * 2.5
+    sampled = rig.sample(logits, range(len(MANY)))
+    assert sampled.ids_R.tolist() == [rig.twin(logits[slot], slot) for slot in range(len(MANY))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_P01_equals_the_twin_where_most_logits_are_tied(seed: int) -> None:
+    vocab_size = 3000
+    rig = Rig(MANY, vocab_size, make_histories(len(MANY), vocab_size, seed))
+    logits = torch.randint(-2, 3, (len(MANY), vocab_size), generator=torch.Generator().manual_seed(seed)).float()
+    sampled = rig.sample(logits, range(len(MANY)))
+    assert sampled.ids_R.tolist() == [rig.twin(logits[slot], slot) for slot in range(len(MANY))]
+
+
+def test_P02_a_row_is_the_same_alone_and_in_any_company() -> None:
+    vocab_size = 2000
+    rig = Rig(MANY, vocab_size, make_histories(len(MANY), vocab_size, 3))
+    logits = torch.randn(len(MANY), vocab_size, generator=torch.Generator().manual_seed(1)) * 2
+    together = rig.sample(logits, range(len(MANY))).ids_R.tolist()
+    backwards = rig.sample(logits.flip(0), range(len(MANY) - 1, -1, -1)).ids_R.flip(0).tolist()
+    alone = [rig.sample(logits[slot : slot + 1], [slot]).ids_R.item() for slot in range(len(MANY))]
+    assert together == backwards == alone
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_distributions_do_not_change_by_a_bit_with_the_number_of_rows(threads: int) -> None:
+    """Reductions that split one row among threads would; the draws below use none of these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        scores = torch.randn(9, 49152, generator=torch.Generator().manual_seed(0)) * 3
+        probs = scores.softmax(1)
+        u, zeros = np.linspace(0, 1 - 2**-48, 9), np.zeros(9)
+        top_k, top_p = np.array([0, 5] * 4 + [0]), np.linspace(0.3, 0.95, 9)
+        plain = draw_in_id_order(probs.clone(), zeros, u)
+        cut = draw_from_best(scores, top_k, top_p, zeros, u)
+        for row in range(9):
+            one = slice(row, row + 1)
+            assert torch.equal(scores[one].softmax(1), probs[one])
+            assert draw_in_id_order(probs[one].clone(), zeros[one], u[one]).item() == plain[row]
+            assert draw_from_best(scores[one], top_k[one], top_p[one], zeros[one], u[one]).item() == cut[row]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_draw_follows_the_distribution() -> None:
+    probs = torch.tensor([0.5, 0.0, 0.125, 0.25, 0.0, 0.125])
+    many = 16000
+    u = uniforms(np.arange(many, dtype=np.uint64), np.zeros(many, np.int64), np.zeros(many, np.int64))
+    drawn = draw_in_id_order(probs.repeat(many, 1), np.zeros(many), u)
+    shares = torch.bincount(drawn, minlength=6) / many
+    assert torch.allclose(shares, probs, atol=0.012) and shares[1] == shares[4] == 0
+
+
+@pytest.mark.parametrize("size", [1, 5, 255, 256, 257, 700])
+def test_extreme_draws_never_give_an_impossible_id(size: int) -> None:
+    probs = torch.zeros(3, size)
+    probs[:, size // 2] = 0.3
+    probs[:, size // 3] = 0.7
+    u = np.array([0.0, 0.5, 1 - 2.0**-48])
+    drawn = draw_in_id_order(probs.clone(), np.zeros(3), u)
+    assert (probs.gather(1, drawn[:, None]) > 0).all()
+    best = draw_from_best(probs.log(), np.array([2, 0, 0]), np.array([1.0, 0.999, 0.7]), np.zeros(3), u)
+    assert (probs.gather(1, best[:, None]) > 0).all()
+
+
+def test_candidates_are_exact_at_ties() -> None:
+    scores = torch.zeros(2, 5000)
+    scores[0, 4000:] = 1.0
+    scores[1, ::2] = 1.0
+    for needed in (1, 63, 64, 200, 4999, 5000):
+        values, ids = sorted_candidates(scores, needed)
+        expected = torch.sort(scores, dim=1, descending=True, stable=True)
+        assert torch.equal(ids[:, :needed], expected.indices[:, :needed])
+        assert torch.equal(values[:, :needed], expected.values[:, :needed])
+
+
+def test_P01_logprobs_are_those_of_the_raw_distribution() -> None:
+    params = [
+        SamplingParams(temperature=0.0, logprobs=3, logit_bias=((7, 100.0),)),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, logprobs=0),
+    ]
+    rig = Rig(params, 300, make_histories(3, 300, 0))
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(2))
+    sampled = rig.sample(logits, range(3))
+    assert sampled.logprob_rows.tolist() == [0, 2] and sampled.logprobs is not None
+    biased, plain = sampled.logprobs.entries()
+    expected = logits.log_softmax(1)
+    order = expected[0].argsort(descending=True, stable=True).tolist()
+    assert biased.token_id == 7 and biased.rank == order.index(7) + 1
+    assert biased.logprob == pytest.approx(expected[0, 7].item()) and biased.top_ids == tuple(order[:3])
+    assert biased.top_logprobs == pytest.approx(expected[0, order[:3]].tolist())
+    assert plain.rank == 1 and plain.top_ids == () and plain.token_id == int(logits[2].argmax())
+
+
+def test_ranks_are_unique_at_ties() -> None:
+    columns = RawDistribution.of(torch.zeros(4, 10), np.full(4, 2)).columns(torch.tensor([0, 1, 2, 9]))
+    assert [entry.rank for entry in columns.entries()] == [1, 2, 3, 10]
+    assert all(entry.top_ids == (0, 1) for entry in columns.entries())
+
+
+def test_a_row_that_is_not_finite_is_seen_and_hurts_nobody() -> None:
+    params = [SamplingParams(temperature=1.0, seed=n, top_p=0.9 if n % 2 else 1.0, logprobs=1) for n in range(4)]
+    rig = Rig(params, 300, make_histories(4, 300, 0))
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(2))
+    clean = rig.sample(logits, range(4)).ids_R
+    logits[0, 5], logits[1, 6] = float("nan"), float("inf")
+    sampled = rig.sample(logits, range(4))
+    assert sampled.best_R.isfinite().tolist() == [False, False, True, True]
+    assert sampled.ids_R[2:].equal(clean[2:]) and (sampled.ids_R >= 0).all() and (sampled.ids_R < 300).all()
+
+
+def test_counts_follow_what_is_sampled_and_places_are_reused() -> None:
+    params = [SamplingParams(temperature=0.0, frequency_penalty=1.0)] * 6
+    rig = Rig(params, 50, [([1], [])] * 6)
+    logits = torch.zeros(6, 50)
+    logits[:, 9] = 2.5
+    seen = []
+    for length in range(1, 6):
+        rows = SamplingRows(np.arange(6), np.full(6, length))
+        ids = rig.sampler.sample(logits.clone(), rows).ids_R
+        rig.ids[:, length] = ids.int()
+        seen.append(ids[0].item())
+    assert seen == [9, 9, 9, 0, 1]  # 2.5, 1.5 and 0.5, then below the others
+    for slot in range(6):
+        rig.processors.admit(slot, np.zeros(0, dtype=np.int64))
+    again = rig.sampler.sample(logits.clone(), SamplingRows(np.arange(6), np.full(6, 1))).ids_R
+    assert again.tolist() == [9] * 6
