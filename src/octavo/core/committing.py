@@ -190,34 +190,43 @@ class Committer:
             self.state.preempt(request, self.now, None, None)
 
     def _poison(self, first: Sequence) -> None:
-        """A row's KV is unusable: withdraw what it published, and put back all who built on it."""
+        """A row's KV is unusable: withdraw what it published, and put back all who may have built on it."""
         doubtful = [first]
         while doubtful:
             sequence = doubtful.pop()
-            withdrawn = []
-            for flight in (self.flight, *self.state.flight):
-                mine = [entry for entry in flight.published if entry.sequence is sequence]
-                withdrawn += self.state.cache.unpublish(mine, flight.plan.step)
-                flight.published = [entry for entry in flight.published if entry.sequence is not sequence]
-            blocks = [(entry.group, entry.block) for entry in withdrawn]
+            blocks = self._withdraw(sequence)
             if not blocks:
                 continue
-            for sequence in self._waiting_in_flight():
-                # It held no block when asked, but may have read a withdrawn one before it was preempted.
-                doubtful.append(sequence)
-                self._discard(sequence)
-            for request in tuple(self.state.running.requests):
-                for other in request.sequences:
-                    if other is not sequence and any(block in other.tables[group] for group, block in blocks):
-                        doubtful.append(other)
-                        # Its own row of the current step is still to be read by the loop over rows.
-                        self._discard(other)
+            for other in self._readers(blocks):
+                if other is not sequence and other is not first:
+                    doubtful.append(other)
+                    # Its own row of the current step is still to be read by the loop over rows.
+                    self._discard(other)
 
-    def _waiting_in_flight(self) -> list[Sequence]:
-        """Preempted sequences with rows still in flight whose results count."""
+    def _withdraw(self, sequence: Sequence) -> set[tuple[int, int]]:
+        """Unpublish what a sequence published in flight; returns those blocks and the copies made of them."""
+        blocks: set[tuple[int, int]] = set()
+        for flight in (self.flight, *self.state.flight):
+            mine = [entry for entry in flight.published if entry.sequence is sequence]
+            blocks.update((entry.group, entry.block) for entry in mine)
+            self.state.cache.unpublish(mine, flight.plan.step)
+            flight.published = [entry for entry in flight.published if entry.sequence is not sequence]
+            copies = flight.plan.copies
+            for group, source, to in zip(copies[::3], copies[1::3], copies[2::3], strict=True):
+                if (group, source) in blocks:
+                    blocks.add((group, to))
+        return blocks
+
+    def _readers(self, blocks: set[tuple[int, int]]) -> list[Sequence]:
+        """Sequences in flight that hold one of these blocks, or hold none any more and so may have read it."""
         rows = [sequence for flight in (self.flight, *self.state.flight) for sequence in flight.rows]
-        unique = dict.fromkeys(rows)
-        return [s for s in unique if s.request.status == Status.WAITING and s.in_flight and not s.stale]
+        found = []
+        for sequence in dict.fromkeys(rows):
+            if sequence.request.status != Status.RUNNING:
+                found += [] if sequence.stale else [sequence]
+            elif any((group, block) in blocks for group, table in enumerate(sequence.tables) for block in table):
+                found.append(sequence)
+        return found
 
     def fail(self) -> Events:
         """Undo this plan and every later one: their sequences are put back, their effects will be sent again."""
