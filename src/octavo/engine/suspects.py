@@ -1,5 +1,7 @@
 """Suspects: finds the one request that makes steps fail, by a retry and then by halves.
 
+A request is ended when it failed alone twice in a row; so a fault that passes ends nobody.
+
 Owns: the groups on trial. A trial runs a group alone until each member has made progress (a committed
 token, or its end) or a step fails again. Does not: plan, cancel or talk to an executor.
 Invariant: a member with progress is cleared; a group only gets smaller, so a trial ends.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-MAX_FAILURES = 64  # steps failed in a row, by anyone, after which all of the failing plan are ended
+MAX_FAILURES = 128  # steps failed in a row, by anyone, after which all of the failing plan are ended
 MAX_CULPRITS = 32  # requests ended in a row without one committed token: then the executor is at fault
 
 
@@ -18,6 +20,7 @@ class Suspects:
 
     def __init__(self) -> None:
         self._groups: list[list[str]] = []  # the last one is on trial
+        self._failed_alone: str | None = None  # by the last failed step
         self._num_failures = 0
         self._num_culprits = 0
 
@@ -38,14 +41,18 @@ class Suspects:
         if self._num_failures > MAX_FAILURES:
             self._groups.clear()
             return self._convicted(group)
-        if not self._groups:  # the first failure: the same requests try again
-            self._groups = [group] if group else []
-            return ()
-        self._groups.pop()
-        if len(group) == 1:
+        is_first = not self._groups
+        if not is_first:
+            self._groups.pop()
+        alone = group[0] if len(group) == 1 else None
+        if alone is not None and alone == self._failed_alone and not is_first:
             return self._convicted(group)
-        middle = (len(group) + 1) // 2
-        self._groups += [half for half in (group[middle:], group[:middle]) if half]
+        if is_first or alone is not None:  # the same requests, or the one, try again
+            self._groups += [group] if group else []
+        else:
+            middle = (len(group) + 1) // 2
+            self._groups += [half for half in (group[middle:], group[:middle]) if half]
+        self._failed_alone = alone
         return ()
 
     def progressed(self, ids: Iterable[str]) -> None:
