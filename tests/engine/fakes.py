@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+from tests.fake_model import FakeExecutor, Slot, oracle
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
@@ -27,7 +28,6 @@ from octavo.engine.delivery import Delivery, End
 from octavo.engine.loop import EngineLoop
 from octavo.executors.protocol import Capacity, ExecutorSpec
 from octavo.text.tokenizer import Tokenizer
-from tests.fake_model import FakeExecutor, Slot, oracle
 
 VOCAB_SIZE = 97
 EOS = 2

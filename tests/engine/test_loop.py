@@ -5,13 +5,6 @@ import threading
 from array import array
 
 import pytest
-
-from octavo.core.plan import EventKind, StepPlan
-from octavo.core.request import FinishReason
-from octavo.engine.client import Accepted
-from octavo.engine.clock import ManualClock
-from octavo.engine.loop import EngineLoop
-from octavo.errors import AdmissionError, DuplicateRequestError, EngineDeadError, QueueFullError
 from tests.engine.fakes import (
     GatedExecutor,
     Harness,
@@ -21,6 +14,13 @@ from tests.engine.fakes import (
     make_limits,
     make_request,
 )
+
+from octavo.core.plan import EventKind, StepPlan
+from octavo.core.request import FinishReason
+from octavo.engine.client import Accepted
+from octavo.engine.clock import ManualClock
+from octavo.engine.loop import EngineLoop
+from octavo.errors import AdmissionError, DuplicateRequestError, EngineDeadError, QueueFullError
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -197,6 +197,8 @@ class EngineLoop:
 
     def _fill(self, only: frozenset[str] | None) -> StepPlan | None:
         """Submit plans up to the depth; returns the empty plan that ended it, if one did."""
+        if self._flight and self._flight[-1].error is not None:
+            return None  # nothing may run behind a plan that did not
         depth = self._depth if only is None else 1
         while len(self._flight) < depth:
             begun = self.clock.now()
