@@ -47,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
 # Single imports against the arrows: (module, imported module) -> reason.
 ARROW_EXCEPTIONS: dict[tuple[str, str], str] = {}
 
-TORCH_FREE = sorted(set(ARROWS) - COMPUTE - {"executors", "assembly", "bench", "__main__"})
+TORCH_FREE = sorted(set(ARROWS) - COMPUTE - {"executors", "bench", "__main__"})
 CORE_LIBRARY = {
     "__future__", "abc", "array", "bisect", "collections", "collections.abc", "contextlib", "dataclasses", "enum",
     "functools", "hashlib", "heapq", "itertools", "math", "operator", "struct", "types", "typing",
@@ -229,6 +229,12 @@ def test_only_declared_packages_are_imported():
             if name.split(".")[0] not in names | sys.stdlib_module_names | {"octavo"}
         ]
     )
+
+
+def test_the_version_stands_in_one_number():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    package = next(module for module in modules() if module.name == "octavo")
+    assert f'__version__ = "{declared}"' in package.text
 
 
 def test_kernels_know_neither_torch_nor_python():

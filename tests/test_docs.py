@@ -118,6 +118,8 @@ def test_names_of_tests_claim_rows():
     assert behaviours.rows_of("test_S07_victim_is_last") == ["S07"]
     assert behaviours.rows_of("test_S07_K01_both") == ["S07", "K01"]
     assert behaviours.rows_of("test_bug_17_no_thrash") == ["bug 17"]
+    assert behaviours.rows_of("test_bug_4_bug_17_both") == ["bug 04", "bug 17"]
+    assert behaviours.rows_of("test_row_28_K01_damage") == ["R28", "K01"]
     assert behaviours.rows_of("test_something_else") == []
 
 

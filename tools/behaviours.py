@@ -3,7 +3,8 @@
 Owns: reading docs/behaviours.toml, finding tests by name without running them, and the page.
 Does not: judge whether a test proves what its name says, or run tests.
 
-A test named test_S07_... proves row S07, test_S07_K01_... both; test_bug_17_... guards against bug 17.
+A test named test_S07_... proves row S07, test_S07_K01_... both; test_bug_17_... guards against bug 17;
+test_R27_... and test_row_27_... prove row 27 of the reliability scorecard.
 Tests that are skipped outright or expected to fail prove nothing. Usage: python tools/behaviours.py [--check]
 """
 
@@ -15,8 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS = re.compile(r"test_((?:[SKEPLTXI]\d\d_)+)")
-BUGS = re.compile(r"test_bugs?_((?:\d\d_)+)")
+CLAIM = re.compile(r"(?:bug_(\d{1,2})|row_(0[1-9]|[12]\d|3[0-2])|([SKEPLTXIR]\d\d))_")
 HEADING = """# Behaviours and their proofs
 
 Made by `tools/behaviours.py` from `docs/behaviours.toml` and the names of the tests; `make docs` makes it again.
@@ -37,12 +37,13 @@ def tests_by_row(folder: Path) -> dict[str, list[str]]:
 
 
 def rows_of(test_name: str) -> list[str]:
-    """Rows and bugs that a test's name claims."""
-    if match := BUGS.match(test_name):
-        return [f"bug {number}" for number in match[1].strip("_").split("_")]
-    if match := ROWS.match(test_name):
-        return match[1].strip("_").split("_")
-    return []
+    """Rows and bugs that a test's name claims, one after the other behind `test_`."""
+    rows, rest = [], test_name.removeprefix("test_")
+    while claim := CLAIM.match(rest):
+        bug, scorecard_row, row = claim.groups()
+        rows.append(f"bug {int(bug):02}" if bug else row or f"R{scorecard_row}")
+        rest = rest[claim.end() :]
+    return rows
 
 
 def _live_tests(body: list[ast.stmt]) -> Iterator[str]:
