@@ -1,0 +1,1 @@
+"""Counters and histograms of the front end, and their Prometheus text."""

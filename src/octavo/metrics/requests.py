@@ -1,0 +1,143 @@
+"""What the front end measures of requests: counts, token counts and times.
+
+Owns: the series and their names. Does not: read a clock (times are arguments, seconds on one monotonic clock).
+Invariant: each request is counted once, at its end; TTFT counts from its arrival at the front end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from octavo.metrics.series import SECONDS, TOKENS, Counter, Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """How one series is called: ours, and the familiar one when an existing board may look for it."""
+
+    own: str
+    text: str
+    familiar: str | None = None
+    labels: tuple[str, ...] = ()
+
+
+_COUNTERS = {
+    "prompt_tokens": Name("octavo_prompt_tokens", "prompt tokens of finished requests", "vllm:prompt_tokens"),
+    "generation_tokens": Name("octavo_generation_tokens", "tokens generated", "vllm:generation_tokens"),
+    "cached_tokens": Name("octavo_cached_tokens", "prompt tokens served from the prefix cache"),
+    "finished": Name(
+        "octavo_requests_finished", "requests that ran to an end", "vllm:request_success", ("finished_reason",)
+    ),
+    "failed": Name("octavo_requests_failed", "requests answered with an error", None, ("code",)),
+    "http": Name("octavo_http_responses", "HTTP responses", None, ("status",)),
+}
+_HISTOGRAMS = {
+    "ttft": Name("octavo_time_to_first_token_seconds", "arrival to first token", "vllm:time_to_first_token_seconds"),
+    "itl": Name("octavo_inter_token_latency_seconds", "time between tokens", "vllm:inter_token_latency_seconds"),
+    "tpot": Name(
+        "octavo_time_per_output_token_seconds",
+        "mean time per token after the first",
+        "vllm:request_time_per_output_token_seconds",
+    ),
+    "e2e": Name("octavo_e2e_request_latency_seconds", "arrival to last token", "vllm:e2e_request_latency_seconds"),
+    "queue": Name("octavo_request_queue_time_seconds", "waiting", "vllm:request_queue_time_seconds"),
+    "prefill": Name(
+        "octavo_request_prefill_time_seconds", "scheduled to first token", "vllm:request_prefill_time_seconds"
+    ),
+    "decode": Name("octavo_request_decode_time_seconds", "first to last token", "vllm:request_decode_time_seconds"),
+    "inference": Name(
+        "octavo_request_inference_time_seconds", "scheduled to last token", "vllm:request_inference_time_seconds"
+    ),
+    "prompt_len": Name("octavo_request_prompt_tokens", "prompt tokens of a request", "vllm:request_prompt_tokens"),
+    "output_len": Name(
+        "octavo_request_generation_tokens", "tokens generated for a request", "vllm:request_generation_tokens"
+    ),
+    "max_tokens": Name("octavo_request_params_max_tokens", "max_tokens asked for", "vllm:request_params_max_tokens"),
+}
+_TOKEN_SIZED = frozenset({"prompt_len", "output_len", "max_tokens"})
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One request's numbers at its end; times in seconds."""
+
+    reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queue_s: float
+    ttft_s: float
+    e2e_s: float
+    max_tokens: int | None = None
+
+
+class RequestMetrics:
+    """The front end's series, as a collector of prometheus-client."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.counters = {key: Counter() for key in _COUNTERS}
+        self.histograms = {key: Histogram(TOKENS if key in _TOKEN_SIZED else SECONDS) for key in _HISTOGRAMS}
+        self._itl = self.histograms["itl"]
+
+    def first_tokens(self, ttft_s: float, num_tokens: int) -> None:
+        """Count a request's first output."""
+        self.histograms["ttft"].observe(ttft_s)
+        self.counters["generation_tokens"].add(num_tokens)
+
+    def next_tokens(self, gap_s: float, num_tokens: int) -> None:
+        """Count a later output, `gap_s` after the one before it."""
+        self._itl.observe(gap_s / num_tokens, num_tokens)
+        self.counters["generation_tokens"].add(num_tokens)
+
+    def finished(self, end: Finished) -> None:
+        """Count a request that ran to its end."""
+        self.counters["finished"].add(1, end.reason)
+        self.counters["prompt_tokens"].add(end.prompt_tokens)
+        self.counters["cached_tokens"].add(end.cached_tokens)
+        see = self.histograms
+        see["e2e"].observe(end.e2e_s)
+        see["queue"].observe(end.queue_s)
+        see["prefill"].observe(max(0.0, end.ttft_s - end.queue_s))
+        see["decode"].observe(max(0.0, end.e2e_s - end.ttft_s))
+        see["inference"].observe(max(0.0, end.e2e_s - end.queue_s))
+        see["prompt_len"].observe(end.prompt_tokens)
+        see["output_len"].observe(end.completion_tokens)
+        if end.completion_tokens > 1:
+            see["tpot"].observe(max(0.0, end.e2e_s - end.ttft_s) / (end.completion_tokens - 1))
+        if end.max_tokens is not None:
+            see["max_tokens"].observe(end.max_tokens)
+
+    def failed(self, code: str) -> None:
+        """Count a request that was answered with an error."""
+        self.counters["failed"].add(1, code)
+
+    def responded(self, status: int) -> None:
+        """Count an HTTP response by its status."""
+        self.counters["http"].add(1, str(status))
+
+    def collect(self) -> Iterator[Metric]:
+        """Every series under its own name and its familiar one."""
+        for key, name in _COUNTERS.items():
+            for called, labels in spellings(name.own, name.familiar, self._model):
+                family: Metric = CounterMetricFamily(called, name.text, labels=(*labels, *name.labels))
+                values = self.counters[key].values or ({} if name.labels else {(): 0.0})
+                for given, value in values.items():
+                    family.add_metric((*labels.values(), *given), value)  # type: ignore[attr-defined]
+                yield family
+        for key, name in _HISTOGRAMS.items():
+            histogram = self.histograms[key]
+            for called, labels in spellings(name.own, name.familiar, self._model):
+                family = HistogramMetricFamily(called, name.text, labels=tuple(labels))
+                family.add_metric(tuple(labels.values()), list(histogram.cumulative()), histogram.total)
+                yield family
+
+
+def spellings(own: str, familiar: str | None, model: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield each name with the labels that boards for it expect."""
+    yield own, {"model_name": model}
+    if familiar is not None:
+        yield familiar, {"engine": "0", "model_name": model}

@@ -1,0 +1,1 @@
+"""The HTTP side: OpenAI's endpoints over Sessions. Needs no torch."""

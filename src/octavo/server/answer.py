@@ -1,0 +1,110 @@
+"""The parts that chat and text answers share: usage, timings, log-probabilities.
+
+Owns: their shape. Does not: know whether they travel whole or in a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from octavo.core.plan import TokenLogprobs
+    from octavo.engine.sessions import TextDelta, Usage
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+Json = dict[str, Any]
+
+
+class Pieces(Protocol):
+    """What is asked of a tokenizer here."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for."""
+        ...
+
+
+def usage_json(usages: Iterable[Usage | None]) -> Json:
+    """OpenAI's usage object, summed over the choices."""
+    known = [usage for usage in usages if usage is not None]
+    prompt = sum(usage.prompt_tokens for usage in known)
+    completion = sum(usage.completion_tokens for usage in known)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in known)},
+    }
+
+
+def timings_json(usages: Iterable[Usage | None]) -> Json:
+    """Seconds that the request spent in each phase (the slowest choice's), and its rates."""
+    known = [usage for usage in usages if usage is not None]
+    if not known:
+        return {}
+    last = max(known, key=lambda usage: usage.e2e_s)
+    prefill_s, decode_s = max(0.0, last.ttft_s - last.queue_s), max(0.0, last.e2e_s - last.ttft_s)
+    computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in known)
+    decoded = sum(max(0, usage.completion_tokens - 1) for usage in known)
+    return {
+        "queue_s": round(last.queue_s, 6),
+        "prefill_s": round(prefill_s, 6),
+        "decode_s": round(decode_s, 6),
+        "total_s": round(last.e2e_s, 6),
+        "prompt_tokens_per_s": round(computed / prefill_s, 2) if prefill_s > 0 else None,
+        "tokens_per_s": round(decoded / decode_s, 2) if decode_s > 0 and decoded else None,
+    }
+
+
+def last_usage(deltas: Sequence[TextDelta]) -> Usage | None:
+    """The usage that a choice's last delta carries."""
+    return deltas[-1].usage if deltas else None
+
+
+def chat_logprobs(deltas: Iterable[TextDelta], pieces: Pieces) -> Json | None:
+    """`logprobs` of a chat choice or chunk; None when there are none."""
+    entries = _entries(deltas)
+    if not entries:
+        return None
+    return {"content": [_chat_entry(entry, pieces) for entry in entries], "refusal": None}
+
+
+def completion_logprobs(deltas: Iterable[TextDelta], pieces: Pieces, text_offset: int = 0) -> Json | None:
+    """`logprobs` of a text choice or chunk, offsets counted in characters from `text_offset`."""
+    entries = _entries(deltas)
+    if not entries:
+        return None
+    tokens = [_token(entry.token_id, pieces) for entry in entries]
+    offsets = []
+    for token in tokens:
+        offsets.append(text_offset)
+        text_offset += len(token)
+    tops = [
+        {_token(t, pieces): _finite(p) for t, p in zip(entry.top_ids, entry.top_logprobs, strict=True)}
+        for entry in entries
+    ]
+    own = [_finite(entry.logprob) for entry in entries]
+    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _entries(deltas: Iterable[TextDelta]) -> list[TokenLogprobs]:
+    return [entry for delta in deltas for entry in delta.logprobs or () if entry is not None]
+
+
+def _chat_entry(entry: TokenLogprobs, pieces: Pieces) -> Json:
+    tops = [_one(t, p, pieces) for t, p in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+    return {**_one(entry.token_id, entry.logprob, pieces), "top_logprobs": tops}
+
+
+def _one(token_id: int, logprob: float, pieces: Pieces) -> Json:
+    raw = pieces.token_bytes(token_id)
+    return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _token(token_id: int, pieces: Pieces) -> str:
+    return pieces.token_bytes(token_id).decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

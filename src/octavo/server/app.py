@@ -1,0 +1,74 @@
+"""create_app: the HTTP application over Sessions.
+
+Owns: putting routes, middleware and error handlers together. Does not: start a server or an engine.
+Order from outside: shell (id, limits, last catch), auth (default deny), router.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from octavo.errors import EngineError, RequestError
+from octavo.server.auth import AuthMiddleware, check_policies
+from octavo.server.context import EngineStatistics, build_context
+from octavo.server.faults import ApiError, from_exception
+from octavo.server.lifecycle import Lifecycle
+from octavo.server.limits import HttpLimits
+from octavo.server.routes import chat, completions, health, metrics, models
+from octavo.server.shell import ShellMiddleware
+
+if TYPE_CHECKING:
+    from octavo.config import Config
+    from octavo.engine.sessions import Sessions
+    from octavo.text.text_model import TextModel
+
+
+def create_app(
+    sessions: Sessions,
+    text: TextModel,
+    config: Config,
+    engine_statistics: EngineStatistics,
+    *,
+    limits: HttpLimits | None = None,
+    lifecycle: Lifecycle | None = None,
+) -> FastAPI:
+    """Make the application; its shared parts are `app.state.context`."""
+    context = build_context(
+        sessions,
+        text,
+        config,
+        engine_statistics,
+        limits=limits or HttpLimits(),
+        lifecycle=lifecycle or Lifecycle(),
+    )
+    app = FastAPI(title="Octavo", redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
+    app.state.context = context
+    for module in (chat, completions, models, health, metrics):
+        module.add_routes(app)
+    check_policies(getattr(route, "path", repr(route)) for route in app.routes)
+    for kind in (ApiError, RequestError, EngineError):
+        app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_middleware(AuthMiddleware, keys=context.keys)
+    app.add_middleware(ShellMiddleware, limits=context.limits, lifecycle=context.lifecycle, metrics=context.metrics)
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    refusal = from_exception(error)
+    request.app.state.context.metrics.failed(refusal.code)
+    return refusal.response()
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        refusal = ApiError(405, f"{request.method} is not allowed here; use {allowed}", code="method_not_allowed")
+    else:
+        refusal = ApiError(error.status_code, f"no endpoint at {request.url.path[:128]!r}", code="not_found")
+    return refusal.response(error.headers)

@@ -1,0 +1,97 @@
+"""Context: what the routes of one app share.
+
+Owns: the bundle and its construction from the settings. Does not: hold anything of a single request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from octavo.metrics.requests import RequestMetrics
+from octavo.server.auth import KeyRing
+from octavo.server.faults import ApiError
+from octavo.server.lifecycle import Lifecycle
+from octavo.server.limits import HttpLimits
+from octavo.server.params import model_defaults
+from octavo.server.prompts import PromptReader
+from octavo.server.waiting import WaitingRoom
+
+if TYPE_CHECKING:
+    from octavo.config import Config
+    from octavo.engine.sessions import Sessions
+    from octavo.text.text_model import TextModel
+
+EngineStatistics = Callable[[], Awaitable[Mapping[str, object]]]
+_UNKNOWN_MAX_RUNNING = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Everything that a route needs beside its request."""
+
+    sessions: Sessions
+    text: TextModel
+    model: str
+    created: int
+    max_model_len: int
+    engine_statistics: EngineStatistics
+    limits: HttpLimits
+    lifecycle: Lifecycle
+    keys: KeyRing
+    metrics: RequestMetrics
+    waiting: WaitingRoom
+    prompts: PromptReader
+    defaults: Mapping[str, object]
+
+    def check_model(self, asked: str | None) -> None:
+        """Refuse a model that is not served here (404)."""
+        if asked is not None and asked != self.model:
+            message = f"no model {asked[:128]!r} is served here; this server has: {self.model}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    def check_admitting(self) -> None:
+        """Refuse new work while loading or draining (503)."""
+        refusal = self.lifecycle.refusal()
+        if refusal is not None:
+            raise refusal
+
+
+def build_context(
+    sessions: Sessions,
+    text: TextModel,
+    config: Config,
+    engine_statistics: EngineStatistics,
+    *,
+    limits: HttpLimits,
+    lifecycle: Lifecycle,
+) -> Context:
+    """Put the parts together."""
+    model = config.model.served_model_name or text.name
+    max_len = min(text.spec.max_model_len, config.model.max_model_len or text.spec.max_model_len)
+    return Context(
+        sessions=sessions,
+        text=text,
+        model=model,
+        created=int(time.time()),
+        max_model_len=max_len,
+        engine_statistics=engine_statistics,
+        limits=limits,
+        lifecycle=lifecycle,
+        keys=KeyRing(config.serving.api_key),
+        metrics=RequestMetrics(model),
+        waiting=WaitingRoom(config.serving.max_waiting, config.scheduling.max_sequences or _UNKNOWN_MAX_RUNNING),
+        prompts=PromptReader(text, max_len),
+        defaults=model_defaults(text.spec.generation),
+    )
+
+
+def context_of(request: Request) -> Context:
+    """The context of the app that got this request."""
+    context = request.app.state.context
+    assert isinstance(context, Context)
+    return context

@@ -1,0 +1,119 @@
+"""ApiError: every way in which a request is refused or fails, as clients see it.
+
+Owns: status, OpenAI's error object, retry headers; the mapping from Octavo's exceptions.
+Does not: tell a client anything of the inside (messages of engine errors are replaced).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+from octavo.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    StepFailedError,
+)
+
+RETRY_QUEUE_S = 1
+RETRY_ENGINE_S = 5
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+_MAY_RETRY = frozenset({408, 429, 500, 503})
+
+
+class ApiError(Exception):
+    """A refusal or failure, ready to be sent.
+
+    `code` is a stable word for programs, `param` the field at fault as the client spelled it.
+    `retry_after_s` becomes Retry-After; `is_final` marks a failure that the same request would meet again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        is_final: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.is_final = status not in _MAY_RETRY if is_final is None else is_final
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """OpenAI's error object."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Headers that tell a client whether and when to try again."""
+        headers: dict[str, str] = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(self.retry_after_s)
+        if self.is_final:
+            headers["x-should-retry"] = "false"
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+    def response(self, extra_headers: Mapping[str, str] | None = None) -> Response:
+        """The whole HTTP response."""
+        headers = {**self.headers(), **(extra_headers or {})}
+        return Response(msgspec.json.encode(self.body()), self.status, headers, media_type="application/json")
+
+
+def bad_field(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    """Refuse a request for one of its fields (400)."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def internal_error() -> ApiError:
+    """Our fault, without its story."""
+    return ApiError(500, "the server met an internal error", code="internal_error")
+
+
+def draining_error() -> ApiError:
+    """The server is going down."""
+    return ApiError(503, "the server is shutting down", code="draining", retry_after_s=RETRY_ENGINE_S)
+
+
+def from_exception(error: Exception, params: Mapping[str, str] | None = None) -> ApiError:
+    """Translate one of Octavo's exceptions; `params` renames fields to the client's spelling of them."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code=error.code, retry_after_s=RETRY_QUEUE_S)
+    if isinstance(error, DuplicateRequestError):
+        return bad_field("X-Request-Id", str(error), error.code)
+    if isinstance(error, RequestError):
+        message, param = str(error), error.param
+        spelled = (params or {}).get(param or "prompt_token_ids", param)
+        if param is not None and spelled is not None:
+            message = message.replace(param, spelled, 1) if message.startswith(param) else message
+        return bad_field(spelled, message, error.code)
+    if isinstance(error, StepFailedError):
+        return ApiError(500, "the engine failed on this request", code="engine_crash_suspect", is_final=True)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, "the engine is not available", code="engine_unavailable", retry_after_s=RETRY_ENGINE_S)
+    if isinstance(error, EngineError):
+        return ApiError(500, "the engine failed", code="engine_error")
+    return internal_error()

@@ -1,0 +1,185 @@
+"""Generation: the open sessions of one HTTP request, from submission to the last delta.
+
+Owns: submitting all prompts or none, merging their deltas, cancelling what is open, the request's metrics.
+Does not: shape answers. Invariant: after `close` no session of it is open in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from octavo.core.request import FinishReason, SamplingParams
+from octavo.errors import EngineDeadError, EngineError, OctavoError, StepFailedError
+from octavo.metrics.requests import Finished, RequestMetrics
+from octavo.server.faults import RETRY_ENGINE_S, ApiError, from_exception
+from octavo.server.waiting import Seat
+
+if TYPE_CHECKING:
+    from octavo.engine.sessions import Session, Sessions, TextDelta
+
+REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one HTTP request asks of the engine. `arrival` is when it reached the server, on the monotonic clock."""
+
+    request_id: str
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    arrival: float
+    priority: int = 0
+    cache_salt: bytes = b""
+    timeout_s: float | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice, collected whole."""
+
+    deltas: list[TextDelta] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(delta.text for delta in self.deltas)
+
+
+class Generation:
+    """Sessions of one request, one per prompt; their index is the choice's index."""
+
+    def __init__(self, asked: Asked, sessions: list[Session], metrics: RequestMetrics, seat: Seat) -> None:
+        self.asked = asked
+        self._sessions = sessions
+        self._metrics = metrics
+        self._seat = seat
+        self._last_at = [0.0] * len(sessions)
+        self._open = set(range(len(sessions)))
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of the answer."""
+        return len(self._sessions)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Yield (index, delta) until every choice has its finish reason. Raises ApiError for a failed one."""
+        source = self._merged() if len(self._sessions) > 1 else self._only()
+        async with aclosing(source):
+            async for index, delta in source:
+                self._note(index, delta)
+                yield index, delta
+        if self._open:
+            raise ApiError(500, "the engine ended an answer without a reason", code="engine_error")
+
+    async def _only(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        async for delta in self._sessions[0]:
+            yield 0, delta
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        queue: asyncio.Queue[tuple[int, TextDelta] | asyncio.Task[None]] = asyncio.Queue()
+        tasks = [asyncio.create_task(_forward(i, session, queue)) for i, session in enumerate(self._sessions)]
+        for task in tasks:
+            task.add_done_callback(queue.put_nowait)
+        num_open = len(tasks)
+        try:
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, asyncio.Task):
+                    item.result()
+                    num_open -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _note(self, index: int, delta: TextDelta) -> None:
+        now = time.monotonic()
+        if delta.token_ids:
+            last, self._last_at[index] = self._last_at[index], now
+            if last:
+                self._metrics.next_tokens(now - last, len(delta.token_ids))
+            else:
+                self._metrics.first_tokens(now - self.asked.arrival, len(delta.token_ids))
+                self._seat.leave()
+        reason = delta.finish_reason
+        if reason is None:
+            return
+        self._open.discard(index)
+        if reason not in REASONS:
+            raise _failure(delta)
+        usage = delta.usage
+        if usage is not None:
+            end = Finished(
+                REASONS[reason],
+                usage.prompt_tokens,
+                usage.completion_tokens,
+                usage.cached_tokens,
+                usage.queue_s,
+                usage.ttft_s,
+                e2e_s=now - self.asked.arrival,
+                max_tokens=self.asked.params.max_tokens,
+            )
+            self._metrics.finished(end)
+
+    async def collect(self) -> list[Choice]:
+        """Wait for every choice to end."""
+        choices = [Choice() for _ in self._sessions]
+        async with aclosing(self.deltas()) as deltas:
+            async for index, delta in deltas:
+                choices[index].deltas.append(delta)
+        return choices
+
+    async def close(self) -> None:
+        """Cancel in the engine what has not ended. Idempotent."""
+        self._seat.leave()
+        while self._open:
+            await self._sessions[self._open.pop()].cancel()
+
+
+def _failure(delta: TextDelta) -> ApiError:
+    reason, message = delta.finish_reason, delta.message or ""
+    if reason is FinishReason.TIMEOUT:
+        return ApiError(408, "the request did not finish within its timeout", code="timeout")
+    if reason is FinishReason.CANCELLED:
+        return ApiError(503, "the request was cancelled by the server", code="cancelled", retry_after_s=RETRY_ENGINE_S)
+    if message.startswith(StepFailedError.__name__):
+        return from_exception(StepFailedError(message))
+    if message.startswith((EngineDeadError.__name__, "the engine ")):  # it ended, and says how
+        return from_exception(EngineDeadError(message))
+    return from_exception(EngineError(message))
+
+
+async def _forward(
+    index: int, session: Session, queue: asyncio.Queue[tuple[int, TextDelta] | asyncio.Task[None]]
+) -> None:
+    async for delta in session:
+        queue.put_nowait((index, delta))
+
+
+async def open_sessions(sessions: Sessions, asked: Asked) -> list[Session]:
+    """Submit every prompt, or none: when one is refused the others are cancelled."""
+    opened: list[Session] = []
+    try:
+        for index, prompt in enumerate(asked.prompts):
+            is_alone = len(asked.prompts) == 1
+            session = await sessions.submit(
+                prompt,
+                asked.params,
+                request_id=asked.request_id if is_alone else f"{asked.request_id}-{index}",
+                priority=asked.priority,
+                cache_salt=asked.cache_salt,
+                timeout_s=asked.timeout_s,
+            )
+            opened.append(session)
+    except (OctavoError, asyncio.CancelledError):
+        for session in opened:
+            await session.cancel()
+        raise
+    return opened

@@ -1,0 +1,48 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from octavo.server.context import context_of
+from octavo.server.limits import read_json
+from octavo.server.params import chat_params
+from octavo.server.reply import Task, reply, wants_usage
+from octavo.server.schema import ChatBody, inline_schema, read_chat
+from octavo.server.shapes import ChatShape
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+    context.check_admitting()
+    body = read_chat(await read_json(request, context.limits))
+    context.check_model(body.model)
+    tokenizer = context.text.tokenizer
+
+    async def read_prompts() -> list[list[int]]:
+        return [await context.prompts.chat(body)]
+
+    task = Task(
+        kind="chatcmpl",
+        body=body,
+        params=chat_params(body, context.defaults),
+        num_prompts=1,
+        prompt_param="messages",
+        read_prompts=read_prompts,
+        make_shape=lambda identity: ChatShape(identity, tokenizer, wants_usage(body)),
+    )
+    return await reply(request, task)
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add this module's endpoint."""
+    content = {"application/json": {"schema": inline_schema(ChatBody)}}
+    app.add_api_route(
+        "/v1/chat/completions",
+        chat_completions,
+        methods=["POST"],
+        response_model=None,
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )

@@ -1,0 +1,59 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from octavo.server.context import context_of
+from octavo.server.faults import bad_field
+from octavo.server.limits import read_json
+from octavo.server.params import completion_params
+from octavo.server.reply import Task, reply, wants_usage
+from octavo.server.schema import CompletionBody, inline_schema, read_completion
+from octavo.server.shapes import CompletionShape
+
+
+async def completions(request: Request) -> Response:
+    """Go on with one or several texts; each prompt is one choice."""
+    context = context_of(request)
+    context.check_admitting()
+    body = read_completion(await read_json(request, context.limits))
+    context.check_model(body.model)
+    num_prompts = len(body.prompt)
+    if num_prompts > context.limits.max_prompts:
+        raise bad_field("prompt", f"prompt holds {num_prompts} prompts; give at most {context.limits.max_prompts}")
+    tokenizer = context.text.tokenizer
+    params = completion_params(body, context.defaults)
+    echoes = [""] * num_prompts
+
+    async def read_prompts() -> Sequence[Sequence[int]]:
+        ids = await context.prompts.completion(body.prompt)
+        if body.echo:
+            echoes[:] = await context.prompts.echo(body.prompt)
+        return ids
+
+    task = Task(
+        kind="cmpl",
+        body=body,
+        params=params,
+        num_prompts=num_prompts,
+        prompt_param="prompt",
+        read_prompts=read_prompts,
+        make_shape=lambda identity: CompletionShape(identity, tokenizer, echoes, wants_usage(body)),
+    )
+    return await reply(request, task)
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add this module's endpoint."""
+    content = {"application/json": {"schema": inline_schema(CompletionBody)}}
+    app.add_api_route(
+        "/v1/completions",
+        completions,
+        methods=["POST"],
+        response_model=None,
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )

@@ -1,0 +1,38 @@
+"""GET /metrics: Prometheus text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from starlette.responses import Response
+
+from octavo.errors import EngineError
+from octavo.metrics.engine import EngineMetrics
+from octavo.server.context import context_of
+
+PROBE_TIMEOUT_S = 2.0
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def metrics(request: Request) -> Response:
+    """The front end's series and, while the engine answers, its gauges."""
+    context = context_of(request)
+    statistics: Mapping[str, object] | None = None
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            statistics = await context.engine_statistics()
+    except (EngineError, TimeoutError):
+        pass  # shown as octavo_engine_up 0
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(context.metrics)
+    registry.register(EngineMetrics(context.model, statistics))
+    return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add this module's endpoint."""
+    app.add_api_route("/metrics", metrics, methods=["GET"], response_model=None)

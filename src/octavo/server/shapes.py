@@ -1,0 +1,172 @@
+"""How an answer looks on the wire: chat and text, whole and as chunks.
+
+Owns: OpenAI's objects and the bytes of each chunk. Does not: send anything or wait for anything.
+Invariants: every chunk of a stream has the same id; finish_reason is null in all but a choice's last chunk.
+Chunks are joined from bytes made once per request; only the text and what follows from it is encoded per delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec.json import encode
+
+from octavo.server.answer import Json, Pieces, chat_logprobs, completion_logprobs, last_usage, timings_json, usage_json
+from octavo.server.generation import REASONS, Choice
+
+if TYPE_CHECKING:
+    from octavo.core.request import FinishReason
+    from octavo.engine.sessions import TextDelta, Usage
+
+Identity = tuple[str, int, str]  # id, created (Unix seconds), model
+
+
+class Shape(Protocol):
+    """One request's answer, in whichever form."""
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """The answer as one object."""
+        ...
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """The events that a delta makes, b"" when there is nothing to show yet."""
+        ...
+
+    def last(self) -> bytes:
+        """The events behind the last delta: usage when asked for."""
+        ...
+
+
+class _Stream:
+    """What the chunks of one request share: id, model and the usage of the choices that ended."""
+
+    def __init__(self, kind: str, identity: Identity, include_usage: bool) -> None:
+        request_id, created, model = identity
+        self.identity: Json = {"id": request_id, "object": kind, "created": created, "model": model}
+        self.head = b"data: " + encode(self.identity)[:-1] + b',"choices":['
+        self.include_usage = include_usage
+        self.tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self.usages: list[Usage | None] = []
+
+    def event(self, choice: bytes, extra: bytes = b"") -> bytes:
+        """One chunk with one choice; `extra` are further members of the object, each with its comma."""
+        return b"".join((self.head, choice, b"]", extra, self.tail))
+
+    def usage_event(self) -> bytes:
+        """The chunk without choices that carries the usage; b"" when it was not asked for."""
+        if not self.include_usage:
+            return b""
+        usage = encode(usage_json(self.usages))
+        return b"".join((self.head, b'],"usage":', usage, b',"timings":', encode(timings_json(self.usages)), b"}\n\n"))
+
+
+def _ending(delta: TextDelta) -> bytes:
+    reason: FinishReason | None = delta.finish_reason
+    assert reason is not None
+    return b'"finish_reason":%b,"stop_reason":%b}' % (encode(REASONS[reason]), encode(delta.stop_reason))
+
+
+class ChatShape:
+    """Answers of /v1/chat/completions."""
+
+    def __init__(self, identity: Identity, pieces: Pieces, include_usage: bool = False) -> None:
+        self._pieces = pieces
+        self._stream = _Stream("chat.completion.chunk", identity, include_usage)
+        self._has_begun = False
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """A chat.completion object."""
+        usages = [last_usage(choice.deltas) for choice in choices]
+        return {
+            **self._stream.identity,
+            "object": "chat.completion",
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage_json(usages),
+            "timings": timings_json(usages),
+        }
+
+    def _choice(self, index: int, choice: Choice) -> Json:
+        end = choice.deltas[-1]
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": chat_logprobs(choice.deltas, self._pieces),
+            "finish_reason": REASONS[end.finish_reason] if end.finish_reason is not None else None,
+            "stop_reason": end.stop_reason,
+        }
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """The role first, then text, then an empty delta with the reason."""
+        events = []
+        if not self._has_begun:
+            self._has_begun = True
+            begin = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+            events.append(self._stream.event(begin))
+        logprobs = chat_logprobs((delta,), self._pieces) if delta.logprobs else None
+        if delta.text or logprobs:
+            parts = (encode(delta.text), encode(logprobs))
+            events.append(
+                self._stream.event(b'{"index":0,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % parts)
+            )
+        if delta.finish_reason is not None:
+            self._stream.usages.append(delta.usage)
+            timings = b"" if self._stream.include_usage else b',"timings":' + encode(timings_json(self._stream.usages))
+            events.append(self._stream.event(b'{"index":0,"delta":{},"logprobs":null,' + _ending(delta), timings))
+        return b"".join(events)
+
+    def last(self) -> bytes:
+        """The usage chunk."""
+        return self._stream.usage_event()
+
+
+class CompletionShape:
+    """Answers of /v1/completions; `echoes` are the prompts' texts to put in front, one per choice."""
+
+    def __init__(self, identity: Identity, pieces: Pieces, echoes: Sequence[str], include_usage: bool = False) -> None:
+        self._pieces = pieces
+        self._stream = _Stream("text_completion", identity, include_usage)
+        self._echoes = list(echoes)
+        self._offsets = [len(echo) for echo in echoes]
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """A text_completion object."""
+        usages = [last_usage(choice.deltas) for choice in choices]
+        return {
+            **self._stream.identity,
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage_json(usages),
+            "timings": timings_json(usages),
+        }
+
+    def _choice(self, index: int, choice: Choice) -> Json:
+        end = choice.deltas[-1]
+        return {
+            "index": index,
+            "text": self._echoes[index] + choice.text,
+            "logprobs": completion_logprobs(choice.deltas, self._pieces, self._offsets[index]),
+            "finish_reason": REASONS[end.finish_reason] if end.finish_reason is not None else None,
+            "stop_reason": end.stop_reason,
+        }
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """Text, with the reason in the choice's last chunk."""
+        echo, self._echoes[index] = self._echoes[index], ""
+        logprobs = None
+        if delta.logprobs:
+            logprobs = completion_logprobs((delta,), self._pieces, self._offsets[index])
+            self._offsets[index] += sum(len(token) for token in logprobs["tokens"]) if logprobs else 0
+        text = echo + delta.text
+        if not text and not logprobs and delta.finish_reason is None:
+            return b""
+        choice = b'{"index":%d,"text":%b,"logprobs":%b,' % (index, encode(text), encode(logprobs))
+        if delta.finish_reason is None:
+            return self._stream.event(choice + b'"finish_reason":null}')
+        self._stream.usages.append(delta.usage)
+        is_last = len(self._stream.usages) == len(self._echoes) and not self._stream.include_usage
+        timings = b',"timings":' + encode(timings_json(self._stream.usages)) if is_last else b""
+        return self._stream.event(choice + _ending(delta), timings)
+
+    def last(self) -> bytes:
+        """The usage chunk."""
+        return self._stream.usage_event()

@@ -1,0 +1,80 @@
+"""Shell: the outermost layer around every request.
+
+Owns: arrival time, the request id, header limits, counting open requests and responses, and the last catch:
+what nobody expected becomes a 500 that tells nothing. Does not: log bodies or headers.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.metrics.requests import RequestMetrics
+from octavo.server.faults import ApiError, bad_field, internal_error
+from octavo.server.lifecycle import Lifecycle
+from octavo.server.limits import HttpLimits, check_headers
+
+ARRIVAL = "octavo.arrival"
+REQUEST_ID = "octavo.request_id"
+GIVEN_ID = "octavo.given_id"
+_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_log = logging.getLogger(__name__)
+
+
+class ShellMiddleware:
+    """Wraps the whole app."""
+
+    def __init__(self, app: ASGIApp, limits: HttpLimits, lifecycle: Lifecycle, metrics: RequestMetrics) -> None:
+        self._app = app
+        self._limits = limits
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; nothing is raised beyond here but what the server itself must see."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[ARRIVAL] = time.monotonic()
+        refusal = check_headers(scope["headers"], self._limits) or _name(scope)
+        has_started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                self._metrics.responded(message["status"])
+                message["headers"] = [*message["headers"], (b"x-request-id", scope[REQUEST_ID].encode())]
+            await send(message)
+
+        with self._lifecycle.opened():
+            try:
+                if refusal is not None:
+                    await refusal.response()(scope, receive, watched)
+                else:
+                    await self._app(scope, receive, watched)
+            except OSError:
+                _log.debug("client left request %s", scope[REQUEST_ID])
+            except Exception:  # the shell of every route
+                _log.exception("request %s failed", scope[REQUEST_ID])
+                if not has_started:
+                    await internal_error().response()(scope, receive, watched)
+
+
+def _name(scope: Scope) -> ApiError | None:
+    """Give the request its id: the client's X-Request-Id or a new one. Give a refusal of a malformed one."""
+    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    scope[REQUEST_ID] = uuid.uuid4().hex
+    scope[GIVEN_ID] = None
+    if not given:
+        return None
+    if len(given) > 1 or not _ID.fullmatch(given[0]):
+        return bad_field(
+            "X-Request-Id", "X-Request-Id: give one id of 1 to 128 letters, digits, dots, colons, dashes or underscores"
+        )
+    scope[REQUEST_ID] = scope[GIVEN_ID] = given[0].decode()
+    return None

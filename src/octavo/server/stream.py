@@ -1,0 +1,111 @@
+"""EventStream: a response of server-sent events, written as the deltas come.
+
+Owns: headers, keep-alive comments, the error and [DONE] at the end, giving up on a reader that does not read.
+Does not: shape chunks. Invariant: a stream that a client can still read ends with [DONE], never with a bare cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.errors import OctavoError
+from octavo.metrics.requests import RequestMetrics
+from octavo.server.faults import ApiError, draining_error, from_exception, internal_error
+from octavo.server.generation import Generation
+from octavo.server.lifecycle import ClientGoneError, Lifecycle, ServerStoppingError
+from octavo.server.limits import HttpLimits
+from octavo.server.shapes import Shape
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_log = logging.getLogger(__name__)
+
+
+class SlowReaderError(Exception):
+    """The client has not read for too long."""
+
+
+class EventStream(Response):
+    """Streams one generation."""
+
+    def __init__(
+        self, generation: Generation, shape: Shape, lifecycle: Lifecycle, limits: HttpLimits, metrics: RequestMetrics
+    ) -> None:
+        super().__init__(headers=_HEADERS, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._generation = generation
+        self._shape = shape
+        self._lifecycle = lifecycle
+        self._limits = limits
+        self._metrics = metrics
+        self._num_writes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything; whatever happens, the engine's side is closed."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            error = await self._run(receive, send)
+            if error is not None:
+                self._metrics.failed(error.code)
+                await self._write(send, b"data: " + msgspec.json.encode(error.body()) + b"\n\n")
+            await self._write(send, DONE)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (ClientGoneError, OSError):
+            self._metrics.failed("client_disconnected")
+        except SlowReaderError:
+            self._metrics.failed("slow_reader")
+        finally:
+            await self._generation.close()
+
+    async def _run(self, receive: Receive, send: Send) -> ApiError | None:
+        """Write the deltas; give the error that ended them, if one did."""
+        try:
+            await self._lifecycle.supervise(self._write_all(send), receive)
+        except ServerStoppingError:
+            return draining_error()
+        except (ApiError, OctavoError) as error:
+            return from_exception(error)
+        except (ClientGoneError, SlowReaderError, OSError):
+            raise
+        except Exception:  # the route's shell: the client is told, the log has the story
+            _log.exception("request %s failed in mid-stream", self._generation.asked.request_id)
+            return internal_error()
+        return None
+
+    async def _write_all(self, send: Send) -> None:
+        ticker = asyncio.create_task(self._keep_alive(send))
+        try:
+            async with aclosing(self._generation.deltas()) as deltas:
+                async for index, delta in deltas:
+                    chunk = self._shape.chunk(index, delta)
+                    if chunk:
+                        await self._write(send, chunk)
+            last = self._shape.last()
+            if last:
+                await self._write(send, last)
+        finally:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+
+    async def _write(self, send: Send, data: bytes) -> None:
+        self._num_writes += 1
+        try:
+            async with asyncio.timeout(self._limits.stall_timeout_s):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError:
+            raise SlowReaderError from None
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Write a comment whenever nothing was written for a while."""
+        while True:
+            seen = self._num_writes
+            await asyncio.sleep(self._limits.keep_alive_s)
+            if self._num_writes == seen:
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
