@@ -68,7 +68,8 @@ def _check_lengths(request: Request, limits: Limits) -> None:
     if not limits.chunked_prefill and request.num_prompt_tokens > limits.max_batch_tokens:
         raise AdmissionError(
             f"prompt has {request.num_prompt_tokens} tokens, a step computes at most "
-            f"{limits.max_batch_tokens} and chunked prefill is off; shorten the prompt, raise --max-num-batched-tokens or turn --enable-chunked-prefill on",
+            f"{limits.max_batch_tokens} and chunked prefill is off; shorten the prompt, raise "
+            "--max-num-batched-tokens or turn --enable-chunked-prefill on",
             "prompt",
         )
 
