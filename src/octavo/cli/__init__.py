@@ -18,7 +18,7 @@ from octavo.errors import InvariantError, OctavoError
 
 # command words -> (module with add_arguments and run, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("octavo.cli.serve", "serve a model over HTTP, OpenAI's and Anthropic's interfaces"),
+    "serve": ("octavo.cli.serve", "serve a model over HTTP, with OpenAI's interface"),
     "run": ("octavo.cli.run", "answer one prompt in the terminal"),
     "bench offline": ("octavo.cli.bench_offline", "measure this engine on a workload, beside the memory floor"),
     "bench scheduler": ("octavo.cli.bench_scheduler", "measure the scheduler alone: plan, commit, admission"),
