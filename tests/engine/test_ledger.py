@@ -1,0 +1,132 @@
+"""The ledger: append then hand out; no duplicate, no gap, no stale epoch, no growth."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+from tests.engine.fakes import make_request
+
+from octavo.core.plan import TokenLogprobs
+from octavo.core.request import FinishReason, SamplingParams
+from octavo.engine.client import TokenOutput
+from octavo.engine.delivery import Delivery, End
+from octavo.engine.ledger import Ledger
+from octavo.errors import DuplicateRequestError, InvalidRequestError
+
+
+def tokens(name: str, position: int, *ids: int, end: FinishReason | None = None) -> Delivery:
+    count = len(ids)
+    return Delivery(
+        [name] * count,
+        array("i", [0] * count),
+        array("i", range(position, position + count)),
+        array("i", ids),
+        ends=() if end is None else (End(name, end, message="why"),),
+    )
+
+
+def test_L01_outputs_are_snapshots_and_coalesce() -> None:
+    ledger = Ledger()
+    entry = ledger.add(make_request("a"))
+    assert not entry.has_news
+    ledger.accept(0, tokens("a", 0, 7))
+    (first,) = entry.take()
+    for position in range(1, 4):
+        ledger.accept(0, tokens("a", position, 10 + position))
+    (second,) = entry.take()
+    assert (first.position, list(first.token_ids)) == (0, [7])
+    assert (second.position, list(second.token_ids)) == (1, [11, 12, 13])
+    ledger.accept(0, tokens("a", 4, 9, end=FinishReason.LENGTH))
+    assert list(second.token_ids) == [11, 12, 13]  # bug 8: an alias would have grown
+    (last,) = entry.take()
+    assert last.finish_reason is FinishReason.LENGTH and last.message == "why" and entry.is_read
+
+
+def test_an_end_alone_is_an_output_too() -> None:
+    ledger = Ledger()
+    entry = ledger.add(make_request("a"))
+    ledger.accept(0, tokens("a", 0, end=FinishReason.TIMEOUT))
+    (output,) = entry.take()
+    assert output == TokenOutput("a", 0, 0, array("i"), finish_reason=FinishReason.TIMEOUT, message="why")
+
+
+def test_duplicates_gaps_and_strangers_are_dropped_and_counted() -> None:
+    ledger = Ledger(epoch=3)
+    entry = ledger.add(make_request("a"))
+    assert ledger.accept(2, tokens("a", 0, 5)) == []
+    ledger.accept(3, tokens("a", 0, 5, 6))
+    assert ledger.accept(3, tokens("a", 1, 6)) == []
+    assert ledger.accept(3, tokens("a", 3, 8)) == []
+    assert ledger.accept(3, tokens("b", 0, 8, end=FinishReason.STOP)) == []
+    ledger.accept(3, tokens("a", 2, 7, end=FinishReason.STOP))
+    assert ledger.accept(3, tokens("a", 3, 9, end=FinishReason.STOP)) == []
+    assert list(entry.emitted[0]) == [5, 6, 7]
+    counts = ledger.rejections
+    assert (counts.stale_epochs, counts.duplicates, counts.gaps, counts.unknown) == (1, 1, 1, 4)
+
+
+def test_L06_an_id_in_use_is_refused_and_free_after_its_end() -> None:
+    ledger = Ledger()
+    ledger.add(make_request("a"))
+    with pytest.raises(DuplicateRequestError):
+        ledger.add(make_request("a"))
+    ledger.accept(0, tokens("a", 0, end=FinishReason.STOP))
+    ledger.add(make_request("a"))
+
+
+def test_a_request_without_a_seed_cannot_be_repeated_and_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="seed"):
+        Ledger().add(make_request("a", params=SamplingParams()))
+
+
+def test_ended_entries_nobody_reads_are_bounded() -> None:
+    ledger = Ledger(max_unread=3)
+    for index in range(10):
+        ledger.add(make_request(f"r{index}"))
+        ledger.accept(0, tokens(f"r{index}", 0, 1, end=FinishReason.STOP))
+    assert [f"r{index}" for index in range(10) if ledger.get(f"r{index}")] == ["r7", "r8", "r9"]
+    assert len(ledger) == 0 and ledger.rejections.unread == 7
+
+
+def test_logprobs_and_prompt_scores_come_once() -> None:
+    ledger = Ledger()
+    entry = ledger.add(make_request("a", params=SamplingParams(seed=1, logprobs=1, max_tokens=4)))
+    marks = [TokenLogprobs(i, -float(i), 1) for i in range(6)]
+    ledger.accept(0, Delivery(scores=(("a", 1, (marks[0], marks[1])),)))
+    ledger.accept(0, Delivery(scores=(("a", 3, (marks[2],)),)))
+    assert not entry.has_news
+    ledger.accept(0, replace_logprobs(tokens("a", 0, 3), [marks[3]]))
+    (output,) = entry.take()
+    assert output.prompt_logprobs == (1, (marks[0], marks[1], marks[2])) and output.logprobs == (marks[3],)
+    ledger.accept(0, replace_logprobs(tokens("a", 1, 4, 5), [marks[4], marks[5]]))
+    (output,) = entry.take()
+    assert output.prompt_logprobs is None and output.logprobs == (marks[4], marks[5])
+
+
+def replace_logprobs(delivery: Delivery, logprobs: list[TokenLogprobs | None]) -> Delivery:
+    return replace(delivery, logprobs=logprobs)
+
+
+def test_a_new_epoch_resumes_behind_what_was_emitted() -> None:
+    ledger = Ledger(epoch=1)
+    old, new = make_request("old"), make_request("new")
+    ledger.add(old)
+    ledger.add(new)
+    ledger.accept(1, tokens("old", 0, 5, 6))
+    resumed = ledger.advance(2)
+    assert [request.request_id for request in resumed] == ["old", "new"]
+    assert resumed[0] == replace(old, emitted_token_ids=array("i", [5, 6])) and resumed[1] == new
+    assert ledger.accept(1, tokens("old", 2, 7)) == []
+    assert len(ledger.accept(2, tokens("old", 2, 8))) == 1
+    entry = ledger.get("old")
+    assert entry is not None and [list(output.token_ids) for output in entry.take()] == [[5, 6, 8]]
+    with pytest.raises(ValueError, match="follow"):
+        ledger.advance(2)
+
+
+def test_end_all_ends_everyone_once() -> None:
+    ledger = Ledger()
+    ledger.add(make_request("a"))
+    entries = ledger.end_all(FinishReason.ERROR, "gone")
+    assert [entry.take()[-1].message for entry in entries] == ["gone"]
+    assert ledger.end_all(FinishReason.ERROR, "gone") == [] and len(ledger) == 0
