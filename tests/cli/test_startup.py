@@ -34,8 +34,8 @@ def test_report_says_what_is_off_and_who_may_call() -> None:
 
 
 def test_curl_has_the_key_only_where_one_is_needed() -> None:
-    assert "Bearer" not in "\n".join(call_report(load_config({}), "smollm2", 8000))
-    lines = "\n".join(call_report(load_config({"api_key": ["k3y"], "host": "::1"}), "smollm2", 8001))
+    assert "Bearer" not in "\n".join(call_report(load_config({}), "smollm2", "http://127.0.0.1:8000"))
+    lines = "\n".join(call_report(load_config({"api_key": ["k3y"]}), "smollm2", "http://[::1]:8001"))
     assert "Bearer" in lines
     assert "k3y" not in lines
     assert "http://[::1]:8001/v1" in lines

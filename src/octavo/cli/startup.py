@@ -57,13 +57,10 @@ def _features_off(config: Config) -> Iterator[str]:
         yield f"authentication (no --api-key): {reason}"
 
 
-def call_report(config: Config, model: str, port: int) -> Iterator[str]:
+def call_report(config: Config, model: str, url: str) -> Iterator[str]:
     """The URL and a line to paste."""
-    host = config.serving.host
-    shown = f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{port}"
     key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if config.serving.api_key else ""
-    yield f"serving   {url}/v1  (docs {url}/docs, metrics {url}/metrics)"
+    yield f"serving   {url}/v1  (also /docs, /metrics)"
     yield (
         f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f'-d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\''

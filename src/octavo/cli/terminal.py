@@ -24,7 +24,12 @@ def loading(model: str, is_quiet: bool = False) -> Iterator[None]:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+def say(*lines: str) -> None:
+    """Print lines to stderr; stdout is for answers."""
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+
+
 def warn_limits(config: Config, capacity: Capacity) -> None:
     """Say what the engine could not give as asked."""
-    for remark in limit_remarks(config, capacity):
-        print(f"warning: {remark}", file=sys.stderr)
+    say(*(f"warning: {remark}" for remark in limit_remarks(config, capacity)))

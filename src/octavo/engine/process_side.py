@@ -44,7 +44,8 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
         try:
             engine, capacity = open_engine(config)
         except (OctavoError, OSError, MemoryError, ImportError, RuntimeError) as error:
-            logging.getLogger(__name__).exception("the engine cannot start")
+            if not isinstance(error, OctavoError):  # those say what is wrong in their message, which the parent shows
+                logging.getLogger(__name__).exception("the engine cannot start")
             server.fail(error)
             return EXIT_FAILED
         server.serve(engine, capacity)

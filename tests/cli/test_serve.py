@@ -1,0 +1,101 @@
+"""`octavo serve` as a process, on a tiny model: it answers, drains on a signal, and tells when its engine dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import psutil
+import pytest
+from tests.tiny_models import make_tiny_model
+
+from octavo import cli
+
+COMMON = ["--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "1K", "-np", "4", "--port", "0"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(make_tiny_model("smollm2", tmp_path_factory.mktemp("serve") / "tiny"))
+
+
+class Server:
+    def __init__(self, model: str, *flags: str) -> None:
+        command = [sys.executable, "-m", "octavo", "serve", model, *COMMON, *flags]
+        environ = {**os.environ, "PYTHONPATH": "src", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+        self.lines: list[str] = []
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if line.startswith("try "):
+                break
+        else:
+            raise AssertionError("".join(self.lines))
+        self.url = re.search(r"http://[^/]+", "".join(self.lines))[0]
+
+    def post(self, path: str, body: object) -> dict:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def end(self, number: int) -> tuple[int, str]:
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> tuple[int, str]:
+        rest = self.process.communicate(timeout=30)[1]
+        return self.process.returncode, rest
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("flags", [(), ("--in-process",)])
+def test_it_answers_and_drains(model, flags) -> None:
+    with Server(model, *flags) as server:
+        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 3, "temperature": 0}
+        answer = server.post("/v1/completions", body)
+        assert answer["usage"]["completion_tokens"] <= 3
+        code, rest = server.end(signal.SIGTERM)
+    assert code == 0, rest
+    assert "Traceback" not in rest
+    assert "KV pool   1,024 tokens" in "".join(server.lines)
+
+
+def test_a_dead_engine_is_told_in_one_line(model) -> None:
+    with Server(model) as server:
+        (engine,) = psutil.Process(server.process.pid).children()
+        engine.kill()
+        code, rest = server.wait()
+    assert code == 2
+    assert rest == "error: the engine ended (killed by SIGKILL); see the lines above\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--host", "1.2.3.4"], "--host is '1.2.3.4' and there is no --api-key"),
+        (["nosuch"], "no model 'nosuch' here"),
+    ],
+)
+def test_mistakes_are_told_before_anything_loads(capsys, words, message) -> None:
+    assert cli.main(["serve", "--port", "0", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_an_engine_that_cannot_open_is_one_line(model, capfd) -> None:
+    words = ["serve", model, "--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "5", "--port", "0"]
+    assert cli.main(words) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: the pool was given 5 tokens, which holds no KV block")
+    assert err.count("\n") == 1
