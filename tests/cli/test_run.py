@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from octavo.artifacts.resolve import find_wheel_model
 from octavo.cli.flags import UsageError
 from octavo.cli.run import Asked, closing_line, prompt_ids, read_words, sampling_params, stream
 from octavo.core.request import FinishReason
 from octavo.engine.sessions import TextDelta, Usage
 from octavo.errors import EngineError, InvalidRequestError
+from octavo.text.text_model import TextModel
 
 USAGE = Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=0, queue_s=0.0, ttft_s=0.5, e2e_s=1.5)
 
@@ -145,3 +147,11 @@ def test_a_reader_that_leaves_cancels_the_request() -> None:
 def test_closing_line() -> None:
     line = closing_line(FinishReason.LENGTH, USAGE, 2.0, 3)
     assert line == ("3 tokens (cut by --max-tokens 3), 2.0 tokens/s, first after 500 ms; prompt 5 tokens; start 2.0 s")
+
+
+def test_the_default_model_samples_as_its_card_recommends() -> None:
+    files = find_wheel_model()
+    if files is None:
+        pytest.skip("the wheel with the default model is not installed")
+    generation = TextModel.load(files).spec.generation
+    assert sampling_params(_args(), generation).temperature == 0.2

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from octavo.artifacts.gguf_file import GGUFFile
-from octavo.artifacts.gguf_spec import read_gguf_spec
 from octavo.artifacts.json_file import read_json
 from octavo.artifacts.model_spec import ModelSpec, read_model_spec
 from octavo.artifacts.resolve import ModelFiles
@@ -34,12 +33,12 @@ class TextModel:
     @classmethod
     def load(cls, files: ModelFiles, chat_template_file: str | Path | None = None) -> TextModel:
         """Read everything. `chat_template_file` replaces the model's template. Raises ModelFileError."""
+        spec = read_model_spec(files)
         if files.kind == "gguf":
-            parts = [GGUFFile.open(path) for path in files.weights]
-            spec, tokenizer = read_gguf_spec(parts), Tokenizer.from_gguf(parts[0])
-            found = _gguf_template(parts[0])
+            first = GGUFFile.open(files.weights[0])
+            tokenizer, found = Tokenizer.from_gguf(first), _gguf_template(first)
         else:
-            spec, tokenizer = read_model_spec(files), Tokenizer.from_folder(files.root)
+            tokenizer = Tokenizer.from_folder(files.root)
             found = _folder_template(files.root)
         if chat_template_file is not None:
             found = _read_text(Path(chat_template_file)), Path(chat_template_file)
