@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -52,6 +53,16 @@ async def serve(
         if on_listening is not None:
             on_listening(url_of(bound))
         await server.run()
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """The fastest event loop there is here; for asyncio.Runner(loop_factory=...)."""
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop  # not on every platform
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
 
 
 def open_socket(serving: ServingConfig) -> socket.socket:

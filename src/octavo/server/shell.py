@@ -40,7 +40,7 @@ class ShellMiddleware:
             await self._app(scope, receive, send)
             return
         scope[ARRIVAL] = time.monotonic()
-        refusal = check_headers(scope["headers"], self._limits) or _name(scope)
+        refusal = _name(scope) or check_headers(scope["headers"], self._limits)
         has_started = False
 
         async def watched(message: Message) -> None:

@@ -1,0 +1,280 @@
+"""What server tests stand on: a byte-level text model, a scripted engine client, an app around them.
+
+Sessions, tokenizer and template are the real ones; only the engine is played.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from octavo.artifacts.spec import ModelSpec
+from octavo.config import Config, ServingConfig
+from octavo.core.plan import TokenLogprobs
+from octavo.core.request import FinishReason, Request
+from octavo.engine.client import Accepted, TokenOutput
+from octavo.engine.sessions import Sessions
+from octavo.errors import AdmissionError, DuplicateRequestError
+from octavo.server.app import create_app
+from octavo.server.limits import HttpLimits
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.text_model import TextModel
+from octavo.text.tokenizer import Tokenizer
+
+EOS = 1
+MAX_LEN = 4096
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}{% if m.name %}({{ m.name }}){% endif %}:{{ m.content }}\n{% endfor %}"
+    "{% if mood %}[{{ mood }}]{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+STATISTICS: Mapping[str, object] = {
+    "scheduler": {
+        "num_running": 3,
+        "num_waiting": 2,
+        "num_blocks": 100,
+        "num_blocks_used": 25,
+        "num_preemptions": 7,
+        "prefix_queried_tokens": 40,
+        "prefix_hit_tokens": 30,
+    }
+}
+
+
+def make_text(generation: Mapping[str, float] | None = None) -> TextModel:
+    """One piece per byte, and two special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: index for index, piece in enumerate(["<s>", "</s>", *alphabet])}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    spec = ModelSpec(
+        family="llama",
+        vocab_size=len(vocab),
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        max_model_len=MAX_LEN,
+        eos_token_ids=(EOS,),
+        generation=generation or {},
+    )
+    tokenizer = Tokenizer(backend, {"eos_token": "</s>"}, [EOS], Path("fake"))
+    return TextModel("tiny", spec, tokenizer, ChatTemplate(TEMPLATE, {}))
+
+
+class FakeClient:
+    """An engine that answers every request with `text`, one token an output; held, it answers when told."""
+
+    def __init__(self, text: str = "Hello é!") -> None:
+        self.text = text
+        self.tokenizer = make_text().tokenizer
+        self.requests: list[Request] = []
+        self.cancelled: list[tuple[str, FinishReason]] = []
+        self.submit_error: Exception | None = None
+        self.end: tuple[FinishReason, str] | None = None  # instead of the natural end
+        self.is_held = False
+        self.submitted = asyncio.Event()
+        self.cached_tokens = 0
+        self._queues: dict[str, asyncio.Queue[TokenOutput]] = {}
+        self._loops: dict[str, asyncio.AbstractEventLoop] = {}
+
+    async def submit(self, request: Request) -> Accepted:
+        if self.submit_error is not None:
+            raise self.submit_error
+        if request.request_id in self._queues:
+            raise DuplicateRequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
+        if request.num_prompt_tokens + 1 > MAX_LEN:
+            message = f"prompt has {request.num_prompt_tokens} tokens, this engine holds {MAX_LEN}"
+            raise AdmissionError(message, "prompt")
+        self.requests.append(request)
+        self._queues[request.request_id] = asyncio.Queue()
+        if not self.is_held:
+            self.answer(request)
+        self.submitted.set()
+        return Accepted(request.request_id, request.params.max_tokens or 100, False)
+
+    def answer(self, request: Request, num_tokens: int | None = None) -> None:
+        """Say the text, up to max_tokens, or only its first tokens and no end."""
+        ids = [*self.tokenizer.encode(self.text), EOS]
+        limit = request.params.max_tokens or len(ids)
+        reason = FinishReason.STOP if len(ids) <= limit else FinishReason.LENGTH
+        shown = ids[: num_tokens if num_tokens is not None else limit]
+        for position, token_id in enumerate(shown):
+            is_last = num_tokens is None and position == len(shown) - 1
+            self._put(request, position, token_id, self.end or (reason, "") if is_last else None)
+
+    def _put(self, request: Request, position: int, token_id: int | None, end: tuple[FinishReason, str] | None) -> None:
+        k = request.params.logprobs
+        logprobs = None
+        if k is not None and token_id is not None:
+            tops = [token_id, *(i for i in range(2, 30) if i != token_id)][:k]
+            best = tuple(-0.5 * i - 0.25 for i in range(k))
+            logprobs = (TokenLogprobs(token_id, -0.25, 1, tuple(tops), best),)
+        output = TokenOutput(
+            request.request_id,
+            0,
+            position,
+            array("i", [] if token_id is None else [token_id]),
+            logprobs,
+            finish_reason=end[0] if end else None,
+            message=end[1] if end else None,
+            cached_tokens=self.cached_tokens,
+        )
+        self._queues[request.request_id].put_nowait(output)
+
+    async def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+        while request_id in self._queues:
+            output = await self._queues[request_id].get()
+            if output.finish_reason is not None:
+                del self._queues[request_id]
+            yield output
+
+    async def cancel(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED) -> None:
+        for request_id in request_ids:
+            self.cancelled.append((request_id, reason))
+            request = next(r for r in self.requests if r.request_id == request_id)
+            if request_id in self._queues:
+                self._put(request, 99, None, (reason, "cancelled"))
+
+    async def statistics(self) -> Mapping[str, object]:
+        return STATISTICS
+
+    async def control(self, verb: Any, argument: str = "") -> object:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Harness:
+    """An app, its engine, and a client of it."""
+
+    engine: FakeClient = field(default_factory=FakeClient)
+    text: TextModel = field(default_factory=make_text)
+    config: Config = field(default_factory=Config)
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sessions = Sessions(self.engine, self.text)
+        self.app: FastAPI = create_app(sessions, self.text, self.config, self.engine.statistics, limits=self.limits)
+        self.context = self.app.state.context
+
+    async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        options["headers"] = {**self.headers, **options.get("headers", {})}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+    async def get(self, path: str, **options: Any) -> httpx.Response:
+        return await self.request("GET", path, **options)
+
+    async def chat(self, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
+        return await self.request("POST", "/v1/chat/completions", json=body, headers=headers or {})
+
+    async def complete(self, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        body = {"model": "tiny", "prompt": "hi", **fields}
+        return await self.request("POST", "/v1/completions", json=body, headers=headers or {})
+
+    async def post(self, body: bytes, path: str = "/v1/chat/completions") -> httpx.Response:
+        return await self.request("POST", path, content=body, headers={"content-type": "application/json"})
+
+    @property
+    def prompt(self) -> str:
+        """The last prompt that the engine saw, as text."""
+        ids = self.engine.requests[-1].prompt_token_ids
+        assert ids is not None
+        return self.text.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def keyed(*keys: str) -> Config:
+    return Config(serving=ServingConfig(api_key=keys))
+
+
+def events(body: str) -> list[Any]:
+    """The data of an event stream; every event must be one line of data and a blank one."""
+    found: list[Any] = []
+    for block in body.removesuffix("\n\n").split("\n\n"):
+        if block.startswith(": "):
+            continue
+        assert block.startswith("data: ") and "\n" not in block, block
+        data = block.removeprefix("data: ")
+        found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+class Wire:
+    """One ASGI request whose client reads, waits and leaves as told."""
+
+    def __init__(
+        self, app: FastAPI, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._app = app
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()],
+            "server": ("test", 80),
+            "client": ("test", 1),
+        }
+        self._body = json.dumps(body).encode()
+        self._gone = asyncio.Event()
+        self._is_read = False
+        self.sent: list[dict[str, Any]] = []
+        self.changed = asyncio.Event()
+        self.reads = asyncio.Event()
+        self.reads.set()
+
+    async def receive(self) -> dict[str, Any]:
+        if not self._is_read:
+            self._is_read = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        await self.reads.wait()
+        self.sent.append(message)
+        self.changed.set()
+
+    def leave(self) -> None:
+        self._gone.set()
+
+    def start(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._app(self.scope, self.receive, self.send))
+
+    @property
+    def status(self) -> int | None:
+        return self.sent[0]["status"] if self.sent else None
+
+    @property
+    def text(self) -> str:
+        return b"".join(m.get("body", b"") for m in self.sent[1:]).decode()
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.001)

@@ -1,0 +1,124 @@
+"""Nobody gets in without a key, by whatever spelling; tenants never share a prefix cache."""
+
+import httpx
+import pytest
+
+from octavo.server.auth import POLICIES, Access, KeyRing, check_policies
+from tests.server.fakes import Harness, Wire, keyed
+
+KEY = "sk-right"
+BAD_HEADERS: list[dict[str, str]] = [
+    {},
+    {"authorization": ""},
+    {"authorization": "Bearer"},
+    {"authorization": "Bearer "},
+    {"authorization": "Bearer sk-wrong"},
+    {"authorization": f"Bearer {KEY}x"},
+    {"authorization": f"Bearer {KEY[:-1]}"},
+    {"authorization": f"Basic {KEY}"},
+    {"authorization": KEY},
+    {"x-api-key": KEY},
+    {"host": "localhost", "x-forwarded-for": "127.0.0.1"},
+]
+CRAFTED = [
+    "/livez/../v1/models",
+    "/livez/",
+    "//livez",
+    "/livez;/v1/models",
+    "/livez%2f..%2fv1/models",
+    "/%6civez",
+    "/LIVEZ",
+    "/readyz/x",
+    "/v1/models/",
+    "/v1//models",
+    "/nothing",
+    "/v1/models/livez",
+]
+
+
+def concrete(path: str) -> str:
+    return path.replace("{model_id:path}", "tiny")
+
+
+def test_every_route_has_a_policy_and_only_two_are_open() -> None:
+    harness = Harness()
+    paths = {route.path for route in harness.app.routes}  # type: ignore[attr-defined]
+    assert paths == set(POLICIES)
+    assert {path for path, access in POLICIES.items() if access is Access.OPEN} == {"/livez", "/readyz"}
+    with pytest.raises(AssertionError, match="/new"):
+        check_policies([*paths, "/new"])
+
+
+@pytest.mark.parametrize("headers", BAD_HEADERS, ids=str)
+async def test_bad_keys_get_401_on_every_route(headers: dict[str, str]) -> None:
+    harness = Harness(config=keyed(KEY, "sk-other"))
+    for path, access in POLICIES.items():
+        for method in ("GET", "POST", "HEAD", "PUT", "OPTIONS"):
+            response = await harness.request(method, concrete(path), headers=headers)
+            if access is Access.KEY:
+                assert response.status_code == 401, (method, path)
+                assert response.headers["www-authenticate"] == "Bearer"
+    for path in CRAFTED:
+        assert (await harness.get(path, headers=headers)).status_code == 401, path
+    assert not harness.engine.requests
+
+
+async def test_raw_paths_that_decode_to_an_open_one_are_not_open() -> None:
+    harness = Harness(config=keyed(KEY))
+    for raw in (b"/%6civez", b"/livez%3f", b"/x/../livez"):
+        wire = Wire(harness.app, "/livez", {})
+        wire.scope |= {"method": "GET", "raw_path": raw}
+        await wire.start()
+        assert wire.status == 401, raw
+    wire = Wire(harness.app, "/livez", {})
+    wire.scope |= {"method": "GET", "root_path": "/livez"}
+    await wire.start()
+    assert wire.status == 401
+
+
+async def test_right_keys_get_in_and_the_error_never_repeats_a_key() -> None:
+    harness = Harness(config=keyed("sk-other", KEY))
+    for key in (KEY, "sk-other"):
+        for scheme in ("Bearer", "bearer"):
+            response = await harness.get("/v1/models", headers={"authorization": f"{scheme} {key}"})
+            assert response.status_code == 200
+    response = await harness.chat(headers={"authorization": "Bearer sk-secret-guess"})
+    assert response.status_code == 401 and "guess" not in response.text
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    twice = [("authorization", "Bearer x"), ("authorization", f"Bearer {KEY}")]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(harness.app), base_url="http://test") as client:
+        assert (await client.get("/v1/models", headers=twice)).status_code == 401
+
+
+async def test_open_routes_are_open_and_without_keys_all_are() -> None:
+    harness = Harness(config=keyed(KEY))
+    assert (await harness.get("/livez")).status_code == 200
+    assert (await harness.get("/readyz?verbose=1")).status_code == 200
+    assert (await Harness().get("/v1/models")).status_code == 200
+
+
+async def test_websockets_are_closed() -> None:
+    harness = Harness()
+    wire = Wire(harness.app, "/v1/models", {})
+    wire.scope["type"] = "websocket"
+    await wire.start()
+    assert wire.sent == [{"type": "websocket.close", "code": 1008}]
+
+
+async def test_two_tenants_never_share_a_salt_and_one_tenant_always_does() -> None:
+    harness = Harness(config=keyed("sk-a", "sk-b"))
+    salts = []
+    for key, salt in (("sk-a", None), ("sk-a", None), ("sk-b", None), ("sk-a", "x"), ("sk-b", "x"), ("sk-a", "x")):
+        fields = {} if salt is None else {"cache_salt": salt}
+        assert (await harness.chat(headers={"authorization": f"Bearer {key}"}, **fields)).status_code == 200
+        salts.append(harness.engine.requests[-1].cache_salt)
+    a, a_again, b, a_x, b_x, a_x_again = salts
+    assert a == a_again and a_x == a_x_again
+    assert len({a, b, a_x, b_x}) == 4
+    assert all(len(salt) == 32 for salt in salts)
+
+
+def test_keys_are_kept_as_digests_only() -> None:
+    ring = KeyRing(["sk-a"])
+    assert not any(b"sk-a" in value for value in ring._digests)
+    assert ring.tenant_of(b"sk-a") and ring.tenant_of(b"sk-b") is None and not ring.is_empty

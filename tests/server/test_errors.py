@@ -1,0 +1,273 @@
+"""Every refusal has OpenAI's form, the right status, and names the field."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from octavo.core.request import FinishReason
+from octavo.errors import EngineDeadError, QueueFullError, StepFailedError
+from octavo.server.limits import HttpLimits
+from tests.server.fakes import MAX_LEN, Harness, events
+
+USER = [{"role": "user", "content": "hi"}]
+HUGE = 10**6
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        ({"logprobs": True, "top_logprobs": HUGE}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"n": HUGE}, "n"),
+        ({"n": 2}, "n"),
+        ({"seed": 2**70}, "seed"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x" * 257]}, "stop[0]"),
+        ({"stop": ""}, "stop[0]"),
+        ({"stop_token_ids": [HUGE]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"logit_bias": {str(HUGE): 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"timeout": 0}, "timeout"),
+        ({"priority": 2**40}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"stream_options": {"surprise": 1}}, "stream_options.surprise"),
+        ({"messages": []}, "messages"),
+        ({"messages": USER * 2049}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
+        ({"messages": None}, "messages"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"continue_final_message": True}, "messages"),
+        ({"surprise": 1}, "surprise"),
+        ({"surprise": None}, "surprise"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_bad_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
+    harness = Harness()
+    response = await harness.chat(**fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert error["type"] == "invalid_request_error" and isinstance(error["code"], str)
+    if error["code"] != "invalid_value" or "template" not in param:
+        assert any(name in error["message"] for name in (param.split("[")[0].split(".")[0], *fields))
+    assert response.headers["x-should-retry"] == "false"
+    assert not harness.engine.requests and harness.context.waiting.num_waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [258]}, "prompt"),
+        ({"prompt": [2**40]}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [2] * MAX_LEN}, "prompt"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 2}, "n"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"suffix": "x"}, "suffix"),
+        ({"messages": USER}, "messages"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> None:
+    response = await Harness().complete(**fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b'{"a": NaN}',
+        b'{"messages": [], "temperature": Infinity}',
+        b'{"a": 1, "a": 2}',
+        b'{"a": "\\ud800"}',
+        b'{"\\udc00": 1}',
+        b'{"a": "\xff"}',
+        b'\xef\xbb\xbf{"a": 1}',
+        b"[" * 100_000,
+        b'{"a": ' + b"[" * 65 + b"]" * 65 + b"}",
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b'{"a": 1} x',
+    ],
+    ids=range(16),
+)
+async def test_broken_json_is_refused(body: bytes) -> None:
+    response = await Harness().post(body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_json"
+    assert response.headers["x-should-retry"] == "false"
+
+
+async def test_an_infinite_number_in_disguise_is_refused() -> None:
+    response = await Harness().post(b'{"messages": [{"role": "user", "content": "hi"}], "temperature": 1e999}')
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "temperature")
+
+
+async def test_depth_within_the_bound_and_paired_surrogates_pass_the_parser() -> None:
+    nested = b"[" * 60 + b"]" * 60
+    response = await Harness().post(
+        b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}], "chat_template_kwargs": {"x": ' + nested + b"}}"
+    )
+    assert response.status_code == 200
+
+
+async def test_a_prompt_that_is_too_long_is_400_with_the_numbers() -> None:
+    response = await Harness().chat(messages=[{"role": "user", "content": "x" * MAX_LEN}])
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "messages", "cannot_be_scheduled")
+    assert str(MAX_LEN) in error["message"] and error["message"].startswith("messages has")
+
+
+async def test_bodies_over_the_bound_are_413() -> None:
+    harness = Harness(limits=HttpLimits(max_body_bytes=1000))
+    response = await harness.chat(user="x" * 2000)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+
+    async def parts() -> Any:
+        for _ in range(10):
+            yield b"x" * 200
+
+    response = await harness.request("POST", "/v1/completions", content=parts())
+    assert response.status_code == 413, "without content-length too"
+
+
+async def test_a_body_that_does_not_arrive_is_408() -> None:
+    async def parts() -> Any:
+        yield b"{"
+        await asyncio.sleep(1)
+
+    harness = Harness(limits=HttpLimits(body_timeout_s=0.05))
+    response = await harness.request("POST", "/v1/completions", content=parts())
+    assert (response.status_code, response.json()["error"]["code"]) == (408, "body_timeout")
+
+
+async def test_headers_over_the_bound_are_431() -> None:
+    harness = Harness()
+    assert (await harness.get("/livez", headers={"x": "y" * 20_000})).status_code == 431
+    assert (await harness.get("/livez", headers={f"x-{i}": "y" for i in range(120)})).status_code == 431
+
+
+async def test_unknown_model_route_and_method() -> None:
+    harness = Harness()
+    response = await harness.chat(model="gpt-9")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "tiny" in error["message"], "the served name is told"
+    response = await harness.get("/v1/nothing")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+    response = await harness.get("/v1/completions")
+    assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+
+
+async def test_the_id_may_be_given_and_a_duplicate_is_refused() -> None:
+    harness = Harness()
+    response = await harness.chat(headers={"X-Request-Id": "mine-1"})
+    assert response.json()["id"] == response.headers["x-request-id"] == "mine-1"
+    harness.engine.is_held = True
+    first = asyncio.create_task(harness.chat(headers={"X-Request-Id": "mine-2"}))
+    harness.engine.submitted.clear()
+    await harness.engine.submitted.wait()
+    response = await harness.chat(headers={"X-Request-Id": "mine-2"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "X-Request-Id", "duplicate_request_id")
+    harness.engine.answer(harness.engine.requests[-1])
+    assert (await first).status_code == 200, "the first is undisturbed"
+    for bad in ("a b", "x" * 129, "é".encode(), ""):
+        response = await harness.chat(headers={"X-Request-Id": bad})  # type: ignore[dict-item]
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Request-Id")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retry_after", "is_final"),
+    [
+        (QueueFullError("full"), 429, "queue_full", "1", False),
+        (EngineDeadError("boom at 0x7f"), 503, "engine_unavailable", "5", False),
+        (StepFailedError("row 3"), 500, "engine_crash_suspect", None, True),
+        (ZeroDivisionError("secret"), 500, "internal_error", None, False),
+    ],
+)
+async def test_the_engines_refusals(
+    error: Exception, status: int, code: str, retry_after: str | None, is_final: bool
+) -> None:
+    harness = Harness()
+    harness.engine.submit_error = error
+    for response in (await harness.chat(), await harness.complete(stream=True)):
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert response.headers.get("retry-after") == retry_after
+        assert response.headers.get("x-should-retry") == ("false" if is_final else None)
+        assert "0x7f" not in response.text and "secret" not in response.text
+    assert harness.context.waiting.num_waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "code"),
+    [
+        ((FinishReason.TIMEOUT, ""), 408, "timeout"),
+        ((FinishReason.CANCELLED, ""), 503, "cancelled"),
+        ((FinishReason.ERROR, "StepFailedError: x"), 500, "engine_crash_suspect"),
+        ((FinishReason.ERROR, "EngineDeadError: x"), 503, "engine_unavailable"),
+        ((FinishReason.ERROR, "the engine died: x"), 503, "engine_unavailable"),
+        ((FinishReason.ERROR, "non-finite logits"), 500, "engine_error"),
+    ],
+)
+async def test_an_end_by_error_is_an_error_whole_and_in_mid_stream(
+    end: tuple[FinishReason, str], status: int, code: str
+) -> None:
+    harness = Harness()
+    harness.engine.end = end
+    response = await harness.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    response = await harness.chat(stream=True)
+    *_, error, done = events(response.text)
+    assert response.status_code == 200 and done == "[DONE]"
+    assert error["error"]["code"] == code and set(error) == {"error"}
+    assert 'finish_reason":"' not in response.text, "no reason is claimed for an answer that failed"
+
+
+async def test_a_full_waiting_room_is_429_before_anything_is_tokenised() -> None:
+    harness = Harness()
+    seat = harness.context.waiting.enter(1024 + 256)
+    response = await harness.chat()
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert not harness.engine.requests
+    seat.leave()
+    assert (await harness.chat()).status_code == 200
+    assert harness.context.waiting.num_waiting == 0

@@ -1,0 +1,139 @@
+"""Every field of OpenAI's and of docs' list is honoured, refused by name, or documented as ignored."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_params
+
+from octavo.core.request import Request
+from octavo.server.schema import IGNORED, REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
+from tests.server.fakes import FakeClient, Harness
+
+SERVING = """
+    messages n best_of max_tokens max_completion_tokens min_tokens temperature top_p top_k min_p typical_p
+    presence_penalty frequency_penalty repetition_penalty logit_bias logprobs top_logprobs prompt_logprobs echo seed
+    stop stop_token_ids include_stop_str_in_output ignore_eos response_format structured_outputs tools tool_choice
+    parallel_tool_calls reasoning stream stream_options use_beam_search length_penalty priority cache_salt timeout user
+    metadata chat_template_kwargs continue_final_message add_generation_prompt skip_special_tokens model store
+"""
+CHAT_FIELDS = """
+    messages max_completion_tokens top_logprobs tools tool_choice reasoning chat_template_kwargs
+    continue_final_message add_generation_prompt
+"""
+CHAT_ONLY = set(CHAT_FIELDS.split())
+COMPLETION_ONLY = {"best_of", "prompt", "suffix"}
+ENDPOINTS: dict[str, tuple[Any, Any, Any, set[str]]] = {
+    "chat": (ChatBody, REFUSED_CHAT, chat_params, COMPLETION_ONLY),
+    "complete": (CompletionBody, REFUSED_COMPLETION, completion_create_params, CHAT_ONLY),
+}
+Check = Callable[[Request, Any], bool]
+
+
+def params(check: Callable[[Any], bool]) -> Check:
+    return lambda request, _: check(request.params)
+
+
+def answer(check: Callable[[Any], bool]) -> Check:
+    return lambda _, response: check(response)
+
+
+LAST_CONTINUED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Well"}]
+PLAYED = FakeClient().tokenizer
+# Field -> (other fields, its value, proof that it acted).
+HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
+    "model": ({}, "tiny", answer(lambda r: r.json()["model"] == "tiny")),
+    "messages": ({}, [{"role": "user", "content": "z"}], lambda q, _: PLAYED.encode("z")[0] in q.prompt_token_ids),
+    "prompt": ({}, "z", lambda q, _: list(q.prompt_token_ids) == PLAYED.encode("z")),
+    "max_tokens": ({}, 3, params(lambda p: p.max_tokens == 3)),
+    "max_completion_tokens": ({}, 3, params(lambda p: p.max_tokens == 3)),
+    "min_tokens": ({}, 3, params(lambda p: p.min_tokens == 3)),
+    "temperature": ({}, 0.5, params(lambda p: p.temperature == 0.5)),
+    "top_p": ({}, 0.5, params(lambda p: p.top_p == 0.5)),
+    "top_k": ({}, 5, params(lambda p: p.top_k == 5)),
+    "min_p": ({}, 0.5, params(lambda p: p.min_p == 0.5)),
+    "presence_penalty": ({}, 0.5, params(lambda p: p.presence_penalty == 0.5)),
+    "frequency_penalty": ({}, 0.5, params(lambda p: p.frequency_penalty == 0.5)),
+    "repetition_penalty": ({}, 1.5, params(lambda p: p.repetition_penalty == 1.5)),
+    "logit_bias": ({}, {"5": -3, "6": 1.5}, params(lambda p: p.logit_bias == ((5, -3.0), (6, 1.5)))),
+    "logprobs": ({}, None, lambda q, r: q.params.logprobs is not None and r.json()["choices"][0]["logprobs"]),
+    "top_logprobs": ({"logprobs": True}, 4, params(lambda p: p.logprobs == 4)),
+    "seed": ({}, 11, params(lambda p: p.seed == 11)),
+    "stop": ({}, "lo", params(lambda p: p.stop == ("lo",))),
+    "stop_token_ids": ({}, [7], params(lambda p: p.stop_token_ids == (7,))),
+    "include_stop_str_in_output": ({"stop": "lo"}, True, answer(lambda r: "Hello" in r.text)),
+    "ignore_eos": ({}, True, params(lambda p: p.ignore_eos)),
+    "skip_special_tokens": ({"ignore_eos": True}, False, answer(lambda r: "</s>" in r.text)),
+    "stream": ({}, True, answer(lambda r: r.text.endswith("data: [DONE]\n\n"))),
+    "stream_options": ({"stream": True}, {"include_usage": True}, answer(lambda r: '"choices":[],"usage"' in r.text)),
+    "priority": ({}, -4, lambda q, _: q.priority == -4),
+    "cache_salt": ({}, "salt", lambda q, _: q.cache_salt == b"salt"),
+    "timeout": ({}, 2.5, lambda q, _: abs(q.deadline - q.arrival - 2.5) < 1e-6),
+    "chat_template_kwargs": ({}, {"mood": "calm"}, lambda q, _: PLAYED.encode("[calm]")[0] in q.prompt_token_ids),
+    "add_generation_prompt": ({}, False, lambda q, _: len(q.prompt_token_ids) == len("user:hi\n")),
+    "continue_final_message": (
+        {"messages": LAST_CONTINUED},
+        True,
+        lambda q, _: list(q.prompt_token_ids[-4:]) == PLAYED.encode("Well"),
+    ),
+    "echo": ({}, True, answer(lambda r: r.json()["choices"][0]["text"].startswith("hi"))),
+}
+UNLIKE_ANY_NEUTRAL = {"n": 2, "best_of": 3, "echo": True, "use_beam_search": True, "tools": [{"type": "function"}]}
+IGNORED_VALUES = {"metadata": {"a": "b"}, "store": True, "parallel_tool_calls": False}
+
+
+def known_fields(endpoint: str) -> set[str]:
+    body, refused, module, not_here = ENDPOINTS[endpoint]
+    openai = set(module.CompletionCreateParamsBase.__annotations__)
+    return (openai | set(SERVING.split()) | set(body.model_fields) | set(refused) | set(IGNORED)) - not_here
+
+
+CASES = [(endpoint, field) for endpoint in ENDPOINTS for field in sorted(known_fields(endpoint))]
+
+
+@pytest.mark.parametrize(("endpoint", "field"), CASES)
+async def test_each_field_is_honoured_refused_or_ignored(endpoint: str, field: str) -> None:
+    body, refused, _, _ = ENDPOINTS[endpoint]
+    kinds = [field in body.model_fields, field in refused, field in IGNORED]
+    assert sum(kinds) == 1, f"{field} must be in exactly one of the body, the refused and the ignored fields"
+    harness = Harness()
+    post = getattr(harness, endpoint)
+    if field in refused:
+        response = await post(**{field: UNLIKE_ANY_NEUTRAL.get(field, "not neutral")})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+        assert response.json()["error"]["code"] == "unsupported_field"
+        for neutral in (*refused[field], None):
+            assert (await post(**{field: neutral})).status_code == 200
+    elif field in IGNORED:
+        assert (await post(seed=1)).status_code == 200
+        assert (await post(seed=1, **{field: IGNORED_VALUES.get(field, "x")})).status_code == 200
+        first, second = harness.engine.requests
+        assert (first.params, first.prompt_token_ids) == (second.params, second.prompt_token_ids)
+    else:
+        others, value, proof = HONOURED[field]
+        if field == "logprobs":
+            value = True if endpoint == "chat" else 2
+        response = await post(**{**others, field: value})
+        assert response.status_code == 200, response.text
+        assert proof(harness.engine.requests[-1], response)
+
+
+def test_ignored_fields_say_why() -> None:
+    assert all(len(reason) > 10 for reason in IGNORED.values())
+
+
+async def test_a_field_left_out_and_one_that_is_null_are_the_same() -> None:
+    harness = Harness()
+    nulls = {field: None for field in ChatBody.model_fields if field != "messages"}
+    assert (await harness.chat()).status_code == 200
+    assert (await harness.chat(**nulls)).status_code == 200
+    first, second = (request.params for request in harness.engine.requests)
+    assert first.max_tokens == second.max_tokens and first.temperature == second.temperature
+
+
+async def test_the_api_description_lists_the_fields() -> None:
+    paths = (await Harness().get("/openapi.json")).json()["paths"]
+    for path, body in (("/v1/chat/completions", ChatBody), ("/v1/completions", CompletionBody)):
+        schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert set(schema["properties"]) == set(body.model_fields)
