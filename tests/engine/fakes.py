@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,7 +26,9 @@ from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted
 from octavo.engine.delivery import Delivery, End
+from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
+from octavo.engine.sessions import Sessions
 from octavo.executors.protocol import Capacity, ExecutorSpec
 from octavo.text.tokenizer import Tokenizer
 
@@ -53,9 +56,11 @@ class GatedExecutor(FakeExecutor):
         super().__init__(vocab_size=VOCAB_SIZE, max_model_len=128, **options)
         self.gate = threading.Event()
         self.gate.set()
+        self.shut = threading.Event()  # it shut by itself
         self.reached = threading.Event()  # a step came to the gate
         self.fail: Callable[[StepPlan, list[str]], Exception | None] | None = None
         self.num_submits = 0
+        self.shut_after = 0  # steps after which the gate shuts by itself; 0 = never
         self.is_closed = False
 
     def submit(self, plan: StepPlan) -> Any:
@@ -73,6 +78,10 @@ class GatedExecutor(FakeExecutor):
         return error
 
     def collect(self, ticket: Any) -> StepResult:
+        if self.num_steps == self.shut_after > 0:
+            self.gate.clear()
+            self.shut.set()
+            self.shut_after = 0
         self.reached.set()
         assert self.gate.wait(WAIT_S), "the gate was never opened"
         return super().collect(ticket)
@@ -263,3 +272,20 @@ def make_text() -> Any:
 
 def is_cancelled(end: End) -> bool:
     return end.finish_reason is FinishReason.CANCELLED
+
+
+def make_sessions(executor: FakeExecutor | None = None, limits: Limits | None = None, depth: int = 1) -> Sessions:
+    """Sessions over a fake engine in this process; close its client when done."""
+    executor, limits = executor or GatedExecutor(), limits or make_limits()
+    open_fake(executor, limits)
+    return Sessions(LocalClient(EngineLoop(Scheduler(limits), executor, depth=depth)), make_text())
+
+
+@asynccontextmanager
+async def running(executor: FakeExecutor | None = None, **options: Any) -> AsyncIterator[Sessions]:
+    """The same, closed at the end."""
+    sessions = make_sessions(executor, **options)
+    try:
+        yield sessions
+    finally:
+        await sessions.client.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Self
 
 from octavo.core.request import FinishReason, SamplingParams
@@ -137,10 +137,6 @@ async def _watched(session: Session, on_delta: OnDelta) -> list[TextDelta]:
     deltas: list[TextDelta] = []
     failure: str | None = None
     async for delta in session:
-        if failure is not None and delta.finish_reason is not None:
-            delta = TextDelta(
-                delta.choice, "", delta.token_ids[:0], None, FinishReason.ERROR, usage=delta.usage, message=failure
-            )
         deltas.append(delta)
         if failure is None:
             try:
@@ -148,4 +144,6 @@ async def _watched(session: Session, on_delta: OnDelta) -> list[TextDelta]:
             except Exception as error:  # the caller's code: whatever it raises is this request's end
                 failure = f"the callback raised {type(error).__name__}: {error}"
                 await session.cancel(FinishReason.ERROR)
+    if failure is not None:
+        deltas[-1] = replace(deltas[-1], finish_reason=FinishReason.ERROR, stop_reason=None, message=failure)
     return deltas

@@ -48,13 +48,19 @@ class Channels:
     async def _read(self, entry: Entry, final_only: bool) -> AsyncIterator[TokenOutput]:
         assert entry.waiter is None, "a request has one reader"
         entry.final_only = final_only
-        while not entry.is_read:
+        if entry.is_read:
+            return
+        has_ended = False
+        while not has_ended:
             if not (entry.end is not None or (entry.has_news and not final_only)):
                 await _news(entry)
                 continue
-            for output in entry.take():
+            outputs = entry.take()
+            has_ended = outputs[-1].finish_reason is not None
+            if has_ended:
+                self.ledger.forget_entry(entry)
+            for output in outputs:
                 yield output
-        self.ledger.forget_entry(entry)
 
 
 async def _news(entry: Entry) -> None:

@@ -137,9 +137,7 @@ class Rejections:
 class Ledger:
     """All open requests of one front end, oldest first, and the ended ones not yet read."""
 
-    def __init__(
-        self, epoch: int = 0, max_unread: int = MAX_UNREAD, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, epoch: int = 0, max_unread: int = MAX_UNREAD, now: Callable[[], float] = time.monotonic) -> None:
         self.epoch = epoch
         self._now = now
         self.rejections = Rejections()
@@ -241,4 +239,3 @@ class Ledger:
         if len(self._ended) > self._max_unread:
             del self._ended[next(iter(self._ended))]
             self.rejections.unread += 1
-

@@ -101,7 +101,8 @@ class EngineProcess:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 if client is not None:
                     await client.close()
-                self._close_stdin()
+                else:
+                    self._close_stdin()  # it may still wait for a client; this ends it at once
                 await self._process.wait()
         except TimeoutError:
             self.kill()

@@ -1,0 +1,48 @@
+"""An engine process around the fake executor, for tests: `python fake_engine.py --socket PATH --epoch N`.
+
+The configured model's name says how it behaves: "fake" works, "gated" never ends a step, "broken" cannot open,
+"crash" exits while opening, "dying" dies after some steps.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from tests.engine.fakes import GatedExecutor, make_limits, open_fake  # noqa: E402
+
+from octavo.config import Config  # noqa: E402  the path comes first
+from octavo.core.plan import StepPlan  # noqa: E402
+from octavo.core.scheduler import Scheduler  # noqa: E402
+from octavo.engine.loop import EngineLoop  # noqa: E402
+from octavo.engine.process_side import run_engine_process  # noqa: E402
+from octavo.errors import CapacityError, EngineDeadError  # noqa: E402
+from octavo.executors.protocol import Capacity  # noqa: E402
+
+
+def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
+    behaviour = config.model.model
+    if behaviour == "broken":
+        raise CapacityError("the pool holds nothing")
+    if behaviour == "crash":
+        os._exit(9)
+    executor, limits = GatedExecutor(), make_limits()
+    capacity = open_fake(executor, limits)
+    if behaviour == "gated":
+        executor.shut_after = 4
+    if behaviour == "dying":
+
+        def fail(plan: StepPlan, owners: list[str]) -> Exception | None:
+            return EngineDeadError("the device is gone") if plan.step > 8 else None
+
+        executor.fail = fail
+    return EngineLoop(Scheduler(limits), executor), capacity
+
+
+if __name__ == "__main__":
+    assert "torch" not in sys.modules
+    sys.exit(run_engine_process(open_engine))

@@ -1,0 +1,181 @@
+"""The synchronous face: batches in input order, progress only on a terminal, clean ends."""
+
+from __future__ import annotations
+
+import gc
+import io
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.engine.fakes import VOCAB_SIZE, GatedExecutor, make_limits, make_sessions
+from tests.fake_model import oracle
+
+from octavo.core.request import SamplingParams
+from octavo.engine import progress
+from octavo.engine.offline import OfflineEngine
+from octavo.engine.results import CompletionOutput, RequestOutput
+from octavo.errors import AdmissionError, InvalidRequestError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=3, ignore_eos=True)
+
+
+@pytest.fixture
+def llm() -> Iterator[OfflineEngine]:
+    with OfflineEngine(make_sessions(limits=make_limits(max_sequences=4))) as engine:
+        yield engine
+
+
+def answer(ids: list[int], params: SamplingParams = GREEDY) -> list[int]:
+    return oracle(ids, params.max_tokens or 0, VOCAB_SIZE, (), params)
+
+
+def test_L01_generate_keeps_the_input_order(llm: OfflineEngine) -> None:
+    prompts: list[Any] = ["Hi", [5, 6, 7], {"prompt_token_ids": [8]}, {"prompt": "yo"}]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, seed=3, ignore_eos=True) for n in (9, 1, 5, 3)]
+    outputs = llm.generate(prompts, params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 1, 5, 3]
+    assert [output.prompt for output in outputs] == ["Hi", None, None, "yo"]
+    for output, each in zip(outputs, params, strict=True):
+        assert output.outputs[0].token_ids == answer(output.prompt_token_ids, each)
+        assert output.outputs[0].finish_reason == "length" and output.finished
+        assert output.metrics is not None and output.metrics.completion_tokens == each.max_tokens
+
+
+@pytest.mark.parametrize("prompt", ["Hi", [43, 72], {"prompt": "Hi"}, ["Hi"], [[43, 72]]])
+def test_a_single_prompt_may_take_any_form(llm: OfflineEngine, prompt: Any) -> None:
+    (output,) = llm.generate(prompt, GREEDY)
+    assert output.prompt_token_ids == [43, 72] and output.outputs[0].token_ids == answer([43, 72])
+
+
+def test_no_prompts_no_answers(llm: OfflineEngine) -> None:
+    assert llm.generate([], GREEDY) == []
+
+
+def test_default_params_are_the_models_own(llm: OfflineEngine) -> None:
+    assert llm.default_params == SamplingParams(temperature=0.0, top_k=3)
+    (output,) = llm.generate("Hi")
+    assert output.outputs[0].finish_reason in ("length", "stop")
+
+
+def test_chat_takes_one_conversation_or_many(llm: OfflineEngine) -> None:
+    talk = [{"role": "user", "content": "Hi"}]
+    (one,) = llm.chat(talk, GREEDY)
+    many = llm.chat([talk, [{"role": "user", "content": "yo"}]], GREEDY)
+    assert one.outputs[0].token_ids == many[0].outputs[0].token_ids and len(many) == 2
+    assert llm.text.tokenizer.decode(one.prompt_token_ids) == "user:Hi;"
+    assert "".join(d.text for d in llm.stream_chat(talk, GREEDY)) == one.outputs[0].text
+
+
+def test_stream_gives_deltas_and_leaving_it_cancels(llm: OfflineEngine) -> None:
+    (whole,) = llm.generate("Hi", GREEDY)
+    deltas = list(llm.stream("Hi", GREEDY))
+    assert [i for d in deltas for i in d.token_ids] == whole.outputs[0].token_ids
+    assert "".join(d.text for d in deltas) == whole.outputs[0].text
+    stream = llm.stream("Hi", SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    statistics: Any = llm.statistics()
+    assert statistics["loop"]["open_requests"] == 0
+
+
+def test_a_refused_prompt_names_its_place_and_cancels_the_rest(llm: OfflineEngine) -> None:
+    with pytest.raises(AdmissionError, match="128") as caught:
+        llm.generate([[3], [4] * 500, [5]], SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+    assert caught.value.__notes__ == ["this was prompt 1 of 3"]
+    statistics: Any = llm.statistics()
+    assert statistics["loop"]["open_requests"] == 0
+    with pytest.raises(InvalidRequestError, match="2 params for 1"):
+        llm.generate("Hi", [GREEDY, GREEDY])
+    for wrong in ({"text": "Hi"}, [b"Hi"], [None]):
+        with pytest.raises(InvalidRequestError):
+            llm.generate(wrong, GREEDY)  # type: ignore[arg-type]
+
+
+def test_bug_33_one_failing_request_is_an_answer_and_the_others_go_on() -> None:
+    executor = GatedExecutor()
+    with OfflineEngine(make_sessions(executor)) as llm:
+        victim = 40
+
+        def fail(plan: Any, owners: list[str]) -> Exception | None:
+            by_id = {s.request_id: s.ids[0] for s in executor.slots.values()}
+            by_id.update((new.request_id, new.token_ids[0]) for new in plan.new_sequences)
+            return RuntimeError("boom") if any(by_id[o] == victim for o in owners) else None
+
+        executor.fail = fail
+        outputs = llm.generate([[i] for i in range(35, 45)], GREEDY)
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    assert reasons == ["length"] * 5 + ["error"] + ["length"] * 4
+    assert "boom" in (outputs[5].outputs[0].message or "") and not outputs[5].finished
+    assert all(o.outputs[0].token_ids == answer(o.prompt_token_ids) for i, o in enumerate(outputs) if i != 5)
+
+
+def test_on_delta_knows_the_index(llm: OfflineEngine) -> None:
+    seen: dict[int, list[int]] = {}
+    outputs = llm.generate([[5], [6]], GREEDY, on_delta=lambda i, d: seen.setdefault(i, []).extend(d.token_ids))
+    assert seen == {i: output.outputs[0].token_ids for i, output in enumerate(outputs)}
+
+
+def test_several_threads_share_one_engine(llm: OfflineEngine) -> None:
+    results: dict[int, list[int]] = {}
+
+    def work(first: int) -> None:
+        results[first] = llm.generate([[first]], GREEDY)[0].outputs[0].token_ids
+
+    threads = [threading.Thread(target=work, args=(10 + i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert results == {first: answer([first]) for first in range(10, 16)}
+
+
+def test_L04_close_is_idempotent_and_ends_the_threads() -> None:
+    before = threading.active_count()
+    llm = OfflineEngine(make_sessions())
+    llm.generate("Hi", GREEDY)
+    llm.close()
+    llm.close()
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("Hi", GREEDY)
+
+
+def test_an_engine_left_behind_is_closed_when_collected() -> None:
+    before = threading.active_count()
+    llm = OfflineEngine(make_sessions())
+    llm.generate("Hi", GREEDY)
+    del llm
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_no_bar_without_a_terminal(llm: OfflineEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["Hi", "yo"], GREEDY, progress=True)
+    assert capsys.readouterr().err == ""
+    assert "octavo.engine.progress" in sys.modules  # imported by this test only
+
+
+def test_the_bar_counts_answers_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "Console", lambda stderr: progress_console(out))
+    done = RequestOutput("a", None, [1, 2], [CompletionOutput(0, "x", [3], "length")])
+    with progress.BatchBar(2) as advance:
+        advance(done)
+        advance(done)
+    assert "2/2" in out.getvalue() and "out tokens/s" in out.getvalue()
+
+
+def progress_console(out: io.StringIO) -> Any:
+    from rich.console import Console
+
+    return Console(file=out, force_terminal=True, width=120)
+
+
+def test_cumulative_logprob_is_the_sum() -> None:
+    from octavo.core.plan import TokenLogprobs
+
+    output = CompletionOutput(0, "x", [1, 2], "stop", logprobs=[TokenLogprobs(1, -1.0, 1), TokenLogprobs(2, -0.5, 1)])
+    assert output.cumulative_logprob == -1.5 and CompletionOutput(0, "", [], "stop").cumulative_logprob is None
