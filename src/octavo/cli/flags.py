@@ -65,6 +65,8 @@ class _Formatter(argparse.HelpFormatter):
         groups: Iterable[Any],
         prefix: str | None,
     ) -> str:
+        if usage is not None:
+            return f"usage: {usage}\n\n"
         positionals = [action for action in actions if not action.option_strings]
         words = [self._format_args(action, self._get_default_metavar_for_positional(action)) for action in positionals]
         return f"usage: {self._prog} {' '.join([*words, '[options]'])}\n\n"
