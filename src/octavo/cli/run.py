@@ -42,9 +42,8 @@ class Asked:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument(
-        "words", nargs="*", metavar="[MODEL] PROMPT", help="the prompt, in quotes; - or a pipe reads it"
-    )
+    parser.usage = "octavo run [MODEL] PROMPT [options]"
+    parser.add_argument("words", nargs="*", metavar="PROMPT", help="the prompt, in quotes; - or a pipe reads it")
     group = parser.add_argument_group("answer")
     group.add_argument(
         "--max-tokens", "-n", type=int, default=MAX_TOKENS, metavar="N", help=f"tokens at most [{MAX_TOKENS}]"
