@@ -31,6 +31,7 @@ from octavo.core.request import SamplingParams
 from octavo.executors.protocol import Capacity, ExecutorSpec
 
 HOLE = 0  # content of a cell that nobody ever wrote
+GREEDY = SamplingParams(temperature=0.0)
 UNKNOWN_TOKEN = -1  # the id of a request known by length only
 
 
@@ -38,7 +39,7 @@ class FakeModelError(AssertionError):
     """A plan asked for something that no correct scheduler asks for."""
 
 
-class FakeFault(RuntimeError):
+class InjectedError(RuntimeError):
     """An injected failure of a step."""
 
 
@@ -67,7 +68,7 @@ def oracle(
     num_outputs: int,
     vocab_size: int,
     eos: Sequence[int] = (),
-    params: SamplingParams = SamplingParams(),
+    params: SamplingParams = GREEDY,
     adapter_id: int = 0,
 ) -> list[int]:
     """The ids that a request must give: at most `num_outputs`, up to its first end-of-sequence or stop id."""
@@ -192,7 +193,7 @@ class FakeExecutor:
                 if earlier.result is None and earlier.fault is None:
                     self.run(earlier)
             self.void(plan)
-            raise FakeFault("injected: submit")
+            raise InjectedError("injected: submit")
         ticket = Ticket(plan)
         self.queue.append(ticket)
         if not self.lazy:
@@ -237,9 +238,9 @@ class FakeExecutor:
         """Execute one plan, or damage what it would have written when a fault strikes."""
         plan = ticket.plan
         if self.is_broken:
-            ticket.fault = FakeFault("an earlier step failed")
+            ticket.fault = InjectedError("an earlier step failed")
         elif self.faults.hits(self.faults.collect_failure) or self.is_poisoned(plan):
-            ticket.fault = FakeFault("injected: step")
+            ticket.fault = InjectedError("injected: step")
             self.is_broken = True
         if ticket.fault is not None:
             self.corrupt_or_skip(plan)
@@ -326,7 +327,7 @@ class FakeExecutor:
             self.replace(slot, group, index, block, fresh)
         else:
             start = first if first is not None else 0
-            is_shared = first is None or index * self.block_size < start and (group, block) not in fresh
+            is_shared = first is None or (index * self.block_size < start and (group, block) not in fresh)
             if not is_shared and self.strict and self.holders[group][block]:
                 raise FakeModelError(f"block {block} is given to slot {slot} to write while a live table holds it")
             if is_shared and self.strict and (index + 1) * self.block_size > start:
@@ -398,9 +399,7 @@ class FakeExecutor:
                 and (group, block) not in fresh
                 and not repeats
             ):
-                raise FakeModelError(
-                    f"{where}: writes position {position} of block {block} again ({self.holders[group][block]} tables hold it)"
-                )
+                raise FakeModelError(f"{where}: writes position {position} of block {block} again")
         for block in table[row.start // size :]:
             if (group, block) in fresh and self.holders[group][block] > 1:
                 raise FakeModelError(

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.fake_model import FakeExecutor, Faults, InjectedError, oracle, quads, triples
+
 from octavo.core import invariants
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, WaitReason
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.core.scheduler import Scheduler
-from tests.fake_model import FakeExecutor, FakeFault, Faults, oracle, quads, triples
 
 EOS = 2
 ENDED_EARLY = (FinishReason.CANCELLED, FinishReason.TIMEOUT, FinishReason.ERROR)
@@ -150,7 +151,7 @@ class Run:
         """Put a plan in flight; when the executor refuses it, commit the earlier ones, then its failure."""
         try:
             ticket = self.executor.submit(plan)
-        except FakeFault as fault:
+        except InjectedError as fault:
             num_failures = self.num_failures
             while self.flight:
                 self.commit()
@@ -165,7 +166,7 @@ class Run:
         plan, ticket = self.flight.popleft()
         try:
             result = self.executor.collect(ticket)
-        except FakeFault as fault:
+        except InjectedError as fault:
             return self.fail(plan, str(fault))
         return self.take(self.scheduler.commit(plan, result, self.now))
 

@@ -3,10 +3,10 @@
 from array import array
 
 import pytest
+from tests.fake_model import FakeExecutor, FakeModelError, oracle
 
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, NewSequence, StepPlan
 from octavo.core.request import SamplingParams
-from tests.fake_model import FakeExecutor, FakeModelError, oracle
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 

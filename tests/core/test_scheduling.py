@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.core.harness import EOS, Run, limits, prompt
+from tests.fake_model import quads
 
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, ROW_SCORE, EventKind, StepPlan, WaitReason
 from octavo.core.request import FinishReason, Want
 from octavo.errors import AdmissionError
-from tests.core.harness import EOS, Run, limits, prompt
-from tests.fake_model import quads
 
 
 def names(plan: StepPlan) -> list[str]:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-from octavo.core.request import FinishReason
 from tests.core.harness import EOS, Run, limits, prompt
 from tests.core.random_driver import Driver
+
+from octavo.core.request import FinishReason
 
 NUM_STEPS = int(os.environ.get("OCTAVO_STATE_MACHINE_STEPS", "50000"))
 FIRST_SEED = int(os.environ.get("OCTAVO_STATE_MACHINE_SEED", "0"))
