@@ -8,6 +8,7 @@ with one; frames of another epoch, and malformed ones, are dropped and counted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
@@ -87,8 +88,7 @@ class SocketClient:
 
     async def cancel(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End requests in whatever state; nothing to do once the engine is gone."""
-        if self.is_alive:
-            await self._write(wire.frame(wire.Cancel(self.epoch, tuple(request_ids), reason)))
+        await self._tell(wire.Cancel(self.epoch, tuple(request_ids), reason))
 
     async def statistics(self) -> Mapping[str, object]:
         """Engine counters and gauges as plain JSON values."""
@@ -100,9 +100,9 @@ class SocketClient:
 
     async def close(self) -> None:
         """Let the engine answer everyone, then end the connection. Idempotent."""
-        if self.is_alive and not self._is_closing:
+        if not self._is_closing:
             self._is_closing = True
-            await self._write(wire.frame(wire.Close(self.epoch)))
+            await self._tell(wire.Close(self.epoch))
         await self.ended()
 
     def abandon(self) -> None:
@@ -119,6 +119,12 @@ class SocketClient:
             return await answer
         finally:
             del self._answers[number]
+
+    async def _tell(self, message: wire.Cancel | wire.Close) -> None:
+        """Send what an engine that is gone need not hear: its end answers everyone anyway."""
+        if self.is_alive:
+            with contextlib.suppress(EngineDeadError):
+                await self._write(wire.frame(message))
 
     async def _write(self, frame: bytes) -> None:
         try:
