@@ -66,9 +66,7 @@ async def test_many_at_once_with_clients_that_leave_lose_nothing() -> None:
     rng = random.Random(7)
     async with served() as (harness, _):
         stayers = [
-            asyncio.create_task(
-                harness.complete(prompt=f"stay {i}", seed=SEED, max_tokens=20 + i, stream=bool(i % 2))
-            )
+            asyncio.create_task(harness.complete(prompt=f"stay {i}", seed=SEED, max_tokens=20 + i, stream=bool(i % 2)))
             for i in range(12)
         ]
         leavers = [

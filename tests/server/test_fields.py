@@ -135,5 +135,6 @@ async def test_a_field_left_out_and_one_that_is_null_are_the_same() -> None:
 async def test_the_api_description_lists_the_fields() -> None:
     paths = (await Harness().get("/openapi.json")).json()["paths"]
     for path, body in (("/v1/chat/completions", ChatBody), ("/v1/completions", CompletionBody)):
+        assert all(f"`{field}` (" in paths[path]["post"]["description"] for field in IGNORED)
         schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(schema["properties"]) == set(body.model_fields)

@@ -279,6 +279,13 @@ def _shown(value: object) -> str:
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
+def field_notes(refused: Mapping[str, object]) -> str:
+    """What the API description says of fields that do nothing here."""
+    ignored = "; ".join(f"`{name}` ({reason})" for name, reason in IGNORED.items())
+    names = ", ".join(f"`{name}`" for name in refused)
+    return f"Taken and ignored: {ignored}.\n\nNot supported yet, refused unless left at their neutral value: {names}."
+
+
 def inline_schema(body: type[BaseModel]) -> dict[str, object]:
     """The body's JSON schema with its definitions put in place, for the API description."""
     schema = body.model_json_schema()

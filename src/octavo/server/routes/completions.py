@@ -12,7 +12,7 @@ from octavo.server.faults import bad_field
 from octavo.server.limits import read_json
 from octavo.server.params import completion_params
 from octavo.server.reply import Task, reply, wants_usage
-from octavo.server.schema import CompletionBody, inline_schema, read_completion
+from octavo.server.schema import REFUSED_COMPLETION, CompletionBody, field_notes, inline_schema, read_completion
 from octavo.server.shapes import CompletionShape
 
 
@@ -55,5 +55,6 @@ def add_routes(app: FastAPI) -> None:
         completions,
         methods=["POST"],
         response_model=None,
+        description=f"Go on with one or several texts; each prompt is one choice.\n\n{field_notes(REFUSED_COMPLETION)}",
         openapi_extra={"requestBody": {"required": True, "content": content}},
     )
