@@ -7,6 +7,7 @@ Does not: compute, decide or serve. Importing it loads no torch; opening an engi
 
 from __future__ import annotations
 
+import difflib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.engine.offline import OfflineEngine
 from octavo.engine.process_side import run_engine_process
 from octavo.engine.sessions import Sessions
+from octavo.errors import ConfigError
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
 from octavo.text.text_model import TextModel
 
@@ -121,12 +123,21 @@ def limits(config: Config, capacity: Capacity, device: str) -> Limits:
 
 
 def config_from(model: str, values: dict[str, Any]) -> Config:
-    """A Config from a model's name and settings in any of their spellings, with underscores or dashes.
+    """A Config from a model's name and settings: by field name, or by the spelling of a flag with underscores.
 
-    Raises ConfigError naming an unknown setting and those near it.
+    Raises ConfigError naming an unknown setting and those near it, or the value and what to give instead.
     """
-    file = {name.replace("_", "-"): value for name, value in values.items()}
-    return settings.resolve({"model": model}, {}, file).config
+    fields = {key.replace("-", "_"): setting.name for setting in settings.SETTINGS for key in setting.keys}
+    flags: dict[str, object] = {"model": model}
+    for name, value in values.items():
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; octavo config show lists them"
+            raise ConfigError(f"{name} is no setting{hint}")
+        if fields[name] in flags:
+            raise ConfigError(f"{fields[name]} is given twice, once as {name}; give it once")
+        flags[fields[name]] = value
+    return settings.resolve(flags, {}, {}).config
 
 
 class LLM(OfflineEngine):

@@ -1,0 +1,125 @@
+"""The composition root: from settings to a running engine, on a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, AsyncLLM, ConfigError, SamplingParams, UnknownModelError
+from octavo.artifacts.resolve import resolve_model
+from octavo.assembly import config_from, executor_spec, limits
+from octavo.config import Config, ModelConfig
+from octavo.core.kv.group import GroupSpec
+from octavo.engine.process import EngineProcess
+from octavo.engine.sessions import Sessions
+from octavo.executors.protocol import Capacity
+from octavo.text.text_model import TextModel
+from tests.tiny_models import make_tiny_model
+
+SMALL = {"max_model_len": 64, "num_blocks": 32, "threads": 1, "dtype": "float32"}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("smollm2", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> Iterator[LLM]:
+    with LLM(str(tiny), **SMALL) as engine:
+        yield engine
+
+
+def test_settings_are_known_by_field_and_by_flag() -> None:
+    config = config_from("m", {"max_num_seqs": 4, "max_batch_tokens": "1K", "gpu_memory_utilization": 0.5})
+    assert (config.model.model, config.scheduling.max_sequences, config.scheduling.max_batch_tokens) == ("m", 4, 1024)
+    assert config.cache.memory_fraction == 0.5
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_modellen": 5}, "max_modellen is no setting; did you mean max_model_len"),
+        ({"zzz": 5}, "zzz is no setting; octavo config show"),
+        ({"max_model_len": "abc"}, "'abc'; give a whole number"),
+        ({"max_num_seqs": 4, "max_sequences": 5}, "given twice"),
+        ({"num_blocks": 4, "kv_cache_tokens": 5}, "both set"),
+    ],
+)
+def test_wrong_settings_are_named(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from("m", values)
+
+
+def test_an_unknown_model_is_a_typed_error() -> None:
+    with pytest.raises(UnknownModelError, match=r"no_such\.gguf"):
+        LLM("no_such.gguf")
+
+
+def test_defaults_depend_on_the_device_and_settings_win() -> None:
+    assert executor_spec(Config(), "cpu").max_sequences == 32
+    assert executor_spec(Config(), "cuda").max_batch_tokens == 8192
+    config = config_from("m", {"max_sequences": 7, "max_batch_tokens": 99})
+    capacity = Capacity((GroupSpec(),), num_blocks=(9,), block_size=16, num_slots=7, max_model_len=64, vocab_size=5)
+    made = limits(config, capacity, "cpu")
+    assert (made.max_sequences, made.max_batch_tokens, made.num_blocks) == (7, 99, (9,))
+
+
+def test_L01_a_batch_gives_each_prompt_what_it_gets_alone(llm: LLM) -> None:
+    prompts = ["a", "The quick brown fox", "one two three four", "x y"]
+    together = llm.generate(prompts, GREEDY)
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+    assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
+    assert all(len(o.outputs[0].token_ids) == 8 for o in together)
+
+
+def test_P02_a_seed_repeats_itself_whatever_runs_beside_it(llm: LLM) -> None:
+    seeded = SamplingParams(temperature=1.0, max_tokens=8, seed=11, ignore_eos=True)
+    other = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+    first = llm.generate("hello", seeded)[0].outputs[0].token_ids
+    beside = llm.generate(["x", "hello", "y"], [other, seeded, other])[1].outputs[0].token_ids
+    assert first == beside
+
+
+def test_logprobs_and_chat(llm: LLM) -> None:
+    (output,) = llm.generate("hello", SamplingParams(temperature=0.0, max_tokens=3, logprobs=2, ignore_eos=True))
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None and len(logprobs) == 3
+    assert all(entry is not None and entry.rank == 1 and len(entry.top_ids) == 2 for entry in logprobs)
+    assert output.outputs[0].cumulative_logprob is not None
+    (answer,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+    assert "user" in llm.text.tokenizer.decode(answer.prompt_token_ids, False)
+
+
+def test_async_llm_answers_several_at_once(tiny: Path) -> None:
+    async def main() -> list[list[int]]:
+        async with AsyncLLM(str(tiny), **SMALL) as llm:
+            outputs = await asyncio.gather(*(llm.generate(text, GREEDY) for text in ("a", "b", "a")))
+            deltas = [delta async for delta in llm.stream("a", GREEDY)]
+            return [o.outputs[0].token_ids for o in outputs] + [[i for d in deltas for i in d.token_ids]]
+
+    first, second, again, streamed = asyncio.run(main())
+    assert first == again == streamed and first != second
+
+
+async def test_the_engine_process_gives_the_same_ids(tiny: Path, llm: LLM) -> None:
+    config = config_from(str(tiny), dict(SMALL))
+    child = await EngineProcess.start(config)
+    try:
+        sessions = Sessions(child.client, TextModel.load(resolve_model(str(tiny))))
+        session = await sessions.submit(sessions.prompt_ids("hello"), GREEDY)
+        ids = [i for delta in await session.collect() for i in delta.token_ids]
+    finally:
+        await child.close()
+    assert child.returncode == 0
+    expected = await asyncio.to_thread(llm.generate, "hello", GREEDY)
+    assert ids == expected[0].outputs[0].token_ids
+
+
+async def test_reliability_6_a_missing_model_fails_the_start_with_its_own_error() -> None:
+    with pytest.raises(UnknownModelError, match=r"no_such\.gguf"):
+        await EngineProcess.start(Config(model=ModelConfig(model="no_such.gguf")))
