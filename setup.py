@@ -53,6 +53,6 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension(LIBRARY, SOURCES, language="c++", optional=True)],
+    ext_modules=[Extension(LIBRARY, SOURCES, depends=["csrc/kernel.h"], language="c++", optional=True)],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
 )

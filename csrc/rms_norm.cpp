@@ -7,39 +7,12 @@
 // Rounding is that of the torch twin in ops/rms_norm.py; only the order of the sum of squares differs.
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-#define INLINE static inline __attribute__((always_inline))
+#include "kernel.h"
 
 namespace {
 
 constexpr int kLanes = 16;
-
-struct Bfloat16 {
-    uint16_t bits;
-};
-
-INLINE float widen(float value) { return value; }
-
-INLINE float widen(Bfloat16 value) {
-    const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-
-INLINE void narrow(float value, float& out) { out = value; }
-
-// Round to nearest, ties to even; a NaN stays one (its payload could round up into an infinity).
-INLINE void narrow(float value, Bfloat16& out) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    out.bits = static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
-}
 
 struct Rows {
     const void* x;
@@ -108,8 +81,6 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) void norm_row_avx5
 }
 #endif
 
-enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
-
 Isa detect() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -147,7 +118,7 @@ void norm_rows(const Rows& rows, int64_t num_rows, int32_t num_threads) {
 }  // namespace
 
 // Version of this ABI; the loader refuses another one.
-EXPORT int32_t octavo_kernels_abi() { return 1; }
+EXPORT int32_t octavo_kernels_abi() { return 2; }
 
 // Instruction set in use: 0 portable, 1 AVX2, 2 AVX-512.
 EXPORT int32_t octavo_kernels_isa() { return isa; }

@@ -160,7 +160,7 @@ def assert_logprobs(entry: TokenLogprobs | None, log_probs_V: torch.Tensor, tole
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("llama3", tmp_path_factory.mktemp("conformance") / "llama3")
+    return make_tiny_model("llama3", tmp_path_factory.mktemp("conformance") / "llama3", head_dim=32)
 
 
 @pytest.fixture(scope="session")

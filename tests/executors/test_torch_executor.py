@@ -24,6 +24,13 @@ def make(folder: Path, attention: str = "batched", device: str = "cpu", dtype: s
     return TorchExecutor(files, spec, execution, ModelConfig(dtype=dtype))
 
 
+class TestKernelAttention(Conformance):
+    """Decode rows by the C++ kernel where it was built."""
+
+    def make_executor(self, folder: Path) -> Executor:
+        return make(folder, "auto")
+
+
 class TestBatchedAttention(Conformance):
     def make_executor(self, folder: Path) -> Executor:
         return make(folder, "batched")
@@ -117,7 +124,7 @@ def test_K11_a_pool_that_holds_nothing_says_what_would_fit(tiny_folder: Path, ch
 
 def test_K11_sizes_in_bytes_and_tokens_and_by_default(tiny_folder: Path) -> None:
     base = ExecutorSpec(max_sequences=4, max_batch_tokens=64, block_size=8)
-    block_bytes = 2 * 2 * 8 * 2 * 16 * 4  # K and V, layers, tokens, KV heads, head size, float32
+    block_bytes = 2 * 2 * 8 * 2 * 32 * 4  # K and V, layers, tokens, KV heads, head size, float32
     opened = [
         make(tiny_folder).open(replace(base, **change)).num_blocks[0]
         for change in ({}, {"pool_tokens": 100}, {"pool_bytes": 10 * block_bytes + 5})
@@ -152,7 +159,7 @@ def test_what_it_cannot_do_raises(driver: Driver) -> None:
 def test_X04_greedy_equals_transformers_for_every_family(family: str, tmp_path: Path) -> None:
     folder = make_tiny_model(family, tmp_path / family)
     oracle = Dense(folder)
-    for attention in ("batched", "reference"):
+    for attention in ("auto", "batched", "reference"):
         executor = make(folder, attention)
         driver = Driver(executor, executor.open(SPEC))
         prompts = [make_prompt(n, seed=n) for n in (4, 29)]

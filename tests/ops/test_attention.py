@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +14,8 @@ from octavo.ops.attention_batched import BatchedAttention, decode_buckets, padde
 from octavo.ops.attention_pool import KVPool, PoolShape
 from octavo.ops.attention_reference import ReferenceAttention
 
-HEADS, KV_HEADS, HEAD, BLOCK, LAYERS = 6, 2, 16, 4, 2
-BACKENDS = [BatchedAttention, ReferenceAttention]
+HEADS, KV_HEADS, HEAD, BLOCK, LAYERS = 6, 2, 32, 4, 2
+BACKENDS = [BatchedAttention, partial(BatchedAttention, use_kernel=False), ReferenceAttention]
 
 
 class Rig:
@@ -54,7 +57,7 @@ class Rig:
             contexts=contexts,
         )
 
-    def run(self, backend_class: type, window: int | None = None) -> list[torch.Tensor]:
+    def run(self, backend_class: Callable, window: int | None = None) -> list[torch.Tensor]:
         pool = KVPool(self.shape, torch.device("cpu"))
         for layer in range(LAYERS):
             for row, (context, count) in enumerate(zip(self.contexts, self.counts, strict=True)):
@@ -106,7 +109,7 @@ SHAPES = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("window", [None, 6, 64])
-def test_equals_dense_attention(name: str, backend: type, window: int | None) -> None:
+def test_equals_dense_attention(name: str, backend: Callable, window: int | None) -> None:
     rig = Rig(*SHAPES[name])
     for layer, output in enumerate(rig.run(backend, window)):
         torch.testing.assert_close(output.double(), rig.dense(layer, window), atol=2e-6, rtol=1e-5)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,9 +38,9 @@ from octavo.sampling.sampler import Sampler
 from octavo.sampling.upload import upload
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ATTENTION: dict[str, type[BatchedAttention] | type[ReferenceAttention]] = {
+ATTENTION: dict[str, Callable[[KVPool, int, int | None], AttentionBackend]] = {
     "auto": BatchedAttention,
-    "batched": BatchedAttention,
+    "batched": partial(BatchedAttention, use_kernel=False),
     "reference": ReferenceAttention,
 }
 _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}

@@ -1,0 +1,364 @@
+// Attention of one query token per row over the paged KV pool, read in place through the block tables.
+//
+// Owns: the C ABI octavo_paged_decode_{f32,bf16}.
+// Does not: write keys and values, allocate, or start threads of its own (OpenMP's pool is shared with torch).
+// Invariants: a row's result depends on that row alone, not on the rows beside it, the threads or the instruction
+// set: a context is cut into parts of kPart positions, whatever the batch; parts are computed in 16 lanes, in float,
+// without fused multiply-add, and joined in order. Each key and value is read once for all heads that share it.
+//
+// Source of the split and its joining: Dao et al., "Flash-Decoding for long-context inference", 2023.
+
+#include "kernel.h"
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors wider than the base instruction set, in inlined functions only
+
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int64_t kPart = 256;       // positions of one part
+constexpr int64_t kAhead = 32;        // positions that memory is asked for in advance
+constexpr float kLowest = -3.0e38f;  // a score below every other
+
+typedef float Lanes __attribute__((vector_size(64)));
+typedef float Half __attribute__((vector_size(32)));
+typedef float Quarter __attribute__((vector_size(16)));
+typedef int32_t IntLanes __attribute__((vector_size(64)));
+typedef uint32_t BitLanes __attribute__((vector_size(64)));
+
+struct Decode {
+    const void *query, *keys, *values;  // query [row, head, size]; pools [block, position, KV head, size]
+    const int64_t *table, *contexts;    // [row, index]; positions per row, the query's own included
+    const int64_t *first_part, *part_row;  // parts of row r: [first_part[r], first_part[r + 1]); their rows
+    float* partial;                        // [part, head, size + 2]: weighted values, then maximum and sum
+    void* output;                          // [row, head, size], contiguous
+    int64_t query_stride, table_stride, block_size, num_heads, num_kv_heads, window;
+    float scale;
+};
+
+INLINE Lanes load(const float* from) {
+    Lanes out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+}
+
+INLINE void store(const Lanes& lanes, float* to) { std::memcpy(to, &lanes, sizeof lanes); }
+
+// 32 elements as two vectors: in order, or for bfloat16 those at even places, then those at odd ones, which is what
+// one load, a shift and a mask give. All arithmetic below treats places alike; `save` puts them back in order.
+INLINE void load_pair(const float* from, Lanes& a, Lanes& b) { a = load(from), b = load(from + kLanes); }
+
+INLINE void load_pair(const Bfloat16* from, Lanes& a, Lanes& b) {
+    BitLanes bits;
+    std::memcpy(&bits, from, sizeof bits);
+    a = (Lanes)(bits << 16), b = (Lanes)(bits & 0xffff0000u);
+}
+
+INLINE void save_pair(const Lanes& a, const Lanes& b, float* to) { store(a, to), store(b, to + kLanes); }
+
+INLINE void save_pair(const Lanes& a, const Lanes& b, Bfloat16* to) {
+    for (int j = 0; j < kLanes; ++j) narrow(a[j], to[2 * j]), narrow(b[j], to[2 * j + 1]);
+}
+
+INLINE float sum(const Lanes& lanes) {
+    Half low, high;
+    std::memcpy(&low, &lanes, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&lanes) + sizeof low, sizeof high);
+    const Half half = low + high;
+    Quarter a, b;
+    std::memcpy(&a, &half, sizeof a);
+    std::memcpy(&b, reinterpret_cast<const char*>(&half) + sizeof a, sizeof b);
+    const Quarter quarter = a + b;
+    return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+}
+
+// e^x for x <= 0 within 2 ulp, 0 far below; a NaN stays one. Cephes' reduction and polynomial (Moshier, 1989).
+INLINE Lanes exp_lanes(const Lanes& x) {
+    const IntLanes is_low = x < -87.0f;
+    const Lanes clamped = is_low ? Lanes{} : x;
+    const IntLanes n = __builtin_convertvector(clamped * 1.44269504088896341f - 0.5f, IntLanes);
+    const Lanes whole = __builtin_convertvector(n, Lanes);
+    const Lanes r = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    Lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * (r * r) + r + 1.0f;
+    const IntLanes power = (n + 127) << 23;
+    return is_low ? Lanes{} : y * (Lanes)power;
+}
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define HAS_SHUFFLE 1
+// The first (or second) halves of each of the 16 / (2 * kWidth) pieces of x, then of y.
+#define FIRST_8(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+#define SECOND_8(x, y) __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
+#define FIRST_4(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define SECOND_4(x, y) __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+#define FIRST_2(x, y) __builtin_shufflevector(x, y, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29)
+#define SECOND_2(x, y) __builtin_shufflevector(x, y, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31)
+#define FIRST_1(x, y) __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define SECOND_1(x, y) __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+#endif
+#endif
+
+// The sums of 16 vectors, each by the tree of `sum`; with wide registers the trees are climbed side by side.
+template <bool kWide>
+INLINE Lanes sums(const Lanes* x) {
+#if defined(HAS_SHUFFLE)
+    if (kWide) {
+        Lanes a[8], b[4], c[2];
+        for (int i = 0; i < 8; ++i) a[i] = FIRST_8(x[2 * i], x[2 * i + 1]) + SECOND_8(x[2 * i], x[2 * i + 1]);
+        for (int i = 0; i < 4; ++i) b[i] = FIRST_4(a[2 * i], a[2 * i + 1]) + SECOND_4(a[2 * i], a[2 * i + 1]);
+        for (int i = 0; i < 2; ++i) c[i] = FIRST_2(b[2 * i], b[2 * i + 1]) + SECOND_2(b[2 * i], b[2 * i + 1]);
+        return FIRST_1(c[0], c[1]) + SECOND_1(c[0], c[1]);
+    }
+#endif
+    Lanes out;
+    for (int i = 0; i < kLanes; ++i) out[i] = sum(x[i]);
+    return out;
+}
+
+// One part of one row: where its keys and values begin, and how many positions it has.
+template <typename T>
+struct Part {
+    const T *query, *keys[kPart], *values[kPart];
+    float* partial;
+    int64_t count, row_bytes;
+};
+
+// Ask for what the loops will read, all heads of a row at once and in order: a head by itself would fetch memory in
+// pieces of one head, which halves the bandwidth.
+template <typename T>
+INLINE void fetch(const Part<T>& part, int64_t first, int64_t end) {
+    for (int64_t at = first; at < end && at < part.count; ++at)
+        for (int64_t byte = 0; byte < part.row_bytes; byte += 64) {
+            __builtin_prefetch(reinterpret_cast<const char*>(part.keys[at]) + byte, 0, 2);
+            __builtin_prefetch(reinterpret_cast<const char*>(part.values[at]) + byte, 0, 2);
+        }
+}
+
+// Scores of kGroup query heads at `count` positions, whose keys begin at rows[i] + offset. Writes whole vectors.
+template <typename T, int kVectors, int kGroup, bool kWide>
+INLINE void score(const Part<T>& part, const T* query, float scale, int64_t offset, float* scores) {
+    const int64_t count = part.count;
+    Lanes q[kGroup][kVectors];
+    for (int g = 0; g < kGroup; ++g)
+        for (int v = 0; v < kVectors; v += 2) {
+            load_pair(query + (g * kVectors + v) * kLanes, q[g][v], q[g][v + 1]);
+            q[g][v] *= scale, q[g][v + 1] *= scale;
+        }
+    if (offset == 0) fetch(part, 0, kAhead);
+    for (int64_t at = 0; at < count; at += kLanes) {
+        if (offset == 0) fetch(part, at + kAhead, at + kAhead + kLanes);
+        Lanes products[kGroup][kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+            const T* key = part.keys[at + i < count ? at + i : at] + offset;  // behind the end: any row, not used
+            Lanes k[kVectors];
+            for (int v = 0; v < kVectors; v += 2) load_pair(key + v * kLanes, k[v], k[v + 1]);
+            for (int g = 0; g < kGroup; ++g) {
+                Lanes product = q[g][0] * k[0];
+                for (int v = 1; v < kVectors; ++v) product += q[g][v] * k[v];
+                products[g][i] = product;
+            }
+        }
+        for (int g = 0; g < kGroup; ++g) store(sums<kWide>(products[g]), scores + g * kPart + at);
+    }
+}
+
+// Values weighted for kGroup query heads.
+template <typename T, int kVectors, int kGroup>
+INLINE void weigh(const float* weights, const T* const* rows, int64_t offset, int64_t count, float* partial) {
+    Lanes total[kGroup][kVectors];
+    for (int g = 0; g < kGroup; ++g)
+        for (int v = 0; v < kVectors; ++v) total[g][v] = Lanes{};
+    for (int64_t at = 0; at < count; ++at)
+        for (int v = 0; v < kVectors; v += 2) {
+            Lanes a, b;
+            load_pair(rows[at] + offset + v * kLanes, a, b);
+            for (int g = 0; g < kGroup; ++g) {
+                total[g][v] += a * weights[g * kPart + at];
+                total[g][v + 1] += b * weights[g * kPart + at];
+            }
+        }
+    for (int g = 0; g < kGroup; ++g)
+        for (int v = 0; v < kVectors; ++v) store(total[g][v], partial + (g * kVectors + v) * kLanes + 2 * g);
+}
+
+// Turn scores into unnormalised weights; gives their maximum and sum. Behind `count` the weights are zero.
+INLINE void soften(float* scores, int64_t count, float* maximum, float* total) {
+    const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+    for (int64_t i = count; i < padded; ++i) scores[i] = kLowest;
+    Lanes best = Lanes{} + kLowest;
+    for (int64_t i = 0; i < padded; i += kLanes) {
+        const Lanes lanes = load(scores + i);
+        best = lanes > best ? lanes : best;
+    }
+    float highest = best[0];
+    for (int j = 1; j < kLanes; ++j) highest = best[j] > highest ? best[j] : highest;
+    Lanes sums = Lanes{};
+    for (int64_t i = 0; i < padded; i += kLanes) {
+        const Lanes weights = exp_lanes(load(scores + i) - highest);
+        store(weights, scores + i);
+        sums += weights;
+    }
+    *maximum = highest;
+    *total = sum(sums);
+}
+
+template <typename T, int kVectors, int kGroup, bool kWide>
+INLINE void attend_heads(const Decode& d, const Part<T>& part, int64_t head) {
+    const int64_t size = kVectors * kLanes, offset = head / (d.num_heads / d.num_kv_heads) * size;
+    float* partial = part.partial + head * (size + 2);
+    alignas(64) float scores[kGroup * kPart];
+    score<T, kVectors, kGroup, kWide>(part, part.query + head * size, d.scale, offset, scores);
+    for (int g = 0; g < kGroup; ++g) {
+        float* tail = partial + g * (size + 2) + size;
+        soften(scores + g * kPart, part.count, tail, tail + 1);
+    }
+    weigh<T, kVectors, kGroup>(scores, part.values, offset, part.count, partial);
+}
+
+template <typename T, int kVectors>
+INLINE void find_rows(const Decode& d, int64_t index, Part<T>& part) {
+    const int64_t row = d.part_row[index], context = d.contexts[row], width = d.num_kv_heads * kVectors * kLanes;
+    const int64_t low = d.window > 0 && context > d.window ? context - d.window : 0;
+    const int64_t begin = (index - d.first_part[row]) * kPart;
+    const int64_t end = begin + kPart < context ? begin + kPart : context;
+    part.count = 0, part.row_bytes = width * static_cast<int64_t>(sizeof(T));
+    for (int64_t at = begin > low ? begin : low; at < end; ++at) {
+        const int64_t block = d.table[row * d.table_stride + at / d.block_size];
+        const int64_t place = (block * d.block_size + at % d.block_size) * width;
+        part.keys[part.count] = static_cast<const T*>(d.keys) + place;
+        part.values[part.count++] = static_cast<const T*>(d.values) + place;
+    }
+    part.query = static_cast<const T*>(d.query) + row * d.query_stride;
+    part.partial = d.partial + index * d.num_heads * (kVectors * kLanes + 2);
+}
+
+template <typename T, int kVectors, bool kWide>
+INLINE void attend_part(const Decode& d, int64_t index) {
+    // as many heads of a group at once as their queries and sums fit into 32 registers
+    constexpr int kMost = !kWide ? 1 : (kVectors <= 4 ? 4 : 2), kThree = kMost == 4 ? 3 : 1, kTwo = kMost >= 2 ? 2 : 1;
+    Part<T> part;
+    find_rows<T, kVectors>(d, index, part);
+    const int64_t group = d.num_heads / d.num_kv_heads;
+    for (int64_t head = 0; head < d.num_heads;) {
+        const int64_t left = group - head % group;
+        if (left >= kMost) {
+            attend_heads<T, kVectors, kMost, kWide>(d, part, head), head += kMost;
+        } else if (left >= kThree && kThree > kTwo) {
+            attend_heads<T, kVectors, kThree, kWide>(d, part, head), head += kThree;
+        } else if (left >= kTwo) {
+            attend_heads<T, kVectors, kTwo, kWide>(d, part, head), head += kTwo;
+        } else {
+            attend_heads<T, kVectors, 1, kWide>(d, part, head), head += 1;
+        }
+    }
+}
+
+template <typename T, int kVectors>
+INLINE void join_row(const Decode& d, int64_t row) {
+    const int64_t size = kVectors * kLanes, from = d.first_part[row], to = d.first_part[row + 1];
+    const int64_t step = d.num_heads * (size + 2);
+    T* output = static_cast<T*>(d.output) + row * d.num_heads * size;
+    for (int64_t head = 0; head < d.num_heads; ++head) {
+        const float* partial = d.partial + from * step + head * (size + 2);
+        float highest = partial[size];
+        for (int64_t p = 1; p < to - from; ++p)
+            highest = partial[p * step + size] > highest ? partial[p * step + size] : highest;
+        Lanes total[kVectors];
+        for (int v = 0; v < kVectors; ++v) total[v] = Lanes{};
+        float weight = 0.0f;
+        for (int64_t p = 0; p < to - from; ++p) {
+            const float* one = partial + p * step;
+            const float factor = exp_lanes(Lanes{} + (one[size] - highest))[0];
+            weight += one[size + 1] * factor;
+            for (int v = 0; v < kVectors; ++v) total[v] += load(one + v * kLanes) * factor;
+        }
+        for (int v = 0; v < kVectors; v += 2)
+            save_pair(total[v] / weight, total[v + 1] / weight, output + head * size + v * kLanes);
+    }
+}
+
+// The same two steps for each instruction set; the compiler makes what it can of the vectors above.
+template <typename T, int kVectors>
+struct Portable {
+    static void part(const Decode& d, int64_t index) { attend_part<T, kVectors, false>(d, index); }
+    static void join(const Decode& d, int64_t row) { join_row<T, kVectors>(d, row); }
+};
+
+#if defined(__x86_64__)
+#define AVX2 __attribute__((target("avx2")))
+template <typename T, int kVectors>
+struct Avx2 {
+    AVX2 static void part(const Decode& d, int64_t i) { attend_part<T, kVectors, false>(d, i); }
+    AVX2 static void join(const Decode& d, int64_t row) { join_row<T, kVectors>(d, row); }
+};
+
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+template <typename T, int kVectors>
+struct Avx512 {
+    AVX512 static void part(const Decode& d, int64_t i) { attend_part<T, kVectors, true>(d, i); }
+    AVX512 static void join(const Decode& d, int64_t row) { join_row<T, kVectors>(d, row); }
+};
+#endif
+
+using Step = void (*)(const Decode&, int64_t);
+
+void run(const Decode& d, Step part, Step join, int64_t num_rows, int32_t num_threads) {
+    const int64_t num_parts = d.first_part[num_rows];
+    if (num_threads <= 1) {  // no parallel region at all: it would wake the pool
+        for (int64_t i = 0; i < num_parts; ++i) part(d, i);
+        for (int64_t row = 0; row < num_rows; ++row) join(d, row);
+        return;
+    }
+#pragma omp parallel num_threads(num_threads)
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_parts; ++i) part(d, i);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < num_rows; ++row) join(d, row);
+    }
+}
+
+template <typename T, int kVectors>
+void decode_size(const Decode& d, int64_t num_rows, int32_t num_threads) {
+#if defined(__x86_64__)
+    const int32_t isa = octavo_kernels_isa();
+    if (isa == kAvx512) return run(d, Avx512<T, kVectors>::part, Avx512<T, kVectors>::join, num_rows, num_threads);
+    if (isa == kAvx2) return run(d, Avx2<T, kVectors>::part, Avx2<T, kVectors>::join, num_rows, num_threads);
+#endif
+    run(d, Portable<T, kVectors>::part, Portable<T, kVectors>::join, num_rows, num_threads);
+}
+
+template <typename T>
+void decode(const Decode& d, int64_t head_dim, int64_t num_rows, int32_t num_threads) {
+    switch (head_dim) {
+        case 32: return decode_size<T, 2>(d, num_rows, num_threads);
+        case 64: return decode_size<T, 4>(d, num_rows, num_threads);
+        case 96: return decode_size<T, 6>(d, num_rows, num_threads);
+        case 128: return decode_size<T, 8>(d, num_rows, num_threads);
+    }
+}
+
+}  // namespace
+
+// Positions of one part: callers cut contexts by it.
+EXPORT int32_t octavo_paged_decode_part() { return kPart; }
+
+// Sizes are in elements. `sizes`: query_stride, table_stride, block_size, num_heads, num_kv_heads, head_dim, window
+// (0 = none), num_rows. head_dim is one of 32, 64, 96, 128; anything else does nothing.
+#define DEFINE_PAGED_DECODE(name, type)                                                                                \
+    EXPORT void octavo_paged_decode_##name(const void* query, const void* keys, const void* values,                    \
+                                           const int64_t* table, const int64_t* contexts, const int64_t* first_part,   \
+                                           const int64_t* part_row, float* partial, void* output,                      \
+                                           const int64_t* sizes, float scale, int32_t num_threads) {                   \
+        const Decode d{query,    keys,     values,   table,    contexts, first_part, part_row, partial,                \
+                       output,   sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],   sizes[6], scale};                 \
+        decode<type>(d, sizes[5], sizes[7], num_threads);                                                              \
+    }
+
+DEFINE_PAGED_DECODE(f32, float)
+DEFINE_PAGED_DECODE(bf16, Bfloat16)
