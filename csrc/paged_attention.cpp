@@ -15,8 +15,8 @@
 namespace {
 
 constexpr int kLanes = 16;
-constexpr int64_t kPart = 256;       // positions of one part
-constexpr int64_t kAhead = 32;        // positions that memory is asked for in advance
+constexpr int64_t kPart = 256;      // positions of one part
+constexpr int64_t kMaxHeads = 128;  // query heads: their scores of one part are on the stack
 constexpr float kLowest = -3.0e38f;  // a score below every other
 
 typedef float Lanes __attribute__((vector_size(64)));
@@ -125,23 +125,20 @@ template <typename T>
 struct Part {
     const T *query, *keys[kPart], *values[kPart];
     float* partial;
-    int64_t count, row_bytes;
+    int64_t count;
 };
 
-// Ask for what the loops will read, all heads of a row at once and in order: a head by itself would fetch memory in
-// pieces of one head, which halves the bandwidth.
-template <typename T>
-INLINE void fetch(const Part<T>& part, int64_t first, int64_t end) {
-    for (int64_t at = first; at < end && at < part.count; ++at)
-        for (int64_t byte = 0; byte < part.row_bytes; byte += 64) {
-            __builtin_prefetch(reinterpret_cast<const char*>(part.keys[at]) + byte, 0, 2);
-            __builtin_prefetch(reinterpret_cast<const char*>(part.values[at]) + byte, 0, 2);
-        }
+// Ask for one head's share of some rows before they are needed: memory is the bound, and arithmetic hides behind it.
+template <typename T, int kVectors>
+INLINE void fetch(const T* const* rows, int64_t offset, int64_t first, int64_t end) {
+    for (int64_t at = first; at < end; ++at)
+        for (int64_t i = 0; i < kVectors * kLanes; i += 64 / static_cast<int64_t>(sizeof(T)))
+            __builtin_prefetch(rows[at] + offset + i, 0, 2);
 }
 
 // Scores of kGroup query heads at `count` positions, whose keys begin at rows[i] + offset. Writes whole vectors.
 template <typename T, int kVectors, int kGroup, bool kWide>
-INLINE void score(const Part<T>& part, const T* query, float scale, int64_t offset, float* scores) {
+INLINE void score(const Part<T>& part, const T* query, float scale, int64_t offset, bool is_first, float* scores) {
     const int64_t count = part.count;
     Lanes q[kGroup][kVectors];
     for (int g = 0; g < kGroup; ++g)
@@ -149,9 +146,9 @@ INLINE void score(const Part<T>& part, const T* query, float scale, int64_t offs
             load_pair(query + (g * kVectors + v) * kLanes, q[g][v], q[g][v + 1]);
             q[g][v] *= scale, q[g][v + 1] *= scale;
         }
-    if (offset == 0) fetch(part, 0, kAhead);
     for (int64_t at = 0; at < count; at += kLanes) {
-        if (offset == 0) fetch(part, at + kAhead, at + kAhead + kLanes);
+        const int64_t end = at + kLanes < count ? at + kLanes : count;
+        if (is_first) fetch<T, kVectors>(part.values, offset, at, end);
         Lanes products[kGroup][kLanes];
         for (int i = 0; i < kLanes; ++i) {
             const T* key = part.keys[at + i < count ? at + i : at] + offset;  // behind the end: any row, not used
@@ -169,19 +166,23 @@ INLINE void score(const Part<T>& part, const T* query, float scale, int64_t offs
 
 // Values weighted for kGroup query heads.
 template <typename T, int kVectors, int kGroup>
-INLINE void weigh(const float* weights, const T* const* rows, int64_t offset, int64_t count, float* partial) {
+INLINE void weigh(const Part<T>& part, const Part<T>& next, const float* weights, int64_t offset, bool is_first,
+                  float* partial) {
     Lanes total[kGroup][kVectors];
     for (int g = 0; g < kGroup; ++g)
         for (int v = 0; v < kVectors; ++v) total[g][v] = Lanes{};
-    for (int64_t at = 0; at < count; ++at)
+    for (int64_t at = 0; at < part.count; ++at) {
+        if (is_first && at < next.count) fetch<T, kVectors>(next.keys, offset, at, at + 1);
         for (int v = 0; v < kVectors; v += 2) {
             Lanes a, b;
-            load_pair(rows[at] + offset + v * kLanes, a, b);
+            load_pair(part.values[at] + offset + v * kLanes, a, b);
             for (int g = 0; g < kGroup; ++g) {
                 total[g][v] += a * weights[g * kPart + at];
                 total[g][v + 1] += b * weights[g * kPart + at];
             }
         }
+    }
+    if (is_first) fetch<T, kVectors>(next.keys, offset, part.count, next.count);
     for (int g = 0; g < kGroup; ++g)
         for (int v = 0; v < kVectors; ++v) store(total[g][v], partial + (g * kVectors + v) * kLanes + 2 * g);
 }
@@ -207,17 +208,22 @@ INLINE void soften(float* scores, int64_t count, float* maximum, float* total) {
     *total = sum(sums);
 }
 
+// The two passes over a part, for kGroup heads from `head` on: scores and their softening, then the values.
 template <typename T, int kVectors, int kGroup, bool kWide>
-INLINE void attend_heads(const Decode& d, const Part<T>& part, int64_t head) {
-    const int64_t size = kVectors * kLanes, offset = head / (d.num_heads / d.num_kv_heads) * size;
+INLINE void attend_heads(const Decode& d, const Part<T>& part, const Part<T>* next, int64_t head, float* scores) {
+    const int64_t size = kVectors * kLanes, group = d.num_heads / d.num_kv_heads, offset = head / group * size;
+    const bool is_first = head % group == 0;
     float* partial = part.partial + head * (size + 2);
-    alignas(64) float scores[kGroup * kPart];
-    score<T, kVectors, kGroup, kWide>(part, part.query + head * size, d.scale, offset, scores);
+    scores += head * kPart;
+    if (next != nullptr) {
+        weigh<T, kVectors, kGroup>(part, *next, scores, offset, is_first, partial);
+        return;
+    }
+    score<T, kVectors, kGroup, kWide>(part, part.query + head * size, d.scale, offset, is_first, scores);
     for (int g = 0; g < kGroup; ++g) {
         float* tail = partial + g * (size + 2) + size;
         soften(scores + g * kPart, part.count, tail, tail + 1);
     }
-    weigh<T, kVectors, kGroup>(scores, part.values, offset, part.count, partial);
 }
 
 template <typename T, int kVectors>
@@ -226,7 +232,7 @@ INLINE void find_rows(const Decode& d, int64_t index, Part<T>& part) {
     const int64_t low = d.window > 0 && context > d.window ? context - d.window : 0;
     const int64_t begin = (index - d.first_part[row]) * kPart;
     const int64_t end = begin + kPart < context ? begin + kPart : context;
-    part.count = 0, part.row_bytes = width * static_cast<int64_t>(sizeof(T));
+    part.count = 0;
     for (int64_t at = begin > low ? begin : low; at < end; ++at) {
         const int64_t block = d.table[row * d.table_stride + at / d.block_size];
         const int64_t place = (block * d.block_size + at % d.block_size) * width;
@@ -238,23 +244,35 @@ INLINE void find_rows(const Decode& d, int64_t index, Part<T>& part) {
 }
 
 template <typename T, int kVectors, bool kWide>
-INLINE void attend_part(const Decode& d, int64_t index) {
+INLINE void attend_all(const Decode& d, const Part<T>& part, const Part<T>* next, float* scores) {
     // as many heads of a group at once as their queries and sums fit into 32 registers
     constexpr int kMost = !kWide ? 1 : (kVectors <= 4 ? 4 : 2), kThree = kMost == 4 ? 3 : 1, kTwo = kMost >= 2 ? 2 : 1;
-    Part<T> part;
-    find_rows<T, kVectors>(d, index, part);
     const int64_t group = d.num_heads / d.num_kv_heads;
     for (int64_t head = 0; head < d.num_heads;) {
         const int64_t left = group - head % group;
         if (left >= kMost) {
-            attend_heads<T, kVectors, kMost, kWide>(d, part, head), head += kMost;
+            attend_heads<T, kVectors, kMost, kWide>(d, part, next, head, scores), head += kMost;
         } else if (left >= kThree && kThree > kTwo) {
-            attend_heads<T, kVectors, kThree, kWide>(d, part, head), head += kThree;
+            attend_heads<T, kVectors, kThree, kWide>(d, part, next, head, scores), head += kThree;
         } else if (left >= kTwo) {
-            attend_heads<T, kVectors, kTwo, kWide>(d, part, head), head += kTwo;
+            attend_heads<T, kVectors, kTwo, kWide>(d, part, next, head, scores), head += kTwo;
         } else {
-            attend_heads<T, kVectors, 1, kWide>(d, part, head), head += 1;
+            attend_heads<T, kVectors, 1, kWide>(d, part, next, head, scores), head += 1;
         }
+    }
+}
+
+// Every `step`th part from `first` on. While one is weighed, the keys of the next are on their way.
+template <typename T, int kVectors, bool kWide>
+INLINE void attend_parts(const Decode& d, int64_t first, int64_t step, int64_t num_parts) {
+    alignas(64) float scores[kMaxHeads * kPart];
+    Part<T> parts[2];
+    if (first < num_parts) find_rows<T, kVectors>(d, first, parts[0]);
+    for (int64_t index = first, now = 0; index < num_parts; index += step, now = 1 - now) {
+        parts[1 - now].count = 0;
+        if (index + step < num_parts) find_rows<T, kVectors>(d, index + step, parts[1 - now]);
+        attend_all<T, kVectors, kWide>(d, parts[now], nullptr, scores);
+        attend_all<T, kVectors, kWide>(d, parts[now], &parts[1 - now], scores);
     }
 }
 
@@ -285,7 +303,9 @@ INLINE void join_row(const Decode& d, int64_t row) {
 // The same two steps for each instruction set; the compiler makes what it can of the vectors above.
 template <typename T, int kVectors>
 struct Portable {
-    static void part(const Decode& d, int64_t index) { attend_part<T, kVectors, false>(d, index); }
+    static void parts(const Decode& d, int64_t first, int64_t step, int64_t num_parts) {
+        attend_parts<T, kVectors, false>(d, first, step, num_parts);
+    }
     static void join(const Decode& d, int64_t row) { join_row<T, kVectors>(d, row); }
 };
 
@@ -293,33 +313,37 @@ struct Portable {
 #define AVX2 __attribute__((target("avx2")))
 template <typename T, int kVectors>
 struct Avx2 {
-    AVX2 static void part(const Decode& d, int64_t i) { attend_part<T, kVectors, false>(d, i); }
+    AVX2 static void parts(const Decode& d, int64_t first, int64_t step, int64_t num_parts) {
+        attend_parts<T, kVectors, false>(d, first, step, num_parts);
+    }
     AVX2 static void join(const Decode& d, int64_t row) { join_row<T, kVectors>(d, row); }
 };
 
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 template <typename T, int kVectors>
 struct Avx512 {
-    AVX512 static void part(const Decode& d, int64_t i) { attend_part<T, kVectors, true>(d, i); }
+    AVX512 static void parts(const Decode& d, int64_t first, int64_t step, int64_t num_parts) {
+        attend_parts<T, kVectors, true>(d, first, step, num_parts);
+    }
     AVX512 static void join(const Decode& d, int64_t row) { join_row<T, kVectors>(d, row); }
 };
 #endif
 
-using Step = void (*)(const Decode&, int64_t);
-
-void run(const Decode& d, Step part, Step join, int64_t num_rows, int32_t num_threads) {
+template <typename Isa>
+void run(const Decode& d, int64_t num_rows, int32_t num_threads) {
     const int64_t num_parts = d.first_part[num_rows];
     if (num_threads <= 1) {  // no parallel region at all: it would wake the pool
-        for (int64_t i = 0; i < num_parts; ++i) part(d, i);
-        for (int64_t row = 0; row < num_rows; ++row) join(d, row);
+        Isa::parts(d, 0, 1, num_parts);
+        for (int64_t row = 0; row < num_rows; ++row) Isa::join(d, row);
         return;
     }
+    // in turns, not in runs: contexts ascend, so turns share the work evenly
 #pragma omp parallel num_threads(num_threads)
     {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_parts; ++i) part(d, i);
+#pragma omp for schedule(static, 1)
+        for (int32_t turn = 0; turn < num_threads; ++turn) Isa::parts(d, turn, num_threads, num_parts);
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < num_rows; ++row) join(d, row);
+        for (int64_t row = 0; row < num_rows; ++row) Isa::join(d, row);
     }
 }
 
@@ -327,10 +351,10 @@ template <typename T, int kVectors>
 void decode_size(const Decode& d, int64_t num_rows, int32_t num_threads) {
 #if defined(__x86_64__)
     const int32_t isa = octavo_kernels_isa();
-    if (isa == kAvx512) return run(d, Avx512<T, kVectors>::part, Avx512<T, kVectors>::join, num_rows, num_threads);
-    if (isa == kAvx2) return run(d, Avx2<T, kVectors>::part, Avx2<T, kVectors>::join, num_rows, num_threads);
+    if (isa == kAvx512) return run<Avx512<T, kVectors>>(d, num_rows, num_threads);
+    if (isa == kAvx2) return run<Avx2<T, kVectors>>(d, num_rows, num_threads);
 #endif
-    run(d, Portable<T, kVectors>::part, Portable<T, kVectors>::join, num_rows, num_threads);
+    run<Portable<T, kVectors>>(d, num_rows, num_threads);
 }
 
 template <typename T>

@@ -15,7 +15,11 @@ from octavo.ops.attention_pool import KVPool, PoolShape
 from octavo.ops.attention_reference import ReferenceAttention
 
 HEADS, KV_HEADS, HEAD, BLOCK, LAYERS = 6, 2, 32, 4, 2
-BACKENDS = [BatchedAttention, partial(BatchedAttention, use_kernel=False), ReferenceAttention]
+BACKENDS = [
+    partial(BatchedAttention, use_kernel=True),
+    partial(BatchedAttention, use_kernel=False),
+    ReferenceAttention,
+]
 
 
 class Rig:

@@ -125,5 +125,6 @@ def test_scores_of_any_size_keep_the_weights_a_distribution() -> None:
 
 def test_pools_that_the_kernel_cannot_read() -> None:
     for head_dim, dtype in ((16, torch.float32), (64, torch.float16), (80, torch.bfloat16)):
-        assert not has_kernel(KVPool(PoolShape(1, 1, 4, 1, head_dim, dtype), torch.device("cpu")))
+        assert not has_kernel(KVPool(PoolShape(1, 1, 4, 1, head_dim, dtype), torch.device("cpu")), 4)
+    assert not has_kernel(Rig(torch.float32).pool, 129)
     assert cpu._load()[0].octavo_paged_decode_part() == PART

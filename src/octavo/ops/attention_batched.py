@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.attention import AttentionBatch
-from octavo.ops.attention_decode import PagedDecode, has_kernel
+from octavo.ops.attention_decode import PagedDecode, has_kernel, is_faster
 from octavo.ops.attention_pool import KVPool
 
 PAD_TOKENS = 32  # contexts are padded to multiples of this, for equal vector lanes
@@ -80,11 +80,15 @@ def decode_buckets(contexts: np.ndarray, levels: np.ndarray) -> list[tuple[int, 
 
 
 class BatchedAttention:
-    """The AttentionBackend of the hot path; CPU and CUDA. Results may be overwritten by the next attend."""
+    """The AttentionBackend of the hot path; CPU and CUDA. Results may be overwritten by the next attend.
 
-    def __init__(self, pool: KVPool, num_heads: int, window: int | None = None, use_kernel: bool = True) -> None:
+    `use_kernel=None` takes the C++ kernel where it is the faster one.
+    """
+
+    def __init__(self, pool: KVPool, num_heads: int, window: int | None = None, use_kernel: bool | None = None) -> None:
         shape = pool.shape
-        self._decode = PagedDecode(pool, num_heads, window) if use_kernel and has_kernel(pool) else None
+        use_kernel = is_faster() if use_kernel is None else use_kernel
+        self._decode = PagedDecode(pool, num_heads, window) if use_kernel and has_kernel(pool, num_heads) else None
         self._pool = pool
         self._num_heads = num_heads
         self._window = window

@@ -22,6 +22,7 @@ from octavo.ops.attention import AttentionBatch
 from octavo.ops.attention_pool import KVPool
 
 HEAD_DIMS = (32, 64, 96, 128)
+MAX_HEADS = 128  # kMaxHeads of csrc/paged_attention.cpp
 PART = 256  # kPart of csrc/paged_attention.cpp
 _KERNELS = {torch.float32: "octavo_paged_decode_f32", torch.bfloat16: "octavo_paged_decode_bf16"}
 
@@ -32,10 +33,20 @@ def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
     return None if name is None else cpu.function(name, *[c_void_p] * 10, c_float, c_int32)
 
 
-def has_kernel(pool: KVPool) -> bool:
+def has_kernel(pool: KVPool, num_heads: int) -> bool:
     """Whether the kernel can read this pool."""
     shape = pool.shape
-    return pool.device.type == "cpu" and shape.head_dim in HEAD_DIMS and _kernel(shape.dtype) is not None
+    fits = pool.device.type == "cpu" and shape.head_dim in HEAD_DIMS and num_heads <= MAX_HEADS
+    return fits and _kernel(shape.dtype) is not None
+
+
+def is_faster() -> bool:
+    """Whether the kernel beats its torch twin on this machine's instruction set.
+
+    A layer of 32 rows x 200 positions, 9 heads over 3, one Zen 5 core, bfloat16: 0.28 ms with AVX-512 (memory's
+    speed) against 0.75; 2.0 ms with AVX2, where the compiler spills the 16 lanes.
+    """
+    return cpu.status().isa == "avx512"
 
 
 class PagedDecode:
