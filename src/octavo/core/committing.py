@@ -37,7 +37,7 @@ class Committer:
             self._poison(flight.rows[index])
         state.cache.confirm(flight.published, plan.step)
         if result.scores or result.pooled:
-            self._take_outputs(result)
+            self._take_outputs(result, bad)
         if result.num_token_ids is None and not bad and self._is_plain(plan):
             self._commit_plain(result)
         else:
@@ -157,22 +157,28 @@ class Committer:
             )
         return result.token_ids
 
-    def _take_outputs(self, result: StepResult) -> None:
-        """Pass on scores not given before, and pooled states."""
+    def _take_outputs(self, result: StepResult, bad: dict[int, str]) -> None:
+        """Pass on scores not given before, and pooled states, of rows whose results count."""
         scores = []
         for index, first, entries in result.scores:
             request = self.flight.rows[index].request
-            if request.status == Status.FINISHED or self.flight.rows[index].stale:
+            if not self._counts(index, bad):
                 continue
             skip = max(0, request.num_scored - first)
             if entries[skip:]:
                 scores.append((request.request.request_id, first + skip, entries[skip:]))
                 request.num_scored = first + len(entries)
         self.events.scores = tuple(scores)
-        pooled = ((self.flight.rows[index].request, data) for index, data in result.pooled)
         self.events.pooled = tuple(
-            (request.request.request_id, data) for request, data in pooled if request.status != Status.FINISHED
+            (self.flight.rows[index].request.request.request_id, data)
+            for index, data in result.pooled
+            if self._counts(index, bad)
         )
+
+    def _counts(self, index: int, bad: dict[int, str]) -> bool:
+        """Whether anybody still wants what a row gave."""
+        sequence = self.flight.rows[index]
+        return index not in bad and not sequence.stale and sequence.request.status != Status.FINISHED
 
     def _drop(self, sequence: Sequence) -> None:
         """A row whose result nobody wants any more."""
