@@ -111,6 +111,7 @@ class Slot:
     tables: list[list[int]]
     next_start: int | None = None  # first position not yet written; None until its first row
     num_sampled: int = 0  # since it entered the slot
+    sampled_in: int = -1  # number of the submitted plan that sampled its last id
     may_repeat: bool = False  # its last result was withheld, so its last position may come again
     cells: list[int] = field(default_factory=list)  # what its blocks should hold, from its ids alone
 
@@ -128,6 +129,8 @@ class Ticket:
     """One submitted plan and, once executed, its result or fault."""
 
     plan: StepPlan
+    number: int
+    num_told: int  # plans whose results were collected when this one was submitted
     result: StepResult | None = None
     fault: Exception | None = None
     is_collected: bool = False
@@ -159,7 +162,8 @@ class FakeExecutor:
         self.queue: deque[Ticket] = deque()
         self.is_broken = False
         self.failing: set[int] = set()  # slots whose row fails alone in this step
-        self.num_steps = self.num_tokens = 0
+        self.current = Ticket(StepPlan(0, 0.0), 0, 0)
+        self.num_steps = self.num_tokens = self.num_submitted = 0
 
     def open(self, spec: ExecutorSpec) -> Capacity:
         """Make the pool: one list of cells per block and group."""
@@ -194,7 +198,8 @@ class FakeExecutor:
                     self.run(earlier)
             self.void(plan)
             raise InjectedError("injected: submit")
-        ticket = Ticket(plan)
+        ticket = Ticket(plan, self.num_submitted, self.num_submitted - len(self.queue))
+        self.num_submitted += 1
         self.queue.append(ticket)
         if not self.lazy:
             self.run(ticket)
@@ -248,6 +253,7 @@ class FakeExecutor:
         else:
             self.num_steps += 1
             self.num_tokens += sum(plan.counts)
+            self.current = ticket
             ticket.result = self.execute(plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -265,7 +271,7 @@ class FakeExecutor:
         rows = [row for row in plan.rows() if not self.is_baseless(row)]
         for row in rows:
             self.check_row(row, fresh)
-        self.failing = {row.slot for row in rows if self.faults.hits(self.faults.row_error)}
+        self.failing = {row.slot for row in rows if self.faults.hits(self.row_error_chance(row))}
         self.forward(rows)
         return self.sample(list(plan.rows()))
 
@@ -376,6 +382,8 @@ class FakeExecutor:
             raise FakeModelError(f"{where}: follows {state.next_start}")
         if bool(row.flags & ROW_CARRY) and (row.count != 1 or end != known or state.num_sampled == 0):
             raise FakeModelError(f"{where}: carries an id that its slot did not sample last")
+        if not row.flags & ROW_CARRY and end == known and state.sampled_in >= self.current.num_told:
+            raise FakeModelError(f"{where}: its last id is still on the device, and the row does not carry it")
         if row.flags & ROW_SAMPLE and end != known:
             raise FakeModelError(f"{where}: samples before its end")
         for group in range(len(self.groups)):
@@ -405,6 +413,10 @@ class FakeExecutor:
                 raise FakeModelError(
                     f"{where}: writes into block {block}, which {self.holders[group][block]} tables share"
                 )
+
+    def row_error_chance(self, row: Row) -> float:
+        """Rows that compute prompt positions fail more often: others may already read what they write."""
+        return self.faults.row_error * (3 if row.start < self.slots[row.slot].num_prompt else 1)
 
     def forward(self, rows: Iterable[Row]) -> None:
         """Write every row's cells; a row whose context another row still has to write waits for it."""
@@ -465,7 +477,8 @@ class FakeExecutor:
         for index, row in enumerate(rows):
             state = self.slots[row.slot]
             if self.is_baseless(row):
-                counts.append(0)
+                counts.append(1)
+                ids.append(self.faults.rng.randrange(self.vocab_size))  # garbage, which nobody may take
                 continue
             last = row.start + row.count - 1
             cell = self.cells[0][state.tables[0][last // self.block_size]][last % self.block_size]
@@ -482,6 +495,7 @@ class FakeExecutor:
                     state.may_repeat = True
                 else:
                     ids.append(self.draw_next(state, cell))
+                    state.sampled_in = self.current.number
         whole = None if all(counts) else counts
         return StepResult(
             None if self.durations_only else ids,

@@ -60,6 +60,7 @@ class Record:
     finished: Event | None = None
     events: list[Event] = field(default_factory=list)
     scores: list[Any] = field(default_factory=list)
+    pooled: list[bytes] = field(default_factory=list)
     is_running: bool = False
     is_cancelled: bool = False
 
@@ -270,6 +271,8 @@ class Run:
             record.token_ids.append(token_id)
         for name, *entry in events.scores:
             self.records[name].scores.append(entry)
+        for name, state in events.pooled:
+            self.records[name].pooled.append(state)
         self.absorb(events.decisions)
         if self.check:
             invariants.check(self.scheduler)

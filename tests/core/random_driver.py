@@ -29,11 +29,11 @@ def random_limits(rng: random.Random) -> Limits:
     longest = -(-max_model_len // block_size)
     return limits(
         block_size=block_size,
-        num_blocks=max(1, int(longest * rng.uniform(0.8, 2.5))),
+        num_blocks=max(1, int(longest * rng.uniform(0.8, rng.choice((1.3, 2.5))))),
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
-        max_batch_tokens=rng.choice((1, 3, 8, 16, 32, 64)),
-        max_sequences=rng.choice((1, 2, 3, 4, 6, 8)),
+        max_batch_tokens=rng.choice((1, 3, 8, 16, 16, 32, 64, 64)),
+        max_sequences=rng.choice((1, 2, 3, 4, 4, 6, 6, 8)),
         policy=rng.choice(("fcfs", "fcfs", "fifo")),
         headroom=rng.choice((None, 0.0, 0.0, 0.1, 0.3)),
         chunked_prefill=rng.random() < 0.75,
@@ -58,7 +58,7 @@ class Driver:
     def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         rng = self.rng
-        self.depth = rng.choice((1, 2, 3))
+        self.depth = rng.choice((1, 2, 2, 3, 3))
         self.faults = random_faults(rng)
         lazy = self.depth > 1 or rng.random() < 0.5
         self.run = Run(random_limits(rng), depth=self.depth, faults=self.faults, lazy=lazy)

@@ -10,7 +10,7 @@ from tests.core.harness import EOS, Record, Run, limits, prompt
 from tests.fake_model import Faults, oracle
 
 from octavo.core.plan import ROW_CARRY, EventKind, StepFailure, WaitReason
-from octavo.core.request import FinishReason, SamplingParams
+from octavo.core.request import FinishReason, SamplingParams, Want
 from octavo.errors import AdmissionError, DuplicateRequestError, InvalidRequestError, InvariantError
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
@@ -332,6 +332,14 @@ def test_row_18_a_failed_row_ends_alone_and_nothing_it_wrote_is_found(cancels: b
     third = run.admit(prompt(4), 4)
     run.finish()
     assert third.reason == FinishReason.LENGTH
+
+
+@DEPTHS
+def test_row_18_scores_of_a_failed_row_are_not_given(depth: int) -> None:
+    run = Run(depth=depth, faults=Faults(random.Random(1), row_error=1.0))
+    record = run.admit(prompt(6), 1, wants=Want.SCORE | Want.POOL)
+    run.finish()
+    assert record.reason == FinishReason.ERROR and record.scores == [] and record.pooled == []
 
 
 @DEPTHS

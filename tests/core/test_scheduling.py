@@ -372,6 +372,15 @@ def test_S24_a_request_that_only_scores_ends_without_tokens() -> None:
     assert sum(len(entries) for _, entries in record.scores) == 12
 
 
+def test_S24_a_request_for_an_embedding_gives_one_state_at_its_end() -> None:
+    run = Run(limits(max_batch_tokens=8))
+    record = run.admit(prompt(13), 1, wants=Want.POOL)
+    run.step()
+    assert record.pooled == []
+    run.finish()
+    assert len(record.pooled) == 1 and record.token_ids == []
+
+
 def test_S24_eos_ends_a_sampling_request_with_stop() -> None:
     run = Run(limits(vocab_size=5))
     record = run.admit([3, 4, 3], 50, eos_token_ids=(EOS,))
