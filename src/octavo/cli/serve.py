@@ -26,7 +26,7 @@ from octavo.errors import EngineDeadError
 from octavo.executors.protocol import Capacity
 from octavo.server.app import create_app
 from octavo.server.lifecycle import Lifecycle, Phase
-from octavo.server.run import HttpServer, open_socket, url_of
+from octavo.server.run import HttpServer, new_event_loop, open_socket, url_of
 
 WATCH_S = 0.5  # how long a dead engine goes unnoticed
 PULSE_S = 5.0
@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; 0 after a clean drain."""
-    return asyncio.run(_serve(config_from(args, model=args.model), args.quiet))
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(_serve(config_from(args, model=args.model), args.quiet))
 
 
 async def _serve(config: Config, is_quiet: bool) -> int:
