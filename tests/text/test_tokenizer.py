@@ -61,7 +61,7 @@ def test_tokens_that_only_the_configuration_knows_are_added(load):
     assert tokenizer.special_ids == {0, 1, 2, 318}
 
 
-def test_row_35_prompts_are_never_cut_or_padded(load):
+def test_bug_35_prompts_are_never_cut_or_padded(load):
     backend = Backend.from_str(tiny_backend_json("byte_level"))
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
