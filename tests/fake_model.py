@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from octavo.core.kv.group import GroupSpec
 from octavo.core.plan import (
@@ -27,60 +27,15 @@ from octavo.core.plan import (
     StepResult,
     TokenLogprobs,
 )
-from octavo.core.request import SamplingParams
 from octavo.executors.protocol import Capacity, ExecutorSpec
+from tests.fake_pool import FakeModelError, FakePool, Slot, quads, triples
+from tests.hash_chain import UNKNOWN_TOKEN, chain, draw, oracle
 
-HOLE = 0  # content of a cell that nobody ever wrote
-GREEDY = SamplingParams(temperature=0.0)
-UNKNOWN_TOKEN = -1  # the id of a request known by length only
-
-
-class FakeModelError(AssertionError):
-    """A plan asked for something that no correct scheduler asks for."""
+__all__ = ["FakeExecutor", "FakeModelError", "Faults", "InjectedError", "Slot", "Ticket", "oracle", "quads", "triples"]
 
 
 class InjectedError(RuntimeError):
     """An injected failure of a step."""
-
-
-def chain(read: Callable[[int], int], token_id: int, position: int, adapter_id: int = 0) -> int:
-    """The KV of one position: a hash of the cell before it, of one farther back, and of the token's id."""
-    if token_id == UNKNOWN_TOKEN:
-        return hash((UNKNOWN_TOKEN, position, 5)) | 1
-    if position == 0:
-        return hash((token_id, adapter_id, 11)) | 1
-    return hash((read(position - 1), read(position * 7919 % position), token_id, position)) | 1
-
-
-def draw(cell: int, params: SamplingParams, num_outputs: int, vocab_size: int, eos: Sequence[int]) -> int:
-    """The token sampled behind a cell; end ids are not drawn before `min_tokens`."""
-    banned: tuple[int, ...] = ()
-    if num_outputs < params.min_tokens:
-        banned = params.stop_token_ids if params.ignore_eos else (*eos, *params.stop_token_ids)
-    attempt = 0
-    while (token_id := (hash((cell, params.seed or 0, attempt)) >> 7) % vocab_size) in banned:
-        attempt += 1
-    return token_id
-
-
-def oracle(
-    prompt_ids: Sequence[int],
-    num_outputs: int,
-    vocab_size: int,
-    eos: Sequence[int] = (),
-    params: SamplingParams = GREEDY,
-    adapter_id: int = 0,
-) -> list[int]:
-    """The ids that a request must give: at most `num_outputs`, up to its first end-of-sequence or stop id."""
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
-    ids, cells = list(prompt_ids), list[int]()
-    for produced in range(num_outputs):
-        while len(cells) < len(ids):
-            cells.append(chain(cells.__getitem__, ids[len(cells)], len(cells), adapter_id))
-        ids.append(draw(cells[-1], params, produced, vocab_size, eos))
-        if ids[-1] in ends:
-            break
-    return ids[len(prompt_ids) :]
 
 
 @dataclass
@@ -96,32 +51,6 @@ class Faults:
 
     def hits(self, chance: float) -> bool:
         return chance > 0.0 and self.rng.random() < chance
-
-
-@dataclass
-class Slot:
-    """What the executor keeps of one sequence."""
-
-    request_id: str
-    num_prompt: int
-    params: SamplingParams
-    eos: tuple[int, ...]
-    adapter_id: int
-    ids: list[int]
-    tables: list[list[int]]
-    next_start: int | None = None  # first position not yet written; None until its first row
-    num_sampled: int = 0  # since it entered the slot
-    sampled_in: int = -1  # number of the submitted plan that sampled its last id
-    may_repeat: bool = False  # its last result was withheld, so its last position may come again
-    cells: list[int] = field(default_factory=list)  # what its blocks should hold, from its ids alone
-
-    def expected(self, end: int) -> list[int]:
-        """The cells of positions [0, end), extended as needed."""
-        while len(self.cells) < end:
-            self.cells.append(
-                chain(self.cells.__getitem__, self.ids[len(self.cells)], len(self.cells), self.adapter_id)
-            )
-        return self.cells
 
 
 @dataclass
@@ -181,12 +110,7 @@ class FakeExecutor:
     def make_pool(self, block_size: int, num_blocks: Sequence[int]) -> None:
         """Allocate `num_blocks` blocks per group."""
         self.block_size = block_size
-        self.cells = [[[HOLE] * block_size for _ in range(count)] for count in num_blocks]
-        self.is_written = [[[False] * block_size for _ in range(count)] for count in num_blocks]
-        self.is_bad: list[list[bool]] = [
-            [False] * count for count in num_blocks
-        ]  # written by a row that failed alone, or from one
-        self.holders: list[list[int]] = [[0] * count for count in num_blocks]
+        self.pool = FakePool(self.groups, block_size, num_blocks, self.strict)
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Queue a plan; execute it now unless lazy."""
@@ -265,9 +189,9 @@ class FakeExecutor:
             self.free_slot(slot)
         for new in plan.new_sequences:
             self.enter(new)
-        fresh = self.copy_blocks(plan)
-        for slot, group, index, block in quads(plan.edits):
-            self.edit(slot, group, index, block, firsts.get(slot), fresh)
+        fresh = self.pool.copy(plan)
+        for entry in quads(plan.edits):
+            self.pool.edit(self.slots[entry[0]].tables[entry[1]], entry, firsts.get(entry[0]), fresh)
         rows = [row for row in plan.rows() if not self.is_baseless(row)]
         for row in rows:
             self.check_row(row, fresh)
@@ -278,16 +202,10 @@ class FakeExecutor:
     def free_slot(self, slot: int) -> None:
         state = self.slots.pop(slot, None)
         if state is not None:
-            self.release_tables(state)
+            self.pool.release(state)
         elif slot not in self.void_slots and self.strict:
             raise FakeModelError(f"slot {slot} is freed but nobody is in it")
         self.void_slots.discard(slot)
-
-    def release_tables(self, state: Slot) -> None:
-        for holders, table in zip(self.holders, state.tables, strict=True):
-            for block in table:
-                if block != DROP_BLOCK:
-                    holders[block] -= 1
 
     def enter(self, new: NewSequence) -> None:
         if new.slot in self.slots:
@@ -302,61 +220,6 @@ class FakeExecutor:
         self.slots[new.slot] = Slot(
             new.request_id, new.num_prompt, new.params, new.eos_token_ids, new.adapter_id, ids, tables
         )
-
-    def copy_blocks(self, plan: StepPlan) -> set[tuple[int, int]]:
-        """Copy whole blocks, reading all sources before writing; give the destinations."""
-        contents = [
-            (self.cells[g][source][:], self.is_written[g][source][:], self.is_bad[g][source])
-            for g, source, _ in triples(plan.copies)
-        ]
-        targets = [(g, to) for g, _, to in triples(plan.copies)]
-        fresh = set(targets)
-        if len(fresh) != len(targets):
-            raise FakeModelError("two copies have one destination")
-        for (g, to), content in zip(targets, contents, strict=True):
-            if self.strict and self.holders[g][to]:
-                raise FakeModelError(f"a copy overwrites block {to}, which a live table holds")
-            self.cells[g][to], self.is_written[g][to], self.is_bad[g][to] = content
-        return fresh
-
-    def edit(
-        self, slot: int, group: int, index: int, block: int, first: int | None, fresh: set[tuple[int, int]]
-    ) -> None:
-        """Append, replace or drop one entry of a slot's table."""
-        table = self.slots[slot].tables[group]
-        if not 0 <= index <= len(table) or block >= len(self.cells[group]) or block < DROP_BLOCK:
-            raise FakeModelError(f"edit ({slot}, {group}, {index}, {block}) of a table of {len(table)} entries")
-        is_append = index == len(table)
-        if is_append and block == DROP_BLOCK:
-            raise FakeModelError(f"edit of slot {slot} drops entry {index}, which does not exist")
-        if not is_append:
-            self.replace(slot, group, index, block, fresh)
-        else:
-            start = first if first is not None else 0
-            is_shared = first is None or (index * self.block_size < start and (group, block) not in fresh)
-            if not is_shared and self.strict and self.holders[group][block]:
-                raise FakeModelError(f"block {block} is given to slot {slot} to write while a live table holds it")
-            if is_shared and self.strict and (index + 1) * self.block_size > start:
-                raise FakeModelError(
-                    f"slot {slot} starts at {start}, inside block {block}, which is neither copied nor its own"
-                )
-            if not is_shared and (group, block) not in fresh:
-                self.is_written[group][block] = [False] * self.block_size
-                self.is_bad[group][block] = False
-            table.append(block)
-        if block != DROP_BLOCK:
-            self.holders[group][block] += 1
-
-    def replace(self, slot: int, group: int, index: int, block: int, fresh: set[tuple[int, int]]) -> None:
-        """Take out an entry: dropped, copied on write, or exchanged for a block of the same content."""
-        table = self.slots[slot].tables[group]
-        old = table[index]
-        same = block == DROP_BLOCK or (group, block) in fresh or self.cells[group][block] == self.cells[group][old]
-        if self.strict and not same:
-            raise FakeModelError(f"slot {slot}: block {old} is replaced by {block}, which holds something else")
-        if old != DROP_BLOCK:
-            self.holders[group][old] -= 1
-        table[index] = block
 
     # -- rows
 
@@ -387,32 +250,8 @@ class FakeExecutor:
         if row.flags & ROW_SAMPLE and end != known:
             raise FakeModelError(f"{where}: samples before its end")
         for group in range(len(self.groups)):
-            self.check_blocks(state, group, row, fresh, where)
+            self.pool.check_blocks(state, group, row, fresh, where)
         state.next_start, state.may_repeat = end, False
-
-    def check_blocks(self, state: Slot, group: int, row: Row, fresh: set[tuple[int, int]], where: str) -> None:
-        """Positions to write lie in blocks that were not written there since they were given out."""
-        table, size = state.tables[group], self.block_size
-        end = row.start + row.count
-        if len(table) != -(-end // size) and not state.may_repeat:
-            raise FakeModelError(f"{where}: table of {len(table)} blocks of {size}")
-        for position in range(row.start, end):
-            block = table[position // size]
-            if block == DROP_BLOCK:
-                raise FakeModelError(f"{where}: writes into a hole at {position}")
-            repeats = position == row.start and state.may_repeat and self.holders[group][block] == 1
-            if (
-                self.strict
-                and self.is_written[group][block][position % size]
-                and (group, block) not in fresh
-                and not repeats
-            ):
-                raise FakeModelError(f"{where}: writes position {position} of block {block} again")
-        for block in table[row.start // size :]:
-            if (group, block) in fresh and self.holders[group][block] > 1:
-                raise FakeModelError(
-                    f"{where}: writes into block {block}, which {self.holders[group][block]} tables share"
-                )
 
     def row_error_chance(self, row: Row) -> float:
         """Rows that compute prompt positions fail more often: others may already read what they write."""
@@ -434,41 +273,21 @@ class FakeExecutor:
         """Write one row's cells in every group; False when its context is not there yet."""
         state, size = self.slots[row.slot], self.block_size
         for group, table in enumerate(state.tables):
-            if self.strict and not self.check_context(state, group, row.start):
+            if self.strict and not self.pool.check_context(state, group, row.start):
                 return False
-            pool, written = self.cells[group], self.is_written[group]
+            pool, written = self.pool.cells[group], self.pool.is_written[group]
 
             def read(position: int, pool: list[list[int]] = pool, table: list[int] = table) -> int:
                 return pool[table[position // size]][position % size]
 
             is_bad = row.slot in self.failing or any(
-                self.is_bad[group][block] for block in table if block != DROP_BLOCK
+                self.pool.is_bad[group][block] for block in table if block != DROP_BLOCK
             )
             for position in range(row.start, row.start + row.count):
                 block, offset = table[position // size], position % size
                 pool[block][offset] = chain(read, state.ids[position], position, state.adapter_id) + is_bad
                 written[block][offset] = True
-                self.is_bad[group][block] |= is_bad
-        return True
-
-    def check_context(self, state: Slot, group: int, end: int) -> bool:
-        """Whether positions [0, end) are written; raise when one holds what this sequence never wrote."""
-        size, expected = self.block_size, state.expected(end)
-        for index, block in enumerate(state.tables[group][: -(-end // size)]):
-            if block == DROP_BLOCK:
-                if self.groups[group].window == 0:
-                    raise FakeModelError(f"{state.request_id!r} reads a hole at {index * size}")
-                continue
-            stop = min(size, end - index * size)
-            if not all(self.is_written[group][block][:stop]):
-                return False
-            if (
-                not self.is_bad[group][block]
-                and self.cells[group][block][:stop] != expected[index * size : index * size + stop]
-            ):
-                raise FakeModelError(
-                    f"{state.request_id!r} reads foreign content in block {block}, entry {index} of group {group}"
-                )
+                self.pool.is_bad[group][block] |= is_bad
         return True
 
     def sample(self, rows: list[Row]) -> StepResult:
@@ -481,7 +300,7 @@ class FakeExecutor:
                 ids.append(self.faults.rng.randrange(self.vocab_size))  # garbage, which nobody may take
                 continue
             last = row.start + row.count - 1
-            cell = self.cells[0][state.tables[0][last // self.block_size]][last % self.block_size]
+            cell = self.pool.cells[0][state.tables[0][last // self.block_size]][last % self.block_size]
             if row.slot in self.failing:
                 errors.append((index, "injected: not finite"))
             if row.flags & ROW_SCORE:
@@ -546,8 +365,8 @@ class FakeExecutor:
             for group, table in enumerate(tables.get(row.slot, ())):
                 for position in range(row.start, row.start + row.count):
                     block, offset = table[position // self.block_size], position % self.block_size
-                    self.cells[group][block][offset] = self.faults.rng.getrandbits(32)
-                    self.is_written[group][block][offset] = True
+                    self.pool.cells[group][block][offset] = self.faults.rng.getrandbits(32)
+                    self.pool.is_written[group][block][offset] = True
 
     def void(self, plan: StepPlan) -> None:
         """Forget every slot that a discarded plan names: its sequence must be sent again."""
@@ -560,17 +379,5 @@ class FakeExecutor:
         for slot in named:
             state = self.slots.pop(slot, None)
             if state is not None:
-                self.release_tables(state)
+                self.pool.release(state)
         self.void_slots |= named
-
-
-def quads(column: array[int]) -> Iterable[tuple[int, int, int, int]]:
-    """Entries of a flat column of four."""
-    flat = iter(column)
-    return zip(flat, flat, flat, flat, strict=True)
-
-
-def triples(column: array[int]) -> Iterable[tuple[int, int, int]]:
-    """Entries of a flat column of three."""
-    flat = iter(column)
-    return zip(flat, flat, flat, strict=True)

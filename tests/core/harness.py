@@ -195,17 +195,16 @@ class Run:
                 self.records[name].is_cancelled = True
         return self.scheduler.cancel(request_ids, self.now, reason)
 
-    def fill(self, only: Iterable[str] | None = None) -> StepPlan | None:
+    def fill(self, only: Iterable[str] | None = None) -> StepPlan:
         """Submit plans until `depth` are in flight or one is empty; give the last plan made."""
-        plan = None
         while len(self.flight) < self.depth:
             plan = self.plan(only)
             if plan.is_empty:
                 break
             self.submit(plan)
-        return plan
+        return self.plans[-1]
 
-    def step(self, only: Iterable[str] | None = None) -> StepPlan | None:
+    def step(self, only: Iterable[str] | None = None) -> StepPlan:
         """One turn of the loop: fill the flight, commit the oldest; give the last plan made."""
         self.now += 0.01
         plan = self.fill(only)

@@ -86,8 +86,7 @@ def test_bug_08_positions_go_on_after_a_preemption_and_outputs_are_snapshots(dep
     snapshots = []
     while run.scheduler.has_work:
         plan = run.step()
-        if plan is not None:
-            snapshots += [(new, list(new.token_ids or ())) for new in plan.new_sequences]
+        snapshots += [(new, list(new.token_ids or ())) for new in plan.new_sequences]
     assert any(record.of_kind(EventKind.PREEMPTED) for record in records)
     assert all(list(new.token_ids or ()) == ids for new, ids in snapshots)
     run.finish()
@@ -134,7 +133,6 @@ def test_bug_11_a_prompt_found_whole_never_rewrites_the_shared_block() -> None:
     for _ in range(3):
         run.admit(prompt(8), 2)
         plan = run.step()
-        assert plan is not None
         written = {block for _, _, index, block in quads(plan.edits) if index == 1}
         assert written == {plan.copies[2]} and plan.copies[1] not in written
         run.finish_all()
@@ -146,7 +144,7 @@ def test_bug_12_an_idle_plan_is_empty_and_says_when_to_look_again() -> None:
     run.admit(prompt(4, 1), 3, deadline=7.0)
     run.admit(prompt(4, 2), 3, queue_timeout=9.0)
     plan = run.step()
-    assert plan is not None and plan.wake_at == 7.0
+    assert plan.wake_at == 7.0
     run.finish()
     run.step()
     plan = run.plan()
@@ -158,7 +156,7 @@ def test_bug_14_a_full_hit_computes_one_token_not_a_block() -> None:
     for expected in (8, 1):
         run.admit(prompt(8), 1)
         plan = run.step()
-        assert plan is not None and plan.num_query_tokens == expected
+        assert plan.num_query_tokens == expected
         run.finish_all()
     run.check_end()
 
@@ -229,7 +227,7 @@ def test_bug_27_partial_blocks_are_never_shared_and_counts_survive_a_hit() -> No
     run.steps(2)
     records.append(run.admit(prompt(11), 6, min_tokens=6, eos_token_ids=(EOS,)))
     plan = run.step()
-    assert plan is not None and run.rows(plan)["r1"][:2] == (8, 3)
+    assert run.rows(plan)["r1"][:2] == (8, 3)
     run.finish()
     assert [len(record.token_ids) for record in records] == [6, 6]
 
@@ -257,7 +255,7 @@ def test_bug_29_sequences_at_different_positions_all_advance_each_step() -> None
         run.step()
     for _ in range(4):
         plan = run.step()
-        assert plan is not None and sorted(run.counts(plan)) == [f"r{i}" for i in range(6)]
+        assert sorted(run.counts(plan)) == [f"r{i}" for i in range(6)]
     run.finish()
 
 

@@ -151,7 +151,7 @@ def test_S22_steady_decode_allocates_at_block_boundaries_only() -> None:
     run.step()
     for step in range(48):
         plan = run.step()
-        assert plan is not None and plan.num_rows == 32 and not plan.new_sequences
+        assert plan.num_rows == 32 and not plan.new_sequences
         assert len(list(quads(plan.edits))) == (32 if (17 + step) % 16 == 0 else 0)
         assert plan.is_fast_path and not plan.copies and not plan.freed_slots
 

@@ -18,11 +18,11 @@ def new(slot: int, name: str = "a", ids: list[int] = PROMPT) -> NewSequence:
 def plan(rows: list[tuple[int, int, int, int]], edits: tuple[int, ...] = (), **fields: object) -> StepPlan:
     columns = zip(*rows, strict=True) if rows else [()] * 4
     slots, starts, counts, flags = (array("i", column) for column in columns)
-    return StepPlan(0, 0.0, slots, starts, counts, flags, edits=array("i", edits), **fields)  # type: ignore[arg-type]
+    return StepPlan(0, 0.0, slots, starts, counts, flags, edits=array("i", edits), **fields)
 
 
 def executor(**options: object) -> FakeExecutor:
-    made = FakeExecutor(vocab_size=50, **options)  # type: ignore[arg-type]
+    made = FakeExecutor(vocab_size=50, **options)
     made.make_pool(4, (8,))
     return made
 

@@ -89,7 +89,7 @@ def test_K02_prompt_blocks_are_found_by_rows_of_the_same_plan() -> None:
     records = [run.admit([*prompt(8), 50 + i], 3) for i in range(3)]
     plan = run.step()
     assert [cached(record) for record in records] == [0, 8, 8]
-    assert plan is not None and list(plan.counts) == [9, 1, 1]
+    assert list(plan.counts) == [9, 1, 1]
     run.finish()
 
 
@@ -98,7 +98,7 @@ def test_K02_equal_prompts_in_one_plan_share_all_but_the_block_being_written() -
     records = [run.admit(prompt(8), 3) for _ in range(2)]
     plan = run.step()
     assert [cached(record) for record in records] == [0, 4]
-    assert plan is not None and not plan.copies  # a copy would read what was there before the step
+    assert not plan.copies  # a copy would read what was there before the step
     run.finish()
 
 
@@ -261,7 +261,6 @@ def test_K05_a_prompt_found_whole_copies_its_last_block_and_writes_the_copy() ->
     run.admit(prompt(8), 5)
     run.admit(prompt(8), 5)
     plan = run.step()
-    assert plan is not None
     tables = [[block for slot, _, _, block in quads(plan.edits) if slot == own] for own in plan.slots]
     copies = list(triples(plan.copies))
     assert len({source for _, source, _ in copies}) == 1 and len(copies) == 2

@@ -114,7 +114,7 @@ def test_P05_stops_are_found_in_order_of_position(depth: int) -> None:
         ),
         ({"max_tokens": 8}, FinishReason.LENGTH, 8, None),
     ]
-    records = [run.admit(ids, **fields) for fields, *_ in cases]  # type: ignore[arg-type]
+    records = [run.admit(ids, **fields) for fields, *_ in cases]
     run.finish()
     for record, (_, reason, count, stop_id) in zip(records, cases, strict=True):
         assert (record.reason, len(record.token_ids)) == (reason, count)
@@ -303,7 +303,7 @@ def test_L05_plan_only_leaves_the_others_alone() -> None:
         run.admit(prompt(4, seed), 4)
     run.step()
     run.admit(prompt(4, 9), 4)
-    assert set(run.counts(run.step({"r1", "r3"}))) == {"r1", "r3"}  # type: ignore[arg-type]
+    assert set(run.counts(run.step({"r1", "r3"}))) == {"r1", "r3"}
     assert run.plan({"nobody"}).is_empty
     run.finish()
 
@@ -324,7 +324,7 @@ def test_row_18_a_failed_row_ends_alone_and_nothing_it_wrote_is_found(cancels: b
     first, second = late_reader(run)
     if cancels:
         run.cancel("r1")
-    run.executor.run(run.flight[0][1])  # type: ignore[arg-type]
+    run.executor.run(run.flight[0][1])
     run.executor.faults = Faults(random.Random(1))
     run.finish_all()
     assert first.reason == FinishReason.ERROR and first.token_ids == []

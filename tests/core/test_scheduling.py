@@ -50,7 +50,7 @@ def test_S02_the_rest_of_a_cut_prompt_goes_on_next_step_and_only_its_end_samples
     run = Run(limits(max_batch_tokens=8))
     record = run.admit(prompt(20), 3)
     plans = [run.step() for _ in range(3)]
-    assert [run.rows(plan)["r0"] for plan in plans if plan] == [(0, 8, 0), (8, 8, 0), (16, 4, ROW_SAMPLE)]
+    assert [run.rows(plan)["r0"] for plan in plans] == [(0, 8, 0), (8, 8, 0), (16, 4, ROW_SAMPLE)]
     chunked = record.of_kind(EventKind.CHUNKED)
     assert [(event.num_tokens, event.needed) for event in chunked] == [(8, 12), (8, 4)]
     run.finish()
@@ -64,7 +64,7 @@ def test_S02_max_partial_prefills_bounds_cut_prompts() -> None:
         most = 0
         while run.scheduler.has_work:
             plan = run.step()
-            partial = [name for name, (start, count, _) in run.rows(plan).items() if start + count < 20] if plan else []
+            partial = [name for name, (start, count, _) in run.rows(plan).items() if start + count < 20]
             assert len(partial) <= bound
             most = max(most, len(partial))
         assert most == bound
@@ -74,10 +74,10 @@ def test_S02_max_partial_prefills_bounds_cut_prompts() -> None:
 def test_S02_long_prefill_threshold_bounds_a_grant_unless_the_request_is_alone() -> None:
     run = Run(limits(max_batch_tokens=32, long_prefill_threshold=5, num_blocks=40))
     run.admit(prompt(30, 1), 2)
-    assert run.counts(run.step()) == {"r0": 30}  # type: ignore[arg-type]
+    assert run.counts(run.step()) == {"r0": 30}
     run.admit(prompt(20, 2), 2)
     run.admit(prompt(20, 3), 2)
-    counts = run.counts(run.step())  # type: ignore[arg-type]
+    counts = run.counts(run.step())
     assert counts["r1"] == counts["r2"] == 5
     run.finish()
 
@@ -86,8 +86,8 @@ def test_S02_unchunked_prompts_are_granted_whole_or_not_at_all() -> None:
     run = Run(limits(max_batch_tokens=16, chunked_prefill=False))
     run.admit(prompt(10, 1), 3)
     run.admit(prompt(10, 2), 3)
-    assert run.counts(run.step()) == {"r0": 10}  # type: ignore[arg-type]
-    assert run.counts(run.step()) == {"r0": 1, "r1": 10}  # type: ignore[arg-type]
+    assert run.counts(run.step()) == {"r0": 10}
+    assert run.counts(run.step()) == {"r0": 1, "r1": 10}
     with pytest.raises(AdmissionError, match=r"17.*16|16.*17"):
         run.admit(prompt(17, 3), 3)
     run.finish()
@@ -112,7 +112,7 @@ def test_S03_exactly_the_cap_runs(cap: int) -> None:
     for seed in range(5):
         run.admit(prompt(3, seed), 4)
     plan = run.step()
-    assert plan is not None and plan.num_rows == cap == run.scheduler.num_running
+    assert plan.num_rows == cap == run.scheduler.num_running
     assert run.scheduler.num_waiting == 5 - cap
     run.finish()
 
@@ -122,7 +122,7 @@ def test_S05_headroom_keeps_a_share_of_the_pool_free_at_admission() -> None:
     run.admit(prompt(16, 1), 1 + 8)
     run.admit(prompt(16, 2), 1 + 8)
     third = run.admit(prompt(1, 3), 2)
-    assert names(run.step()) == ["r0", "r1"]  # type: ignore[arg-type]
+    assert names(run.step()) == ["r0", "r1"]
     (deferred,) = third.of_kind(EventKind.DEFERRED)
     assert (deferred.reason, deferred.needed, deferred.available) == (WaitReason.HEADROOM, 3, 2)
     run.finish()
@@ -131,7 +131,7 @@ def test_S05_headroom_keeps_a_share_of_the_pool_free_at_admission() -> None:
 def test_S05_headroom_is_waived_for_an_empty_batch_and_never_stops_running_work() -> None:
     run = Run(limits(num_blocks=10, headroom=0.9, max_batch_tokens=12))
     run.admit(prompt(38, 1), 3)
-    assert [sum(run.step().counts) for _ in range(4)] == [12, 12, 12, 2]  # type: ignore[union-attr]
+    assert [sum(run.step().counts) for _ in range(4)] == [12, 12, 12, 2]
     run.finish()
 
 
@@ -141,7 +141,7 @@ def test_S05_evictable_blocks_count_as_free() -> None:
     run.finish_all()
     run.admit(prompt(16, 2), 9)
     run.admit(prompt(16, 3), 9)
-    assert names(run.step()) == ["r1", "r2"]  # type: ignore[arg-type]
+    assert names(run.step()) == ["r1", "r2"]
     run.finish()
 
 
@@ -150,7 +150,7 @@ def test_S05_fifo_keeps_a_fifth_free_by_default_and_fcfs_a_hundredth() -> None:
         run = Run(limits(num_blocks=10, headroom=None, policy=policy))
         run.admit(prompt(20, 1), 2)
         run.admit(prompt(16, 2), 2)
-        assert names(run.step()) == admitted  # type: ignore[arg-type]
+        assert names(run.step()) == admitted
         run.finish()
 
 
@@ -182,8 +182,8 @@ def test_S07_several_victims_go_in_one_step_when_one_is_not_enough() -> None:
     for seed in range(2, 5):
         run.admit(prompt(4, seed), 8)
     plans = [run.step() for _ in range(3)]
-    assert [plan.preempted_ids for plan in plans if plan] == [(), (), ("r3", "r2")]
-    assert run.counts(plans[2]) == {"r0": 16, "r1": 1}  # type: ignore[arg-type]
+    assert [plan.preempted_ids for plan in plans] == [(), (), ("r3", "r2")]
+    assert run.counts(plans[2]) == {"r0": 16, "r1": 1}
     run.finish()
 
 
@@ -209,12 +209,12 @@ def test_S14_the_fast_path_flag_is_set_iff_every_grant_is_one_token_in_range() -
     flags = []
     while run.scheduler.has_work:
         plan = run.step()
-        flags += [plan.is_fast_path] if plan and plan.num_rows else []
+        flags += [plan.is_fast_path] if plan.num_rows else []
     assert flags == [False] + [True] * 4 + [False] * 4
     run.admit(prompt(1, 2), 2)
-    assert run.step().is_fast_path  # type: ignore[union-attr]
+    assert run.step().is_fast_path
     run.admit(prompt(2, 3), 2)
-    assert not run.step().is_fast_path  # type: ignore[union-attr]
+    assert not run.step().is_fast_path
     run.finish()
 
 
@@ -255,9 +255,9 @@ def test_S16_running_sequences_cost_table_edits_at_block_boundaries_only() -> No
     plans = []
     while run.scheduler.has_work:
         plans.append(run.step())
-    sent = [[edit[2] for edit in quads(plan.edits)] for plan in plans if plan and plan.num_rows]
+    sent = [[edit[2] for edit in quads(plan.edits)] for plan in plans if plan.num_rows]
     assert sent == [[0, 1], [], [], [2], [], [], [], [3], [], [], [], [4]]
-    assert all(not plan.new_sequences for plan in plans[1:] if plan)
+    assert all(not plan.new_sequences for plan in plans[1:])
     run.finish()
 
 
@@ -336,7 +336,7 @@ def test_S23_fcfs_stops_at_the_first_that_lacks_blocks_and_fifo_looks_further(po
     run.step()
     run.admit(prompt(24, 2), 2)
     run.admit(prompt(4, 3), 2)
-    assert names(run.step()) == admitted  # type: ignore[arg-type]
+    assert names(run.step()) == admitted
     run.finish()
 
 
@@ -345,7 +345,7 @@ def test_S23_an_unchunked_prompt_over_the_rest_of_the_token_budget_is_skipped() 
     run.admit(prompt(4, 1), 9)
     run.admit(prompt(10, 2), 2)
     run.admit(prompt(5, 3), 2)
-    assert names(run.step()) == ["r0", "r2"]  # type: ignore[arg-type]
+    assert names(run.step()) == ["r0", "r2"]
     run.finish()
 
 
@@ -364,9 +364,7 @@ def test_S24_a_request_that_only_scores_ends_without_tokens() -> None:
     run = Run(limits(max_batch_tokens=8))
     record = run.admit(prompt(13), 1, wants=Want.SCORE)
     plans = [run.step() for _ in range(2)]
-    assert all(
-        flags & ROW_SCORE and not flags & (ROW_SAMPLE | ROW_CARRY) for plan in plans if plan for flags in plan.flags
-    )
+    assert all(flags & ROW_SCORE and not flags & (ROW_SAMPLE | ROW_CARRY) for plan in plans for flags in plan.flags)
     run.finish()
     assert record.token_ids == [] and record.finished is not None and record.finished.num_tokens == 0
     assert sum(len(entries) for _, entries in record.scores) == 12
