@@ -1,8 +1,8 @@
-// Attention of one query token per row over the paged KV pool, read in place through the block tables.
+// Causal attention of each query token over its row's paged keys and values, read in place through block tables.
 //
-// Owns: the C ABI octavo_paged_decode_{f32,bf16}.
+// Owns: the C ABI octavo_paged_attention_{f32,bf16}. Decode rows and prompt chunks are the same to it.
 // Does not: write keys and values, allocate, or start threads of its own (OpenMP's pool is shared with torch).
-// Invariants: a row's result depends on that row alone, not on the rows beside it, the threads or the instruction
+// Invariants: a token's result depends on its row alone, not on the tokens beside it, the threads or the instruction
 // set: a context is cut into parts of kPart positions, whatever the batch; parts are computed in 16 lanes, in float,
 // without fused multiply-add, and joined in order. Each key and value is read once for all heads that share it.
 //
@@ -25,12 +25,14 @@ typedef float Quarter __attribute__((vector_size(16)));
 typedef int32_t IntLanes __attribute__((vector_size(64)));
 typedef uint32_t BitLanes __attribute__((vector_size(64)));
 
-struct Decode {
-    const void *query, *keys, *values;  // query [row, head, size]; pools [block, position, KV head, size]
-    const int64_t *table, *contexts;    // [row, index]; positions per row, the query's own included
-    const int64_t *first_part, *part_row;  // parts of row r: [first_part[r], first_part[r + 1]); their rows
-    float* partial;                        // [part, head, size + 2]: weighted values, then maximum and sum
-    void* output;                          // [row, head, size], contiguous
+struct Call {
+    const void *query, *keys, *values;  // query [token, head, size]; pools [block, position, KV head, size]
+    const int64_t *table, *rows;        // blocks [row, index]; the row of each token
+    const int64_t *contexts;            // positions that each token sees, its own included
+    const int64_t *first_part;          // parts of token t: [first_part[t], first_part[t + 1])
+    const int64_t *work;                // [part, 2]: token and place in its context, in the order of computing
+    float* partial;                     // [part, head, size + 2]: weighted values, then maximum and sum
+    void* output;                       // [token, head, size], contiguous
     int64_t query_stride, table_stride, block_size, num_heads, num_kv_heads, window;
     float scale;
 };
@@ -120,7 +122,7 @@ INLINE Lanes sums(const Lanes* x) {
     return out;
 }
 
-// One part of one row: where its keys and values begin, and how many positions it has.
+// One part of one token's context: where its keys and values begin, and how many positions it has.
 template <typename T>
 struct Part {
     const T *query, *keys[kPart], *values[kPart];
@@ -210,7 +212,7 @@ INLINE void soften(float* scores, int64_t count, float* maximum, float* total) {
 
 // The two passes over a part, for kGroup heads from `head` on: scores and their softening, then the values.
 template <typename T, int kVectors, int kGroup, bool kWide>
-INLINE void attend_heads(const Decode& d, const Part<T>& part, const Part<T>* next, int64_t head, float* scores) {
+INLINE void attend_heads(const Call& d, const Part<T>& part, const Part<T>* next, int64_t head, float* scores) {
     const int64_t size = kVectors * kLanes, group = d.num_heads / d.num_kv_heads, offset = head / group * size;
     const bool is_first = head % group == 0;
     float* partial = part.partial + head * (size + 2);
@@ -227,24 +229,25 @@ INLINE void attend_heads(const Decode& d, const Part<T>& part, const Part<T>* ne
 }
 
 template <typename T, int kVectors>
-INLINE void find_rows(const Decode& d, int64_t index, Part<T>& part) {
-    const int64_t row = d.part_row[index], context = d.contexts[row], width = d.num_kv_heads * kVectors * kLanes;
+INLINE void find_rows(const Call& d, int64_t index, Part<T>& part) {
+    const int64_t token = d.work[2 * index], place_in_context = d.work[2 * index + 1];
+    const int64_t context = d.contexts[token], width = d.num_kv_heads * kVectors * kLanes;
+    const int64_t* table = d.table + d.rows[token] * d.table_stride;
     const int64_t low = d.window > 0 && context > d.window ? context - d.window : 0;
-    const int64_t begin = (index - d.first_part[row]) * kPart;
+    const int64_t begin = place_in_context * kPart;
     const int64_t end = begin + kPart < context ? begin + kPart : context;
     part.count = 0;
     for (int64_t at = begin > low ? begin : low; at < end; ++at) {
-        const int64_t block = d.table[row * d.table_stride + at / d.block_size];
-        const int64_t place = (block * d.block_size + at % d.block_size) * width;
+        const int64_t place = (table[at / d.block_size] * d.block_size + at % d.block_size) * width;
         part.keys[part.count] = static_cast<const T*>(d.keys) + place;
         part.values[part.count++] = static_cast<const T*>(d.values) + place;
     }
-    part.query = static_cast<const T*>(d.query) + row * d.query_stride;
-    part.partial = d.partial + index * d.num_heads * (kVectors * kLanes + 2);
+    part.query = static_cast<const T*>(d.query) + token * d.query_stride;
+    part.partial = d.partial + (d.first_part[token] + place_in_context) * d.num_heads * (kVectors * kLanes + 2);
 }
 
 template <typename T, int kVectors, bool kWide>
-INLINE void attend_all(const Decode& d, const Part<T>& part, const Part<T>* next, float* scores) {
+INLINE void attend_all(const Call& d, const Part<T>& part, const Part<T>* next, float* scores) {
     // as many heads of a group at once as their queries and sums fit into 32 registers
     constexpr int kMost = !kWide ? 1 : (kVectors <= 4 ? 4 : 2), kThree = kMost == 4 ? 3 : 1, kTwo = kMost >= 2 ? 2 : 1;
     const int64_t group = d.num_heads / d.num_kv_heads;
@@ -264,7 +267,7 @@ INLINE void attend_all(const Decode& d, const Part<T>& part, const Part<T>* next
 
 // Every `step`th part from `first` on. While one is weighed, the keys of the next are on their way.
 template <typename T, int kVectors, bool kWide>
-INLINE void attend_parts(const Decode& d, int64_t first, int64_t step, int64_t num_parts) {
+INLINE void attend_parts(const Call& d, int64_t first, int64_t step, int64_t num_parts) {
     alignas(64) float scores[kMaxHeads * kPart];
     Part<T> parts[2];
     if (first < num_parts) find_rows<T, kVectors>(d, first, parts[0]);
@@ -277,10 +280,10 @@ INLINE void attend_parts(const Decode& d, int64_t first, int64_t step, int64_t n
 }
 
 template <typename T, int kVectors>
-INLINE void join_row(const Decode& d, int64_t row) {
-    const int64_t size = kVectors * kLanes, from = d.first_part[row], to = d.first_part[row + 1];
+INLINE void join_token(const Call& d, int64_t token) {
+    const int64_t size = kVectors * kLanes, from = d.first_part[token], to = d.first_part[token + 1];
     const int64_t step = d.num_heads * (size + 2);
-    T* output = static_cast<T*>(d.output) + row * d.num_heads * size;
+    T* output = static_cast<T*>(d.output) + token * d.num_heads * size;
     for (int64_t head = 0; head < d.num_heads; ++head) {
         const float* partial = d.partial + from * step + head * (size + 2);
         float highest = partial[size];
@@ -303,38 +306,38 @@ INLINE void join_row(const Decode& d, int64_t row) {
 // The same two steps for each instruction set; the compiler makes what it can of the vectors above.
 template <typename T, int kVectors>
 struct Portable {
-    static void parts(const Decode& d, int64_t first, int64_t step, int64_t num_parts) {
+    static void parts(const Call& d, int64_t first, int64_t step, int64_t num_parts) {
         attend_parts<T, kVectors, false>(d, first, step, num_parts);
     }
-    static void join(const Decode& d, int64_t row) { join_row<T, kVectors>(d, row); }
+    static void join(const Call& d, int64_t token) { join_token<T, kVectors>(d, token); }
 };
 
 #if defined(__x86_64__)
 #define AVX2 __attribute__((target("avx2")))
 template <typename T, int kVectors>
 struct Avx2 {
-    AVX2 static void parts(const Decode& d, int64_t first, int64_t step, int64_t num_parts) {
+    AVX2 static void parts(const Call& d, int64_t first, int64_t step, int64_t num_parts) {
         attend_parts<T, kVectors, false>(d, first, step, num_parts);
     }
-    AVX2 static void join(const Decode& d, int64_t row) { join_row<T, kVectors>(d, row); }
+    AVX2 static void join(const Call& d, int64_t token) { join_token<T, kVectors>(d, token); }
 };
 
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 template <typename T, int kVectors>
 struct Avx512 {
-    AVX512 static void parts(const Decode& d, int64_t first, int64_t step, int64_t num_parts) {
+    AVX512 static void parts(const Call& d, int64_t first, int64_t step, int64_t num_parts) {
         attend_parts<T, kVectors, true>(d, first, step, num_parts);
     }
-    AVX512 static void join(const Decode& d, int64_t row) { join_row<T, kVectors>(d, row); }
+    AVX512 static void join(const Call& d, int64_t token) { join_token<T, kVectors>(d, token); }
 };
 #endif
 
 template <typename Isa>
-void run(const Decode& d, int64_t num_rows, int32_t num_threads) {
-    const int64_t num_parts = d.first_part[num_rows];
+void run(const Call& d, int64_t num_tokens, int32_t num_threads) {
+    const int64_t num_parts = d.first_part[num_tokens];
     if (num_threads <= 1) {  // no parallel region at all: it would wake the pool
         Isa::parts(d, 0, 1, num_parts);
-        for (int64_t row = 0; row < num_rows; ++row) Isa::join(d, row);
+        for (int64_t token = 0; token < num_tokens; ++token) Isa::join(d, token);
         return;
     }
     // in turns, not in runs: contexts ascend, so turns share the work evenly
@@ -343,46 +346,46 @@ void run(const Decode& d, int64_t num_rows, int32_t num_threads) {
 #pragma omp for schedule(static, 1)
         for (int32_t turn = 0; turn < num_threads; ++turn) Isa::parts(d, turn, num_threads, num_parts);
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < num_rows; ++row) Isa::join(d, row);
+        for (int64_t token = 0; token < num_tokens; ++token) Isa::join(d, token);
     }
 }
 
 template <typename T, int kVectors>
-void decode_size(const Decode& d, int64_t num_rows, int32_t num_threads) {
+void attend_size(const Call& d, int64_t num_tokens, int32_t num_threads) {
 #if defined(__x86_64__)
     const int32_t isa = octavo_kernels_isa();
-    if (isa == kAvx512) return run<Avx512<T, kVectors>>(d, num_rows, num_threads);
-    if (isa == kAvx2) return run<Avx2<T, kVectors>>(d, num_rows, num_threads);
+    if (isa == kAvx512) return run<Avx512<T, kVectors>>(d, num_tokens, num_threads);
+    if (isa == kAvx2) return run<Avx2<T, kVectors>>(d, num_tokens, num_threads);
 #endif
-    run<Portable<T, kVectors>>(d, num_rows, num_threads);
+    run<Portable<T, kVectors>>(d, num_tokens, num_threads);
 }
 
 template <typename T>
-void decode(const Decode& d, int64_t head_dim, int64_t num_rows, int32_t num_threads) {
+void attend(const Call& d, int64_t head_dim, int64_t num_tokens, int32_t num_threads) {
     switch (head_dim) {
-        case 32: return decode_size<T, 2>(d, num_rows, num_threads);
-        case 64: return decode_size<T, 4>(d, num_rows, num_threads);
-        case 96: return decode_size<T, 6>(d, num_rows, num_threads);
-        case 128: return decode_size<T, 8>(d, num_rows, num_threads);
+        case 32: return attend_size<T, 2>(d, num_tokens, num_threads);
+        case 64: return attend_size<T, 4>(d, num_tokens, num_threads);
+        case 96: return attend_size<T, 6>(d, num_tokens, num_threads);
+        case 128: return attend_size<T, 8>(d, num_tokens, num_threads);
     }
 }
 
 }  // namespace
 
 // Positions of one part: callers cut contexts by it.
-EXPORT int32_t octavo_paged_decode_part() { return kPart; }
+EXPORT int32_t octavo_paged_attention_part() { return kPart; }
 
 // Sizes are in elements. `sizes`: query_stride, table_stride, block_size, num_heads, num_kv_heads, head_dim, window
-// (0 = none), num_rows. head_dim is one of 32, 64, 96, 128; anything else does nothing.
-#define DEFINE_PAGED_DECODE(name, type)                                                                                \
-    EXPORT void octavo_paged_decode_##name(const void* query, const void* keys, const void* values,                    \
-                                           const int64_t* table, const int64_t* contexts, const int64_t* first_part,   \
-                                           const int64_t* part_row, float* partial, void* output,                      \
-                                           const int64_t* sizes, float scale, int32_t num_threads) {                   \
-        const Decode d{query,    keys,     values,   table,    contexts, first_part, part_row, partial,                \
-                       output,   sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],   sizes[6], scale};                 \
-        decode<type>(d, sizes[5], sizes[7], num_threads);                                                              \
+// (0 = none), num_tokens. head_dim is one of 32, 64, 96, 128; anything else does nothing.
+#define DEFINE_PAGED_ATTENTION(name, type)                                                                             \
+    EXPORT void octavo_paged_attention_##name(const void* query, const void* keys, const void* values,                 \
+                                              const int64_t* table, const int64_t* rows, const int64_t* contexts,      \
+                                              const int64_t* first_part, const int64_t* work, float* partial,          \
+                                              void* output, const int64_t* sizes, float scale, int32_t num_threads) {  \
+        const Call d{query,   keys,     values,   table,    rows,     contexts, first_part, work, partial,             \
+                     output,  sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[6],   scale};                    \
+        attend<type>(d, sizes[5], sizes[7], num_threads);                                                              \
     }
 
-DEFINE_PAGED_DECODE(f32, float)
-DEFINE_PAGED_DECODE(bf16, Bfloat16)
+DEFINE_PAGED_ATTENTION(f32, float)
+DEFINE_PAGED_ATTENTION(bf16, Bfloat16)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from octavo.ops import cpu
 from octavo.ops.attention import AttentionBatch
 from octavo.ops.attention_batched import BatchedAttention, decode_buckets, padded_levels
+from octavo.ops.attention_kernel import KernelAttention
 from octavo.ops.attention_pool import KVPool, PoolShape
 from octavo.ops.attention_reference import ReferenceAttention
 
 HEADS, KV_HEADS, HEAD, BLOCK, LAYERS = 6, 2, 32, 4, 2
-BACKENDS = [
-    partial(BatchedAttention, use_kernel=True),
-    partial(BatchedAttention, use_kernel=False),
-    ReferenceAttention,
-]
+BACKENDS = [BatchedAttention, ReferenceAttention]
+if cpu.status().is_loaded:
+    BACKENDS.append(KernelAttention)
 
 
 class Rig:

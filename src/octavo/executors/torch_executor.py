@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,15 +31,24 @@ from octavo.models.decoder import Decoder
 from octavo.models.registry import load_model
 from octavo.ops.attention import AttentionBackend
 from octavo.ops.attention_batched import BatchedAttention
+from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
 from octavo.ops.attention_pool import KVPool, PoolShape
 from octavo.ops.attention_reference import ReferenceAttention
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.upload import upload
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def fastest_attention(pool: KVPool, num_heads: int, window: int | None) -> AttentionBackend:
+    """The C++ kernel where it can read the pool and pays, else torch."""
+    backend = KernelAttention if has_kernel(pool, num_heads) and is_faster() else BatchedAttention
+    return backend(pool, num_heads, window)
+
+
 ATTENTION: dict[str, Callable[[KVPool, int, int | None], AttentionBackend]] = {
-    "auto": BatchedAttention,
-    "batched": partial(BatchedAttention, use_kernel=False),
+    "auto": fastest_attention,
+    "batched": BatchedAttention,
     "reference": ReferenceAttention,
 }
 _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}

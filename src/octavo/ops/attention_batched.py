@@ -1,8 +1,7 @@
-"""Paged attention without a loop over sequences where one token each is asked for.
+"""Paged attention in torch without a loop over sequences where one token each is asked for.
 
-Owns: the split into decode rows and longer ones (prompt chunks: few and large, one call each), and the torch form
-of both: buckets of decode rows by padded context, gather buffers, masks, built once per step.
-Does not: own the pool. Where the C++ kernel can read it, decode rows go there instead (attention_decode).
+Owns: buckets of decode rows by padded context, gather buffers, masks; all built once per step.
+Does not: own the pool. Longer rows (prompt chunks) take one call each: they are few and large.
 Shapes: T tokens, N rows, H query heads = K KV heads x G, D head size, S block size, C padded context.
 Invariants: padding reads the null block or zeros and is masked, so a row's values do not depend on it;
 C is a multiple of 32, so the vector loops of the kernels below see the same lanes for any padding.
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.attention import AttentionBatch
-from octavo.ops.attention_decode import PagedDecode, has_kernel, is_faster
 from octavo.ops.attention_pool import KVPool
 
 PAD_TOKENS = 32  # contexts are padded to multiples of this, for equal vector lanes
@@ -80,15 +78,10 @@ def decode_buckets(contexts: np.ndarray, levels: np.ndarray) -> list[tuple[int, 
 
 
 class BatchedAttention:
-    """The AttentionBackend of the hot path; CPU and CUDA. Results may be overwritten by the next attend.
+    """The AttentionBackend of the hot path; CPU and CUDA. Results may be overwritten by the next attend."""
 
-    `use_kernel=None` takes the C++ kernel where it is the faster one.
-    """
-
-    def __init__(self, pool: KVPool, num_heads: int, window: int | None = None, use_kernel: bool | None = None) -> None:
+    def __init__(self, pool: KVPool, num_heads: int, window: int | None = None) -> None:
         shape = pool.shape
-        use_kernel = is_faster() if use_kernel is None else use_kernel
-        self._decode = PagedDecode(pool, num_heads, window) if use_kernel and has_kernel(pool, num_heads) else None
         self._pool = pool
         self._num_heads = num_heads
         self._window = window
@@ -109,11 +102,7 @@ class BatchedAttention:
         longest = batch.max_context
         if self._levels[-1] < longest:
             self._levels = padded_levels(longest, self._pool.shape.block_size)
-        buckets: list[tuple[int, int, int]] = []
-        if self._decode is not None:
-            self._decode.begin(batch)
-        else:
-            buckets = decode_buckets(batch.contexts[: batch.num_decodes], self._levels)
+        buckets = decode_buckets(batch.contexts[: batch.num_decodes], self._levels)
         padded_chunks = [
             int(self._levels[i]) for i in np.searchsorted(self._levels, batch.contexts[batch.num_decodes :])
         ]
@@ -185,15 +174,9 @@ class BatchedAttention:
         k_TKD, v_TKD = k_TKD.to(self._pool.shape.dtype), v_TKD.to(self._pool.shape.dtype)
         self._key_slots[layer].index_copy_(0, self._slots_T, k_TKD)
         self._value_slots[layer].index_copy_(0, self._slots_T, v_TKD)
-        by_kernel = self._decode is not None and self._decode.num_rows > 0
-        if not self._chunks and by_kernel + len(self._decodes) == 1:
-            return (
-                self._attend_kernel(layer, q_THD) if by_kernel else self._attend_decodes(layer, self._decodes[0], q_THD)
-            )
+        if len(self._decodes) == 1 and not self._chunks:
+            return self._attend_decodes(layer, self._decodes[0], q_THD)
         output_THD = self._output(q_THD)
-        if by_kernel:
-            part_NHD = self._attend_kernel(layer, q_THD)
-            output_THD[: len(part_NHD)] = part_NHD
         for decodes in self._decodes:
             output_THD[decodes.first : decodes.end] = self._attend_decodes(layer, decodes, q_THD)
         for chunk in self._chunks:
@@ -204,10 +187,6 @@ class BatchedAttention:
         if self._output_THD.shape[0] < q_THD.shape[0] or self._output_THD.dtype != q_THD.dtype:
             self._output_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         return self._output_THD[: q_THD.shape[0]]
-
-    def _attend_kernel(self, layer: int, q_THD: Tensor) -> Tensor:
-        assert self._decode is not None
-        return self._decode.attend(layer, q_THD).to(q_THD.dtype)
 
     def _attend_decodes(self, layer: int, decodes: _Decodes, q_THD: Tensor) -> Tensor:
         rows = decodes.end - decodes.first

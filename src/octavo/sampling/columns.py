@@ -62,7 +62,7 @@ class SamplingColumns:
         self.seed[slot] = np.uint64((params.seed or 0) & (2**64 - 1))
         self.choice[slot] = choice
         self.num_prompt[slot] = num_prompt
-        self.min_end[slot] = num_prompt + params.min_tokens
+        self.min_end[slot] = num_prompt + params.min_tokens if params.min_tokens else 0
         self.logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
         self.has_bias[slot] = bool(params.logit_bias)
