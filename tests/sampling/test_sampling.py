@@ -34,6 +34,7 @@ MANY = [
     SamplingParams(temperature=5.0, top_k=2000, seed=11),
     SamplingParams(temperature=5.0, top_p=0.99999, seed=12),
     SamplingParams(temperature=1.0, frequency_penalty=-2.0, logprobs=4, seed=13),
+    SamplingParams(temperature=3.0, top_k=300, top_p=0.9, seed=14),
 ]
 
 
