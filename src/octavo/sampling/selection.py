@@ -5,7 +5,7 @@ Order of candidates is (logit descending, id ascending), so ties go to the lowes
 Rows with top-k or top-p draw from their sorted candidates; the others walk the vocabulary in id order,
 which needs no sort: block sums find the block, one block is accumulated in float64.
 (Measured, ms for 32 x 49152 float32 on 2 busy cores: greedy 0.5, temperature 1.5, top-k 50 2.5, top-p 0.9 over a
-peaked distribution 2.7, over a flat one, which no language model gives, 90. A Gumbel race would need 49152 draws a row.)
+peaked distribution 2.7, over a flat one (no language model's) 90. A Gumbel race would need 49152 draws a row.)
 Shapes: R rows, V vocabulary, K candidates, B blocks of the vocabulary.
 """
 
