@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,3 +125,18 @@ async def test_the_engine_process_gives_the_same_ids(tiny: Path, llm: LLM) -> No
 async def test_reliability_6_a_missing_model_fails_the_start_with_its_own_error() -> None:
     with pytest.raises(UnknownModelError, match=r"no_such\.gguf"):
         await EngineProcess.start(Config(model=ModelConfig(model="no_such.gguf")))
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "stream = llm.stream([5, 6, 7], p); next(stream)"])
+def test_an_engine_left_open_ends_quietly_with_the_interpreter(tiny: Path, ending: str) -> None:
+    script = "\n".join(
+        [
+            "from octavo import LLM, SamplingParams",
+            "p = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)",
+            f"llm = LLM({str(tiny)!r}, max_model_len=64, num_blocks=32, threads=1, dtype='float32')",
+            "assert len(llm.generate({'prompt_token_ids': [5, 6, 7]}, p)[0].outputs[0].token_ids) == 8",
+            ending,
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

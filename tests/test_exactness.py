@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from octavo.artifacts.model_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.request import SamplingParams
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
+from octavo.executors.torch_executor import TorchExecutor
+from octavo.ops import cpu
 from tests.exactness import assert_equal, limits_of, run
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_smollm2.json").read_text())
@@ -36,17 +40,26 @@ SCENARIOS: dict[str, tuple[dict[str, object], int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> tuple[Executor, Capacity]:
-    """The default model in float32, opened once."""
-    from octavo.artifacts.model_spec import read_model_spec
-    from octavo.executors.torch_executor import TorchExecutor
-
+def _open(dtype: str) -> Iterator[tuple[Executor, Capacity]]:
     files = resolve_model(None)
-    executor = TorchExecutor(files, read_model_spec(files), ExecutionConfig(threads=1), ModelConfig(dtype="float32"))
+    executor = TorchExecutor(files, read_model_spec(files), ExecutionConfig(threads=1), ModelConfig(dtype=dtype))
     capacity = executor.open(ExecutorSpec(max_sequences=32, max_batch_tokens=1024, num_blocks=400, max_model_len=2048))
     yield executor, capacity
     executor.close()
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[tuple[Executor, Capacity]]:
+    """The default model in float32, opened once."""
+    yield from _open("float32")
+
+
+@pytest.fixture(scope="module")
+def rounded() -> Iterator[tuple[Executor, Capacity]]:
+    """The default model in bfloat16, where the kernel that keeps a row's bits is in use."""
+    if cpu.status().isa != "avx512":
+        pytest.skip(f"attention runs in torch here ({cpu.status()}), which keeps bits only within one chunking")
+    yield from _open("bfloat16")
 
 
 def _params(num_tokens: int) -> SamplingParams:
@@ -122,3 +135,36 @@ def test_X04_golden_ids_are_what_transformers_gives() -> None:
     done = subprocess.run([sys.executable, tool, "--check", "12"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stdout.rstrip().endswith("equal")
+
+
+def _variants(capacity: Capacity, longest: int) -> dict[str, tuple[dict[str, object], int]]:
+    """The scenarios, and a pool so small that requests are preempted again and again."""
+    tight = {"num_blocks": (longest // capacity.block_size + 3,), "headroom": 0.0}
+    return SCENARIOS | {"tight pool": (tight, 1), "one sequence at a time": ({"max_sequences": 1}, 1)}
+
+
+def _assert_bits_stay(rounded: tuple[Executor, Capacity], indices: list[int], num_tokens: int) -> None:
+    """Sampled ids, and their log-probabilities to the last bit, are the same however the requests are scheduled."""
+    executor, capacity = rounded
+    prompts = [GOLDEN[index]["prompt"] for index in indices]
+    params = [
+        SamplingParams(max_tokens=num_tokens, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, logprobs=2)
+        for i in range(len(prompts))
+    ]
+    first = None
+    for name, (changes, rounds) in _variants(capacity, max(map(len, prompts)) + num_tokens).items():
+        got = run(executor, limits_of(capacity, **changes), prompts, params, rounds)
+        first = first or got
+        assert got.token_ids == first.token_ids, name
+        assert got.logprobs == first.logprobs, name
+        assert name != "tight pool" or got.num_preemptions > 0
+
+
+def test_P02_bfloat16_bits_do_not_depend_on_the_schedule(rounded: tuple[Executor, Capacity]) -> None:
+    _assert_bits_stay(rounded, FEW, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_P02_bfloat16_bits_do_not_depend_on_the_schedule_of_all_prompts(rounded: tuple[Executor, Capacity]) -> None:
+    _assert_bits_stay(rounded, list(range(len(GOLDEN))), 64)

@@ -30,8 +30,8 @@ from octavo.executors.openmp import limit_spinning
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
 from octavo.text.text_model import TextModel
 
-# By kind of device: tokens in a step, sequences, share of the free memory.
-DEVICE_DEFAULTS = {"cpu": (512, 32, 0.5), "cuda": (8192, 256, 0.9)}
+# By kind of device: tokens in a step, sequences.
+DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def create_executor(config: Config, files: ModelFiles, spec: ModelSpec) -> tuple
 
 def executor_spec(config: Config, device: str) -> ExecutorSpec:
     """What the executor must provide room for."""
-    batch_tokens, sequences, fraction = DEVICE_DEFAULTS[device]
+    batch_tokens, sequences = DEVICE_DEFAULTS[device]
     cache, scheduling = config.cache, config.scheduling
     return ExecutorSpec(
         max_sequences=scheduling.max_sequences or sequences,
@@ -106,7 +106,7 @@ def executor_spec(config: Config, device: str) -> ExecutorSpec:
         num_blocks=cache.num_blocks,
         pool_bytes=cache.kv_cache_bytes,
         pool_tokens=cache.kv_cache_tokens,
-        memory_fraction=cache.memory_fraction or fraction,
+        memory_fraction=cache.memory_fraction,
         kv_dtype=cache.kv_cache_dtype,
     )
 

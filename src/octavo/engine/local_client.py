@@ -17,6 +17,7 @@ from octavo.engine.channels import Channels
 from octavo.engine.client import Accepted, TokenOutput, Verb
 from octavo.engine.loop import EngineLoop
 
+JOIN_POLL_S = 0.005
 _EPOCH = 0  # an engine in this process has one life
 
 
@@ -64,7 +65,8 @@ class LocalClient:
     async def close(self) -> None:
         """Stop the engine; every open request is answered first. Idempotent."""
         self._engine.stop()
-        await asyncio.get_running_loop().run_in_executor(None, self._engine.join)
+        while not self._engine.join(0):  # no thread waits for it: at the interpreter's end none can be started
+            await asyncio.sleep(JOIN_POLL_S)
 
     def _bind(self) -> None:
         """Serve the running event loop; a new one (a second asyncio.run) takes over from a closed one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from octavo.errors import CapacityError
 from octavo.executors.protocol import ExecutorSpec
 
+HOST_FRACTION, DEVICE_FRACTION = 0.5, 0.9  # of the free memory, when nobody says
 TYPICAL_LEN = 2048  # tokens per sequence that a pool on a CPU is sized for when nobody says
 
 
@@ -17,8 +18,8 @@ def choose_num_blocks(
 ) -> int:
     """Give the number of blocks that the spec asks for. Raises CapacityError when that holds nothing.
 
-    With no size given: `memory_fraction` of the free memory; on the host at most what max_sequences of
-    typical length need, because there memory is shared with everything else.
+    With no size given: `memory_fraction` of the free memory. With no fraction either: a usual one, on the host
+    at most what max_sequences of typical length need, because there memory is shared with everything else.
     """
     asked = [size for size in (spec.num_blocks, spec.pool_bytes, spec.pool_tokens) if size is not None]
     if len(asked) > 1:
@@ -30,9 +31,10 @@ def choose_num_blocks(
     elif spec.pool_tokens is not None:
         num_blocks, source = spec.pool_tokens // spec.block_size, f"the pool was given {spec.pool_tokens} tokens"
     else:
-        share = int(available_bytes * spec.memory_fraction)
-        num_blocks, source = share // block_bytes, f"{spec.memory_fraction:g} of the free memory is {_mib(share)}"
-        if is_host:
+        fraction = spec.memory_fraction or (HOST_FRACTION if is_host else DEVICE_FRACTION)
+        share = int(available_bytes * fraction)
+        num_blocks, source = share // block_bytes, f"{fraction:g} of the free memory is {_mib(share)}"
+        if is_host and spec.memory_fraction is None:
             num_blocks = min(num_blocks, spec.max_sequences * -(-min(max_model_len, TYPICAL_LEN) // spec.block_size))
     fits = available_bytes // block_bytes
     if num_blocks < 1:

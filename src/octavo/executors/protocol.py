@@ -20,7 +20,8 @@ class ExecutorSpec:
     """What the executor must provide room for.
 
     Sizes are in tokens, sequences or bytes as named. Exactly one of the pool's three sizes may be set;
-    with none, `memory_fraction` of the free memory is used. `max_model_len=None` means the model's own.
+    with none, `memory_fraction` of the free memory is used (None = what suits the device).
+    `max_model_len=None` means the model's own.
     """
 
     max_sequences: int
@@ -30,7 +31,7 @@ class ExecutorSpec:
     num_blocks: int | None = None
     pool_bytes: int | None = None
     pool_tokens: int | None = None
-    memory_fraction: float = 0.5
+    memory_fraction: float | None = None
     kv_dtype: str = "auto"
 
 
@@ -72,7 +73,10 @@ class Executor(Protocol):
         ...
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for the oldest ticket's result. Raises whatever made the step fail."""
+        """Wait for the oldest ticket's result. Raises whatever made the step fail.
+
+        After a failure the later tickets are still collected, and what they bring is dropped.
+        """
         ...
 
     def close(self) -> None:
