@@ -88,6 +88,7 @@ def test_bfloat16_diverges_little_from_float32(capsys: pytest.CaptureFixture[str
     with capsys.disabled():
         print(f"\n{table}")
     if os.environ.get("OCTAVO_WRITE_TABLES"):
-        (ROOT / "docs" / "divergence.md").write_text(table + "\n")
+        words = "# bfloat16 beside float32\n\nWritten by `OCTAVO_WRITE_TABLES=1 pytest tests/test_divergence.py`.\n"
+        (ROOT / "docs" / "divergence.md").write_text(f"{words}\n{table}\n")
     assert agreeing > 0.9
     assert differences[len(differences) // 2] < 0.1
