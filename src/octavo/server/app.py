@@ -18,7 +18,7 @@ from octavo.server.context import EngineStatistics, build_context
 from octavo.server.faults import ApiError, from_exception
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
-from octavo.server.routes import chat, completions, health, metrics, models
+from octavo.server.routes import chat, completions, docs, health, metrics, models
 from octavo.server.shell import ShellMiddleware
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def create_app(
         limits=limits or HttpLimits(),
         lifecycle=lifecycle or Lifecycle(),
     )
-    app = FastAPI(title="Octavo", redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
+    app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = context
-    for module in (chat, completions, models, health, metrics):
+    for module in (chat, completions, models, health, metrics, docs):
         module.add_routes(app)
     check_policies(getattr(route, "path", repr(route)) for route in app.routes)
     for kind in (ApiError, RequestError, EngineError):

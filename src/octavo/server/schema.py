@@ -179,7 +179,9 @@ class SamplingBody(_Body):
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    priority: int = Field(
+        0, ge=-(2**31), lt=2**31, description="for the scheduling policy; fcfs and fifo do not look at it"
+    )
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="seconds until the request is given up")
 

@@ -1,0 +1,31 @@
+"""The API's description as a page: everything is there, and nothing comes from elsewhere."""
+
+from __future__ import annotations
+
+import re
+
+from octavo.server.routes.docs import render
+from octavo.server.schema import ChatBody, CompletionBody
+from tests.server.fakes import Harness
+
+
+async def test_the_page_lists_every_endpoint_and_field_and_loads_nothing() -> None:
+    harness = Harness()
+    page = await harness.get("/docs")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    for path in harness.app.openapi()["paths"]:
+        assert f"</span> {path}</code>" in page.text
+    for field in (*ChatBody.model_fields, *CompletionBody.model_fields):
+        assert f"<td><code>{field}</code>" in page.text
+    assert "<script" not in page.text
+    assert re.findall(r'(?:src|href)="([^"]*)"', page.text) == ["/openapi.json"]
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_what_the_document_says_is_escaped() -> None:
+    field = {"type": "string", "default": "<y>", "description": "<z>"}
+    body = {"content": {"application/json": {"schema": {"properties": {"<x>": field}}}}}
+    operation = {"description": "a <b> and `c<d`", "requestBody": body}
+    page = render({"info": {"title": "<t>"}, "paths": {"/<q>": {"post": operation}}})
+    assert not re.search("<[bxyzq]>|<t>", page)
+    assert "a &lt;b&gt; and <code>c&lt;d</code>" in page
