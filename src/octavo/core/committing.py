@@ -54,21 +54,52 @@ class Committer:
         return flags.count(ROW_SAMPLE) + flags.count(ROW_SAMPLE | ROW_CARRY) == len(flags)
 
     def _commit_plain(self, result: StepResult) -> None:
-        """Take one sampled token per row: the hot path."""
-        rows, counts = self.flight.rows, self.flight.plan.counts
+        """Take one sampled token per row: the hot path, with the common case entered right here.
+
+        Rows that close a block, may stop, or are no longer wanted take the general way.
+        """
+        plan, rows, events = self.flight.plan, self.flight.rows, self.events
         ids = self._sampled(result, len(rows))
         logprobs = result.logprobs
         if logprobs is not None:
             self.logprobs = []
-        for index, sequence in enumerate(rows):
+        add_name, add_choice = events.request_ids.append, events.choices.append
+        add_position, add_id = events.positions.append, events.token_ids.append
+        running, size = Status.RUNNING, self.state.cache.block_size
+        for index, (sequence, count, token) in enumerate(zip(rows, plan.counts, ids, strict=True)):
             sequence.in_flight -= 1
             request = sequence.request
-            if request.status == Status.FINISHED or sequence.stale:
-                self._drop(sequence)
+            if request.status is not running or sequence.stale:
+                self._commit_late(request, sequence, token, logprobs[index] if logprobs else None)
                 continue
-            if request.status == Status.RUNNING:
-                sequence.num_computed += counts[index]
-            self._append(request, sequence, ids[index], logprobs[index] if logprobs else None)
+            computed = sequence.num_computed = sequence.num_computed + count
+            known = sequence.num_committed
+            if (
+                logprobs is not None
+                or computed % size == 0
+                or count > 1
+                or known + 1 >= sequence.limit
+                or token in request.stop_ids
+                or sequence.token_ids is None
+            ):
+                self._append(request, sequence, token, logprobs[index] if logprobs else None)
+                continue
+            add_name(request.name)
+            add_choice(sequence.choice)
+            add_position(known - sequence.num_prompt)
+            add_id(token)
+            sequence.token_ids.append(token)
+            sequence.num_committed = known + 1
+            sequence.num_pending -= 1
+
+    def _commit_late(
+        self, request: RequestState, sequence: Sequence, token: int, logprobs: TokenLogprobs | None
+    ) -> None:
+        """A row whose sequence no longer runs: the token of one that was preempted in flight is kept."""
+        if request.status == Status.FINISHED or sequence.stale:
+            self._drop(sequence)
+        else:
+            self._append(request, sequence, token, logprobs)
 
     def _commit_rows(self, result: StepResult, bad: dict[int, str]) -> None:
         """Take rows of any kind, in order; only those that sample have a result."""
@@ -125,7 +156,7 @@ class Committer:
     def _append(self, request: RequestState, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         """Make a sampled token known, publish the block it closes, and see whether it ends the request."""
         events = self.events
-        events.request_ids.append(request.request.request_id)
+        events.request_ids.append(request.name)
         events.choices.append(sequence.choice)
         events.positions.append(sequence.num_committed - sequence.num_prompt)
         events.token_ids.append(token)
@@ -166,13 +197,11 @@ class Committer:
                 continue
             skip = max(0, request.num_scored - first)
             if entries[skip:]:
-                scores.append((request.request.request_id, first + skip, entries[skip:]))
+                scores.append((request.name, first + skip, entries[skip:]))
                 request.num_scored = first + len(entries)
         self.events.scores = tuple(scores)
         self.events.pooled = tuple(
-            (self.flight.rows[index].request.request.request_id, data)
-            for index, data in result.pooled
-            if self._counts(index, bad)
+            (self.flight.rows[index].request.name, data) for index, data in result.pooled if self._counts(index, bad)
         )
 
     def _counts(self, index: int, bad: dict[int, str]) -> bool:

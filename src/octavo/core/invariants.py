@@ -53,16 +53,16 @@ def _check_requests(state: State) -> None:
     waiting, running = state.waiting.in_order(), state.running.requests
     _require(len(waiting) == len(state.waiting), f"the queue counts {len(state.waiting)}, holds {len(waiting)}")
     _require(len(waiting) + len(running) == len(state.requests), "a request is in no queue, or in two")
-    names = [entry.request.request_id for entry in (*waiting, *running)]
+    names = [entry.name for entry in (*waiting, *running)]
     _require(sorted(names) == sorted(state.requests), "queues and requests differ")
     for entry in waiting:
-        _require(entry.status == Status.WAITING, f"{entry.request.request_id} waits with status {entry.status}")
+        _require(entry.status == Status.WAITING, f"{entry.name} waits with status {entry.status}")
         for sequence in entry.sequences:
-            _require(not any(sequence.tables), f"{entry.request.request_id} waits and holds blocks")
-            _require(sequence.slot == -1, f"{entry.request.request_id} waits and holds slot {sequence.slot}")
+            _require(not any(sequence.tables), f"{entry.name} waits and holds blocks")
+            _require(sequence.slot == -1, f"{entry.name} waits and holds slot {sequence.slot}")
             _require(
                 sequence.num_scheduled == sequence.num_computed == 0,
-                f"{entry.request.request_id} waits with computed tokens",
+                f"{entry.name} waits with computed tokens",
             )
     ranks = [entry.rank for entry in running]
     _require(ranks == sorted(ranks), "the running list is out of order")
@@ -115,7 +115,7 @@ def _check_slots(state: State) -> None:
 
 
 def _check_running(state: State, entry: RequestState, sequence: Sequence) -> None:
-    name, size = entry.request.request_id, state.limits.block_size
+    name, size = entry.name, state.limits.block_size
     _require(entry.status == Status.RUNNING, f"{name} runs with status {entry.status}")
     _require(
         sequence.num_computed <= sequence.num_scheduled <= sequence.num_known,

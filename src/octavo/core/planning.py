@@ -82,7 +82,7 @@ class Planner:
         for request in tuple(self.state.running.requests):
             if not left:
                 break
-            if only is not None and request.request.request_id not in only:
+            if only is not None and request.name not in only:
                 continue
             for sequence in request.sequences:
                 start = sequence.num_scheduled
@@ -192,7 +192,7 @@ class Planner:
         flat = self.edits
         kept = [i for i in range(0, len(flat), 4) if flat[i] not in slots]
         self.edits = array("i", [flat[i + k] for i in kept for k in range(4)])
-        self.state.preempt(victim, self.now, by.request.request_id, WaitReason.KV_BLOCKS)
+        self.state.preempt(victim, self.now, by.name, WaitReason.KV_BLOCKS)
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a row back out of the plan, with what it promised to write."""
@@ -214,7 +214,7 @@ class Planner:
 
     def event(self, kind: EventKind, request: RequestState, **fields: object) -> None:
         """Log a decision of this step."""
-        self.state.events.append(Event(kind, request.request.request_id, self.now, self.state.step, **fields))  # type: ignore[arg-type]
+        self.state.events.append(Event(kind, request.name, self.now, self.state.step, **fields))  # type: ignore[arg-type]
 
     # --- the plan -----------------------------------------------------------------------------------
 

@@ -269,6 +269,7 @@ class RequestState:
         "is_decoding",
         "key",
         "max_tokens",
+        "name",
         "num_preemptions",
         "num_scored",
         "order",
@@ -283,6 +284,7 @@ class RequestState:
 
     def __init__(self, request: Request, order: int) -> None:
         self.request = request
+        self.name = request.request_id
         self.order = order
         self.key: tuple[float, ...] = ()
         self.rank: tuple[tuple[float, ...], int] = ((), order)

@@ -151,7 +151,7 @@ class Scheduler:
         order = self.state.waiting.in_order()
         position = order.index(entry)
         reason = WaitReason.BEHIND if entry.wait_reason < 0 else WaitReason(entry.wait_reason)
-        ahead = f", behind {order[position - 1].request.request_id}" if position else ""
+        ahead = f", behind {order[position - 1].name}" if position else ""
         return f"{request_id} waits at position {position + 1} of {len(order)}{ahead}: {reason.name.lower()}"
 
     def _expire(self, entry: RequestState, is_queue: bool, now: float) -> None:

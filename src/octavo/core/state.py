@@ -109,20 +109,20 @@ class State:
         """End a request: everything it holds is free at once, and the one terminal event is written."""
         if request.status == Status.RUNNING:
             self._leave_running(request)
-            self.finished_ids.append(request.request.request_id)
+            self.finished_ids.append(request.name)
         else:
             request.status = Status.FINISHED
             self.waiting.remove(request)
             if request.first_scheduled_at is not None:
-                self.finished_ids.append(request.request.request_id)
+                self.finished_ids.append(request.name)
         request.status = Status.FINISHED
-        del self.requests[request.request.request_id]
+        del self.requests[request.name]
         self.totals.finished[reason.name.lower()] += 1
         outputs = sum(sequence.num_committed - sequence.num_prompt for sequence in request.sequences)
         self.events.append(
             Event(
                 EventKind.FINISHED,
-                request.request.request_id,
+                request.name,
                 now,
                 self.step,
                 num_tokens=outputs,
@@ -144,12 +144,12 @@ class State:
         request.wait_reason = -1
         rerank(request, self.policy)
         self.waiting.add(request)
-        self.preempted_ids.append(request.request.request_id)
+        self.preempted_ids.append(request.name)
         self.totals.num_preemptions += 1
         self.events.append(
             Event(
                 EventKind.PREEMPTED,
-                request.request.request_id,
+                request.name,
                 now,
                 self.step,
                 reason=reason,
