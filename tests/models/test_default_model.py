@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -59,9 +58,7 @@ def test_logits_equal_transformers(
     assert FILES is not None
     if path == "plain":
         monkeypatch.setattr("octavo.nn.linear.choose_path", lambda dtype, device: "plain")
-    started = time.perf_counter()
     decoder = load_model(FILES, read_model_spec(FILES), torch.float32, "cpu")
-    assert time.perf_counter() - started < 10.0  # about 0.5 s on an idle machine
     for row, logits in zip(ROWS, all_logits(decoder, ROWS), strict=True):
         with torch.inference_mode():
             expected = reference(torch.tensor([row])).logits[0]

@@ -1,5 +1,4 @@
 import random
-import time
 
 import pytest
 from tests.text.tiny_tokenizers import random_text
@@ -158,12 +157,11 @@ EVIL = {
 }
 
 
+@pytest.mark.timeout(30)  # unbounded, each of these would run for hours
 @pytest.mark.parametrize("name", EVIL)
 def test_row_28_evil_templates_are_refused_in_bounded_time(name):
-    started = time.perf_counter()
     with pytest.raises((InvalidRequestError, ModelFileError)) as caught:
         render(EVIL[name], messages=[dict(HI[0])])
-    assert time.perf_counter() - started < 8.0
     assert "chat template" in str(caught.value)
     assert len(str(caught.value)) < 500
     if isinstance(caught.value, InvalidRequestError):

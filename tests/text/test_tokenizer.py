@@ -1,6 +1,5 @@
 import json
 import random
-import time
 
 import pytest
 from tests.text.tiny_tokenizers import KINDS, random_text, tiny_backend_json, tiny_tokenizer
@@ -135,9 +134,3 @@ def test_equal_to_transformers_from_the_same_folder(load, tmp_path):
             for _ in range(100):
                 text = random_text(rng)
                 assert mine.encode(text) == theirs.encode(text)
-
-
-def test_the_default_model_loads_fast(default_files):
-    started = time.perf_counter()
-    Tokenizer.from_files(default_files)
-    assert time.perf_counter() - started < 0.7  # 0.09 s measured
