@@ -251,3 +251,16 @@ def test_counts_follow_what_is_sampled_and_places_are_reused() -> None:
         rig.processors.admit(slot, np.zeros(0, dtype=np.int64))
     again = rig.sampler.sample(logits.clone(), SamplingRows(np.arange(6), np.full(6, 1))).ids_R
     assert again.tolist() == [9] * 6
+
+
+@pytest.mark.parametrize("options", [{}, {"min_p": 0.1}, {"top_k": 5}, {"top_p": 0.5}])
+@pytest.mark.parametrize("temperature", [1e-40, 1e-46, 1e-300])
+def test_a_temperature_that_float32_cannot_hold_is_greedy(temperature: float, options: dict[str, float]) -> None:
+    columns = SamplingColumns(1)
+    params = SamplingParams(temperature=temperature, seed=1, **options)  # type: ignore[arg-type]
+    columns.put(0, params, choice=0, num_prompt=1, eos_token_ids=())
+    sampler = Sampler(columns, LogitsProcessors(columns, torch.zeros((1, 4), dtype=torch.int32), 300))
+    logits_RV = torch.randn((1, 300), generator=torch.Generator().manual_seed(5))
+    best = int(logits_RV.argmax())
+    assert best != 0
+    assert sampler.sample(logits_RV, SamplingRows(np.array([0]), np.array([1]))).ids_R.tolist() == [best]

@@ -61,7 +61,8 @@ class Sampler:
     def _draw(self, logits_RV: Tensor, ids_R: Tensor, drawn: Ints, rows: SamplingRows) -> Tensor:
         columns, slots = self._columns, rows.slots[drawn]
         uniform = uniforms(columns.seed[slots], columns.choice[slots], rows.positions[drawn])
-        temperature = columns.temperature[slots].astype(np.float32)[:, None]
+        # one that rounds to 0 in float32 would divide 0 by 0
+        temperature = np.maximum(columns.temperature[slots].astype(np.float32), np.finfo(np.float32).tiny)[:, None]
         is_cut = (columns.top_k[slots] > 0) | (columns.top_p[slots] < 1)
         for part in (np.flatnonzero(is_cut), np.flatnonzero(~is_cut)):
             if not len(part):
