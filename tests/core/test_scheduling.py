@@ -379,6 +379,17 @@ def test_S24_a_request_for_an_embedding_gives_one_state_at_its_end() -> None:
     assert len(record.pooled) == 1 and record.token_ids == []
 
 
+@pytest.mark.parametrize("wants", [Want.POOL, Want.SCORE | Want.POOL])
+def test_S24_an_embedding_preempted_in_flight_is_given_once_and_not_computed_again(wants: Want) -> None:
+    run = Run(limits(num_blocks=4), depth=2)
+    run.admit(prompt(8, 1), 4)
+    record = run.admit(prompt(8, 2), 1, wants=wants)
+    run.finish()
+    assert record.of_kind(EventKind.PREEMPTED) and not record.of_kind(EventKind.RESUMED)
+    assert record.reason == FinishReason.STOP and len(record.pooled) == 1
+    assert sum(len(entries) for _, entries in record.scores) == (7 if wants & Want.SCORE else 0)
+
+
 def test_S24_eos_ends_a_sampling_request_with_stop() -> None:
     run = Run(limits(vocab_size=5))
     record = run.admit([3, 4, 3], 50, eos_token_ids=(EOS,))

@@ -146,11 +146,9 @@ class Committer:
         for offset, token in enumerate(ids):
             if request.status != Status.FINISHED:  # type: ignore[comparison-overlap]
                 self._append(request, sequence, token, logprobs[offset] if logprobs else None)
-        if (
-            not request.request.wants & Want.SAMPLE
-            and request.status == Status.RUNNING
-            and sequence.num_computed >= sequence.num_known
-        ):
+        reached = plan.starts[index] + plan.counts[index]
+        if not request.request.wants & Want.SAMPLE and reached >= sequence.num_known:
+            # also one that was preempted in flight: it has given all it was asked for
             self.state.finish(request, self.now, FinishReason.STOP)
 
     def _append(self, request: RequestState, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
