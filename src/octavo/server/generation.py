@@ -107,7 +107,7 @@ class Generation:
                 self._metrics.next_tokens(now - last, len(delta.token_ids))
             else:
                 self._metrics.first_tokens(now - self.asked.arrival, len(delta.token_ids))
-                self._seat.leave()
+                self._seat.leave_one()
         reason = delta.finish_reason
         if reason is None:
             return

@@ -1,7 +1,7 @@
 """WaitingRoom: bounds the requests that have no token yet, so that overload is refused early and cheaply.
 
 Owns: the count. Does not: order anything (the scheduler does).
-Invariant: each seat is given back exactly once, at the request's first token or its end.
+Invariant: each seat is given back exactly once, at its choice's first token or at the request's end.
 """
 
 from __future__ import annotations
@@ -10,19 +10,24 @@ from octavo.errors import QueueFullError
 
 
 class Seat:
-    """Room for some requests."""
+    """Room for the choices of one request."""
 
     __slots__ = ("_num", "_room")
 
     def __init__(self, room: WaitingRoom, num: int) -> None:
-        self._room: WaitingRoom | None = room
+        self._room = room
         self._num = num
 
     def leave(self) -> None:
-        """Give the seat back. Idempotent."""
-        if self._room is not None:
-            self._room.num_waiting -= self._num
-            self._room = None
+        """Give back all that is left of it. Idempotent."""
+        self._room.num_waiting -= self._num
+        self._num = 0
+
+    def leave_one(self) -> None:
+        """Give back one choice's; nothing when none is left."""
+        if self._num:
+            self._room.num_waiting -= 1
+            self._num -= 1
 
 
 class WaitingRoom:
