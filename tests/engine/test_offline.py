@@ -50,6 +50,23 @@ def test_a_single_prompt_may_take_any_form(llm: OfflineEngine, prompt: Any) -> N
     assert output.prompt_token_ids == [43, 72] and output.outputs[0].token_ids == answer([43, 72])
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", "Par"),  # taken apart, it would stop at "P", "a" or "r"
+        ("stop", None),
+        ("stop_token_ids", 5),
+        ("logit_bias", {5: 1.0}),
+        ("logit_bias", [5]),
+        ("logit_bias", [(5, 1.0, 2.0)]),
+    ],
+)
+def test_a_lone_value_where_a_tuple_belongs_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="give a tuple of") as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+
+
 def test_no_prompts_no_answers(llm: OfflineEngine) -> None:
     assert llm.generate([], GREEDY) == []
 

@@ -61,6 +61,9 @@ def _check_number(param: str, value: object, low: float, high: float, remedy: st
     _check(is_number and math.isfinite(value) and low <= value <= high, param, value, remedy)  # type: ignore[arg-type, operator]
 
 
+_ENTRIES = {"logit_bias": "(token id, bias) pairs", "stop": "strings", "stop_token_ids": "token ids"}
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample one request. Every field is checked when the object is made.
@@ -120,6 +123,15 @@ class SamplingParams:
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "give a number from -2 to 2")
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "give a number from -2 to 2")
         _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 100.0, "give a number above 0; 1 is off")
+        for name in ("logit_bias", "stop", "stop_token_ids"):  # a str or a dict would be taken apart
+            value = getattr(self, name)
+            _check(isinstance(value, (tuple, list)), name, value, f"give a tuple of {_ENTRIES[name]}")
+        _check(
+            all(isinstance(entry, (tuple, list)) and len(entry) == 2 for entry in self.logit_bias),
+            "logit_bias",
+            self.logit_bias,
+            f"give a tuple of {_ENTRIES['logit_bias']}",
+        )
         for token, bias in self.logit_bias:
             _check(
                 _is_int(token) and token >= 0, "logit_bias", token, "use token ids of the model's vocabulary as keys"
