@@ -4,7 +4,7 @@ import asyncio
 import re
 
 from octavo.core.request import FinishReason
-from tests.server.fakes import EOS, Harness, events
+from tests.server.fakes import EOS, FakeClient, Harness, events
 
 
 async def test_each_prompt_shape_is_taken() -> None:
@@ -100,3 +100,12 @@ async def test_too_many_prompts_are_refused() -> None:
     harness = Harness()
     response = await harness.complete(prompt=["a"] * 257)
     assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
+
+
+async def test_text_offsets_count_a_character_split_over_tokens_once() -> None:
+    harness = Harness(engine=FakeClient("a\N{FOX FACE}é!"))
+    whole = (await harness.complete(logprobs=0)).json()["choices"][0]["logprobs"]["text_offset"]
+    assert whole[:8] == [0, 1, 2, 2, 2, 2, 3, 3], "one token a byte: a, four of the fox, two of the e, !"
+    chunks = events((await harness.complete(logprobs=0, stream=True)).text)[:-1]
+    shown = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [offset for logprobs in shown if logprobs for offset in logprobs["text_offset"]] == whole

@@ -77,15 +77,25 @@ def completion_logprobs(deltas: Iterable[TextDelta], pieces: Pieces, text_offset
         return None
     tokens = [_token(entry.token_id, pieces) for entry in entries]
     offsets = []
-    for token in tokens:
+    for entry in entries:
         offsets.append(text_offset)
-        text_offset += len(token)
+        text_offset += _num_characters(pieces.token_bytes(entry.token_id))
     tops = [
         {_token(t, pieces): _finite(p) for t, p in zip(entry.top_ids, entry.top_logprobs, strict=True)}
         for entry in entries
     ]
     own = [_finite(entry.logprob) for entry in entries]
     return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
+
+
+def logprobs_length(deltas: Iterable[TextDelta], pieces: Pieces) -> int:
+    """Characters of the tokens that have log-probabilities: how far they move `text_offset`."""
+    return sum(_num_characters(pieces.token_bytes(entry.token_id)) for entry in _entries(deltas))
+
+
+def _num_characters(raw: bytes) -> int:
+    """Characters that begin in these bytes: one split over several tokens counts with its first."""
+    return sum(byte & 0xC0 != 0x80 for byte in raw)
 
 
 def _entries(deltas: Iterable[TextDelta]) -> list[TokenLogprobs]:

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec.json import encode
 
-from octavo.server.answer import Json, Pieces, chat_logprobs, completion_logprobs, last_usage, timings_json, usage_json
+from octavo.server.answer import (
+    Json,
+    Pieces,
+    chat_logprobs,
+    completion_logprobs,
+    last_usage,
+    logprobs_length,
+    timings_json,
+    usage_json,
+)
 from octavo.server.generation import REASONS, Choice
 
 if TYPE_CHECKING:
@@ -155,7 +164,7 @@ class CompletionShape:
         logprobs = None
         if delta.logprobs:
             logprobs = completion_logprobs((delta,), self._pieces, self._offsets[index])
-            self._offsets[index] += sum(len(token) for token in logprobs["tokens"]) if logprobs else 0
+            self._offsets[index] += logprobs_length((delta,), self._pieces)
         text = echo + delta.text
         if not text and not logprobs and delta.finish_reason is None:
             return b""
