@@ -379,6 +379,13 @@ def test_S24_a_request_for_an_embedding_gives_one_state_at_its_end() -> None:
     assert len(record.pooled) == 1 and record.token_ids == []
 
 
+def test_S24_a_prompt_that_is_also_continued_is_pooled_once() -> None:
+    run = Run(limits())
+    record = run.admit(prompt(13), 5, wants=Want.SAMPLE | Want.POOL)
+    run.finish()
+    assert len(record.pooled) == 1 and len(record.token_ids) == 5
+
+
 @pytest.mark.parametrize("wants", [Want.POOL, Want.SCORE | Want.POOL])
 def test_S24_an_embedding_preempted_in_flight_is_given_once_and_not_computed_again(wants: Want) -> None:
     run = Run(limits(num_blocks=4), depth=2)

@@ -157,7 +157,7 @@ class Planner:
         if end == sequence.num_known:
             if not request.is_decoding:
                 self.state.start_decoding(request)
-            if wants & Want.POOL:
+            if wants & Want.POOL and end == sequence.num_prompt:  # the prompt's, once
                 flag |= ROW_POOL
             if wants & Want.SAMPLE:
                 flag |= ROW_SAMPLE

@@ -95,6 +95,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "min_tokens", "top_k", "n"):  # they travel and are kept as 32-bit columns
+            value = getattr(self, name)
+            if _is_int(value):
+                _check(value < 2**31, name, value, f"give less than {2**31}")
         if self.max_tokens is not None:
             _check(
                 _is_int(self.max_tokens) and self.max_tokens >= 1,
@@ -194,6 +198,9 @@ class Request:
     queue_timeout: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("arrival", "deadline", "queue_timeout"):
+            value = getattr(self, name)
+            _check(value is None or not math.isnan(value), name, value, "give a time in seconds")
         if self.prompt_token_ids is not None:
             if not isinstance(self.prompt_token_ids, array) or self.prompt_token_ids.typecode != "i":
                 object.__setattr__(self, "prompt_token_ids", _pack_ids(self.prompt_token_ids, "prompt_token_ids"))
