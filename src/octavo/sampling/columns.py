@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from octavo.core.request import SamplingParams
 
 NO_LOGPROBS = -1
-_MOST = 2**31 - 1  # more than any vocabulary or sequence; larger numbers would not fit their column
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -54,7 +53,7 @@ class SamplingColumns:
     ) -> None:
         """Set a slot's entries. `params.seed` None counts as 0: the front draws seeds."""
         self.temperature[slot] = params.temperature
-        self.top_k[slot] = min(max(0, params.top_k), _MOST)
+        self.top_k[slot] = max(0, params.top_k)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.presence[slot] = params.presence_penalty
@@ -63,7 +62,7 @@ class SamplingColumns:
         self.seed[slot] = np.uint64((params.seed or 0) & (2**64 - 1))
         self.choice[slot] = choice
         self.num_prompt[slot] = num_prompt
-        self.min_end[slot] = num_prompt + min(params.min_tokens, _MOST) if params.min_tokens else 0
+        self.min_end[slot] = num_prompt + params.min_tokens if params.min_tokens else 0
         self.logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
         self.has_bias[slot] = bool(params.logit_bias)
