@@ -24,7 +24,7 @@ names = st.text(max_size=20)
 finite = st.floats(allow_nan=False)
 params = st.builds(
     SamplingParams,
-    max_tokens=st.none() | st.integers(50, 2**40),
+    max_tokens=st.none() | st.integers(50, 2**31 - 1),
     min_tokens=st.integers(0, 50),
     temperature=st.floats(0, 100),
     top_p=st.floats(0.01, 1),

@@ -144,6 +144,7 @@ class Committer:
         if request.status == Status.RUNNING:
             sequence.num_computed += plan.counts[index]
         for offset, token in enumerate(ids):
+            # mypy holds the status for unchanged, but appending the token before may have ended the request
             if request.status != Status.FINISHED:  # type: ignore[comparison-overlap]
                 self._append(request, sequence, token, logprobs[offset] if logprobs else None)
         reached = plan.starts[index] + plan.counts[index]

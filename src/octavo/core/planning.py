@@ -9,6 +9,7 @@ no admission in a step that preempted, unless the step would otherwise be empty.
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 from octavo.core.kv.cache import Publication
 from octavo.core.plan import (
@@ -212,9 +213,9 @@ class Planner:
         if count:
             self.waits[reason] = self.waits.get(reason, 0) + count
 
-    def event(self, kind: EventKind, request: RequestState, **fields: object) -> None:
+    def event(self, kind: EventKind, request: RequestState, **fields: Any) -> None:
         """Log a decision of this step."""
-        self.state.events.append(Event(kind, request.name, self.now, self.state.step, **fields))  # type: ignore[arg-type]
+        self.state.events.append(Event(kind, request.name, self.now, self.state.step, **fields))
 
     # --- the plan -----------------------------------------------------------------------------------
 

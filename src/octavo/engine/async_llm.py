@@ -6,7 +6,7 @@ Does not: build an engine (assembly does) or use threads.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
 from typing import Any, Self
@@ -57,7 +57,7 @@ class AsyncEngine:
 
     async def stream(
         self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[TextDelta]:
+    ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt, delta by delta; leaving the loop early (and closing it) cancels the request."""
         _, session = await self._open(prompt, params, options)
         try:
@@ -85,9 +85,9 @@ class AsyncEngine:
         *,
         template: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> AsyncIterator[TextDelta]:
+    ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation, delta by delta."""
-        async with aclosing(self.stream(self.chat_prompt(messages, template), params, **options)) as deltas:  # type: ignore[type-var]
+        async with aclosing(self.stream(self.chat_prompt(messages, template), params, **options)) as deltas:
             async for delta in deltas:
                 yield delta
 

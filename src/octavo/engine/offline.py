@@ -10,7 +10,7 @@ import asyncio
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeVar
 
@@ -127,12 +127,12 @@ class OfflineEngine:
             future.cancel()
             raise
 
-    def _iterate(self, deltas: AsyncIterator[TextDelta]) -> Iterator[TextDelta]:
+    def _iterate(self, deltas: AsyncGenerator[TextDelta, None]) -> Iterator[TextDelta]:
         async def following() -> TextDelta | None:
             return await anext(deltas, None)
 
         async def close() -> None:
-            await deltas.aclose()  # type: ignore[attr-defined]
+            await deltas.aclose()
 
         try:
             while (delta := self._wait(following())) is not None:

@@ -15,44 +15,19 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from octavo import errors
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine.client import Accepted, Verb
 from octavo.engine.delivery import Delivery, End
-from octavo.errors import (
-    AdmissionError,
-    CapacityError,
-    ConfigError,
-    DuplicateRequestError,
-    EngineDeadError,
-    EngineError,
-    InvalidRequestError,
-    ModelFileError,
-    OctavoError,
-    QueueFullError,
-    RequestError,
-    UnknownModelError,
-)
+from octavo.errors import EngineError, ModelFileError, OctavoError, RequestError
 from octavo.executors.protocol import Capacity
 
 VERSION = 1
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
-_ERRORS: dict[str, type[OctavoError]] = {
-    kind.__name__: kind
-    for kind in (
-        AdmissionError,
-        CapacityError,
-        ConfigError,
-        DuplicateRequestError,
-        EngineDeadError,
-        EngineError,
-        InvalidRequestError,
-        ModelFileError,
-        QueueFullError,
-        RequestError,
-        UnknownModelError,
-    )
+_ERRORS: dict[str, type[OctavoError]] = {  # the whole tree, so that no kind is forgotten when one is added
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, OctavoError)
 }
 
 

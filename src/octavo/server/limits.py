@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
@@ -97,8 +98,7 @@ def _too_deep(max_depth: int) -> ApiError:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise _bad_json(f"the key {repeated[:64]!r} is given twice")
     return made
 
