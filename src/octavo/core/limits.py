@@ -15,8 +15,13 @@ from octavo.errors import ConfigError
 class Limits:
     """The scheduler's numbers: tokens, sequences and blocks as named; `headroom` is a share of the pool.
 
-    `num_blocks` has one entry per group. `max_partial_prefills=0` and `long_prefill_threshold=0` mean
-    no bound. `headroom=None` means the policy's own default.
+    `num_blocks` and `host_blocks` have one entry per group (no `host_blocks`: no host tier). 0 means no bound for
+    `max_partial_prefills`, `long_prefill_threshold`, `max_kv_read` (tokens of context read per step), and no such
+    thing for `encoder_budget` (media tokens encoded per step), `encoder_cache` (media tokens kept) and
+    `adapter_slots`. `headroom=None` means the policy's own default. `preemption` is auto, recompute or swap.
+    `composition` is mixed or separate (steps of prefills only, at most `max_prefill_run` in a row while anything
+    decodes, or of decodes only). `tenant_weights` are shares under the fair policy; 1 for those not named.
+    `find_shared_prefixes` fills the plan's shared_prefixes.
     """
 
     block_size: int
@@ -32,15 +37,53 @@ class Limits:
     max_partial_prefills: int = 0
     long_prefill_threshold: int = 0
     prefix_caching: bool = True
+    block_sharing: bool = True
     max_blocks_per_sequence: int = 0
+    max_kv_read: int = 0
+    max_bypass: int = 64
+    preemption: str = "auto"
+    host_blocks: tuple[int, ...] = ()
+    host_load_min_tokens: int = 64
+    encoder_budget: int = 0
+    encoder_cache: int = 0
+    adapter_slots: int = 0
+    separate_modalities: bool = False
+    composition: str = "mixed"
+    max_prefill_run: int = 4
+    tenant_weights: tuple[tuple[str, float], ...] = ()
+    find_shared_prefixes: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_model_len", "vocab_size", "max_batch_tokens", "max_sequences"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
+        for name in _AT_LEAST_ONE:
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "give at least 1")
+        for name in _AT_LEAST_ZERO:
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "give 0 or more")
+        for name, words in _WORDS.items():
+            _require(getattr(self, name) in words, name, getattr(self, name), f"give one of {', '.join(words)}")
         if len(self.num_blocks) != len(self.groups) or min(self.num_blocks) < 1:
             raise ConfigError(
                 f"num_blocks is {self.num_blocks}; give at least 1 block for each of {len(self.groups)} groups"
             )
+        if self.host_blocks and (len(self.host_blocks) != len(self.groups) or min(self.host_blocks) < 0):
+            raise ConfigError(
+                f"host_blocks is {self.host_blocks}; give a number of blocks for each of {len(self.groups)} groups"
+            )
         if self.headroom is not None and not 0 <= self.headroom < 1:
             raise ConfigError(f"headroom is {self.headroom}; give a share of the pool from 0 up to, but not, 1")
+        for tenant, weight in self.tenant_weights:
+            _require(0 < weight < 1e6, f"tenant_weights[{tenant!r}]", weight, "give a number above 0")
+
+
+_AT_LEAST_ONE = (
+    "block_size", "max_model_len", "vocab_size", "max_batch_tokens", "max_sequences", "max_bypass", "max_prefill_run",
+)  # fmt: skip
+_AT_LEAST_ZERO = (
+    "max_partial_prefills", "long_prefill_threshold", "max_blocks_per_sequence", "max_kv_read",
+    "host_load_min_tokens", "encoder_budget", "encoder_cache", "adapter_slots",
+)  # fmt: skip
+_WORDS = {"preemption": ("auto", "recompute", "swap"), "composition": ("mixed", "separate")}
+
+
+def _require(ok: bool, name: str, value: object, remedy: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} is {value!r}; {remedy}")

@@ -2,9 +2,10 @@
 
 Owns: the columns, their meaning and their digest. Row is a lazy view for policies and tests.
 Does not: decide or compute. Plans are immutable by contract: nobody writes to one after plan().
-Effects of a plan run in this order: freed slots, new sequences, swap-out, host load, block copy,
-then table edits and the forward pass with its KV writes. Freeing a free slot is harmless, and a new
-sequence resets its slot, so that effects of a failed step can be sent again.
+Effects of a plan run in this order: freed slots, new sequences, id edits, swap-out, host load, block copy,
+then table edits, encode jobs and the forward pass with its KV writes; encoder frees last. Copies read what
+was there before the step. Freeing a free slot is harmless, and a new sequence resets its slot, so that effects
+of a failed step can be sent again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ ROW_SAMPLE = 1  # sample one token from the logits of the row's last position
 ROW_CARRY = 2  # the row's single input id is the one its slot sampled last, maybe still on the device
 ROW_SCORE = 4  # give log-probabilities of the prompt tokens behind the row's positions
 ROW_POOL = 8  # give the pooled hidden state at the row's last position
+ROW_FORK = 16  # no tokens of its own: samples from the logits of the nearest row before it that has tokens
+ROW_BEAM = 32  # beside ROW_SAMPLE: give candidates, and make nothing known; the ids chosen come as id edits
 DROP_BLOCK = -1  # block number of a table edit that drops the entry
 
 
@@ -62,6 +65,7 @@ class EventKind(IntEnum):
     SWAPPED = 4
     RESUMED = 5
     FINISHED = 6
+    CHOICE_FINISHED = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,9 @@ class Event:
 
     ADMITTED, RESUMED: num_tokens = granted, cached_tokens. CHUNKED: num_tokens = granted, needed = left.
     DEFERRED: reason, needed, available. PREEMPTED: by, num_tokens = tokens to recompute, reason.
-    FINISHED: finish_reason, stop_token_id, num_tokens = outputs, cached_tokens, message.
+    SWAPPED: by, num_tokens = positions kept on the host. FINISHED: finish_reason, stop_token_id, num_tokens =
+    outputs, cached_tokens, message; it ends the request and every choice that has not ended before.
+    CHOICE_FINISHED: one choice ends before its request: choice, finish_reason, stop_token_id, num_tokens.
     """
 
     kind: EventKind
@@ -86,6 +92,17 @@ class Event:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     message: str | None = None
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeJob:
+    """One media item to encode in a step: the sequence that needs it, which of its spans, and its content key."""
+
+    slot: int
+    span: int
+    key: bytes
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +142,12 @@ class StepPlan:
 
     Rows: slots, starts, counts, flags, one entry per row; num_drafts is empty or one entry per row.
     edits: flat (slot, group, index, block); index = the table's length appends, a lower one replaces,
-    block DROP_BLOCK drops. copies: flat (group, source, destination). swap_outs: flat (group, device
-    block, host block). host_loads: flat (group, host block, device block).
+    block DROP_BLOCK drops. id_edits: flat (slot, position, token id): known ids that the host chose, each behind
+    its sequence's last. copies: flat (group, source, destination). swap_outs: flat (group, device block, host
+    block). host_loads: flat (group, host block, device block). A plan has swap-outs or host loads, never both.
+    encode_jobs run before the rows; encoder_frees are keys whose outputs may be dropped.
+    shared_prefixes, where asked for: (leading blocks, indices of the rows that share them), for cascade attention;
+    num_common_blocks: leading blocks that all rows share, per group 0.
     num_query_tokens and num_kv_read are totals over rows, in tokens. `is_fast_path`: every row is one
     token within the captured range (S14). `waits`: (reason, requests) pairs of an empty plan, `wake_at`
     the next deadline in seconds. `events` are the decisions taken since the last commit or plan; they
@@ -146,6 +167,11 @@ class StepPlan:
     swap_outs: array[int] = field(default_factory=_ints)
     host_loads: array[int] = field(default_factory=_ints)
     freed_slots: array[int] = field(default_factory=_ints)
+    id_edits: array[int] = field(default_factory=_ints)
+    encode_jobs: tuple[EncodeJob, ...] = ()
+    encoder_frees: tuple[bytes, ...] = ()
+    shared_prefixes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    num_common_blocks: int = 0
     new_sequences: tuple[NewSequence, ...] = ()
     finished_ids: tuple[str, ...] = ()
     preempted_ids: tuple[str, ...] = ()
@@ -171,6 +197,9 @@ class StepPlan:
             or self.copies
             or self.swap_outs
             or self.host_loads
+            or self.id_edits
+            or self.encode_jobs
+            or self.encoder_frees
             or self.finished_ids
             or self.preempted_ids
         )
@@ -199,6 +228,7 @@ class StepPlan:
             self.swap_outs,
             self.host_loads,
             self.freed_slots,
+            self.id_edits,
         ):
             state.update(struct.pack("<q", len(column)))
             state.update(column.tobytes())
@@ -218,7 +248,9 @@ class StepPlan:
             )
             state.update(head.encode())
             state.update(ids)
-        state.update(repr((self.step, self.finished_ids, self.preempted_ids)).encode())
+        state.update(
+            repr((self.step, self.finished_ids, self.preempted_ids, self.encode_jobs, self.encoder_frees)).encode()
+        )
         return state.digest()
 
 
@@ -250,7 +282,9 @@ class StepResult:
     `num_token_ids` (one entry per sampling row) says otherwise; None from an executor that knows only
     durations. `logprobs` is None or aligned with `token_ids`. `scores`: (row index, first position,
     entries) for rows with ROW_SCORE. `pooled`: (row index, float32 bytes). `errors`: (row index, reason)
-    for rows whose own result is unusable; their tokens are ignored.
+    for rows whose own result is unusable; their tokens are ignored. A row with ROW_BEAM has its candidates in
+    `logprobs`: top_ids and top_logprobs, best first, at least twice the beam width, log-probabilities after the
+    processors (penalties, biases, bans) as transformers' beam search has them; its token id is the best one's.
     """
 
     token_ids: array[int] | None

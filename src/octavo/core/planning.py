@@ -181,7 +181,7 @@ class Planner:
         return True
 
     def _victim_rank(self, request: RequestState) -> tuple[tuple[float, ...], int]:
-        return self.state.policy.victim_key(request), request.order
+        return self.state.judge.victim_rank(request)
 
     def _preempt(self, victim: RequestState, by: RequestState) -> None:
         """Take everything from a victim, its row and promises in this very plan too."""

@@ -12,16 +12,16 @@ from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
-from octavo.core.policy import Policy
+from octavo.core.policy import Judge
 from octavo.core.request import RequestState, Status
 
 _rank = attrgetter("rank")
 _Entry = tuple[tuple[tuple[float, ...], int], int, RequestState]
 
 
-def rerank(request: RequestState, policy: Policy) -> None:
+def rerank(request: RequestState, judge: Judge) -> None:
     """Ask the policy again where the request stands. The request must be in neither line."""
-    request.rank = (policy.key(request), request.order)
+    request.rank = judge.rank(request)
 
 
 class WaitingQueue:

@@ -57,7 +57,7 @@ class Scheduler:
             sequence.keys = list(request.block_keys)
         entry.sequences.append(sequence)
         state.requests[request.request_id] = entry
-        rerank(entry, state.policy)
+        rerank(entry, state.judge)
         state.waiting.add(entry)
         state.deadlines.add(entry)
         return admission

@@ -16,7 +16,7 @@ from octavo.core.budget import Budget
 from octavo.core.kv.cache import KVCache, Publication
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
-from octavo.core.policy import create_policy
+from octavo.core.policy import Judge, create_policy
 from octavo.core.queues import Deadlines, RunningList, WaitingQueue, rerank
 from octavo.core.request import FinishReason, RequestState, Sequence, Status
 
@@ -57,6 +57,7 @@ class State:
         "freed_slots",
         "is_draining",
         "is_paused",
+        "judge",
         "limits",
         "next_order",
         "policy",
@@ -72,7 +73,8 @@ class State:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.policy = create_policy(limits.policy)
+        self.policy = create_policy(limits.policy, limits)
+        self.judge = Judge(self.policy)
         self.cache = KVCache(limits)
         self.requests: dict[str, RequestState] = {}
         self.waiting = WaitingQueue()
@@ -142,7 +144,7 @@ class State:
         request.num_preemptions += 1
         request.deferred_version = -1
         request.wait_reason = -1
-        rerank(request, self.policy)
+        rerank(request, self.judge)
         self.waiting.add(request)
         self.preempted_ids.append(request.name)
         self.totals.num_preemptions += 1
@@ -161,10 +163,9 @@ class State:
     def start_decoding(self, request: RequestState) -> None:
         """The request caught up with its known tokens: its policy may rank it anew."""
         request.is_decoding = True
-        key = self.policy.key(request)
-        if key != request.rank[0]:
+        if self.judge.rank(request) != request.rank:
             self.running.remove(request)
-            rerank(request, self.policy)
+            rerank(request, self.judge)
             self.running.add(request)
 
     def enter_running(self, request: RequestState) -> None:
@@ -173,7 +174,7 @@ class State:
         for sequence in request.sequences:
             sequence.slot = self.free_slots.pop()
         self.sequence_budget.take(len(request.sequences))
-        rerank(request, self.policy)
+        rerank(request, self.judge)
         self.running.add(request)
 
     def _leave_running(self, request: RequestState) -> None:

@@ -59,6 +59,8 @@ class Submit(_Message):
     score_from: int
     deadline: float | None
     queue_timeout: float | None
+    ttft_objective: float | None
+    tpot_objective: float | None
 
     @classmethod
     def of(cls, epoch: int, request: Request) -> Submit:

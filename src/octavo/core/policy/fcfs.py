@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from octavo.core.policy.base import Policy
 from octavo.core.request import RequestState
 
 
-class Fcfs:
+class Fcfs(Policy):
     """Order of arrival."""
 
     name = "fcfs"
-    headroom = 0.01
-    skip_ahead = False
 
     def key(self, request: RequestState) -> tuple[float, ...]:
         """Nothing beside the arrival."""
-        return ()
-
-    def victim_key(self, request: RequestState) -> tuple[float, ...]:
-        """Nothing beside the arrival: the latest goes first."""
         return ()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from octavo.core.policy.base import Policy
 from octavo.core.request import RequestState, Status
 
 
-class Fifo:
+class Fifo(Policy):
     """Finish what decodes, then what prefills, then take in; the newest arrivals are preempted."""
 
     name = "fifo"
@@ -17,7 +18,3 @@ class Fifo:
         if request.status == Status.WAITING:
             return (2.0,)
         return (0.0,) if request.is_decoding else (1.0,)
-
-    def victim_key(self, request: RequestState) -> tuple[float, ...]:
-        """Nothing beside the arrival: the newest goes first."""
-        return ()

@@ -1,0 +1,175 @@
+"""How one request is sampled: SamplingParams, with the range of every field.
+
+Owns: the fields and their checks. Does not: sample, or know a vocabulary (see admission and the front end).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.errors import InvalidRequestError
+
+
+def check(ok: bool, param: str, value: object, remedy: str) -> None:
+    """Raise InvalidRequestError with the field, its value and the remedy unless `ok`."""
+    if not ok:
+        raise InvalidRequestError(f"{param} is {value!r}; {remedy}", param)
+
+
+def is_int(value: object) -> bool:
+    """Whether a value is a whole number; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_INT32 = 2**31 - 1  # whole numbers travel and are kept as 32-bit columns
+
+# Whole numbers: field -> (least, greatest, remedy). Those of _OPTIONAL may be None.
+_WHOLE: dict[str, tuple[int, int, str]] = {
+    "max_tokens": (1, _INT32, "give at least 1, or leave it out for as many as fit"),
+    "min_tokens": (0, _INT32, "give 0 or more"),
+    "top_k": (-1, _INT32, "give 0 or -1 (off) or a positive whole number"),
+    "logprobs": (0, 20, "give a whole number from 0 to 20"),
+    "prompt_logprobs": (0, 20, "give a whole number from 0 to 20"),
+    "seed": (-(2**63), 2**64 - 1, "give a 64-bit whole number"),
+    "n": (1, _INT32, "give at least 1"),
+    "best_of": (1, _INT32, "give at least n, or leave it out"),
+    "beam_width": (0, 64, "give a whole number from 0 (no beam search) to 64"),
+    "dry_allowed_length": (1, _INT32, "give at least 1"),
+    "dry_range": (0, _INT32, "give 0 (the whole context) or a number of tokens"),
+}
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed", "best_of")
+# Other numbers: field -> (least, greatest, remedy).
+_REAL: dict[str, tuple[float, float, str]] = {
+    "temperature": (0.0, 100.0, "give a number from 0 (greedy) to 100"),
+    "top_p": (1e-9, 1.0, "give a number above 0, up to 1"),
+    "min_p": (0.0, 1.0, "give a number from 0 to 1"),
+    "typical_p": (1e-9, 1.0, "give a number above 0, up to 1 (off)"),
+    "presence_penalty": (-2.0, 2.0, "give a number from -2 to 2"),
+    "frequency_penalty": (-2.0, 2.0, "give a number from -2 to 2"),
+    "repetition_penalty": (1e-3, 100.0, "give a number above 0; 1 is off"),
+    "dry_multiplier": (0.0, 100.0, "give a number from 0 (off) to 100"),
+    "dry_base": (1.0, 100.0, "give a number from 1 to 100"),
+    "length_penalty": (-100.0, 100.0, "give a number from -100 to 100"),
+}
+# Lists: field -> what they hold. A str or a dict would be taken apart.
+_ENTRIES = {
+    "logit_bias": "(token id, bias) pairs",
+    "stop": "strings",
+    "stop_token_ids": "token ids",
+    "bad_words_ids": "non-empty tuples of token ids",
+    "allowed_token_ids": "token ids",
+    "dry_breaker_ids": "token ids",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one request. Every field is checked when the object is made.
+
+    `max_tokens=None` means as many as fit. `temperature=0` is greedy. `top_k=0` means off.
+    `logprobs=k` asks for the sampled token's log-probability and the k best beside it.
+    `seed=None` is replaced by a drawn seed in the front, so that a request is always replayable.
+    `bad_words_ids`: sequences of ids that must not be completed; `allowed_token_ids`: the only ids that may be
+    sampled (empty = all). `dry_*`: the DRY penalty against repeating what came before: an id that would prolong
+    a repetition of `dry_allowed_length` or more tokens loses dry_multiplier * dry_base ** (length - allowed).
+    `n` choices are returned; with `best_of` > n so many are made and the n of highest mean log-probability kept.
+    `beam_width` > 0 is beam search: n of so many beams are returned, `length_penalty` and `early_stopping`
+    (True, False or "never") as in transformers. Raises InvalidRequestError naming the field.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    dry_breaker_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name, (low, high, remedy) in _WHOLE.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if is_int(value) and value > high == _INT32:
+                remedy = f"give less than {2**31}"
+            check(is_int(value) and low <= value <= high, name, value, remedy)
+        for name, (least, greatest, remedy) in _REAL.items():
+            value = getattr(self, name)
+            check(_is_number(value) and least <= value <= greatest, name, value, remedy)
+        for name, entries in _ENTRIES.items():
+            value = getattr(self, name)
+            check(isinstance(value, (tuple, list)), name, value, f"give a tuple of {entries}")
+        self._check_lists()
+        self._check_choices()
+
+    def _check_lists(self) -> None:
+        remedy = "give token ids of the model's vocabulary"
+        for entry in self.logit_bias:
+            ok = isinstance(entry, (tuple, list)) and len(entry) == 2
+            check(ok, "logit_bias", self.logit_bias, f"give a tuple of {_ENTRIES['logit_bias']}")
+            token, bias = entry
+            check(is_int(token) and token >= 0, "logit_bias", token, "use token ids of the model's vocabulary as keys")
+            ok = _is_number(bias) and -100.0 <= bias <= 100.0
+            check(ok, "logit_bias", bias, "give each bias a number from -100 to 100")
+        check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "give non-empty strings")
+        for name in ("stop_token_ids", "allowed_token_ids", "dry_breaker_ids"):
+            ids = getattr(self, name)
+            check(all(is_int(token) and token >= 0 for token in ids), name, ids, remedy)
+        for word in self.bad_words_ids:
+            ok = isinstance(word, (tuple, list)) and len(word) > 0
+            check(ok, "bad_words_ids", word, f"give a tuple of {_ENTRIES['bad_words_ids']}")
+            check(all(is_int(token) and token >= 0 for token in word), "bad_words_ids", word, remedy)
+
+    def _check_choices(self) -> None:
+        if self.max_tokens is not None:
+            remedy = f"give at most max_tokens ({self.max_tokens})"
+            check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, remedy)
+        if self.best_of is not None:
+            check(self.best_of >= self.n, "best_of", self.best_of, f"give at least n ({self.n})")
+        ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        check(ok, "early_stopping", self.early_stopping, 'give true, false or "never"')
+        if self.beam_width:
+            check(self.n <= self.beam_width, "n", self.n, f"give at most beam_width ({self.beam_width})")
+            check(self.best_of is None, "best_of", self.best_of, "leave it out; beam search has beam_width")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run: beams, or choices made."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Log-probabilities that the executor must give with each token: best_of ranks by the token's own."""
+        if self.logprobs is None and (self.best_of or self.n) > self.n:
+            return 0
+        return self.logprobs
