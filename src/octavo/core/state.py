@@ -41,6 +41,13 @@ class Totals:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_admitted: int = 0
+    num_swapped_out_tokens: int = 0
+    num_swapped_in_tokens: int = 0
+    num_host_hit_tokens: int = 0
+    num_forks: int = 0
+    num_copies: int = 0
+    num_adopted_blocks: int = 0  # full blocks given up for an equal one that was there before
+    num_bypasses: int = 0
     finished: dict[str, int] = field(default_factory=lambda: {reason.name.lower(): 0 for reason in FinishReason})
 
 
