@@ -44,6 +44,7 @@ class SamplingColumns:
         self.min_end: Ints = np.zeros(num_slots, dtype=np.int64)  # EOS and stop ids are barred below this position
         self.logprobs: Ints = np.full(num_slots, NO_LOGPROBS, dtype=np.int64)
         self.prompt_logprobs: Ints = np.full(num_slots, NO_LOGPROBS, dtype=np.int64)
+        self.num_candidates: Ints = np.zeros(num_slots, dtype=np.int64)  # that a beam's row must give
         self.has_bias: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
         self.bias: dict[int, tuple[Ints, Floats]] = {}
         self.barred: dict[int, Ints] = {}
@@ -63,7 +64,7 @@ class SamplingColumns:
         self.choice[slot] = choice
         self.num_prompt[slot] = num_prompt
         self.min_end[slot] = num_prompt + params.min_tokens if params.min_tokens else 0
-        self.logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.logprobs[slot] = NO_LOGPROBS if params.num_logprobs is None else params.num_logprobs
         self.prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
         self.has_bias[slot] = bool(params.logit_bias)
         self.bias.pop(slot, None)
@@ -71,9 +72,11 @@ class SamplingColumns:
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             self.bias[slot] = np.asarray(ids, dtype=np.int64), np.asarray(values, dtype=np.float64)
+        stops = sorted(set(params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)))
+        # so many that beam_width are left when every beam's best ones end it
+        self.num_candidates[slot] = max(2, 1 + len(stops)) * params.beam_width
         if params.min_tokens:
-            stops = params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
-            self.barred[slot] = np.asarray(sorted(set(stops)), dtype=np.int64)
+            self.barred[slot] = np.asarray(stops, dtype=np.int64)
 
     def keep_below(self, slot: int, vocab_size: int) -> None:
         """Leave out ids that the model does not have: a stop id of another vocabulary can never be sampled."""

@@ -63,12 +63,25 @@ class LogitsProcessors:
         self._bias(logits_RV, rows)
         self._bar(logits_RV, rows)
 
+    def apply_to_beams(self, log_probs_RV: Tensor, rows: SamplingRows) -> None:
+        """Edit the log-probabilities of beams in place, in the order of transformers: biases come first."""
+        self._bias(log_probs_RV, rows)
+        self._penalise(log_probs_RV, rows)
+        self._bar(log_probs_RV, rows)
+
     def record(self, sampled_R: Tensor, rows: SamplingRows) -> None:
         """Count the ids just sampled."""
         counted = np.flatnonzero(self._place[rows.slots] >= 0)
         if len(counted):
             chosen, places = upload(sampled_R.device, counted, self._place[rows.slots[counted]])
             ids = sampled_R[chosen].long()
+            self._counts_PV.index_put_((places, ids), self._counts_PV.new_ones(()), accumulate=True)
+
+    def append(self, slots: Ints, token_ids: Ints) -> None:
+        """Count ids that the host chose, each one more output of its slot. The caller writes them to the id buffer."""
+        counted = np.flatnonzero(self._place[slots] >= 0)
+        if len(counted):
+            places, ids = upload(self._counts_PV.device, self._place[slots[counted]], token_ids[counted])
             self._counts_PV.index_put_((places, ids), self._counts_PV.new_ones(()), accumulate=True)
 
     def _penalise(self, logits_RV: Tensor, rows: SamplingRows) -> None:

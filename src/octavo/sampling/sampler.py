@@ -18,7 +18,7 @@ from octavo.sampling.columns import NO_LOGPROBS, Ints, SamplingColumns, Sampling
 from octavo.sampling.draws import uniforms
 from octavo.sampling.logprobs import LogprobColumns, RawDistribution
 from octavo.sampling.processors import LogitsProcessors
-from octavo.sampling.selection import draw_from_best, draw_in_id_order
+from octavo.sampling.selection import draw_from_best, draw_in_id_order, sorted_candidates
 from octavo.sampling.upload import upload
 
 
@@ -57,6 +57,20 @@ class Sampler:
         if raw is None:
             return Sampled(ids_R, best_R, wanted, None)
         return Sampled(ids_R, best_R, wanted, raw.columns(ids_R[upload(ids_R.device, wanted)[0]]))
+
+    def candidates(self, logits_RV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        """Give the best continuations of beams: ids and log-probabilities [R, C], best first, ties to the lower id.
+
+        As transformers' beam search: log-softmax, then the processors; no temperature and no cut. C is what the
+        widest search among the rows needs; a narrower one may read fewer. Nothing is counted or made known.
+        A row whose first log-probability is not finite is unusable: NaN = the logits were, -inf = no id may follow.
+        """
+        log_probs_RV = torch.log_softmax(logits_RV.float(), dim=1)
+        if self._processors.needs(rows):
+            self._processors.apply_to_beams(log_probs_RV, rows)
+        most = min(int(self._columns.num_candidates[rows.slots].max()), log_probs_RV.shape[1])
+        values_RC, ids_RC = sorted_candidates(log_probs_RV, most)
+        return ids_RC[:, :most], values_RC[:, :most]
 
     def _draw(self, logits_RV: Tensor, ids_R: Tensor, drawn: Ints, rows: SamplingRows) -> Tensor:
         columns, slots = self._columns, rows.slots[drawn]
