@@ -1,0 +1,171 @@
+"""Beam search: which continuations live on, which ended ones are kept, and when it is over.
+
+Owns: one request's beams as numbers: scores, parents, the pool of ended hypotheses. Does not: know slots, blocks or
+plans, or make candidates (the sampler does).
+Invariants: at most `width` beams live and at most `width` hypotheses are kept, both best first; equal scores keep
+their order (earlier beam, then its better candidate; a kept hypothesis before a new one). Sums and quotients are
+rounded to float32 after each operation, so they equal those of transformers' beam search (version 5), whose rules
+these are: of a step's max(2, 1 + number of stop ids) * width best continuations, those among the first `width`
+that end enter the pool if they are among its best, and the first `width` that do not end live on.
+Source of the search: Lowerre, "The Harpy speech recognition system", 1976; score: sum / length ** length_penalty.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from octavo.core.request import FinishReason
+
+
+def _rounded(value: float) -> float:
+    """Round to float32; what is too large becomes an infinity."""
+    return array("f", (value,))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """An ended beam: its output ids, its score (length penalty applied), the sum of its log-probabilities.
+
+    `finish_reason` is STOP or LENGTH; `stop_token_id` the id that ended it, None at LENGTH.
+    """
+
+    token_ids: array[int]
+    score: float
+    cumulative_logprob: float
+    finish_reason: FinishReason
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True)
+class BeamStep:
+    """What a step did: (parent, token id) of the beams that live on, best first, and of those now kept as ended.
+
+    Parents are indices of the beams that lived before the step. `next` is empty when the search is over; it is
+    shorter than the width only where too few ids may follow.
+    """
+
+    next: list[tuple[int, int]] = field(default_factory=list)
+    ended: list[tuple[int, int]] = field(default_factory=list)
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BeamRules:
+    """What does not change during a search. `max_length` bounds prompt and outputs; `early_stopping` may be "never"."""
+
+    width: int
+    length_penalty: float
+    early_stopping: bool | str
+    num_prompt: int
+    max_length: int
+    stop_ids: frozenset[int]
+    min_tokens: int = 0
+
+    def score(self, total: float, num_tokens: int) -> float:
+        """Give total / num_tokens ** length_penalty."""
+        try:
+            divisor = _rounded(float(num_tokens) ** self.length_penalty)
+        except OverflowError:
+            divisor = math.inf
+        if divisor == 0.0:
+            return -math.inf
+        return _rounded(total / divisor)
+
+
+class BeamGroup:
+    """The beams of one request. `scores` are the sums of log-probabilities of the living ones, best first."""
+
+    def __init__(self, rules: BeamRules) -> None:
+        assert rules.max_length > rules.num_prompt, "there is no room for an output"
+        self.rules = rules
+        self.scores: list[float] = [0.0]
+        self.is_over = False
+        self._num_steps = 0
+        self._pool: list[Hypothesis] = []
+
+    def advance(
+        self, candidates: Sequence[tuple[Sequence[int], Sequence[float]]], paths: Sequence[array[int]]
+    ) -> BeamStep:
+        """Take one more token. For each living beam, in order: its candidates (ids, log-probabilities), best first and
+        at least as many as the step looks at or as there are ids; and its output ids so far, which are copied.
+        """
+        assert not self.is_over and len(candidates) == len(paths) == len(self.scores), "one entry per living beam"
+        rules = self.rules
+        looked_at = self._best_continuations(candidates)
+        self._num_steps += 1
+        at_limit = rules.num_prompt + self._num_steps >= rules.max_length
+        may_stop = self._num_steps > rules.min_tokens
+        ending: list[tuple[int, int, Hypothesis]] = []
+        going: list[tuple[float, int, int]] = []
+        for rank, (total, parent, token_id) in enumerate(looked_at):
+            stops = may_stop and token_id in rules.stop_ids
+            if not stops and not at_limit:
+                going.append((total, parent, token_id))
+            elif rank < rules.width:
+                ending.append((parent, token_id, self._hypothesis(paths[parent], token_id, total, stops)))
+        step = BeamStep(ended=self._keep(ending))
+        del going[rules.width :]
+        self.scores = [total for total, _, _ in going]
+        self.is_over = step.is_over = not going or not self._may_improve()
+        if self.is_over:
+            self.scores = []
+        else:
+            step.next = [(parent, token_id) for _, parent, token_id in going]
+        return step
+
+    def best(self, num: int) -> list[Hypothesis]:
+        """Give the best ended hypotheses, best first; fewer where there are fewer."""
+        return self._pool[:num]
+
+    def _best_continuations(
+        self, candidates: Sequence[tuple[Sequence[int], Sequence[float]]]
+    ) -> list[tuple[float, int, int]]:
+        num_looked_at = max(2, 1 + len(self.rules.stop_ids)) * self.rules.width
+        every: list[tuple[float, int, int]] = []
+        for parent, (so_far, (token_ids, logprobs)) in enumerate(zip(self.scores, candidates, strict=True)):
+            totals = array("f", [so_far + logprob for logprob in logprobs[:num_looked_at]])
+            every += [
+                (total, parent, token_id)
+                for total, token_id in zip(totals, token_ids, strict=False)
+                if math.isfinite(total)  # a barred id is no continuation
+            ]
+        every.sort(key=lambda entry: -entry[0])
+        return every[:num_looked_at]
+
+    def _hypothesis(self, path: array[int], token_id: int, total: float, stops: bool) -> Hypothesis:
+        assert len(path) == self._num_steps - 1, "a living beam has one output id per step"
+        token_ids = path[:]
+        token_ids.append(token_id)
+        score = self.rules.score(total, self._num_steps)
+        if stops:
+            return Hypothesis(token_ids, score, total, FinishReason.STOP, token_id)
+        return Hypothesis(token_ids, score, total, FinishReason.LENGTH)
+
+    def _keep(self, ending: list[tuple[int, int, Hypothesis]]) -> list[tuple[int, int]]:
+        """Merge into the pool; say which are in it now."""
+        if not ending:
+            return []
+        merged: list[tuple[Hypothesis, tuple[int, int] | None]] = [(one, None) for one in self._pool]
+        merged += [(one, (parent, token_id)) for parent, token_id, one in ending]
+        merged.sort(key=lambda entry: -entry[0].score)
+        del merged[self.rules.width :]
+        self._pool = [one for one, _ in merged]
+        return [origin for _, origin in merged if origin is not None]
+
+    def _may_improve(self) -> bool:
+        """Whether the best living beam may still enter a full pool.
+
+        Beyond True (a full pool is enough), this is a guess: that it ended now, or, for "never" with a penalty that
+        favours length, at the greatest length.
+        """
+        rules = self.rules
+        if len(self._pool) < rules.width:
+            return True
+        if rules.early_stopping is True:
+            return False
+        hopeful = rules.early_stopping == "never" and rules.length_penalty > 0.0
+        length = rules.max_length - rules.num_prompt if hopeful else self._num_steps
+        return rules.score(self.scores[0], length) > self._pool[-1].score

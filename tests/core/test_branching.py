@@ -1,0 +1,132 @@
+"""Beam bookkeeping against transformers' generate, on tiny random models, and its edges."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from octavo.core.branching import BeamGroup, BeamRules
+from octavo.core.request import FinishReason
+
+VOCAB_SIZE, NUM_PROMPT = 24, 4
+
+
+def tiny_model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, initializer_range=0.6, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def log_probs(model: Any, prompt: list[int], paths: Sequence[array[int]]) -> Tensor:
+    """Of the next id behind each path, each computed in full."""
+    logits = model(torch.tensor([[*prompt, *path] for path in paths])).logits[:, -1].float()
+    return logits.log_softmax(-1)
+
+
+def search(model: Any, prompt: list[int], rules: BeamRules) -> BeamGroup:
+    """Run a search to its end, as the scheduler would."""
+    group = BeamGroup(rules)
+    paths = [array("i")]
+    size = min(max(2, 1 + len(rules.stop_ids)) * rules.width, VOCAB_SIZE)
+    while not group.is_over:
+        log_probs_KV = log_probs(model, prompt, paths)
+        if len(paths[0]) < rules.min_tokens:
+            log_probs_KV[:, sorted(rules.stop_ids)] = -math.inf
+        best = log_probs_KV.sort(dim=1, descending=True, stable=True)
+        rows = zip(best.indices[:, :size].tolist(), best.values[:, :size].tolist(), strict=True)
+        step = group.advance(list(rows), paths)
+        assert step.is_over == (not step.next) and len(group.scores) == len(step.next) <= rules.width
+        paths = [paths[parent] + array("i", [token]) for parent, token in step.next]
+    return group
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("stop_ids", [(), (3,), (3, 7, 11), (1, 2, 3, 4, 5, 6)])
+@pytest.mark.parametrize("width", [2, 3, 5])
+def test_P04_equal_to_transformers(width: int, stop_ids: tuple[int, ...], early_stopping: bool | str) -> None:
+    for seed, length_penalty in enumerate((1.0, 0.0, -1.5, 2.0, 0.6)):
+        model = tiny_model(seed)
+        prompt = torch.randint(0, VOCAB_SIZE, (NUM_PROMPT,), generator=torch.Generator().manual_seed(seed)).tolist()
+        max_tokens, min_tokens = 3 + 2 * seed, seed % 3 if stop_ids else 0
+        expected = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, NUM_PROMPT, dtype=torch.long), do_sample=False,
+            num_beams=width, num_return_sequences=width, length_penalty=length_penalty, early_stopping=early_stopping,
+            eos_token_id=list(stop_ids) or None, pad_token_id=0, max_new_tokens=max_tokens,
+            min_new_tokens=min_tokens or None, return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        rules = BeamRules(
+            width, length_penalty, early_stopping, NUM_PROMPT, NUM_PROMPT + max_tokens, frozenset(stop_ids), min_tokens
+        )
+        got = search(model, prompt, rules).best(width)
+        assert len(got) == width
+        lengths = (expected.beam_indices >= 0).sum(dim=1).tolist()
+        ids = [
+            row[NUM_PROMPT : NUM_PROMPT + size] for row, size in zip(expected.sequences.tolist(), lengths, strict=True)
+        ]
+        assert [one.token_ids.tolist() for one in got] == ids
+        assert [one.score for one in got] == pytest.approx(expected.sequences_scores.tolist(), rel=1e-5)
+        for one in got:
+            at_limit = one.finish_reason is FinishReason.LENGTH
+            assert at_limit == (one.token_ids[-1] not in stop_ids) and (
+                not at_limit or len(one.token_ids) == max_tokens
+            )
+            assert one.stop_token_id == (None if at_limit else one.token_ids[-1])
+            assert one.score == pytest.approx(one.cumulative_logprob / len(one.token_ids) ** length_penalty, rel=1e-5)
+
+
+def group_of(width: int, *, stop_ids: tuple[int, ...] = (0,), max_length: int = 10, **others: Any) -> BeamGroup:
+    options = {"length_penalty": 1.0, "early_stopping": False, "num_prompt": 2, **others}
+    return BeamGroup(BeamRules(width, max_length=max_length, stop_ids=frozenset(stop_ids), **options))
+
+
+def test_P04_only_the_first_width_may_end_and_the_others_fill_up() -> None:
+    group = group_of(2)
+    step = group.advance([([1, 2, 0, 3], [-1.0, -2.0, -3.0, -4.0])], [array("i")])
+    assert step.next == [(0, 1), (0, 2)] and step.ended == [] and group.scores == [-1.0, -2.0]
+    paths = [array("i", [1]), array("i", [2])]
+    step = group.advance([([0, 4, 5, 6], [-0.5, -2.5, -4.0, -5.0]), ([7, 0, 8, 9], [-0.25, -0.5, -3.0, -6.0])], paths)
+    assert step.ended == [(0, 0)]  # (1, 0), at -2.5, is the third best
+    assert step.next == [(1, 7), (0, 4)] and group.scores == [-2.25, -3.5]
+    (kept,) = group.best(2)
+    assert kept.token_ids.tolist() == [1, 0] and kept.score == -0.75 and kept.cumulative_logprob == -1.5
+    assert kept.stop_token_id == 0 and paths[0].tolist() == [1]
+
+
+def test_P04_ties_go_to_the_earlier_beam_and_the_better_candidate() -> None:
+    group = group_of(2)
+    group.advance([([3, 4, 5, 6], [-1.0] * 4)], [array("i")])
+    step = group.advance([([8, 9], [-1.0, -1.0]), ([1, 2], [-1.0, -1.0])], [array("i", [3]), array("i", [4])])
+    assert step.next == [(0, 8), (0, 9)]
+
+
+def test_P04_barred_ids_are_no_continuations() -> None:
+    group = group_of(2, max_length=4)
+    step = group.advance([([5, 1, 2, 3], [-1.0, -math.inf, -math.inf, -math.inf])], [array("i")])
+    assert step.next == [(0, 5)] and not step.is_over
+    step = group.advance([([6, 1], [-1.0, -math.inf])], [array("i", [5])])
+    assert step.is_over and step.next == [] and [one.token_ids.tolist() for one in group.best(2)] == [[5, 6]]
+    nothing = group_of(2)
+    assert nothing.advance([([1], [-math.inf])], [array("i")]).is_over and nothing.best(2) == []
+
+
+def test_P04_one_output_and_extreme_penalties() -> None:
+    group = group_of(3, max_length=3)
+    step = group.advance([([0, 1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])], [array("i")])
+    assert step.is_over and step.ended == [(0, 0), (0, 1), (0, 2)]
+    reasons = [one.finish_reason for one in group.best(3)]
+    assert reasons == [FinishReason.STOP, FinishReason.LENGTH, FinishReason.LENGTH]
+    for penalty in (100.0, -100.0):
+        rules = BeamRules(1, penalty, "never", 1, 10**6, frozenset((0,)))
+        assert rules.score(-3.0, 10**5) <= 0.0 and rules.score(-3.0, 1) == -3.0
+        assert not math.isnan(rules.score(0.0, 10**5))
