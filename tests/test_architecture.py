@@ -22,6 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "core": {"errors"},
     "machine": {"errors"},
     "settings": {"config", "errors"},
+    "plugins": {"core", "errors"},
     "artifacts": LOW,
     "text": LOW | {"artifacts"},
     "grammar": LOW | {"text"},
@@ -38,8 +39,8 @@ ARROWS: dict[str, set[str]] = {
     "simulator": LOW | TEXT_LEVEL | {"engine", "machine"},
     "dashboard": LOW | TEXT_LEVEL | {"engine"},
     "server": LOW | TEXT_LEVEL | FACTS | {"engine", "dashboard"},
-    "assembly": LOW | TEXT_LEVEL | FACTS | COMPUTE | {"engine", "executors", "simulator"},
-    "bench": LOW | TEXT_LEVEL | FACTS | COMPUTE | {"engine", "executors", "server", "simulator", "assembly"},
+    "assembly": LOW | TEXT_LEVEL | FACTS | COMPUTE | {"engine", "executors", "simulator", "plugins"},
+    "bench": LOW | TEXT_LEVEL | FACTS | COMPUTE | {"engine", "executors", "server", "simulator", "assembly", "plugins"},
     "cli": LOW | TEXT_LEVEL | FACTS | {"engine", "server", "simulator", "dashboard", "bench", "assembly", "ops"},
     "__main__": {"cli"},
 }

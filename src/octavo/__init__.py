@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from octavo.assembly import LLM, AsyncLLM
     from octavo.config import Config
-    from octavo.core.request import FinishReason, Request, SamplingParams
+    from octavo.core.policy import Policy, register_policy
+    from octavo.core.request import FinishReason, Request, RequestState, SamplingParams
     from octavo.engine.results import CompletionOutput, RequestOutput
     from octavo.engine.sessions import TextDelta, Usage
     from octavo.errors import (
@@ -31,7 +32,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "octavo.assembly": ("LLM", "AsyncLLM"),
     "octavo.config": ("Config",),
-    "octavo.core.request": ("FinishReason", "Request", "SamplingParams"),
+    "octavo.core.policy": ("Policy", "register_policy"),
+    "octavo.core.request": ("FinishReason", "Request", "RequestState", "SamplingParams"),
     "octavo.engine.results": ("CompletionOutput", "RequestOutput"),
     "octavo.engine.sessions": ("TextDelta", "Usage"),
     "octavo.errors": (
@@ -66,14 +68,17 @@ __all__ = [
     "InvalidRequestError",
     "ModelFileError",
     "OctavoError",
+    "Policy",
     "QueueFullError",
     "Request",
     "RequestError",
     "RequestOutput",
+    "RequestState",
     "SamplingParams",
     "TextDelta",
     "UnknownModelError",
     "Usage",
+    "register_policy",
 ]
 
 

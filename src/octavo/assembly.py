@@ -25,9 +25,11 @@ from octavo.engine.loop import EngineLoop
 from octavo.engine.offline import OfflineEngine
 from octavo.engine.process_side import run_engine_process
 from octavo.engine.sessions import Sessions
+from octavo.engine.statistics import collect
 from octavo.errors import ConfigError
 from octavo.executors.openmp import limit_spinning
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
+from octavo.plugins import find_policy
 from octavo.text.text_model import TextModel
 
 # By kind of device: tokens in a step, sequences.
@@ -71,13 +73,16 @@ def open_engine(config: Config, files: ModelFiles | None = None) -> tuple[Engine
 
     Raises ConfigError, CapacityError, ModelFileError.
     """
+    find_policy(config.scheduling.policy)  # before the model is loaded for nothing
     files = files or find_files(config)
     # An OpenMP library keeps a team of threads for each thread that ever used it, and stops spinning altogether
     # when there are more of them than cores: steps were a fifth slower. So what opens the executor ends here.
     with ThreadPoolExecutor(1, "octavo-open") as pool:
         executor, device, capacity = pool.submit(_open_executor, config, files).result()
     scheduler = Scheduler(limits(config, capacity, device))
-    return EngineLoop(scheduler, executor, depth=config.execution.depth), capacity
+    loop = EngineLoop(scheduler, executor, depth=config.execution.depth)
+    collect(loop, scheduler, config.statistics)
+    return loop, capacity
 
 
 def _open_executor(config: Config, files: ModelFiles) -> tuple[Executor, str, Capacity]:
@@ -122,7 +127,7 @@ def limits(config: Config, capacity: Capacity, device: str) -> Limits:
         max_batch_tokens=scheduling.max_batch_tokens or DEVICE_DEFAULTS[device][0],
         max_sequences=capacity.num_slots,
         groups=capacity.groups,
-        policy=scheduling.policy,
+        policy=find_policy(scheduling.policy),
         headroom=scheduling.headroom,
         chunked_prefill=scheduling.chunked_prefill,
         max_partial_prefills=scheduling.max_partial_prefills,

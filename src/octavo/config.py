@@ -75,7 +75,13 @@ class CacheConfig:
 class SchedulingConfig:
     """How steps are composed."""
 
-    policy: str = option("fcfs", "order of admission: fcfs or fifo", "--policy", "--scheduling-policy")
+    policy: str = option(
+        "fcfs",
+        "order of admission and preemption: fcfs, fifo, prefill_first, priority, fair, deadline, shortest_prefill, "
+        "prefix_affinity, an installed one, or module:Class",
+        "--policy",
+        "--scheduling-policy",
+    )
     max_batch_tokens: int | None = option(
         None,
         "tokens computed in one step (default: 512 on a CPU, 8192 on a GPU)",
@@ -148,6 +154,18 @@ class ServingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StatisticsConfig:
+    """What the engine keeps of its steps and requests."""
+
+    collect_statistics: bool = option(True, "keep figures of the last steps and requests", "--collect-statistics")
+    memory_analysis: bool = option(
+        False, "look into the KV pool whenever statistics are asked for, and every 5 s while busy", "--memory-analysis"
+    )
+    step_records: int = option(4096, "steps whose figures are kept", "--step-records", within=(1, 65536))
+    request_records: int = option(1024, "ended requests whose figures are kept", "--request-records", within=(1, 65536))
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings."""
 
@@ -156,6 +174,7 @@ class Config:
     scheduling: SchedulingConfig = SchedulingConfig()
     execution: ExecutionConfig = ExecutionConfig()
     serving: ServingConfig = ServingConfig()
+    statistics: StatisticsConfig = StatisticsConfig()
 
     def __post_init__(self) -> None:
         names = ("num_blocks", "kv_cache_bytes", "kv_cache_tokens")

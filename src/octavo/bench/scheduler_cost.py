@@ -16,6 +16,7 @@ from octavo.core.plan import ROW_SAMPLE, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.errors import InvariantError
+from octavo.plugins import find_policy
 
 RUNNING = (32, 256, 1024)
 WAITING = (0, 10_000, 100_000)
@@ -51,7 +52,7 @@ def measure_one(running: int, waiting: int, steps: int, policy: str = "fcfs") ->
         vocab_size=49152,
         max_batch_tokens=8192,
         max_sequences=running,
-        policy=policy,
+        policy=find_policy(policy),
     )
     scheduler = Scheduler(limits)
     admit_s = _admit(scheduler, "r", running)

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--running", type=int, nargs="+", default=RUNNING, metavar="N", help=f"{RUNNING}")
     parser.add_argument("--waiting", type=int, nargs="+", default=WAITING, metavar="N", help=f"{WAITING}")
     parser.add_argument("--steps", type=int, default=64, metavar="N", help="steps to take the median of [64]")
-    parser.add_argument("--policy", default="fcfs", help="order of admission [fcfs]")
+    parser.add_argument("--policy", default="fcfs", help="the policy, as for serve [fcfs]")
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
 
 

@@ -2,6 +2,7 @@
 
 Owns: the registry, and Judge, which asks a policy and believes nothing: a key that is no tuple of numbers, or an
 exception, counts as the empty key, and is counted. Does not: decide (scheduler) or find plug-ins (octavo.plugins).
+Invariant: whatever a policy answers, Judge gives plain tuples of floats (no NaN), plain strings, and no exception.
 """
 
 from __future__ import annotations
@@ -11,20 +12,30 @@ from typing import Any
 
 from octavo.core.limits import Limits
 from octavo.core.policy.base import Policy
+from octavo.core.policy.deadline import Deadline
+from octavo.core.policy.fair import Fair
 from octavo.core.policy.fcfs import Fcfs
 from octavo.core.policy.fifo import Fifo
+from octavo.core.policy.prefill_first import PrefillFirst
+from octavo.core.policy.prefix_affinity import PrefixAffinity
+from octavo.core.policy.priority import Priority
+from octavo.core.policy.shortest_prefill import ShortestPrefill
 from octavo.core.request import RequestState
 from octavo.errors import ConfigError
 
-__all__ = ["POLICIES", "Judge", "Policy", "create_policy", "register_policy"]
+__all__ = ["POLICIES", "Judge", "Policy", "create_policy", "find_policy", "register_policy"]
 
-_BUILT_IN: tuple[type[Policy], ...] = (Fcfs, Fifo)
+_BUILT_IN: tuple[type[Policy], ...] = (
+    Fcfs, Fifo, PrefillFirst, Priority, Fair, Deadline, ShortestPrefill, PrefixAffinity,
+)  # fmt: skip
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _BUILT_IN}
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
     """Make a policy known under its name; usable as a decorator. Raises ConfigError for a name in use."""
-    name = getattr(policy, "name", "")
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
+        raise ConfigError(f"{policy!r} is no policy; give a subclass of octavo.Policy")
+    name: object = policy.name
     if not (isinstance(name, str) and name.isidentifier()):
         raise ConfigError(f"policy {policy!r} has the name {name!r}; give it a name of letters, digits and _")
     if POLICIES.setdefault(name, policy) is not policy:
@@ -32,66 +43,132 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
     return policy
 
 
-def create_policy(name: str, limits: Limits) -> Policy:
-    """Make the policy of that name. Raises ConfigError with the known names."""
+def find_policy(name: str) -> type[Policy]:
+    """The registered policy of that name. Raises ConfigError with the known names."""
     if name not in POLICIES:
         raise ConfigError(f"policy is {name!r}; choose one of {', '.join(sorted(POLICIES))}")
-    policy = POLICIES[name]()
-    policy.configure(limits)
+    return POLICIES[name]
+
+
+def create_policy(name: str, limits: Limits) -> Policy:
+    """Make the policy of that name. Raises ConfigError when there is none, or it does not start."""
+    kind = find_policy(name)
+    try:
+        policy = kind()
+        policy.configure(limits)
+        _Traits(policy)
+    except Exception as error:  # a user's code
+        raise ConfigError(f"policy {name!r} does not start: {type(error).__name__}: {_text(error)}") from error
     return policy
 
 
-class Judge:
-    """Asks a policy. Whatever it answers, the scheduler gets a key that can be compared, and no exception."""
+class _Traits:
+    """A policy's attributes, read once and checked. Raises ConfigError naming the bad one."""
 
-    __slots__ = ("first_error", "num_errors", "policy")
+    __slots__ = ("headroom", "lookahead", "preempt_on_arrival", "skip_ahead", "tracks_service")
+
+    def __init__(self, policy: Policy) -> None:
+        headroom, lookahead = policy.headroom, policy.lookahead
+        if not (isinstance(headroom, (int, float)) and 0 <= headroom < 1):
+            raise ConfigError(f"headroom is {headroom!r}; give a share of the pool from 0 up to, but not, 1")
+        if not (isinstance(lookahead, int) and lookahead >= 1):
+            raise ConfigError(f"lookahead is {lookahead!r}; give a number of candidates of at least 1")
+        self.headroom = float(headroom)
+        self.lookahead = int(lookahead)
+        self.skip_ahead = bool(policy.skip_ahead)
+        self.preempt_on_arrival = bool(policy.preempt_on_arrival)
+        self.tracks_service = bool(policy.tracks_service)
+
+
+def _text(value: object) -> str:
+    """What to show of a user's object, whose own words may fail."""
+    try:
+        return str(value)[:200]
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+class Judge:
+    """Asks a policy. Whatever it answers, the scheduler gets a key that can be compared, and no exception.
+
+    `headroom`, `skip_ahead`, `preempt_on_arrival`, `lookahead` and `tracks_service` are the policy's as it was made.
+    """
+
+    __slots__ = (
+        "first_error",
+        "headroom",
+        "lookahead",
+        "num_errors",
+        "policy",
+        "preempt_on_arrival",
+        "skip_ahead",
+        "tracks_service",
+    )
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.num_errors = 0
         self.first_error = ""
+        traits = _Traits(policy)
+        self.headroom = traits.headroom
+        self.lookahead = traits.lookahead
+        self.preempt_on_arrival = traits.preempt_on_arrival
+        self.skip_ahead = traits.skip_ahead
+        self.tracks_service = traits.tracks_service
 
     def rank(self, request: RequestState) -> tuple[tuple[float, ...], int]:
         """Order of service, total: the policy's key, then the order of arrival."""
-        return self._key(self.policy.key, request), request.order
+        return self._key("key", request), request.order
 
     def victim_rank(self, request: RequestState) -> tuple[tuple[float, ...], int]:
         """Order of preemption, total: the greatest goes first."""
-        return self._key(self.policy.victim_key, request), request.order
+        return self._key("victim_key", request), request.order
 
     def preference(self, request: RequestState, cached_tokens: int) -> tuple[tuple[float, ...], int]:
         """Order among candidates that were looked up in the cache."""
-        return self._key(self.policy.prefer, request, cached_tokens), request.order
+        return self._key("prefer", request, cached_tokens), request.order
 
     def lane(self, request: RequestState) -> str:
-        """The line that a request waits in."""
-        lane = self._call(self.policy.lane, request)
-        return lane if isinstance(lane, str) else ""
+        """The line that a request waits in. Ask once: a policy may not answer the same twice."""
+        try:
+            lane: object = self.policy.lane(request)
+            if isinstance(lane, str):
+                return str.__str__(lane)  # plain, whatever its class does
+            self._note(f"lane gave {_text(lane)}")
+        except Exception as error:  # a user's code; the scheduler goes on without its opinion
+            self._note(f"lane: {type(error).__name__}: {_text(error)}")
+        return ""
 
     def lane_key(self, lane: str) -> float:
         """The order of a line."""
-        key = self._key(lambda name: (self.policy.lane_key(name),), lane)
-        return key[0] if key else 0.0
+        try:
+            key = float(self.policy.lane_key(lane))
+            if key == key:
+                return key
+            self._note("lane_key gave NaN")
+        except Exception as error:
+            self._note(f"lane_key: {type(error).__name__}: {_text(error)}")
+        return 0.0
 
     def tell(self, hook: Callable[..., Any], *args: Any) -> None:
         """Tell the policy that something happened."""
-        self._call(hook, *args)
-
-    def _key(self, method: Callable[..., Any], *args: Any) -> tuple[float, ...]:
-        key = self._call(method, *args)
-        if key == ():
-            return ()
-        if isinstance(key, tuple) and all(isinstance(part, (int, float)) and part == part for part in key):  # no NaN
-            return tuple(map(float, key))
-        self._note(f"{method!r} gave {key!r}")
-        return ()
-
-    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         try:
-            return method(*args)
-        except Exception as error:  # a user's code; the scheduler goes on without its opinion
-            self._note(f"{type(error).__name__}: {error}")
-            return ()
+            hook(*args)
+        except Exception as error:
+            self._note(f"{type(error).__name__}: {_text(error)}")
+
+    def _key(self, name: str, *args: Any) -> tuple[float, ...]:
+        try:
+            given = getattr(self.policy, name)(*args)
+            if isinstance(given, tuple):
+                parts = list(given)
+                key = tuple([float(part) for part in parts if isinstance(part, (int, float))])
+                if len(key) == len(parts) and all([part == part for part in key]):  # no NaN
+                    return key
+            self._note(f"{name} gave {_text(given)}")
+        except Exception as error:
+            self._note(f"{name}: {type(error).__name__}: {_text(error)}")
+        return ()
 
     def _note(self, message: str) -> None:
         self.num_errors += 1

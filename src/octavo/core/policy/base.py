@@ -1,7 +1,7 @@
 """What a policy says, with defaults: subclass Policy, give a name and a key, and register it.
 
 Owns: the protocol between scheduler and policy. Does not: check budgets, blocks or progress: the scheduler does,
-so that no policy can break them. Whatever a policy returns is checked (see core.policy.ask).
+so that no policy can break them. Whatever a policy returns is checked (see core.policy.Judge).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Policy:
     `headroom` is the default share of the pool kept free at admission. With `skip_ahead` up to 64 candidates are
     examined past one that lacks room. With `preempt_on_arrival` a waiting request that lacks room may preempt
     running ones of later victim rank. With `lookahead` > 1 the first so many candidates are admitted in the order
-    of `prefer`. With `tracks_service` the scheduler calls `served`. A policy sees the public fields of RequestState
-    and must not write to them.
+    of `prefer`. With `tracks_service` the scheduler calls `served`. These six are read once, after `configure`.
+    A policy sees the public fields of RequestState and must not write to them. An exception counts as no opinion.
     """
 
     name = ""

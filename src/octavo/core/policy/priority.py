@@ -1,0 +1,29 @@
+"""Priority with ageing: the smaller number goes first, and waiting makes up for a larger one.
+
+Two requests that wait grow older together, so their order never changes: a key that adds the time of arrival,
+counted in levels, is ageing without asking again.
+"""
+
+from __future__ import annotations
+
+from octavo.core.policy.base import Policy
+from octavo.core.request import RequestState
+
+
+class Priority(Policy):
+    """Order of `priority`, where `age_s` seconds of waiting are worth one level; ties by arrival.
+
+    Whoever has the greatest key is preempted first. A new request does not preempt running ones
+    (as in vLLM); a subclass with `preempt_on_arrival = True` makes it so.
+    """
+
+    name = "priority"
+    age_s = 60.0
+
+    def key(self, request: RequestState) -> tuple[float, ...]:
+        """The arrival, moved back by `age_s` for each level."""
+        return (request.request.priority * self.age_s + request.request.arrival,)
+
+    def victim_key(self, request: RequestState) -> tuple[float, ...]:
+        """The same order, from its end."""
+        return self.key(request)

@@ -1,0 +1,70 @@
+"""Finds policies that others wrote: installed ones by their entry points, one's own by module:Class.
+
+Owns: the entry point group `octavo.policies`, and what to say of a plug-in that does not load.
+Does not: keep the registry (octavo.core.policy) or ask policies anything. The core never looks for plug-ins.
+Invariant: a broken plug-in is named in the log, with the remedy, and stops nothing but its own choice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+
+from octavo.core import policy as registry
+from octavo.errors import ConfigError
+
+GROUP = "octavo.policies"
+
+_log = logging.getLogger(__name__)
+
+
+@cache
+def load_policies() -> Mapping[str, str]:
+    """Register every installed policy, once per process. Gives those that failed, by entry point, with the reason."""
+    failures: dict[str, str] = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
+        try:
+            registry.register_policy(entry.load())
+        except Exception as error:  # somebody else's code
+            failures[entry.name] = f"{type(error).__name__}: {error}"
+            _log.warning(
+                "policy plug-in %s (%s, from %s) is left out: %s; mend or uninstall it",
+                entry.name,
+                entry.value,
+                _origin(entry),
+                failures[entry.name],
+            )
+    return MappingProxyType(failures)
+
+
+def find_policy(name: str) -> str:
+    """The registered name of a policy given by name or as "module:Class", which is imported and registered.
+
+    Raises ConfigError naming the known policies, or why this one does not load.
+    """
+    failures = load_policies()
+    if ":" in name:
+        return _import_policy(name)
+    if name in failures and name not in registry.POLICIES:
+        raise ConfigError(f"policy plug-in {name!r} does not load ({failures[name]}); mend it or choose another policy")
+    return registry.find_policy(name).name
+
+
+def _import_policy(path: str) -> str:
+    module_name, _, class_name = path.partition(":")
+    try:
+        found = getattr(import_module(module_name), class_name)
+    except Exception as error:
+        raise ConfigError(
+            f"policy {path!r} does not load ({type(error).__name__}: {error}); "
+            f"give module:Class of a module that python can import, with its folder on PYTHONPATH if need be"
+        ) from error
+    return registry.register_policy(found).name
+
+
+def _origin(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
