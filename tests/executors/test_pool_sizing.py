@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from octavo.core.kv.group import GroupSpec
 from octavo.errors import CapacityError
-from octavo.executors.pool_sizing import choose_num_blocks
+from octavo.executors.pool_sizing import PoolSizing
 from octavo.executors.protocol import ExecutorSpec
 
 MIB = 2**20
@@ -13,9 +14,9 @@ MIB = 2**20
 
 def choose(available_bytes: int = 1000 * MIB, is_host: bool = True, max_model_len: int = 8192, **size: float) -> int:
     spec = ExecutorSpec(max_sequences=4, max_batch_tokens=64, **size)  # type: ignore[arg-type]
-    return choose_num_blocks(
-        spec, block_bytes=MIB, max_model_len=max_model_len, available_bytes=available_bytes, is_host=is_host
-    )
+    sizing = PoolSizing(spec, (GroupSpec(block_bytes=MIB),), max_model_len)
+    (num_blocks,) = sizing.device_blocks(available_bytes, is_host)
+    return num_blocks
 
 
 def test_K11_each_way_of_giving_a_size() -> None:

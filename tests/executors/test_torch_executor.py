@@ -59,7 +59,7 @@ def test_non_finite_logits_end_their_row_only(driver: Driver, dense: Dense) -> N
     driver.add(0, prompts[0])
     driver.row(0, 0, 6, 0)
     driver.run()
-    driver.executor._pool.values[0][driver.tables[0][0]] = float("nan")
+    driver.executor._cache.pools[0].values[0][driver.tables[0][0]] = float("nan")
     driver.add(1, prompts[1])
     driver.row(0, 5, 1)
     driver.row(1, 0, 9)
@@ -69,7 +69,7 @@ def test_non_finite_logits_end_their_row_only(driver: Driver, dense: Dense) -> N
 
 
 def test_what_a_broken_row_left_in_a_block_does_not_reach_the_next_owner(driver: Driver, dense: Dense) -> None:
-    pool = driver.executor._pool
+    pool = driver.executor._cache.pools[0]
     for layer in range(pool.shape.num_layers):
         pool.keys[layer][: pool.null_block] = float("nan")
         pool.values[layer][: pool.null_block] = float("nan")

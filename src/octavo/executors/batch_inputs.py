@@ -2,11 +2,12 @@
 
 Owns: the order of rows in the pass, and all index arithmetic of a step, vectorised on the host.
 Does not: read or write slots' tensors, or compute on the device.
-Shapes: T tokens, N rows, M table width, R rows that sample.
+Shapes: T tokens, N rows, A rows with tokens, M table width, R rows that sample.
 
 A row of slot s, positions [a, a + c) becomes c tokens. With W = width of the id buffer, S = block size:
     token j of the row   position p = a + j    id at s * W + p    KV to table[s][p // S] * S + p % S
-Rows of one token come first, by ascending context, because that is how attention cuts them into buckets.
+Rows of one token come first, by ascending context, because that is how attention cuts them into buckets. A row that
+forks has no tokens: it samples behind the last token of the nearest row before it that has some.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from octavo.core.plan import ROW_POOL, ROW_SAMPLE, ROW_SCORE, StepPlan
+from octavo.core.plan import ROW_BEAM, ROW_FORK, ROW_POOL, ROW_SAMPLE, ROW_SCORE, StepPlan
 from octavo.executors.columns import from_packed
 from octavo.executors.slots import Slots
 from octavo.ops.attention import AttentionBatch
@@ -28,13 +29,14 @@ from octavo.sampling.upload import upload
 class StepInputs:
     """One step, ready to run. `*_rows` are row indices of the plan; `*_last` their last token in the pass.
 
-    `first_token_N` is where each plan row's tokens begin in the pass. `begun_blocks` are the blocks whose
-    first position this step writes and whose last it does not (see attention_pool).
+    `attention` and `begun_blocks` have one entry per cache group; begun are the blocks whose first position this
+    step writes and whose last it does not (see attention_pool). `first_token_N` is where each plan row's tokens
+    begin in the pass. `beams` are indices into `sample_rows` of those that want candidates only.
     """
 
     token_index_T: Tensor
-    attention: AttentionBatch
-    begun_blocks: Ints
+    attention: tuple[AttentionBatch, ...]
+    begun_blocks: tuple[Ints, ...]
     first_token_N: Ints
     slots_N: Ints
     starts_N: Ints
@@ -43,65 +45,66 @@ class StepInputs:
     sample_last_R: Tensor
     sampling: SamplingRows
     sample_target_R: Tensor
+    beams: Ints
     score_rows: Ints
     pool_rows: Ints
 
 
 def build_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs:
-    """Turn the plan's columns into tensors on the slots' device. Tables must be up to date. Needs a row."""
+    """Turn the plan's columns into tensors on the slots' device. Tables must be up to date. Needs a row with tokens."""
     slots_N, starts_N, counts_N = from_packed(plan.slots), from_packed(plan.starts), from_packed(plan.counts)
     flags_N = from_packed(plan.flags)
     ends_N = starts_N + counts_N
     assert ends_N.max() <= slots.max_model_len, "a row reaches behind max_model_len"
-    order_N = np.lexsort((ends_N, counts_N > 1))
-    first_N1 = np.concatenate(([0], np.cumsum(counts_N[order_N])))
-    first_token_N = np.empty_like(slots_N)
-    first_token_N[order_N] = first_N1[:-1]
+    order_A = np.lexsort((ends_N, counts_N > 1))
+    has_forks = not counts_N.all()
+    if has_forks:
+        order_A = order_A[counts_N[order_A] > 0]
+    first_A1 = np.concatenate(([0], np.cumsum(counts_N[order_A])))
+    first_token_N = np.zeros_like(slots_N)
+    first_token_N[order_A] = first_A1[:-1]
+    last_token_N = first_token_N + counts_N - 1
+    if has_forks:
+        last_token_N = last_token_N[_source_rows(counts_N, flags_N)]
 
-    of_T = np.repeat(order_N, counts_N[order_N])
-    position_T = np.arange(first_N1[-1]) - first_token_N[of_T] + starts_N[of_T]
+    of_T = np.repeat(order_A, counts_N[order_A])
+    position_T = np.arange(first_A1[-1]) - first_token_N[of_T] + starts_N[of_T]
     slot_T = slots_N[of_T]
-    block_T = slots.table_SM[slot_T, position_T // block_size]
-    assert block_T.max() != slots.null_block, "a row writes behind its block table"
     width = slots.ids_SW.shape[1]
-    contexts_N = ends_N[order_N]
-    table_NM = slots.table_SM[slots_N[order_N], : -(-int(ends_N.max()) // block_size)]
-
+    contexts_A = ends_N[order_A]
     sample_rows = np.flatnonzero(flags_N & ROW_SAMPLE)
     sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows])
-    sample_last = first_token_N[sample_rows] + counts_N[sample_rows] - 1
-    device_columns = upload(
+    token_index_T, positions_T, row_start_A1, context_len_A, last_R, target_R, *paged = upload(
         slots.ids_SW.device,
         slot_T * width + position_T,
         position_T,
-        block_T * block_size + position_T % block_size,
-        first_N1,
-        contexts_N,
-        table_NM,
-        sample_last,
+        first_A1,
+        contexts_A,
+        last_token_N[sample_rows],
         sampling.slots * width + sampling.positions,
+        *_page(slots, block_size, (slot_T, position_T), (slots_N[order_A], contexts_A)),
     )
-    token_index_T, positions_T, slot_mapping_T, row_start_N1, context_len_N, block_table_NM, last_R, target_R = (
-        device_columns
-    )
-    attention = AttentionBatch(
-        num_tokens=int(first_N1[-1]),
-        num_rows=len(slots_N),
-        num_decodes=int((counts_N == 1).sum()),
-        positions_T=positions_T,
-        slot_mapping_T=slot_mapping_T,
-        row_start_N1=row_start_N1,
-        context_len_N=context_len_N,
-        block_table_NM=block_table_NM,
-        counts=counts_N[order_N],
-        contexts=contexts_N,
+    attention = tuple(
+        AttentionBatch(
+            num_tokens=int(first_A1[-1]),
+            num_rows=len(order_A),
+            num_decodes=int((counts_N == 1).sum()),
+            positions_T=positions_T,
+            slot_mapping_T=slot_mapping_T,
+            row_start_N1=row_start_A1,
+            context_len_N=context_len_A,
+            block_table_NM=block_table_AM,
+            counts=counts_N[order_A],
+            contexts=contexts_A,
+        )
+        for slot_mapping_T, block_table_AM in zip(paged[::2], paged[1::2], strict=True)
     )
     last_block_N = (ends_N - 1) // block_size
     is_begun_N = (ends_N % block_size != 0) & (last_block_N * block_size >= starts_N)
     return StepInputs(
         token_index_T=token_index_T,
         attention=attention,
-        begun_blocks=slots.table_SM[slots_N, last_block_N][is_begun_N],
+        begun_blocks=tuple(table_SM[slots_N[is_begun_N], last_block_N[is_begun_N]] for table_SM in slots.tables),
         first_token_N=first_token_N,
         slots_N=slots_N,
         starts_N=starts_N,
@@ -110,6 +113,30 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs:
         sample_last_R=last_R,
         sampling=sampling,
         sample_target_R=target_R,
+        beams=np.flatnonzero(flags_N[sample_rows] & ROW_BEAM),
         score_rows=np.flatnonzero(flags_N & ROW_SCORE),
         pool_rows=np.flatnonzero(flags_N & ROW_POOL),
     )
+
+
+def _source_rows(counts_N: Ints, flags_N: Ints) -> Ints:
+    """The row behind whose last token each row samples: itself, or for one without tokens the nearest before it."""
+    has_tokens_N = counts_N > 0
+    assert (flags_N[~has_tokens_N] & ROW_FORK).all(), "a row without tokens does not fork"
+    source_N: Ints = np.maximum.accumulate(np.where(has_tokens_N, np.arange(len(counts_N)), -1))
+    assert source_N[0] >= 0, "a row that forks has no row before it"
+    return source_N
+
+
+def _page(slots: Slots, block_size: int, tokens: tuple[Ints, Ints], rows: tuple[Ints, Ints]) -> list[Ints]:
+    """Per cache group: where each token's KV goes, and the rows' tables as wide as the longest context."""
+    slot_T, position_T = tokens
+    slots_A, contexts_A = rows
+    width = -(-int(contexts_A.max()) // block_size)
+    index_T, offset_T = np.divmod(position_T, block_size)
+    columns: list[Ints] = []
+    for table_SM, null_block in zip(slots.tables, slots.null_blocks, strict=True):
+        block_T = table_SM[slot_T, index_T]
+        assert block_T.max() != null_block, "a row writes behind its block table"
+        columns += [block_T * block_size + offset_T, table_SM[slots_A, :width]]
+    return columns

@@ -1,11 +1,18 @@
-"""How many KV blocks to allocate.
+"""How many KV blocks each cache group gets, on the device and on the host.
 
-Owns: the arithmetic from a spec and free memory to a number of blocks, and its errors.
+Owns: the arithmetic from a spec and free memory to numbers of blocks, and its errors.
 Does not: look at the machine (its callers do) or allocate.
+Invariants: groups share one budget in bytes so that sequences of typical length fill all of them at the same time;
+no group is too small for one longest sequence while the budget has room for one.
+A number of blocks or tokens that a user gives means the leading group: the first, which is the full one if any is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.errors import CapacityError
 from octavo.executors.protocol import ExecutorSpec
 
@@ -13,41 +20,130 @@ HOST_FRACTION, DEVICE_FRACTION = 0.5, 0.9  # of the free memory, when nobody say
 TYPICAL_LEN = 2048  # tokens per sequence that a pool on a CPU is sized for when nobody says
 
 
-def choose_num_blocks(
-    spec: ExecutorSpec, *, block_bytes: int, max_model_len: int, available_bytes: int, is_host: bool
-) -> int:
-    """Give the number of blocks that the spec asks for. Raises CapacityError when that holds nothing.
+class PoolSizing:
+    """What the blocks of these groups cost and what sequences need of them."""
 
-    With no size given: `memory_fraction` of the free memory. With no fraction either: a usual one, on the host
-    at most what max_sequences of typical length need, because there memory is shared with everything else.
-    """
-    asked = [size for size in (spec.num_blocks, spec.pool_bytes, spec.pool_tokens) if size is not None]
-    if len(asked) > 1:
-        raise CapacityError("give one of num_blocks, pool_bytes and pool_tokens, not several")
-    if spec.num_blocks is not None:
-        num_blocks, source = spec.num_blocks, f"num_blocks is {spec.num_blocks}"
-    elif spec.pool_bytes is not None:
-        num_blocks, source = spec.pool_bytes // block_bytes, f"the pool was given {_mib(spec.pool_bytes)}"
-    elif spec.pool_tokens is not None:
-        num_blocks, source = spec.pool_tokens // spec.block_size, f"the pool was given {spec.pool_tokens} tokens"
-    else:
+    def __init__(self, spec: ExecutorSpec, groups: Sequence[GroupSpec], max_model_len: int) -> None:
+        self._spec = spec
+        self._groups = tuple(groups)
+        self._max_model_len = max_model_len
+        self._typical = self._blocks_of(min(max_model_len, TYPICAL_LEN))
+
+    def device_blocks(self, available_bytes: int, is_host: bool) -> tuple[int, ...]:
+        """Give the number of blocks per group that the spec asks for. Raises CapacityError when that holds nothing.
+
+        With no size given: `memory_fraction` of the free memory. With no fraction either: a usual one, on the host
+        at most what max_sequences of typical length need, because there memory is shared with everything else.
+        """
+        num_blocks, source = self._asked(available_bytes, is_host)
+        fits = self._split(available_bytes)[0]
+        size = self._spec.block_size
+        would_hold = f"{_mib(available_bytes)} are free, which would hold {fits} blocks ({fits * size} tokens)"
+        if min(num_blocks) < 1:
+            cost = sum(group.block_bytes for group in self._groups)
+            raise CapacityError(f"{source}, which holds no KV block of {size} tokens ({_mib(cost)}); {would_hold}")
+        if self._bytes(num_blocks) > available_bytes:
+            raise CapacityError(
+                f"{source}, and {num_blocks[0]} KV blocks need {_mib(self._bytes(num_blocks))}; {would_hold}"
+            )
+        return num_blocks
+
+    def host_blocks(self, available_bytes: int) -> tuple[int, ...]:
+        """Give the number of host blocks per group for the spec's host_bytes; none for 0. Raises CapacityError."""
+        size = self._spec.host_bytes
+        if not size:
+            return ()
+        source = f"the host cache was given {_mib(size)} ({size} bytes)"
+        if size > available_bytes:
+            raise CapacityError(f"{source}, and {_mib(available_bytes)} of the host's memory are free")
+        # a sequence waits there with its window alone, not with a chunk in the making
+        resting = PoolSizing(replace(self._spec, max_batch_tokens=1), self._groups, self._max_model_len)
+        num_blocks = resting._split(size)
+        if min(num_blocks) < 1:
+            cost = sum(group.block_bytes for group in self._groups)
+            raise CapacityError(
+                f"{source}, which holds no KV block of {self._spec.block_size} tokens ({_mib(cost)}); "
+                "give more, such as 4G, or 0 for none"
+            )
+        return num_blocks
+
+    def _asked(self, available_bytes: int, is_host: bool) -> tuple[tuple[int, ...], str]:
+        spec = self._spec
+        asked = [size for size in (spec.num_blocks, spec.pool_bytes, spec.pool_tokens) if size is not None]
+        if len(asked) > 1:
+            raise CapacityError("give one of num_blocks, pool_bytes and pool_tokens, not several")
+        if spec.num_blocks is not None:
+            return self._beside(spec.num_blocks), f"num_blocks is {spec.num_blocks}"
+        if spec.pool_bytes is not None:
+            return self._split(spec.pool_bytes), f"the pool was given {_mib(spec.pool_bytes)}"
+        if spec.pool_tokens is not None:
+            return self._beside(spec.pool_tokens // spec.block_size), f"the pool was given {spec.pool_tokens} tokens"
         fraction = spec.memory_fraction or (HOST_FRACTION if is_host else DEVICE_FRACTION)
         share = int(available_bytes * fraction)
-        num_blocks, source = share // block_bytes, f"{fraction:g} of the free memory is {_mib(share)}"
+        num_blocks = self._split(share)
         if is_host and spec.memory_fraction is None:
-            num_blocks = min(num_blocks, spec.max_sequences * -(-min(max_model_len, TYPICAL_LEN) // spec.block_size))
-    fits = available_bytes // block_bytes
-    if num_blocks < 1:
-        raise CapacityError(
-            f"{source}, which holds no KV block of {spec.block_size} tokens ({_mib(block_bytes)}); "
-            f"{_mib(available_bytes)} are free, which would hold {fits} blocks ({fits * spec.block_size} tokens)"
-        )
-    if num_blocks > fits:
-        raise CapacityError(
-            f"{source}, and {num_blocks} KV blocks need {_mib(num_blocks * block_bytes)}; "
-            f"{_mib(available_bytes)} are free, which would hold {fits} blocks ({fits * spec.block_size} tokens)"
-        )
-    return num_blocks
+            num_blocks = tuple(map(min, num_blocks, self._usual()))
+        return num_blocks, f"{fraction:g} of the free memory is {_mib(share)}"
+
+    def _usual(self) -> tuple[int, ...]:
+        """What max_sequences of typical length need; of several groups, each holds one longest sequence too."""
+        most = tuple(self._spec.max_sequences * typical for typical in self._typical)
+        return most if len(most) == 1 else tuple(map(max, most, self._blocks_of(self._max_model_len)))
+
+    def _blocks_of(self, num_tokens: int) -> tuple[int, ...]:
+        """Blocks of each group that one sequence of that length holds at once."""
+        size = self._spec.block_size
+        chunk = self._spec.max_batch_tokens
+        return tuple(group.peak_blocks(num_tokens, chunk, size) for group in self._groups)
+
+    def _bytes(self, num_blocks: Sequence[int]) -> int:
+        return sum(count * group.block_bytes for count, group in zip(num_blocks, self._groups, strict=True))
+
+    def _beside(self, leading: int) -> tuple[int, ...]:
+        """The other groups' blocks beside so many of the leading one: as many sequences, at least one longest."""
+        if leading < 1:
+            return (leading,) * len(self._groups)
+        others = zip(self._blocks_of(self._max_model_len)[1:], self._typical[1:], strict=True)
+        # one longest sequence that the leading group cannot hold needs no more of the others than of it
+        return leading, *(max(min(least, leading), -(-leading * need // self._typical[0])) for least, need in others)
+
+    def _split(self, budget: int) -> tuple[int, ...]:
+        """Share bytes among the groups."""
+        longest = self._blocks_of(self._max_model_len)
+        if self._bytes(longest) > budget:
+            return self._for_one_sequence(budget)
+        fixed: dict[int, int] = {}
+        while True:
+            rest = budget - sum(count * self._groups[index].block_bytes for index, count in fixed.items())
+            free = [index for index in range(len(self._groups)) if index not in fixed]
+            cost = sum(self._typical[index] * self._groups[index].block_bytes for index in free)
+            shares = {index: rest * self._typical[index] // cost for index in free}
+            short = {index: longest[index] for index in free if shares[index] < longest[index]}
+            if not short:
+                return tuple(fixed.get(index, shares.get(index, 0)) for index in range(len(self._groups)))
+            fixed |= short  # never all: the rest holds what the free groups need, so one of them is not short
+
+    def _for_one_sequence(self, budget: int) -> tuple[int, ...]:
+        """Share a budget too small for the longest sequence, so that the longest possible one fits."""
+        if len(self._groups) == 1:
+            return (budget // self._groups[0].block_bytes,)
+        low, high = 0, self._max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._bytes(self._blocks_of(middle)) <= budget else (low, middle - 1)
+        return self._blocks_of(low)
+
+
+def describe_groups(groups: Sequence[GroupSpec], num_blocks: Sequence[int], block_size: int) -> tuple[str, ...]:
+    """What several groups hold, as one note for people; nothing for one group."""
+    if len(groups) == 1:
+        return ()
+    parts = []
+    for group, count in zip(groups, num_blocks, strict=True):
+        kind = "full attention" if group.kind == GroupKind.FULL else f"a window of {group.window}"
+        layers = f"{len(group.layers)} layer{'s' * (len(group.layers) != 1)}"
+        parts.append(f"{layers} with {kind}: {count * block_size} tokens")
+    return ("the KV pool is shared by " + "; ".join(parts),)
 
 
 def _mib(size: int) -> str:

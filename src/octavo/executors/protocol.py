@@ -20,7 +20,8 @@ class ExecutorSpec:
     """What the executor must provide room for.
 
     Sizes are in tokens, sequences or bytes as named. Exactly one of the pool's three sizes may be set;
-    with none, `memory_fraction` of the free memory is used (None = what suits the device).
+    with none, `memory_fraction` of the free memory is used (None = what suits the device). `num_blocks` and
+    `pool_tokens` are those of the leading cache group. `host_bytes` is the host tier's size, 0 = none.
     `max_model_len=None` means the model's own.
     """
 
@@ -33,12 +34,14 @@ class ExecutorSpec:
     pool_tokens: int | None = None
     memory_fraction: float | None = None
     kv_dtype: str = "auto"
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What an opened executor has: one entry of `num_blocks` per cache group; sizes in bytes and tokens.
 
+    `host_blocks` has one entry per group too, or none without a host tier. The first group is the leading one.
     `linear_flops_per_token`, `weight_bytes` and `kv_bytes_per_token` give the memory floor of a step.
     """
 
@@ -55,6 +58,7 @@ class Capacity:
     kv_bytes_per_token: int = 0
     linear_flops_per_token: int = 0
     notes: tuple[str, ...] = field(default=())
+    host_blocks: tuple[int, ...] = ()
 
 
 class Executor(Protocol):

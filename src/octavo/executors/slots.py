@@ -3,10 +3,13 @@
 Owns: the slots and how a plan's effects change them. Does not: run rows, or decide anything.
 Shapes: S slots, W = max_model_len + 1 positions, M blocks of the longest table.
 Invariants: `ids_SW` lives on the device and the sampler writes into it, so a CARRY row reads what its
-slot sampled without the host; tables live on the host, entries behind a table's end are the null block.
+slot sampled without the host; tables live on the host, one per cache group, and entries that are dropped or
+behind a table's end are the group's null block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,23 +22,26 @@ from octavo.sampling.upload import upload
 
 
 class Slots:
-    """State of all slots. `faults` names slots whose request this model cannot run, with the reason."""
+    """State of all slots. `faults` names slots whose request this model cannot run, with the reason.
+
+    `tables` and `null_blocks` have one entry per cache group; a table is [S, M].
+    """
 
     def __init__(
         self,
         num_slots: int,
         max_model_len: int,
         block_size: int,
-        null_block: int,
+        null_blocks: Sequence[int],
         vocab_size: int,
         device: torch.device,
     ) -> None:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.null_block = null_block
+        self.null_blocks = tuple(null_blocks)
         self.ids_SW = torch.zeros((num_slots, max_model_len + 1), dtype=torch.int32, device=device)
         max_blocks = -(-max_model_len // block_size)
-        self.table_SM: Ints = np.full((num_slots, max_blocks), null_block, dtype=np.int64)
+        self.tables: list[Ints] = [np.full((num_slots, max_blocks), null, dtype=np.int64) for null in null_blocks]
         self.columns = SamplingColumns(num_slots)
         self.processors = LogitsProcessors(self.columns, self.ids_SW, vocab_size)
         self.faults: dict[int, str] = {}
@@ -48,17 +54,29 @@ class Slots:
             self._empty(new.slot)
             self._fill(new)
 
+    def write_ids(self, plan: StepPlan) -> None:
+        """Make the ids known that the host chose, each one more output of its slot."""
+        if not plan.id_edits:
+            return
+        slots, positions, ids = from_packed(plan.id_edits).reshape(-1, 3).T
+        where, values = upload(self.ids_SW.device, slots * self.ids_SW.shape[1] + positions, ids)
+        self.ids_SW.view(-1).index_copy_(0, where, values.int())
+        self.processors.append(slots, ids)
+
     def edit_tables(self, plan: StepPlan) -> None:
         """Apply the plan's table edits, all at once."""
         if not plan.edits:
             return
         edits = from_packed(plan.edits).reshape(-1, 4)
-        assert not edits[:, 1].any(), "this executor has one cache group"
-        blocks = np.where(edits[:, 3] == DROP_BLOCK, self.null_block, edits[:, 3])
-        self.table_SM[edits[:, 0], edits[:, 2]] = blocks
+        groups = edits[:, 1]
+        assert 0 <= groups.min() <= groups.max() < len(self.tables), "an edit names an unknown cache group"
+        for group, (table_SM, null_block) in enumerate(zip(self.tables, self.null_blocks, strict=True)):
+            slots, _, indices, blocks = (edits if len(self.tables) == 1 else edits[groups == group]).T
+            table_SM[slots, indices] = np.where(blocks == DROP_BLOCK, null_block, blocks)
 
     def _empty(self, slot: int) -> None:
-        self.table_SM[slot] = self.null_block
+        for table_SM, null_block in zip(self.tables, self.null_blocks, strict=True):
+            table_SM[slot] = null_block
         self.processors.release(slot)
         self.faults.pop(slot, None)
 

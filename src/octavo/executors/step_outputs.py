@@ -2,13 +2,13 @@
 
 Owns: the ticket of a torch executor; scoring and pooling; the fetch of results, the step's one wait.
 Does not: run the model or sample.
-Shapes: T tokens, E hidden size, R rows.
+Shapes: T tokens, E hidden size, R rows, C candidates.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,22 +19,48 @@ from octavo.core.plan import StepResult, TokenLogprobs
 from octavo.executors.batch_inputs import StepInputs
 from octavo.executors.columns import to_packed
 from octavo.executors.slots import Slots
+from octavo.sampling.columns import Ints
 from octavo.sampling.logprobs import LogprobColumns, RawDistribution
 from octavo.sampling.sampler import Sampled
 from octavo.sampling.upload import upload
 
 SCORE_CHUNK = 64  # positions whose logits exist at once: 12 MiB at a vocabulary of 49152
 
+NOT_FINITE = "the model's logits are not finite"
+
 Score = tuple[int, int, list[LogprobColumns]]
 
 
 @dataclass(slots=True)
+class Candidates:
+    """The best continuations of beams: `rows` index the step's sampling rows; each reads its first `counts`."""
+
+    rows: Ints
+    counts: Ints
+    ids_RC: Tensor
+    logprobs_RC: Tensor
+
+    def entries(self) -> list[TokenLogprobs]:
+        """Fetch, and make one TokenLogprobs per row, which names the best candidate."""
+        columns = zip(self.ids_RC.tolist(), self.logprobs_RC.tolist(), self.counts.tolist(), strict=True)
+        return [
+            TokenLogprobs(ids[0], values[0], 1, tuple(ids[:count]), tuple(values[:count]))
+            for ids, values, count in columns
+        ]
+
+
+@dataclass(slots=True)
 class StepOutputs:
-    """A step that was started; `sampled`, `scores` and `pooled_RE` may still be computing on the device."""
+    """A step that was started; the tensors in it may still be computing on the device.
+
+    `sampled` is about the sampling rows that `sampled_rows` indexes (None: all of them), `candidates` about others.
+    """
 
     inputs: StepInputs | None = None
     faults: dict[int, str] = field(default_factory=dict)
     sampled: Sampled | None = None
+    sampled_rows: Ints | None = None
+    candidates: Candidates | None = None
     scores: list[Score] = field(default_factory=list)
     pooled_RE: Tensor | None = None
 
@@ -46,13 +72,16 @@ class StepOutputs:
         errors = {
             row: self.faults[slot] for row, slot in enumerate(self.inputs.slots_N.tolist()) if slot in self.faults
         }
+        result.token_ids = array("i", bytes(4 * len(self.inputs.sample_rows)))
         if self.sampled is not None:
             self._fetch_sampled(self.sampled, result, errors)
+        if self.candidates is not None:
+            self._fetch_candidates(self.candidates, result, errors)
         scores = []
         for row, first, parts in self.scores:
             entries = tuple(entry for part in parts for entry in part.entries())
             if any(np.isnan(entry.logprob) for entry in entries):
-                errors.setdefault(row, "the model's logits are not finite")
+                errors.setdefault(row, NOT_FINITE)
             else:
                 scores.append((row, first, entries))
         result.scores = tuple(scores)
@@ -62,16 +91,37 @@ class StepOutputs:
         return result
 
     def _fetch_sampled(self, sampled: Sampled, result: StepResult, errors: dict[int, str]) -> None:
-        assert self.inputs is not None
-        result.token_ids = to_packed(sampled.ids_R.cpu().numpy())
+        assert self.inputs is not None and result.token_ids is not None
+        ids = to_packed(sampled.ids_R.cpu().numpy())
         is_bad_R = ~np.isfinite(sampled.best_R.cpu().numpy())
-        for row in self.inputs.sample_rows[is_bad_R].tolist():
-            errors.setdefault(row, "the model's logits are not finite")
+        places = self.sampled_rows
+        if places is None:
+            places = np.arange(len(ids))
+            result.token_ids = ids
+        else:
+            for place, token in zip(places.tolist(), ids, strict=True):
+                result.token_ids[place] = token
+        for row in self.inputs.sample_rows[places[is_bad_R]].tolist():
+            errors.setdefault(row, NOT_FINITE)
         if sampled.logprobs is not None:
-            logprobs: list[TokenLogprobs | None] = [None] * len(result.token_ids)
-            for index, entry in zip(sampled.logprob_rows.tolist(), sampled.logprobs.entries(), strict=True):
-                logprobs[index] = entry
-            result.logprobs = logprobs
+            self._put_logprobs(result, places[sampled.logprob_rows], sampled.logprobs.entries())
+
+    def _fetch_candidates(self, candidates: Candidates, result: StepResult, errors: dict[int, str]) -> None:
+        assert self.inputs is not None and result.token_ids is not None
+        entries = candidates.entries()
+        for place, entry in zip(candidates.rows.tolist(), entries, strict=True):
+            result.token_ids[place] = entry.token_id
+            if not np.isfinite(entry.logprob):
+                reason = NOT_FINITE if np.isnan(entry.logprob) else "no token may follow"
+                errors.setdefault(int(self.inputs.sample_rows[place]), reason)
+        self._put_logprobs(result, candidates.rows, entries)
+
+    def _put_logprobs(self, result: StepResult, places: Ints, entries: Sequence[TokenLogprobs]) -> None:
+        assert result.token_ids is not None
+        if result.logprobs is None:
+            result.logprobs = [None] * len(result.token_ids)
+        for place, entry in zip(places.tolist(), entries, strict=True):
+            result.logprobs[place] = entry
 
     def _fetch_pooled(self, pooled_RE: Tensor, result: StepResult, errors: dict[int, str]) -> None:
         assert self.inputs is not None

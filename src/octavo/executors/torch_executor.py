@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,11 +23,11 @@ from octavo.core.kv.group import GroupSpec
 from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.errors import ConfigError, EngineError
 from octavo.executors.batch_inputs import StepInputs, build_inputs
-from octavo.executors.columns import from_packed
-from octavo.executors.pool_sizing import choose_num_blocks
+from octavo.executors.cache_groups import CacheGroups, allocate, group_layers, layer_windows
+from octavo.executors.pool_sizing import PoolSizing, describe_groups
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
 from octavo.executors.slots import Slots
-from octavo.executors.step_outputs import StepOutputs, pool_rows, score_rows
+from octavo.executors.step_outputs import Candidates, StepOutputs, pool_rows, score_rows
 from octavo.models.decoder import Decoder
 from octavo.models.registry import load_model
 from octavo.ops.attention import AttentionBackend
@@ -34,6 +35,7 @@ from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
 from octavo.ops.attention_pool import KVPool, PoolShape
 from octavo.ops.attention_reference import ReferenceAttention
+from octavo.sampling.columns import SamplingRows
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.upload import upload
 
@@ -64,10 +66,9 @@ class TorchExecutor:
         self._device = choose_device(execution.device)
         self._dtype = choose_dtype(model.dtype, spec.dtype, self._device)
         self._decoder: Decoder | None = None
-        self._pool: KVPool
+        self._cache: CacheGroups
         self._slots: Slots
         self._sampler: Sampler
-        self._attention: AttentionBackend
 
     def open(self, spec: ExecutorSpec) -> Capacity:
         """Load the weights, allocate the pool and the slots."""
@@ -76,41 +77,51 @@ class TorchExecutor:
         if self._execution.attention not in ATTENTION:
             raise ConfigError(f"attention is {self._execution.attention!r}; give one of {', '.join(ATTENTION)}")
         decoder = load_model(self._files, self._spec, self._dtype, self._device, spec.max_model_len)
-        model = self._spec
-        kv_dtype = self._dtype if spec.kv_dtype == "auto" else _dtype_named(spec.kv_dtype, "kv_cache_dtype")
-        shape = PoolShape(model.num_layers, 0, spec.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
-        num_blocks = choose_num_blocks(
-            spec,
-            block_bytes=shape.block_bytes,
-            max_model_len=decoder.max_model_len,
-            available_bytes=self._available_bytes(),
-            is_host=self._device.type == "cpu",
-        )
-        self._pool = KVPool(
-            PoolShape(model.num_layers, num_blocks, spec.block_size, model.num_kv_heads, model.head_dim, kv_dtype),
-            self._device,
-        )
+        groups, num_blocks, host_blocks = self._allocate(spec, decoder.max_model_len)
+        null_blocks = [pool.null_block for pool in self._cache.pools]
+        vocab_size = self._spec.vocab_size
         self._slots = Slots(
-            spec.max_sequences, decoder.max_model_len, spec.block_size, num_blocks, model.vocab_size, self._device
+            spec.max_sequences, decoder.max_model_len, spec.block_size, null_blocks, vocab_size, self._device
         )
         self._sampler = Sampler(self._slots.columns, self._slots.processors)
-        self._attention = ATTENTION[self._execution.attention](self._pool, model.num_heads, model.sliding_window)
+        self._block_size = spec.block_size
         self._decoder = decoder
         return Capacity(
-            groups=(GroupSpec(block_bytes=shape.block_bytes, layers=tuple(range(model.num_layers))),),
-            num_blocks=(num_blocks,),
+            groups=groups,
+            num_blocks=num_blocks,
             block_size=spec.block_size,
             num_slots=spec.max_sequences,
             max_model_len=decoder.max_model_len,
-            vocab_size=model.vocab_size,
+            vocab_size=vocab_size,
             device=str(self._device),
             dtype=str(self._dtype).removeprefix("torch."),
             num_threads=torch.get_num_threads() if self._device.type == "cpu" else 1,
             weight_bytes=decoder.weight_bytes,
-            kv_bytes_per_token=shape.block_bytes // spec.block_size,
+            kv_bytes_per_token=sum(group.block_bytes for group in groups) // spec.block_size,
             linear_flops_per_token=decoder.linear_flops_per_token,
-            notes=decoder.notes,
+            notes=(*decoder.notes, *describe_groups(groups, num_blocks, spec.block_size)),
+            host_blocks=host_blocks,
         )
+
+    def _allocate(
+        self, spec: ExecutorSpec, max_model_len: int
+    ) -> tuple[tuple[GroupSpec, ...], tuple[int, ...], tuple[int, ...]]:
+        """Size and allocate the cache; give groups, blocks and host blocks."""
+        model, is_host = self._spec, self._device.type == "cpu"
+        kv_dtype = self._dtype if spec.kv_dtype == "auto" else _dtype_named(spec.kv_dtype, "kv_cache_dtype")
+        block = PoolShape(1, 0, spec.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
+        groups = group_layers(layer_windows(model), block)
+        sizing = PoolSizing(spec, groups, max_model_len)
+        host_blocks = sizing.host_blocks(machine.usable_memory()[1]) if spec.host_bytes else ()
+        num_blocks = sizing.device_blocks(self._available_bytes() - spec.host_bytes * is_host, is_host)
+        make_attention = ATTENTION[self._execution.attention]
+        self._cache = CacheGroups(
+            groups,
+            allocate(groups, num_blocks, block, self._device),
+            host_blocks,
+            lambda pool, window: make_attention(pool, model.num_heads, window),
+        )
+        return groups, num_blocks, host_blocks
 
     def _available_bytes(self) -> int:
         if self._device.type == "cuda":
@@ -126,28 +137,25 @@ class TorchExecutor:
         outputs = StepOutputs(faults=dict(self._slots.faults))
         if not plan.slots:
             return outputs, clock
-        inputs = build_inputs(plan, self._slots, self._pool.shape.block_size)
-        if len(inputs.begun_blocks):
-            self._pool.clear_blocks(upload(self._device, inputs.begun_blocks)[0])
-        self._attention.begin(inputs.attention)
+        inputs = build_inputs(plan, self._slots, self._block_size)
+        self._cache.clear(inputs.begun_blocks)
+        self._cache.begin(inputs.attention)
         clock.lap()
         token_ids_T = self._slots.ids_SW.view(-1).index_select(0, inputs.token_index_T)
-        hidden_TE = decoder.forward(token_ids_T, inputs.attention.positions_T, self._attention)
+        hidden_TE = decoder.forward(token_ids_T, inputs.attention[0].positions_T, self._cache.attention)
         clock.lap()
         self._finish(decoder.logits, inputs, hidden_TE, outputs)
         clock.lap()
         return outputs, clock
 
     def _apply_effects(self, plan: StepPlan) -> None:
-        if plan.swap_outs or plan.host_loads:
-            raise EngineError("this executor has no host tier; it cannot swap blocks or load them back")
         if any(plan.num_drafts):
             raise EngineError("this executor does not verify drafts")
+        if plan.encode_jobs or plan.encoder_frees:
+            raise EngineError("this executor encodes no media; it cannot run encode jobs or drop what they gave")
         self._slots.change_sequences(plan)
-        if plan.copies:
-            copies = from_packed(plan.copies).reshape(-1, 3)
-            assert not copies[:, 0].any(), "this executor has one cache group"
-            self._pool.copy_blocks(*upload(self._device, copies[:, 1], copies[:, 2]))
+        self._slots.write_ids(plan)
+        self._cache.move_blocks(plan)
         self._slots.edit_tables(plan)
 
     def _finish(
@@ -157,13 +165,32 @@ class TorchExecutor:
         outputs.inputs = inputs
         if len(inputs.sample_rows):
             logits_RV = logits(hidden_TE.index_select(0, inputs.sample_last_R))
-            sampled = self._sampler.sample(logits_RV, inputs.sampling)
-            self._slots.ids_SW.view(-1).index_copy_(0, inputs.sample_target_R, sampled.ids_R.int())
-            outputs.sampled = sampled
+            if len(inputs.beams):
+                self._sample_beside_beams(logits_RV, inputs, outputs)
+            else:
+                sampled = self._sampler.sample(logits_RV, inputs.sampling)
+                self._slots.ids_SW.view(-1).index_copy_(0, inputs.sample_target_R, sampled.ids_R.int())
+                outputs.sampled = sampled
         if len(inputs.score_rows):
             outputs.scores = score_rows(inputs, self._slots, hidden_TE, logits)
         if len(inputs.pool_rows):
             outputs.pooled_RE = pool_rows(inputs, hidden_TE)
+
+    def _sample_beside_beams(self, logits_RV: Tensor, inputs: StepInputs, outputs: StepOutputs) -> None:
+        """Give beams their candidates, of which nothing becomes known; sample the other rows."""
+        beams, rows = inputs.beams, inputs.sampling
+        others = np.delete(np.arange(len(inputs.sample_rows)), beams)
+        beams_B, others_R = upload(self._device, beams, others)
+        asking = SamplingRows(rows.slots[beams], rows.positions[beams])
+        counts = self._slots.columns.num_candidates[asking.slots]
+        ids_BC, logprobs_BC = self._sampler.candidates(logits_RV.index_select(0, beams_B), asking)
+        outputs.candidates = Candidates(beams, counts, ids_BC, logprobs_BC)
+        if len(others):
+            rest = SamplingRows(rows.slots[others], rows.positions[others])
+            sampled = self._sampler.sample(logits_RV.index_select(0, others_R), rest)
+            targets_R = inputs.sample_target_R.index_select(0, others_R)
+            self._slots.ids_SW.view(-1).index_copy_(0, targets_R, sampled.ids_R.int())
+            outputs.sampled, outputs.sampled_rows = sampled, others
 
     def supply(self, ticket: Ticket, masks: object) -> None:
         """Refuse: this executor applies no grammar masks."""
@@ -181,7 +208,7 @@ class TorchExecutor:
         """Drop the model and the pool."""
         if self._decoder is not None:
             self._decoder = None
-            del self._pool, self._slots, self._sampler, self._attention
+            del self._cache, self._slots, self._sampler
 
     def _running(self) -> Decoder:
         if self._decoder is None:

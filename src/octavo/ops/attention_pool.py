@@ -54,9 +54,17 @@ class KVPool:
         """Where the pool lives."""
         return self._both_2LBSKD.device
 
+    def read_blocks(self, blocks: Tensor) -> Tensor:
+        """Give a copy of blocks of every layer, [2, L, len(blocks), S, K, D]."""
+        return self._both_2LBSKD.index_select(2, blocks)
+
+    def write_blocks(self, blocks: Tensor, content_2LNSKD: Tensor) -> None:
+        """Overwrite blocks in every layer; no block may be named twice."""
+        self._both_2LBSKD.index_copy_(2, blocks, content_2LNSKD)
+
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy blocks in every layer; all sources are read before a destination is written."""
-        self._both_2LBSKD.index_copy_(2, destinations, self._both_2LBSKD.index_select(2, sources))
+        self.write_blocks(destinations, self.read_blocks(sources))
 
     def clear_blocks(self, blocks: Tensor) -> None:
         """Zero blocks in every layer."""

@@ -1,0 +1,133 @@
+"""The cache groups of a model: memory, attention and block effects of each.
+
+Owns: which layers share a group, one pool and one attention backend per group, the host tier, and the way from a
+model's layer to its group's. Does not: decide about blocks (core does) or keep tables (slots do).
+Invariants: the full group, where there is one, comes first; of sliding ones, the widest first. A group's pool holds
+its own layers only, and its block numbers are its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.core.kv.group import GroupKind, GroupSpec
+from octavo.core.plan import StepPlan
+from octavo.errors import EngineError
+from octavo.executors.columns import from_packed
+from octavo.executors.host_pool import HostPool
+from octavo.ops.attention import AttentionBackend, AttentionBatch
+from octavo.ops.attention_pool import KVPool, PoolShape
+from octavo.sampling.columns import Ints
+from octavo.sampling.upload import upload
+
+MakeAttention = Callable[[KVPool, int | None], AttentionBackend]  # of a pool and its layers' window
+
+
+def group_layers(windows: Sequence[int | None], block: PoolShape) -> tuple[GroupSpec, ...]:
+    """Group layers by their window (None = full attention). `block` is the shape of one layer's pool."""
+    by_window: dict[int, list[int]] = {}
+    for layer, window in enumerate(windows):
+        by_window.setdefault(window or 0, []).append(layer)
+    return tuple(
+        GroupSpec(
+            GroupKind.SLIDING if window else GroupKind.FULL,
+            window,
+            replace(block, num_layers=len(by_window[window])).block_bytes,
+            tuple(by_window[window]),
+        )
+        for window in sorted(by_window, key=lambda window: (window > 0, -window))
+    )
+
+
+def layer_windows(model: ModelSpec) -> tuple[int | None, ...]:
+    """The window of each layer, None for full attention."""
+    return (model.sliding_window,) * model.num_layers
+
+
+class CacheGroups:
+    """Pools, host pools and attention of all groups. `attention` is what a model's forward pass is given."""
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        pools: Sequence[KVPool],
+        host_blocks: Sequence[int],
+        make_attention: MakeAttention,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.pools = tuple(pools)
+        self._hosts = tuple(HostPool(pool, count) for pool, count in zip(pools, host_blocks, strict=False))
+        backends = [make_attention(pool, group.window or None) for pool, group in zip(pools, groups, strict=True)]
+        self._backends = backends
+        # one group's layers are the model's: the backend itself, at no cost per layer
+        self.attention = backends[0] if len(backends) == 1 else _GroupedAttention(groups, backends)
+
+    def begin(self, batches: Sequence[AttentionBatch]) -> None:
+        """Tell each group's attention about the step."""
+        for backend, batch in zip(self._backends, batches, strict=True):
+            backend.begin(batch)
+
+    def clear(self, blocks_by_group: Sequence[Ints]) -> None:
+        """Zero blocks of each group."""
+        for pool, blocks in zip(self.pools, blocks_by_group, strict=True):
+            if len(blocks):
+                pool.clear_blocks(upload(pool.device, blocks)[0])
+
+    def move_blocks(self, plan: StepPlan) -> None:
+        """Apply the plan's swap-outs, host loads and copies, in this order. Raises EngineError without a host tier."""
+        if plan.swap_outs or plan.host_loads:
+            if not self._hosts:
+                raise EngineError("this executor has no host tier; it cannot swap blocks or load them back")
+            for group, (sources, destinations) in self._pairs(plan.swap_outs):
+                self._hosts[group].put(sources, destinations)
+            for group, (sources, destinations) in self._pairs(plan.host_loads):
+                self._hosts[group].get(sources, destinations)
+        for group, (sources, destinations) in self._pairs(plan.copies):
+            pool = self.pools[group]
+            pool.copy_blocks(*upload(pool.device, sources, destinations))
+
+    def _pairs(self, column: array[int]) -> list[tuple[int, tuple[Ints, Ints]]]:
+        """The (source, destination) columns of each group that a flat column names."""
+        if not column:
+            return []
+        entries = from_packed(column).reshape(-1, 3)
+        assert 0 <= entries[:, 0].min() <= entries[:, 0].max() < len(self.pools), "an effect names an unknown group"
+        parts = [(group, entries[entries[:, 0] == group]) for group in range(len(self.pools))]
+        return [(group, (part[:, 1], part[:, 2])) for group, part in parts if len(part)]
+
+
+class _GroupedAttention:
+    """An AttentionBackend over several: a model's layer goes to its group's backend, under its number there."""
+
+    def __init__(self, groups: Sequence[GroupSpec], backends: Sequence[AttentionBackend]) -> None:
+        places = {
+            layer: (backend, local)
+            for group, backend in zip(groups, backends, strict=True)
+            for local, layer in enumerate(group.layers)
+        }
+        self._places = [places[layer] for layer in range(len(places))]
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """Refuse: each group has a batch of its own (CacheGroups.begin)."""
+        raise AssertionError("several groups begin through CacheGroups")
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Attend in the layer's group."""
+        backend, local = self._places[layer]
+        return backend.attend(local, q_THD, k_TKD, v_TKD)
+
+
+def allocate(
+    groups: Sequence[GroupSpec], num_blocks: Sequence[int], block: PoolShape, device: torch.device
+) -> list[KVPool]:
+    """Allocate the pool of each group."""
+    return [
+        KVPool(replace(block, num_layers=len(group.layers), num_blocks=count), device)
+        for group, count in zip(groups, num_blocks, strict=True)
+    ]
