@@ -1,6 +1,7 @@
-"""A fake model whose KV blocks hold a hash chain, an executor that runs plans on it, and a ten-line oracle.
+"""A fake model whose KV blocks hold a chain of hashes, and an executor that runs plans on it.
 
-Owns: the chain (`chain`, `draw`), `oracle`, FakeExecutor with its checks of the plans, and seeded faults.
+Owns: FakeExecutor: the order of a plan's effects, the checks of its rows, the forward pass, faults. The chain is
+hash_chain's, blocks are fake_pool's, results are fake_sampling's.
 Does not: import torch, or look into the scheduler: it sees plans only.
 Invariants: a KV cell is read through the slot's block table only, so a wrong, stale, lost or overwritten
 block changes the text against the oracle; with `strict` it is also reported at once, with its place.
@@ -9,48 +10,20 @@ block changes the text against the oracle; with `strict` it is also reported at 
 from __future__ import annotations
 
 import random
-from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.core.kv.group import GroupSpec
-from octavo.core.plan import (
-    DROP_BLOCK,
-    ROW_CARRY,
-    ROW_POOL,
-    ROW_SAMPLE,
-    ROW_SCORE,
-    NewSequence,
-    Row,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from octavo.core.plan import ROW_CARRY, ROW_FORK, ROW_SAMPLE, NewSequence, Row, StepPlan, StepResult
 from octavo.executors.protocol import Capacity, ExecutorSpec
+from tests import fake_sampling
+from tests.fake_encoder import FakeEncoder
+from tests.fake_faults import Faults, InjectedError, damage
 from tests.fake_pool import FakeModelError, FakePool, Slot, quads, triples
-from tests.hash_chain import UNKNOWN_TOKEN, chain, draw, oracle
+from tests.hash_chain import UNKNOWN_TOKEN, Continuation, cells_at, context_of, draw, oracle, salt_of
 
 __all__ = ["FakeExecutor", "FakeModelError", "Faults", "InjectedError", "Slot", "Ticket", "oracle", "quads", "triples"]
-
-
-class InjectedError(RuntimeError):
-    """An injected failure of a step."""
-
-
-@dataclass
-class Faults:
-    """Chances per step (or per row) of each injected fault, drawn from `rng`."""
-
-    rng: random.Random
-    submit_failure: float = 0.0
-    collect_failure: float = 0.0
-    row_error: float = 0.0
-    zero_tokens: float = 0.0
-    poison: frozenset[str] = frozenset()  # requests whose every row makes the step fail
-
-    def hits(self, chance: float) -> bool:
-        return chance > 0.0 and self.rng.random() < chance
 
 
 @dataclass
@@ -69,7 +42,7 @@ class FakeExecutor:
     """Executes plans on the hash-chain model. `lazy`: submit only queues, collect executes in order.
 
     `strict` reports a bad plan at once; without it, only the text goes wrong. `durations_only` gives
-    results without token ids.
+    results without token ids. `encoder` is told where media items lie and what fits.
     """
 
     def __init__(
@@ -84,8 +57,11 @@ class FakeExecutor:
         faults: Faults | None = None,
     ) -> None:
         self.groups, self.vocab_size, self.max_model_len = tuple(groups), vocab_size, max_model_len
+        self.windows = tuple(group.window for group in self.groups)
         self.lazy, self.strict, self.durations_only = lazy, strict, durations_only
         self.faults = faults or Faults(random.Random(0))
+        self.encoder = FakeEncoder(strict)
+        self.names_all_prefixes = False  # whether a plan must tell every leading block that all its rows share
         self.slots: dict[int, Slot] = {}
         self.void_slots: set[int] = set()  # named by a discarded plan: their owners must be sent again in full
         self.queue: deque[Ticket] = deque()
@@ -107,10 +83,10 @@ class FakeExecutor:
             self.vocab_size,
         )
 
-    def make_pool(self, block_size: int, num_blocks: Sequence[int]) -> None:
-        """Allocate `num_blocks` blocks per group."""
+    def make_pool(self, block_size: int, num_blocks: Sequence[int], host_blocks: Sequence[int] = ()) -> None:
+        """Allocate `num_blocks` blocks per group on the device, `host_blocks` on the host."""
         self.block_size = block_size
-        self.pool = FakePool(self.groups, block_size, num_blocks, self.strict)
+        self.pool = FakePool(self.groups, block_size, num_blocks, self.strict, host_blocks)
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Queue a plan; execute it now unless lazy."""
@@ -182,22 +158,29 @@ class FakeExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the effects in their order, then the rows."""
-        firsts = dict(zip(plan.slots, plan.starts, strict=True))
-        if len(firsts) != plan.num_rows:
+        if len(set(plan.slots)) != plan.num_rows:
             raise FakeModelError("a slot has two rows in one step")
         for slot in dict.fromkeys(plan.freed_slots):  # a failed step's frees may come again
             self.free_slot(slot)
         for new in plan.new_sequences:
             self.enter(new)
-        fresh = self.pool.copy(plan)
+        for slot, position, token_id in triples(plan.id_edits):
+            self.set_id(slot, position, token_id)
+        fresh = self.pool.move(plan)
         for entry in quads(plan.edits):
-            self.pool.edit(self.slots[entry[0]].tables[entry[1]], entry, firsts.get(entry[0]), fresh)
+            if entry[0] not in self.slots:
+                raise FakeModelError(f"edit {entry} of slot {entry[0]}, which is empty")
+            self.pool.edit(self.slots[entry[0]], entry, fresh)
+        self.encoder.encode(plan, self.slots)
         rows = [row for row in plan.rows() if not self.is_baseless(row)]
-        for row in rows:
-            self.check_row(row, fresh)
+        self.check_rows(rows)
+        if self.strict:
+            self.check_prefixes(plan)
         self.failing = {row.slot for row in rows if self.faults.hits(self.row_error_chance(row))}
         self.forward(rows)
-        return self.sample(list(plan.rows()))
+        result = fake_sampling.sample(self, list(plan.rows()))
+        self.encoder.free(plan)
+        return result
 
     def free_slot(self, slot: int) -> None:
         state = self.slots.pop(slot, None)
@@ -216,10 +199,28 @@ class FakeExecutor:
         ids = list(new.token_ids) if new.token_ids is not None else [UNKNOWN_TOKEN] * new.num_prompt
         if len(ids) < new.num_prompt or not ids:
             raise FakeModelError(f"{new.request_id!r} enters with {len(ids)} ids and a prompt of {new.num_prompt}")
+        made = Continuation(ids, self.windows, new.adapter_id, self.encoder.spans.get(new.request_id, ()))
         tables: list[list[int]] = [[] for _ in self.groups]
         self.slots[new.slot] = Slot(
-            new.request_id, new.num_prompt, new.params, new.eos_token_ids, new.adapter_id, ids, tables
+            new.request_id,
+            new.num_prompt,
+            new.params,
+            new.eos_token_ids,
+            new.adapter_id,
+            made.ids,
+            tables,
+            made,
+            new.choice,
         )
+
+    def set_id(self, slot: int, position: int, token_id: int) -> None:
+        """Write an id that the host chose behind a slot's last."""
+        state = self.slots.get(slot)
+        if state is None or position != len(state.ids):
+            known = "an empty slot" if state is None else f"{len(state.ids)} ids"
+            raise FakeModelError(f"id edit of slot {slot} at {position}: it has {known}")
+        state.ids.append(token_id)
+        state.sampled_in = -1
 
     # -- rows
 
@@ -228,30 +229,62 @@ class FakeExecutor:
         state = self.slots.get(row.slot)
         return state is not None and state.may_repeat and row.start >= len(state.ids)
 
-    def check_row(self, row: Row, fresh: set[tuple[int, int]]) -> None:
+    def check_rows(self, rows: list[Row]) -> None:
+        """Everyone's new table entries first, then each row: what it writes depends on who shares."""
+        for row in rows:
+            state = self.slots.get(row.slot)
+            if state is None:
+                raise FakeModelError(f"a row names slot {row.slot}, which is empty")
+            state.row_start = row.start
+            self.pool.judge(state, row.start, row.slot)
+        for row in rows:
+            self.check_row(row)
+        for row in rows:
+            state = self.slots[row.slot]
+            state.next_start, state.may_repeat, state.row_start = row.start + row.count, False, None
+
+    def check_row(self, row: Row) -> None:
         """Positions follow on, ids are known, blocks are the row's own, and the table is exactly long enough."""
-        state = self.slots.get(row.slot)
-        if state is None:
-            raise FakeModelError(f"a row names slot {row.slot}, which is empty")
+        state = self.slots[row.slot]
         end = row.start + row.count
         if state.ids[0] == UNKNOWN_TOKEN:  # how many outputs it resumes with is not told
             state.ids.extend([UNKNOWN_TOKEN] * (end - len(state.ids)))
         known = len(state.ids)
-        where = f"{state.request_id!r} (slot {row.slot}) positions [{row.start}, {end}) of {known}"
-        if row.count < 1 or end > known:
+        where = (
+            f"{state.request_id!r} choice {state.choice} (slot {row.slot}) positions [{row.start}, {end}) of {known}"
+        )
+        is_fork = bool(row.flags & ROW_FORK)
+        if row.count < (0 if is_fork else 1) or end > known or (is_fork and row.count):
             raise FakeModelError(f"{where}: no such ids")
         repeats = state.may_repeat and row.start == known - 1
         if state.next_start is not None and row.start != state.next_start and not repeats:
             raise FakeModelError(f"{where}: follows {state.next_start}")
+        if is_fork and state.next_start is not None:
+            raise FakeModelError(f"{where}: forked, but it has run already")
         if bool(row.flags & ROW_CARRY) and (row.count != 1 or end != known or state.num_sampled == 0):
             raise FakeModelError(f"{where}: carries an id that its slot did not sample last")
         if not row.flags & ROW_CARRY and end == known and state.sampled_in >= self.current.num_told:
             raise FakeModelError(f"{where}: its last id is still on the device, and the row does not carry it")
         if row.flags & ROW_SAMPLE and end != known:
             raise FakeModelError(f"{where}: samples before its end")
+        self.encoder.require(state, row)
         for group in range(len(self.groups)):
-            self.pool.check_blocks(state, group, row, fresh, where)
-        state.next_start, state.may_repeat = end, False
+            self.pool.check_blocks(self.slots.values(), state, group, row, where)
+
+    def check_prefixes(self, plan: StepPlan) -> None:
+        """Blocks that rows are said to share are shared."""
+        tables = [self.slots[slot].tables[0] for slot in plan.slots]
+        for num_blocks, indices in plan.shared_prefixes:
+            heads = {tuple(tables[index][:num_blocks]) for index in indices}
+            if num_blocks < 1 or len(indices) < 2 or len(heads) != 1 or len(min(heads)) < num_blocks:
+                raise FakeModelError(f"rows {indices} are said to share {num_blocks} blocks: {heads}")
+        common = 0
+        for column in zip(*tables, strict=False):
+            if len(set(column)) > 1:
+                break
+            common += 1
+        if plan.num_common_blocks > common or (self.names_all_prefixes and plan.num_common_blocks != common):
+            raise FakeModelError(f"{plan.num_common_blocks} blocks are said to be common, {common} are")
 
     def row_error_chance(self, row: Row) -> float:
         """Rows that compute prompt positions fail more often: others may already read what they write."""
@@ -259,7 +292,7 @@ class FakeExecutor:
 
     def forward(self, rows: Iterable[Row]) -> None:
         """Write every row's cells; a row whose context another row still has to write waits for it."""
-        pending = list(rows)
+        pending = [row for row in rows if row.count]
         while pending:
             later = [row for row in pending if not self.compute(row)]
             if len(later) == len(pending):
@@ -271,58 +304,25 @@ class FakeExecutor:
 
     def compute(self, row: Row) -> bool:
         """Write one row's cells in every group; False when its context is not there yet."""
-        state, size = self.slots[row.slot], self.block_size
-        for group, table in enumerate(state.tables):
-            if self.strict and not self.pool.check_context(state, group, row.start):
-                return False
-            pool, written = self.pool.cells[group], self.pool.is_written[group]
-
-            def read(position: int, pool: list[list[int]] = pool, table: list[int] = table) -> int:
-                return pool[table[position // size]][position % size]
-
-            is_bad = row.slot in self.failing or any(
-                self.pool.is_bad[group][block] for block in table if block != DROP_BLOCK
-            )
-            for position in range(row.start, row.start + row.count):
-                block, offset = table[position // size], position % size
-                pool[block][offset] = chain(read, state.ids[position], position, state.adapter_id) + is_bad
-                written[block][offset] = True
-                self.pool.is_bad[group][block] |= is_bad
+        state, size, pool = self.slots[row.slot], self.block_size, self.pool
+        tables, windows = state.tables, self.windows
+        if self.strict and not all([pool.check_context(state, group, row.start) for group in range(len(tables))]):
+            return False
+        is_bad = row.slot in self.failing or pool.has_bad(state)
+        spans = self.encoder.present(state.made.spans) if state.made.spans else ()
+        for position in range(row.start, row.start + row.count):
+            context = [
+                pool.cells[group][tables[group][where // size]][where % size]
+                for group, where in context_of(windows, position)
+            ]
+            salt = salt_of(state.adapter_id, spans, position) if state.adapter_id or spans else 0
+            made = cells_at(len(tables), context, state.ids[position], position, salt)
+            for group, cell in enumerate(made):
+                block = tables[group][position // size]
+                pool.cells[group][block][position % size] = cell + is_bad
+                pool.is_written[group][block][position % size] = True
+                pool.is_bad[group][block] |= is_bad
         return True
-
-    def sample(self, rows: list[Row]) -> StepResult:
-        """Draw behind each sampling row's last cell; score rows that want it."""
-        ids, counts, errors, scores, pooled = array("i"), array("i"), [], [], []
-        for index, row in enumerate(rows):
-            state = self.slots[row.slot]
-            if self.is_baseless(row):
-                counts.append(1)
-                ids.append(self.faults.rng.randrange(self.vocab_size))  # garbage, which nobody may take
-                continue
-            last = row.start + row.count - 1
-            cell = self.pool.cells[0][state.tables[0][last // self.block_size]][last % self.block_size]
-            if row.slot in self.failing:
-                errors.append((index, "injected: not finite"))
-            if row.flags & ROW_SCORE:
-                scores.append((index, row.start + 1, self.score(state, row)))
-            if row.flags & ROW_POOL:
-                pooled.append((index, (cell % 2**32).to_bytes(4, "little")))
-            if row.flags & ROW_SAMPLE:
-                withheld = self.faults.hits(self.faults.zero_tokens)
-                counts.append(0 if withheld else 1)
-                if withheld:
-                    state.may_repeat = True
-                else:
-                    ids.append(self.draw_next(state, cell))
-                    state.sampled_in = self.current.number
-        whole = None if all(counts) else counts
-        return StepResult(
-            None if self.durations_only else ids,
-            whole,
-            errors=tuple(errors),
-            scores=tuple(scores),
-            pooled=tuple(pooled),
-        )
 
     def draw_next(self, state: Slot, cell: int) -> int:
         """Sample one id and append it to the slot's ids, as the device does."""
@@ -330,14 +330,9 @@ class FakeExecutor:
         if state.ids[0] == UNKNOWN_TOKEN:
             state.ids.append(UNKNOWN_TOKEN)
             return 0
-        state.ids.append(draw(cell, state.params, len(state.ids) - state.num_prompt, self.vocab_size, state.eos))
+        num_outputs = len(state.ids) - state.num_prompt
+        state.ids.append(draw(cell, state.params, num_outputs, self.vocab_size, state.eos, state.choice))
         return state.ids[-1]
-
-    def score(self, state: Slot, row: Row) -> tuple[TokenLogprobs, ...]:
-        """One entry per prompt token behind the row's positions, a function of the cell before it."""
-        end = min(row.start + row.count + 1, state.num_prompt)
-        cells = state.expected(row.start + row.count)
-        return tuple(TokenLogprobs(state.ids[p], -(cells[p - 1] % 1000) / 100, 1) for p in range(row.start + 1, end))
 
     # -- faults
 
@@ -351,22 +346,7 @@ class FakeExecutor:
 
     def corrupt_or_skip(self, plan: StepPlan) -> None:
         """A failed step wrote anything, or nothing, where it was allowed to write."""
-        if self.faults.rng.random() < 0.3:
-            return
-        tables = {slot: [table[:] for table in state.tables] for slot, state in self.slots.items()}
-        for slot in plan.freed_slots:
-            tables.pop(slot, None)
-        for new in plan.new_sequences:
-            tables[new.slot] = [[] for _ in self.groups]
-        for slot, group, index, block in quads(plan.edits):
-            if slot in tables:
-                tables[slot][group][index : index + 1] = [block]
-        for row in plan.rows():
-            for group, table in enumerate(tables.get(row.slot, ())):
-                for position in range(row.start, row.start + row.count):
-                    block, offset = table[position // self.block_size], position % self.block_size
-                    self.pool.cells[group][block][offset] = self.faults.rng.getrandbits(32)
-                    self.pool.is_written[group][block][offset] = True
+        damage(plan, self.slots, self.pool, self.faults.rng)
 
     def void(self, plan: StepPlan) -> None:
         """Forget every slot that a discarded plan names: its sequence must be sent again."""
@@ -375,9 +355,12 @@ class FakeExecutor:
             *plan.freed_slots,
             *(new.slot for new in plan.new_sequences),
             *(edit[0] for edit in quads(plan.edits)),
+            *(edit[0] for edit in triples(plan.id_edits)),
+            *(job.slot for job in plan.encode_jobs),
         }
         for slot in named:
             state = self.slots.pop(slot, None)
             if state is not None:
                 self.pool.release(state)
         self.void_slots |= named
+        self.encoder.void(plan)
