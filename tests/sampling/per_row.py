@@ -35,12 +35,44 @@ def edited(
         )
         count = list(outputs).count(token)
         values[token] = repeated - params.frequency_penalty * count - params.presence_penalty * (count > 0)
+    context = [*prompt, *outputs]
+    if params.dry_multiplier:
+        for token, length in repeated_lengths(context, params.dry_range, params.dry_breaker_ids).items():
+            if length >= params.dry_allowed_length:
+                penalty = params.dry_multiplier * params.dry_base ** (length - params.dry_allowed_length)
+                values[token] -= min(penalty, 1e30)
     for token, bias in params.logit_bias:
         values[token] += bias
+    return banned(values, params, prompt, outputs, eos)
+
+
+def banned(
+    values: list[float], params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int], eos: Sequence[int]
+) -> list[float]:
+    context = [*prompt, *outputs]
+    for *before, last in params.bad_words_ids:
+        if last < len(values) and len(before) <= len(context) and context[len(context) - len(before) :] == before:
+            values[last] = -math.inf
     if len(outputs) < params.min_tokens:
         for token in (*(() if params.ignore_eos else eos), *params.stop_token_ids):
             values[token] = -math.inf
+    if params.allowed_token_ids:
+        values = [value if token in params.allowed_token_ids else -math.inf for token, value in enumerate(values)]
     return values
+
+
+def repeated_lengths(context: Sequence[int], window: int, breakers: Sequence[int]) -> dict[int, int]:
+    """DRY, word for word: for each id that followed an earlier copy of the context's end, the longest such copy."""
+    context = list(context[-window:]) if window else list(context)
+    longest: dict[int, int] = {}
+    for end in range(len(context) - 1):
+        length = 0
+        while length <= end and context[end - length] == context[-1 - length] and context[end - length] not in breakers:
+            length += 1
+        follower = context[end + 1]
+        if length and follower not in breakers:
+            longest[follower] = max(length, longest.get(follower, 0))
+    return longest
 
 
 def pick(values: Sequence[float], params: SamplingParams, u: float) -> int:
@@ -49,7 +81,7 @@ def pick(values: Sequence[float], params: SamplingParams, u: float) -> int:
         return order[0]
     best = values[order[0]]
     weights = [math.exp((value - best) / params.temperature) for value in values]
-    if params.top_k <= 0 and params.top_p == 1:
+    if params.top_k <= 0 and params.top_p == params.typical_p == 1:
         kept = [token for token in range(len(values)) if weights[token] >= params.min_p]
     else:
         kept = order[: params.top_k] if params.top_k > 0 else order
@@ -60,9 +92,25 @@ def pick(values: Sequence[float], params: SamplingParams, u: float) -> int:
             cut.append(token)
             before += weights[token]
         kept = [token for token in cut if weights[token] >= params.min_p]
+    if params.typical_p < 1:
+        kept = typical(kept, weights, params.typical_p)
     target, running = u * sum(weights[token] for token in kept), 0.0
     for token in kept:
         running += weights[token]
         if running > target:
             return token
     return [token for token in kept if weights[token] > 0][-1]
+
+
+def typical(kept: Sequence[int], weights: Sequence[float], mass: float) -> list[int]:
+    """Those of the kept ids whose information is nearest the entropy, until they have the mass; ties included."""
+    total = sum(weights[token] for token in kept)
+    information = {token: -math.log(weights[token] / total) for token in kept if weights[token] > 0}
+    entropy = sum(weights[token] / total * bits for token, bits in information.items())
+    distance = {token: abs(bits - entropy) for token, bits in information.items()}
+    running = 0.0
+    for token in sorted(distance, key=distance.__getitem__):
+        running += weights[token] / total
+        if running >= mass:
+            return [other for other in kept if other in distance and distance[other] <= distance[token]]
+    return [other for other in kept if other in distance]

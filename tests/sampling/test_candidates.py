@@ -23,12 +23,13 @@ def test_P04_candidates_are_those_of_transformers(seed: int) -> None:
         SamplingParams(beam_width=3, temperature=0.3, top_k=2, top_p=0.1),
         SamplingParams(beam_width=2, repetition_penalty=1.7, logit_bias=((1, 2.0), (9, -3.0))),
         SamplingParams(beam_width=1, repetition_penalty=0.6, min_tokens=9, stop_token_ids=(5, 7)),
+        SamplingParams(beam_width=2, bad_words_ids=((4,), (8,)), allowed_token_ids=tuple(range(3, 30))),
     ]
     vocab_size = 50
-    rig = Rig(params, vocab_size, make_histories(3, vocab_size, seed))
-    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+    rig = Rig(params, vocab_size, make_histories(4, vocab_size, seed))
+    logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
     ids, logprobs = rig.sampler.candidates(logits, rows_of(rig))
-    assert ids.shape == logprobs.shape == (3, 6)  # 2 * 3 for the first, 2 * 2, and (1 + 3) * 1 for the last
+    assert ids.shape == logprobs.shape == (4, 6)  # 2 * 3 for the first, which is the widest
     for slot, one in enumerate(params):
         prompt, outputs = rig.histories[slot]
         context = torch.tensor([prompt + outputs])
@@ -43,6 +44,11 @@ def test_P04_candidates_are_those_of_transformers(seed: int) -> None:
             expected = generation.MinNewTokensLengthLogitsProcessor(len(prompt), one.min_tokens, barred)(
                 context, expected
             )
+        if one.bad_words_ids:
+            expected = generation.NoBadWordsLogitsProcessor([[4], [8]])(context, expected)
+        if one.allowed_token_ids:
+            others = [token for token in range(vocab_size) if token not in one.allowed_token_ids]
+            expected = generation.SuppressTokensLogitsProcessor(others)(context, expected)
         best = expected[0].sort(descending=True, stable=True)
         assert ids[slot].tolist() == best.indices[:6].tolist()
         assert torch.equal(logprobs[slot], best.values[:6])

@@ -14,7 +14,7 @@ from octavo.sampling.draws import splitmix64, uniforms
 from octavo.sampling.logprobs import RawDistribution
 from octavo.sampling.processors import LogitsProcessors
 from octavo.sampling.sampler import Sampled, Sampler
-from octavo.sampling.selection import draw_from_best, draw_in_id_order, sorted_candidates
+from octavo.sampling.selection import draw_from_best, draw_in_id_order, draw_typical, sorted_candidates
 from tests.sampling import per_row
 
 EOS = (2,)
@@ -35,6 +35,13 @@ MANY = [
     SamplingParams(temperature=5.0, top_p=0.99999, seed=12),
     SamplingParams(temperature=1.0, frequency_penalty=-2.0, logprobs=4, seed=13),
     SamplingParams(temperature=3.0, top_k=300, top_p=0.9, seed=14),
+    SamplingParams(temperature=1.3, typical_p=0.4, seed=15),
+    SamplingParams(temperature=2.0, typical_p=0.9, top_k=30, min_p=0.01, seed=16),
+    SamplingParams(temperature=2.5, typical_p=0.2, top_p=0.95, seed=17),
+    SamplingParams(temperature=0.0, dry_multiplier=3.0, dry_allowed_length=1),
+    SamplingParams(temperature=0.0, allowed_token_ids=(4, 9, 31, 10**6)),
+    SamplingParams(temperature=1.0, allowed_token_ids=(4, 9, 30, 31), typical_p=0.5, seed=18),
+    SamplingParams(temperature=0.0, bad_words_ids=(*((token,) for token in range(3, 36)), (10**6, 1))),
 ]
 
 
@@ -54,7 +61,7 @@ class Rig:
             ids[slot, : len(known)] = torch.tensor(known, dtype=torch.int32)
             self.columns.put(slot, one, choice=slot % 3, num_prompt=len(prompt), eos_token_ids=EOS)
             self.columns.keep_below(slot, vocab_size)
-            self.processors.admit(slot, np.asarray(outputs, dtype=np.int64))
+            self.processors.admit(slot, np.asarray(outputs, dtype=np.int64), np.asarray(prompt, dtype=np.int64))
         self.sampler = Sampler(self.columns, self.processors)
 
     def sample(self, logits: torch.Tensor, slots: Sequence[int]) -> Sampled:
@@ -156,13 +163,17 @@ def test_distributions_do_not_change_by_a_bit_with_the_number_of_rows(threads: i
         probs = scores.softmax(1)
         u, zeros = np.linspace(0, 1 - 2**-48, 9), np.zeros(9)
         top_k, top_p = np.array([0, 5] * 4 + [0]), np.linspace(0.3, 0.95, 9)
+        typical_p = np.linspace(0.2, 0.9, 9)
         plain = draw_in_id_order(probs.clone(), zeros, u)
+        typical = draw_typical(scores, top_k, top_p, zeros, typical_p, u)
         cut = draw_from_best(scores, top_k, top_p, zeros, u)
         for row in range(9):
             one = slice(row, row + 1)
             assert torch.equal(scores[one].softmax(1), probs[one])
             assert draw_in_id_order(probs[one].clone(), zeros[one], u[one]).item() == plain[row]
             assert draw_from_best(scores[one], top_k[one], top_p[one], zeros[one], u[one]).item() == cut[row]
+            drawn = draw_typical(scores[one], top_k[one], top_p[one], zeros[one], typical_p[one], u[one])
+            assert drawn.item() == typical[row]
     finally:
         torch.set_num_threads(before)
 

@@ -7,6 +7,7 @@ rows of that step, so nothing asks the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,24 @@ from octavo.core.request import SamplingParams
 NO_LOGPROBS = -1
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Words:
+    """Id sequences not to be completed: their last ids, how many come before, and these, right-aligned behind -1."""
+
+    last_ids: Ints
+    prefix_sizes: Ints
+    prefixes: Ints
+
+    @classmethod
+    def of(cls, words: Sequence[Sequence[int]]) -> Words:
+        """Lay out non-empty sequences."""
+        sizes = np.asarray([len(word) - 1 for word in words], dtype=np.int64)
+        prefixes = np.full((len(words), int(sizes.max(initial=0))), -1, dtype=np.int64)
+        for line, word in zip(prefixes, words, strict=True):
+            line[len(line) - len(word) + 1 :] = word[:-1]
+        return cls(np.asarray([word[-1] for word in words], dtype=np.int64), sizes, prefixes)
 
 
 @dataclass(slots=True)
@@ -35,6 +54,7 @@ class SamplingColumns:
         self.top_k: Ints = np.zeros(num_slots, dtype=np.int64)
         self.top_p: Floats = np.ones(num_slots)
         self.min_p: Floats = np.zeros(num_slots)
+        self.typical_p: Floats = np.ones(num_slots)
         self.presence: Floats = np.zeros(num_slots)
         self.frequency: Floats = np.zeros(num_slots)
         self.repetition: Floats = np.ones(num_slots)
@@ -45,9 +65,19 @@ class SamplingColumns:
         self.logprobs: Ints = np.full(num_slots, NO_LOGPROBS, dtype=np.int64)
         self.prompt_logprobs: Ints = np.full(num_slots, NO_LOGPROBS, dtype=np.int64)
         self.num_candidates: Ints = np.zeros(num_slots, dtype=np.int64)  # that a beam's row must give
+        self.dry_multiplier: Floats = np.zeros(num_slots)
+        self.dry_base: Floats = np.ones(num_slots)
+        self.dry_allowed: Ints = np.ones(num_slots, dtype=np.int64)
+        self.dry_range: Ints = np.zeros(num_slots, dtype=np.int64)  # 0 = the whole context
         self.has_bias: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
+        self.has_words: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
+        self.has_allowed: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
+        self.has_edits: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # any of these, DRY or a penalty
         self.bias: dict[int, tuple[Ints, Floats]] = {}
         self.barred: dict[int, Ints] = {}
+        self.words: dict[int, Words] = {}
+        self.allowed: dict[int, Ints] = {}
+        self.breakers: dict[int, Ints] = {}
 
     def put(
         self, slot: int, params: SamplingParams, *, choice: int, num_prompt: int, eos_token_ids: tuple[int, ...]
@@ -57,6 +87,7 @@ class SamplingColumns:
         self.top_k[slot] = max(0, params.top_k)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
+        self.typical_p[slot] = params.typical_p
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
         self.repetition[slot] = params.repetition_penalty
@@ -66,25 +97,47 @@ class SamplingColumns:
         self.min_end[slot] = num_prompt + params.min_tokens if params.min_tokens else 0
         self.logprobs[slot] = NO_LOGPROBS if params.num_logprobs is None else params.num_logprobs
         self.prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
+        self.dry_multiplier[slot] = params.dry_multiplier
+        self.dry_base[slot] = params.dry_base
+        self.dry_allowed[slot] = params.dry_allowed_length
+        self.dry_range[slot] = params.dry_range
         self.has_bias[slot] = bool(params.logit_bias)
-        self.bias.pop(slot, None)
-        self.barred.pop(slot, None)
+        self.has_words[slot] = bool(params.bad_words_ids)
+        self.has_allowed[slot] = bool(params.allowed_token_ids)
+        has_list = self.has_bias[slot] or self.has_words[slot] or self.has_allowed[slot]
+        self.has_edits[slot] = has_list or params.dry_multiplier > 0 or self.has_penalty(np.asarray([slot]))[0]
+        stops = params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
+        # so many that beam_width are left when every beam's best ones end it
+        self.num_candidates[slot] = max(2, 1 + len(set(stops))) * params.beam_width
+        self._put_lists(slot, params, stops)
+
+    def _put_lists(self, slot: int, params: SamplingParams, stops: Sequence[int]) -> None:
+        for lists in (self.bias, self.barred, self.words, self.allowed, self.breakers):
+            lists.pop(slot, None)
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             self.bias[slot] = np.asarray(ids, dtype=np.int64), np.asarray(values, dtype=np.float64)
-        stops = sorted(set(params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)))
-        # so many that beam_width are left when every beam's best ones end it
-        self.num_candidates[slot] = max(2, 1 + len(stops)) * params.beam_width
         if params.min_tokens:
-            self.barred[slot] = np.asarray(stops, dtype=np.int64)
+            self.barred[slot] = _distinct(stops)
+        if params.bad_words_ids:
+            self.words[slot] = Words.of(params.bad_words_ids)
+        if params.allowed_token_ids:
+            self.allowed[slot] = _distinct(params.allowed_token_ids)
+        if params.dry_multiplier:
+            self.breakers[slot] = _distinct(params.dry_breaker_ids)
 
     def keep_below(self, slot: int, vocab_size: int) -> None:
         """Leave out ids that the model does not have: a stop id of another vocabulary can never be sampled."""
-        if slot in self.barred:
-            self.barred[slot] = self.barred[slot][self.barred[slot] < vocab_size]
+        for lists in (self.barred, self.allowed, self.breakers):
+            if slot in lists:
+                lists[slot] = lists[slot][lists[slot] < vocab_size]
         if slot in self.bias:
             ids, values = self.bias[slot]
             self.bias[slot] = ids[ids < vocab_size], values[ids < vocab_size]
+        if slot in self.words:
+            words = self.words[slot]
+            fits = (words.last_ids < vocab_size) & (words.prefixes < vocab_size).all(axis=1)
+            self.words[slot] = Words(words.last_ids[fits], words.prefix_sizes[fits], words.prefixes[fits])
 
     def has_penalty(self, slots: Ints) -> NDArray[np.bool_]:
         """Which of the slots have a presence, frequency or repetition penalty."""
@@ -97,3 +150,7 @@ class SamplingColumns:
         """Which rows are still below their min_tokens."""
         barred: NDArray[np.bool_] = rows.positions < self.min_end[rows.slots]
         return barred
+
+
+def _distinct(ids: Sequence[int]) -> Ints:
+    return np.asarray(sorted(set(ids)), dtype=np.int64)

@@ -1,11 +1,12 @@
-"""Changes to logits before selection: penalties, then bias, then the bar on stopping early.
+"""Changes to logits before selection, in this order: penalties, DRY, biases, then bans.
 
-Owns: the counts of generated tokens, kept on the device for the slots that need them, and the edits.
-Does not: select. Every edit touches only the rows that asked for it, so no other row changes by a bit.
+Owns: the order, the counts of generated tokens (kept on the device for the slots that need them), and the edits by
+penalties and biases. Does not: select. Every edit touches only the rows that asked for it, so no other row changes
+by a bit. Beams take biases first, because transformers' beam search does.
 Shapes: R rows that sample, V vocabulary, P rows with a penalty, C longest context of these.
 Invariants: counts[place[slot], id] = times that id was generated in the slot's sequence.
 Definitions: repetition as in CTRL (Keskar et al. 2019), over prompt and outputs; presence and frequency
-as in the OpenAI API, over outputs.
+as in the OpenAI API, over outputs; DRY and bans in their modules.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.sampling.bans import Bans
 from octavo.sampling.columns import Ints, SamplingColumns, SamplingRows
+from octavo.sampling.dry import DryPenalty
 from octavo.sampling.upload import upload
+
+_NO_IDS: Ints = np.zeros(0, dtype=np.int64)
 
 
 class LogitsProcessors:
@@ -25,13 +30,21 @@ class LogitsProcessors:
         self._columns = columns
         self._ids_SW = ids_SW
         self._vocab_size = vocab_size
+        self._dry = DryPenalty(columns, ids_SW, vocab_size)
+        self._bans = Bans(columns, ids_SW)
         self._counts_PV = torch.zeros((0, vocab_size), dtype=torch.int32, device=ids_SW.device)
         self._place = np.full(len(columns.temperature), -1, dtype=np.int64)
         self._free: list[int] = []
 
-    def admit(self, slot: int, output_ids: Ints) -> None:
-        """Rebuild the slot's counts from what it has generated so far; none are kept without a penalty."""
+    def admit(self, slot: int, output_ids: Ints, prompt_ids: Ints = _NO_IDS) -> None:
+        """Rebuild what is kept of the slot's ids from those known so far; nothing is kept without a penalty.
+
+        `prompt_ids` matter to DRY only. The slot's columns must be put before.
+        """
         self.release(slot)
+        if self._columns.dry_multiplier[slot]:
+            assert len(prompt_ids) == self._columns.num_prompt[slot], "DRY needs the prompt"
+            self._dry.admit(slot, np.concatenate([prompt_ids, output_ids]))
         if not self._columns.has_penalty(np.asarray([slot]))[0]:
             return
         if not self._free:
@@ -45,7 +58,8 @@ class LogitsProcessors:
         self._counts_PV[place].copy_(torch.from_numpy(counts_V))
 
     def release(self, slot: int) -> None:
-        """Forget a slot's counts. Idempotent."""
+        """Forget what is kept of a slot. Idempotent."""
+        self._dry.release(slot)
         if self._place[slot] >= 0:
             self._free.append(int(self._place[slot]))
             self._place[slot] = -1
@@ -53,21 +67,21 @@ class LogitsProcessors:
     def needs(self, rows: SamplingRows) -> bool:
         """Whether any row asks for an edit."""
         columns = self._columns
-        return bool(
-            (self._place[rows.slots] >= 0).any() or columns.has_bias[rows.slots].any() or columns.bars(rows).any()
-        )
+        return bool(columns.has_edits[rows.slots].any() or columns.bars(rows).any())
 
     def apply(self, logits_RV: Tensor, rows: SamplingRows) -> None:
-        """Edit the logits of the rows that ask for it, in place."""
+        """Edit the logits of the rows that ask for it, in place. A row of which nothing is left is all -inf."""
         self._penalise(logits_RV, rows)
+        self._dry.apply(logits_RV, rows)
         self._bias(logits_RV, rows)
-        self._bar(logits_RV, rows)
+        self._bans.apply(logits_RV, rows)
 
     def apply_to_beams(self, log_probs_RV: Tensor, rows: SamplingRows) -> None:
         """Edit the log-probabilities of beams in place, in the order of transformers: biases come first."""
         self._bias(log_probs_RV, rows)
         self._penalise(log_probs_RV, rows)
-        self._bar(log_probs_RV, rows)
+        self._dry.apply(log_probs_RV, rows)
+        self._bans.apply(log_probs_RV, rows)
 
     def record(self, sampled_R: Tensor, rows: SamplingRows) -> None:
         """Count the ids just sampled."""
@@ -115,13 +129,3 @@ class LogitsProcessors:
         row_B, id_B = upload(logits_RV.device, row, np.concatenate([ids for ids, _ in entries]))
         value_B = upload(logits_RV.device, np.concatenate([values for _, values in entries]).astype(np.float32))[0]
         logits_RV.index_put_((row_B, id_B), value_B, accumulate=True)
-
-    def _bar(self, logits_RV: Tensor, rows: SamplingRows) -> None:
-        columns = self._columns
-        chosen = np.flatnonzero(columns.bars(rows))
-        if not len(chosen):
-            return
-        barred = [columns.barred[slot] for slot in rows.slots[chosen].tolist()]
-        row = np.repeat(chosen, [len(ids) for ids in barred])
-        row_B, id_B = upload(logits_RV.device, row, np.concatenate(barred))
-        logits_RV.index_put_((row_B, id_B), logits_RV.new_full((), float("-inf")))

@@ -18,13 +18,16 @@ from octavo.sampling.columns import NO_LOGPROBS, Ints, SamplingColumns, Sampling
 from octavo.sampling.draws import uniforms
 from octavo.sampling.logprobs import LogprobColumns, RawDistribution
 from octavo.sampling.processors import LogitsProcessors
-from octavo.sampling.selection import draw_from_best, draw_in_id_order, sorted_candidates
+from octavo.sampling.selection import draw_from_best, draw_in_id_order, draw_typical, sorted_candidates
 from octavo.sampling.upload import upload
 
 
 @dataclass(slots=True)
 class Sampled:
-    """Ids of all rows; each row's best raw logit (not finite = the row is unusable); log-probabilities of some rows."""
+    """Ids of all rows; each row's best raw logit; log-probabilities of some rows.
+
+    A row whose best is not finite is unusable: -inf = every id is banned, else the model's logits were not finite.
+    """
 
     ids_R: Tensor
     best_R: Tensor
@@ -49,7 +52,8 @@ class Sampler:
             raw = RawDistribution.of(some_RV, self._columns.logprobs[rows.slots[wanted]])
         if self._processors.needs(rows):
             self._processors.apply(logits_RV, rows)
-            ids_R = logits_RV.argmax(dim=1)
+            left_R, ids_R = logits_RV.max(dim=1)
+            best_R = torch.where(left_R == float("-inf"), left_R, best_R)
         drawn = np.flatnonzero(self._columns.temperature[rows.slots] > 0)
         if len(drawn):
             ids_R = self._draw(logits_RV, ids_R, drawn, rows)
@@ -77,15 +81,21 @@ class Sampler:
         uniform = uniforms(columns.seed[slots], columns.choice[slots], rows.positions[drawn])
         # one that rounds to 0 in float32 would divide 0 by 0
         temperature = np.maximum(columns.temperature[slots].astype(np.float32), np.finfo(np.float32).tiny)[:, None]
-        is_cut = (columns.top_k[slots] > 0) | (columns.top_p[slots] < 1)
-        for part in (np.flatnonzero(is_cut), np.flatnonzero(~is_cut)):
+        is_typical = columns.typical_p[slots] < 1
+        is_cut = ((columns.top_k[slots] > 0) | (columns.top_p[slots] < 1)) & ~is_typical
+        for part in map(np.flatnonzero, (is_typical, is_cut, ~is_typical & ~is_cut)):
             if not len(part):
                 continue
             some_RV = _take(logits_RV, drawn[part])
             scaled_RV = some_RV - some_RV.amax(dim=1, keepdim=True)
             scaled_RV /= upload(logits_RV.device, temperature[part])[0]
             of = slots[part]
-            if is_cut[part[0]]:
+            if is_typical[part[0]]:
+                typical = columns.typical_p[of]
+                new_R = draw_typical(
+                    scaled_RV, columns.top_k[of], columns.top_p[of], columns.min_p[of], typical, uniform[part]
+                )
+            elif is_cut[part[0]]:
                 new_R = draw_from_best(
                     scaled_RV, columns.top_k[of], columns.top_p[of], columns.min_p[of], uniform[part]
                 )

@@ -1,6 +1,6 @@
-"""Pick one token per row from edited logits: temperature, top-k, top-p, min-p, then an inverse-CDF draw.
+"""Pick one token per row from edited logits: temperature, top-k, top-p, min-p, typical-p, then an inverse-CDF draw.
 
-Owns: the two ways of drawing, each a function of its own row alone. Does not: process logits or make draws.
+Owns: the three ways of drawing, each a function of its own row alone. Does not: process logits or make draws.
 Order of candidates is (logit descending, id ascending), so ties go to the lowest id on every device.
 Rows with top-k or top-p draw from their sorted candidates; the others walk the vocabulary in id order,
 which needs no sort: block sums find the block, one block is accumulated in float64.
@@ -107,17 +107,51 @@ def draw_from_best(scaled_RV: Tensor, top_k: Ints, top_p: Floats, min_p: Floats,
     return ids_R
 
 
-def _draw_from(values_RK: Tensor, ids_RK: Tensor, probs_RV: Tensor, asked: Floats) -> tuple[Tensor, Tensor]:
-    """Draw from candidates; also say for which rows these held everything that may be drawn."""
+def draw_typical(
+    scaled_RV: Tensor, top_k: Ints, top_p: Floats, min_p: Floats, typical_p: Floats, uniform: Floats
+) -> Tensor:
+    """Draw from what top_k, top_p and min_p leave, cut to what is locally typical. Sorts the vocabulary twice."""
+    size = scaled_RV.shape[1]
+    limits = np.where(top_k > 0, np.minimum(top_k, size), size)
+    asked = np.stack([limits, np.where(top_k > 0, 0, 1), top_p, min_p, uniform])
+    return _draw_from(*_best(scaled_RV, size), torch.softmax(scaled_RV, dim=1), asked, typical_p)[0]
+
+
+def _is_typical(probs_RK: Tensor, mass_R1: Tensor) -> Tensor:
+    """Whether a candidate is among those whose information is nearest the entropy and that together reach the mass.
+
+    Candidates as near as the last of them are in too. Weights need not sum to 1; those of 0 are not candidates.
+    Source: Meister, Pimentel, Wiher, Cotterell, "Locally Typical Sampling", 2022.
+    """
+    # running sums: a plain sum over one long row may be split among threads, and then differs by company
+    probs_RK = probs_RK / probs_RK.cumsum(dim=1)[:, -1:]
+    information_RK = -probs_RK.log()
+    entropy_R1 = (probs_RK * information_RK).nan_to_num_(nan=0.0).cumsum(dim=1)[:, -1:]
+    distance_RK = (information_RK - entropy_R1).abs_()
+    sorted_RK, order_RK = distance_RK.sort(dim=1, stable=True)
+    reached_RK = probs_RK.gather(1, order_RK).cumsum(dim=1)
+    last_R1 = (reached_RK < mass_R1).sum(dim=1, keepdim=True).clamp_(max=probs_RK.shape[1] - 1)
+    return distance_RK <= sorted_RK.gather(1, last_R1)
+
+
+def _draw_from(
+    values_RK: Tensor, ids_RK: Tensor, probs_RV: Tensor, asked: Floats, typical_p: Floats | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw from candidates; also say for which rows these held everything that may be drawn.
+
+    With `typical_p` the candidates must be the whole vocabulary.
+    """
     device, width = ids_RK.device, ids_RK.shape[1]
     columns = upload(device, asked[:, :, None])[0].unbind()
     limit_R1, is_whole_R1, top_p_R1, min_p_R1, uniform_R1 = columns
-    is_kept_RK = torch.arange(width, device=device) < limit_R1
-    probs_RK = probs_RV.gather(1, ids_RK).double().masked_fill_(~is_kept_RK, 0.0)
+    is_in_RK = torch.arange(width, device=device) < limit_R1
+    probs_RK = probs_RV.gather(1, ids_RK).double().masked_fill_(~is_in_RK, 0.0)
     cumulative_RK = probs_RK.cumsum(dim=1)
     # rows with top_k normalise by what they keep; the others' probabilities sum to 1 already
     mass_R1 = top_p_R1 * torch.where(is_whole_R1 > 0, 1.0, cumulative_RK[:, -1:])
-    is_kept_RK &= (cumulative_RK - probs_RK < mass_R1) & (probs_RK >= min_p_R1 * probs_RK[:, :1])
+    is_kept_RK = is_in_RK & (cumulative_RK - probs_RK < mass_R1) & (probs_RK >= min_p_R1 * probs_RK[:, :1])
+    if typical_p is not None:
+        is_kept_RK &= _is_typical(probs_RK.masked_fill(~is_kept_RK, 0.0), upload(device, typical_p)[0][:, None])
     index_R1, _, _ = _first_above(probs_RK.masked_fill(~is_kept_RK, 0.0), uniform_R1)
     if width == probs_RV.shape[1]:
         return ids_RK.gather(1, index_R1)[:, 0], torch.ones(len(ids_RK), dtype=torch.bool, device=device)
