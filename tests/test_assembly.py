@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from octavo.artifacts.resolve import resolve_model
 from octavo.assembly import config_from, executor_spec, limits
 from octavo.config import Config, ModelConfig
 from octavo.core.kv.group import GroupSpec
+from octavo.core.limits import Limits
 from octavo.engine.process import EngineProcess
 from octavo.engine.sessions import Sessions
 from octavo.executors.protocol import Capacity
@@ -69,6 +71,21 @@ def test_defaults_depend_on_the_device_and_settings_win() -> None:
     capacity = Capacity((GroupSpec(),), num_blocks=(9,), block_size=16, num_slots=7, max_model_len=64, vocab_size=5)
     made = limits(config, capacity, "cpu")
     assert (made.max_sequences, made.max_batch_tokens, made.num_blocks) == (7, 99, (9,))
+
+
+def test_every_limit_that_has_a_setting_takes_it() -> None:
+    given = {
+        "host_load_min_tokens": 7, "block_sharing": False, "preemption": "swap", "max_kv_read": 999, "max_bypass": 5,
+        "composition": "separate", "max_prefill_run": 2, "separate_modalities": True,
+    }  # fmt: skip
+    config = config_from("m", {**given, "swap_space": "4G"})
+    assert executor_spec(config, "cpu").host_bytes == 4 * 2**30
+    capacity = Capacity((GroupSpec(),), (9,), 16, num_slots=7, max_model_len=64, vocab_size=5, host_blocks=(3,))
+    made = limits(config, capacity, "cpu")
+    assert {name: getattr(made, name) for name in given} == given and made.host_blocks == (3,)
+    plain = limits(Config(), replace(capacity, host_blocks=()), "cpu")
+    known = {"block_size": 16, "num_blocks": (9,), "max_model_len": 64, "vocab_size": 5, "max_sequences": 7}
+    assert plain == Limits(**known), "a setting's default differs from the limit's"
 
 
 def test_L01_a_batch_gives_each_prompt_what_it_gets_alone(llm: LLM) -> None:

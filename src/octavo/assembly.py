@@ -113,12 +113,13 @@ def executor_spec(config: Config, device: str) -> ExecutorSpec:
         pool_tokens=cache.kv_cache_tokens,
         memory_fraction=cache.memory_fraction,
         kv_dtype=cache.kv_cache_dtype,
+        host_bytes=cache.host_cache_bytes,
     )
 
 
 def limits(config: Config, capacity: Capacity, device: str) -> Limits:
     """The scheduler's numbers for an opened executor."""
-    scheduling = config.scheduling
+    scheduling, cache = config.scheduling, config.cache
     return Limits(
         block_size=capacity.block_size,
         num_blocks=capacity.num_blocks,
@@ -132,7 +133,16 @@ def limits(config: Config, capacity: Capacity, device: str) -> Limits:
         chunked_prefill=scheduling.chunked_prefill,
         max_partial_prefills=scheduling.max_partial_prefills,
         long_prefill_threshold=scheduling.long_prefill_threshold,
-        prefix_caching=config.cache.enable_prefix_caching,
+        prefix_caching=cache.enable_prefix_caching,
+        block_sharing=cache.block_sharing,
+        max_kv_read=scheduling.max_kv_read,
+        max_bypass=scheduling.max_bypass,
+        preemption=cache.preemption,
+        host_blocks=capacity.host_blocks,
+        host_load_min_tokens=cache.host_load_min_tokens,
+        separate_modalities=scheduling.separate_modalities,
+        composition=scheduling.composition,
+        max_prefill_run=scheduling.max_prefill_run,
     )
 
 

@@ -69,6 +69,27 @@ class CacheConfig:
     enable_prefix_caching: bool = option(
         True, "reuse KV blocks of equal prefixes across requests", "--enable-prefix-caching"
     )
+    block_sharing: bool = option(True, "share KV blocks among the choices of one request", "--enable-block-sharing")
+    host_cache_bytes: int = option(
+        0,
+        "bytes of the host's memory for swapped and evicted KV blocks, such as 4G; 0 = none",
+        "--host-cache-bytes",
+        "--swap-space",
+        within=(0, None),
+    )
+    host_load_min_tokens: int = option(
+        64,
+        "shortest prefix that is loaded back from the host cache instead of computed again",
+        "--host-load-min-tokens",
+        within=(0, None),
+    )
+    preemption: str = option(
+        "auto",
+        "what becomes of a preempted request's KV blocks; auto swaps those of several sequences",
+        "--preemption",
+        "--preemption-mode",
+        choices=("auto", "recompute", "swap"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +134,27 @@ class SchedulingConfig:
         "most prompt tokens of one sequence in a step; 0 = no bound",
         "--long-prefill-token-threshold",
         within=(0, None),
+    )
+    max_kv_read: int = option(
+        0, "tokens of context that one step reads; 0 = no bound", "--max-kv-read-tokens", within=(0, None)
+    )
+    max_bypass: int = option(
+        64, "times that later requests may pass one that lacks room", "--max-bypass", within=(1, None)
+    )
+    composition: str = option(
+        "mixed",
+        "whether prompts and decoding share a step",
+        "--step-composition",
+        choices=("mixed", "separate"),
+    )
+    max_prefill_run: int = option(
+        4,
+        "steps of prompts in a row while anything decodes, with separate steps",
+        "--max-prefill-run",
+        within=(1, None),
+    )
+    separate_modalities: bool = option(
+        False, "keep requests with media and without in steps of their own", "--separate-modalities"
     )
 
 

@@ -12,7 +12,7 @@ forks has no tokens: it samples behind the last token of the nearest row before 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +23,8 @@ from octavo.executors.slots import Slots
 from octavo.ops.attention import AttentionBatch
 from octavo.sampling.columns import Ints, SamplingRows
 from octavo.sampling.upload import upload
+
+_NONE: Ints = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -35,8 +37,8 @@ class StepInputs:
     """
 
     token_index_T: Tensor
-    attention: tuple[AttentionBatch, ...]
-    begun_blocks: tuple[Ints, ...]
+    attention: list[AttentionBatch]
+    begun_blocks: list[Ints]
     first_token_N: Ints
     slots_N: Ints
     starts_N: Ints
@@ -55,13 +57,14 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs:
     slots_N, starts_N, counts_N = from_packed(plan.slots), from_packed(plan.starts), from_packed(plan.counts)
     flags_N = from_packed(plan.flags)
     ends_N = starts_N + counts_N
-    assert ends_N.max() <= slots.max_model_len, "a row reaches behind max_model_len"
+    longest = int(ends_N.max())
+    assert longest <= slots.max_model_len, "a row reaches behind max_model_len"
     order_A = np.lexsort((ends_N, counts_N > 1))
-    has_forks = not counts_N.all()
+    has_forks = np.count_nonzero(counts_N) < len(counts_N)
     if has_forks:
         order_A = order_A[counts_N[order_A] > 0]
     first_A1 = np.concatenate(([0], np.cumsum(counts_N[order_A])))
-    first_token_N = np.zeros_like(slots_N)
+    first_token_N = np.empty_like(slots_N)  # what a row without tokens has here is never read
     first_token_N[order_A] = first_A1[:-1]
     last_token_N = first_token_N + counts_N - 1
     if has_forks:
@@ -72,7 +75,8 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs:
     slot_T = slots_N[of_T]
     width = slots.ids_SW.shape[1]
     contexts_A = ends_N[order_A]
-    sample_rows = np.flatnonzero(flags_N & ROW_SAMPLE)
+    wanted = int(np.bitwise_or.reduce(flags_N))  # by any row
+    sample_rows = (flags_N & ROW_SAMPLE).nonzero()[0]
     sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows])
     token_index_T, positions_T, row_start_A1, context_len_A, last_R, target_R, *paged = upload(
         slots.ids_SW.device,
@@ -82,29 +86,29 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs:
         contexts_A,
         last_token_N[sample_rows],
         sampling.slots * width + sampling.positions,
-        *_page(slots, block_size, (slot_T, position_T), (slots_N[order_A], contexts_A)),
+        *_page(slots, block_size, (slot_T, position_T), (slots_N[order_A], longest)),
     )
-    attention = tuple(
-        AttentionBatch(
-            num_tokens=int(first_A1[-1]),
-            num_rows=len(order_A),
-            num_decodes=int((counts_N == 1).sum()),
-            positions_T=positions_T,
-            slot_mapping_T=slot_mapping_T,
-            row_start_N1=row_start_A1,
-            context_len_N=context_len_A,
-            block_table_NM=block_table_AM,
-            counts=counts_N[order_A],
-            contexts=contexts_A,
-        )
-        for slot_mapping_T, block_table_AM in zip(paged[::2], paged[1::2], strict=True)
+    attention = AttentionBatch(
+        num_tokens=int(first_A1[-1]),
+        num_rows=len(order_A),
+        num_decodes=int(np.count_nonzero(counts_N == 1)),
+        positions_T=positions_T,
+        slot_mapping_T=paged[0],
+        row_start_N1=row_start_A1,
+        context_len_N=context_len_A,
+        block_table_NM=paged[1],
+        counts=counts_N[order_A],
+        contexts=contexts_A,
     )
+    groups = [attention]
+    for group in range(1, len(slots.tables)):
+        groups.append(replace(attention, slot_mapping_T=paged[2 * group], block_table_NM=paged[2 * group + 1]))
     last_block_N = (ends_N - 1) // block_size
     is_begun_N = (ends_N % block_size != 0) & (last_block_N * block_size >= starts_N)
     return StepInputs(
         token_index_T=token_index_T,
-        attention=attention,
-        begun_blocks=tuple(table_SM[slots_N[is_begun_N], last_block_N[is_begun_N]] for table_SM in slots.tables),
+        attention=groups,
+        begun_blocks=[table_SM[slots_N, last_block_N][is_begun_N] for table_SM in slots.tables],
         first_token_N=first_token_N,
         slots_N=slots_N,
         starts_N=starts_N,
@@ -113,9 +117,9 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs:
         sample_last_R=last_R,
         sampling=sampling,
         sample_target_R=target_R,
-        beams=np.flatnonzero(flags_N[sample_rows] & ROW_BEAM),
-        score_rows=np.flatnonzero(flags_N & ROW_SCORE),
-        pool_rows=np.flatnonzero(flags_N & ROW_POOL),
+        beams=np.flatnonzero(flags_N[sample_rows] & ROW_BEAM) if wanted & ROW_BEAM else _NONE,
+        score_rows=np.flatnonzero(flags_N & ROW_SCORE) if wanted & ROW_SCORE else _NONE,
+        pool_rows=np.flatnonzero(flags_N & ROW_POOL) if wanted & ROW_POOL else _NONE,
     )
 
 
@@ -128,12 +132,12 @@ def _source_rows(counts_N: Ints, flags_N: Ints) -> Ints:
     return source_N
 
 
-def _page(slots: Slots, block_size: int, tokens: tuple[Ints, Ints], rows: tuple[Ints, Ints]) -> list[Ints]:
-    """Per cache group: where each token's KV goes, and the rows' tables as wide as the longest context."""
+def _page(slots: Slots, block_size: int, tokens: tuple[Ints, Ints], rows: tuple[Ints, int]) -> list[Ints]:
+    """Per cache group: where each token's KV goes, and the rows' tables, wide enough for the longest context."""
     slot_T, position_T = tokens
-    slots_A, contexts_A = rows
-    width = -(-int(contexts_A.max()) // block_size)
-    index_T, offset_T = np.divmod(position_T, block_size)
+    slots_A, longest = rows
+    width = -(-longest // block_size)
+    index_T, offset_T = position_T // block_size, position_T % block_size
     columns: list[Ints] = []
     for table_SM, null_block in zip(slots.tables, slots.null_blocks, strict=True):
         block_T = table_SM[slot_T, index_T]

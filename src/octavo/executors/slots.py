@@ -94,7 +94,7 @@ class Slots:
             new.slot, params, choice=new.choice, num_prompt=new.num_prompt, eos_token_ids=new.eos_token_ids
         )
         self.columns.keep_below(new.slot, self.vocab_size)
-        self.processors.admit(new.slot, ids[new.num_prompt :])
+        self.processors.admit(new.slot, ids[new.num_prompt :], ids[: new.num_prompt])
 
     def _fault(self, new: NewSequence, ids: Ints) -> str | None:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
