@@ -19,14 +19,16 @@ def rows_of(rig: Rig) -> SamplingRows:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_P04_candidates_are_those_of_transformers(seed: int) -> None:
+    vocab_size = 50
+    histories = make_histories(4, vocab_size, seed)
+    met = histories[1][0][0]  # its bias is penalised, too
     params = [
         SamplingParams(beam_width=3, temperature=0.3, top_k=2, top_p=0.1),
-        SamplingParams(beam_width=2, repetition_penalty=1.7, logit_bias=((1, 2.0), (9, -3.0))),
+        SamplingParams(beam_width=2, repetition_penalty=1.7, logit_bias=((met, 4.0), (met + 1, -3.0))),
         SamplingParams(beam_width=1, repetition_penalty=0.6, min_tokens=9, stop_token_ids=(5, 7)),
         SamplingParams(beam_width=2, bad_words_ids=((4,), (8,)), allowed_token_ids=tuple(range(3, 30))),
     ]
-    vocab_size = 50
-    rig = Rig(params, vocab_size, make_histories(4, vocab_size, seed))
+    rig = Rig(params, vocab_size, histories)
     logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
     ids, logprobs = rig.sampler.candidates(logits, rows_of(rig))
     assert ids.shape == logprobs.shape == (4, 6)  # 2 * 3 for the first, which is the widest

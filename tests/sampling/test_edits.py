@@ -82,10 +82,10 @@ def test_P01_dry_begins_anywhere_and_takes_in_several_ids_at_once() -> None:
 
 def test_P01_dry_of_a_slot_used_again_knows_nothing_of_the_one_before() -> None:
     rng = np.random.default_rng(3)
-    params = [SamplingParams(dry_multiplier=1.0, dry_allowed_length=1, dry_breaker_ids=(slot,)) for slot in range(3)]
+    params = [SamplingParams(dry_multiplier=1.0, dry_allowed_length=1, dry_breaker_ids=(slot,)) for slot in range(4)]
     rig = Rig(params, VOCAB_SIZE, [([0, 1, 2] * 6, []) for _ in params])
-    logits = torch.zeros(3, VOCAB_SIZE)
-    apply(rig, logits, [18] * 3)
+    logits = torch.zeros(4, VOCAB_SIZE)
+    apply(rig, logits, [18] * 4)
     for slot in (2, 0, 1):
         prompt = rng.integers(0, 3, 10).tolist()
         rig.histories[slot][0][:] = prompt
@@ -94,7 +94,14 @@ def test_P01_dry_of_a_slot_used_again_knows_nothing_of_the_one_before() -> None:
     for slot in (1, 2, 0):  # other places than before
         rig.columns.put(slot, params[slot], choice=0, num_prompt=10, eos_token_ids=EOS)
         rig.processors.admit(slot, np.zeros(0, dtype=np.int64), np.asarray(rig.histories[slot][0]))
-    assert_equals_twin(rig, logits, apply(rig, logits, [10] * 3))
+    assert_equals_twin(rig, logits, apply(rig, logits, [10, 10, 10, 18]))
+
+
+def test_P01_the_largest_dry_penalty_leaves_numbers() -> None:
+    params = [SamplingParams(dry_multiplier=100.0, dry_base=100.0, dry_breaker_ids=()), SamplingParams()]
+    rig = Rig(params, 2, [([0] * 60, []), ([1], [])])
+    edited = apply(rig, torch.zeros(2, 2), [60, 1])
+    assert edited[0, 0] == pytest.approx(-1e30) and edited[0, 1] == 0 and edited[1].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("seed", range(20))

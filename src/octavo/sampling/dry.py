@@ -106,8 +106,8 @@ class DryPenalty:
         ].unbind()
         ids_DC = self._ids_SW[:, :width].index_select(0, slot_D)
         last_D1 = ids_DC.gather(1, last_D[:, None])
-        goes_on_DC = (ids_DC == last_D1) & (torch.arange(width, device=device) < last_D[:, None])
-        goes_on_DC &= ~self._is_breaker_PV[place_D[:, None], last_D1.long()]
+        # from the last id on nothing is read: the next id writes it anew
+        goes_on_DC = (ids_DC == last_D1) & ~self._is_breaker_PV[place_D[:, None], last_D1.long()]
         left_DC = torch.nn.functional.pad(self._matches_PW[:, : width - 1].index_select(0, place_D), (1, 0))
         self._matches_PW[:, :width].index_copy_(0, place_D, torch.where(goes_on_DC, left_DC + 1, 0))
 
