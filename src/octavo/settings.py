@@ -16,7 +16,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from octavo.config import CacheConfig, Config, ExecutionConfig, ModelConfig, SchedulingConfig, ServingConfig
+from octavo.config import (
+    CacheConfig,
+    Config,
+    ExecutionConfig,
+    ModelConfig,
+    SchedulingConfig,
+    ServingConfig,
+    StatisticsConfig,
+)
 from octavo.errors import ConfigError
 
 PREFIX = "OCTAVO_"
@@ -26,6 +34,7 @@ _PARTS: dict[str, Any] = {
     "scheduling": SchedulingConfig,
     "execution": ExecutionConfig,
     "serving": ServingConfig,
+    "statistics": StatisticsConfig,
 }
 _SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
 _SYNONYMS |= {"fp32": "float32", "f32": "float32", "float": "float32", "gpu": "cuda"}

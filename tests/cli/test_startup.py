@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo.artifacts.resolve import ModelFiles
-from octavo.cli.startup import Pulse, call_report, limit_remarks, startup_report
+from octavo.cli.startup import call_report, limit_remarks, startup_report
 from octavo.core.kv.group import GroupSpec
+from octavo.engine.pulse import Pulse
 from octavo.executors.protocol import Capacity
 from octavo.settings import load_config
 

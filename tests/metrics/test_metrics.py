@@ -1,9 +1,13 @@
 """Series, and their Prometheus text under both names."""
 
+from dataclasses import asdict
+
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.core.limits import Limits
+from octavo.core.scheduler import Scheduler
 from octavo.errors import EngineDeadError
 from octavo.metrics.engine import EngineMetrics
 from octavo.metrics.requests import Finished, RequestMetrics
@@ -113,3 +117,48 @@ async def test_the_endpoint_answers_without_an_engine() -> None:
     response = await harness.get("/metrics")
     assert response.status_code == 200
     assert value(parse(response.text), "octavo_engine_up") == 0
+
+
+def test_T01_waiting_by_reason_the_host_and_the_memory_are_exposed() -> None:
+    scheduler = {"waiting_by_reason": {"kv_blocks": 2, "behind": 5}, "num_swapped": 1, "num_host_blocks": 64}
+    scheduler |= {"num_host_blocks_used": 9, "num_swapped_out_tokens": 48, "num_swapped_in_tokens": 32}
+    sections = {
+        "scheduler": scheduler,
+        "collected": {"choice_ends": {"stop": 3}},
+        "memory": {"total": {"logical_blocks": 12, "saved_blocks": 4, "reserved_slots": 6, "wasted_share": 0.125}},
+    }
+    found = samples(EngineMetrics("tiny", sections))
+    assert value(found, "octavo_requests_waiting_by_reason", reason="kv_blocks", model_name="tiny") == 2
+    assert value(found, "octavo_requests_waiting_by_reason", reason="behind") == 5
+    assert value(found, "octavo_requests_swapped") == value(found, "vllm:num_requests_swapped") == 1
+    assert (value(found, "octavo_host_kv_blocks"), value(found, "octavo_host_kv_blocks_used")) == (64, 9)
+    assert value(found, "octavo_swapped_out_tokens_total") == 48
+    assert value(found, "octavo_swapped_in_tokens_total") == 32
+    assert value(found, "octavo_choices_finished_total", finished_reason="stop") == 3
+    assert value(found, "octavo_kv_blocks_logical") == 12 and value(found, "octavo_kv_blocks_saved") == 4
+    assert value(found, "octavo_kv_slots_reserved") == 6 and value(found, "octavo_kv_wasted_share") == 0.125
+
+
+def test_T06_every_number_of_the_snapshot_has_a_series_or_a_reason_not_to() -> None:
+    told_otherwise = {
+        "step",
+        "num_in_flight",
+        "num_prompt_tokens",
+        "num_output_tokens",
+    }  # the front counts the last two
+    snapshot = asdict(Scheduler(Limits(16, (8,), 64, 97)).statistics())
+    numbers = {name: index + 1000 for index, name in enumerate(snapshot) if isinstance(snapshot[name], int)}
+    found = samples(EngineMetrics("tiny", {"scheduler": numbers}))
+    shown = {given for (name, _), given in found.items() if name.startswith("octavo_")}
+    assert {name for name, number in numbers.items() if number not in shown} == told_otherwise
+
+
+def test_T03_a_histogram_tells_quantiles_and_forgets() -> None:
+    histogram = Histogram((1, 2, 4))
+    for seen in (0.5, 1.5, 1.5, 3.0, 9.0):
+        histogram.observe(seen)
+    assert histogram.quantile(0.5) == 1.75, "halfway between the two that lie in its bucket"
+    assert (histogram.quantile(1.0), histogram.max) == (9.0, 9.0)
+    assert histogram.summary()["count"] == 5 and histogram.summary()["mean"] == 3.1
+    histogram.reset()
+    assert (histogram.quantile(0.5), histogram.total, sum(histogram.counts)) == (None, 0.0, 0)

@@ -24,6 +24,7 @@ _TITLES = {
     "scheduling": "scheduling",
     "execution": "execution",
     "serving": "serving",
+    "statistics": "statistics",
 }
 
 

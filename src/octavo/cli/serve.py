@@ -14,13 +14,14 @@ from typing import Protocol
 
 from octavo.assembly import find_files, load_text, open_engine
 from octavo.cli.flags import add_settings, config_from
-from octavo.cli.startup import Pulse, call_report, startup_report
+from octavo.cli.startup import call_report, startup_report
 from octavo.cli.terminal import loading, say, warn_limits
 from octavo.config import Config
 from octavo.engine.client import EngineClient
 from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
 from octavo.engine.process import EngineProcess
+from octavo.engine.pulse import PULSE_S, Pulse
 from octavo.engine.sessions import Sessions
 from octavo.errors import EngineDeadError
 from octavo.executors.protocol import Capacity
@@ -29,7 +30,6 @@ from octavo.server.lifecycle import Lifecycle, Phase
 from octavo.server.run import HttpServer, new_event_loop, open_socket, url_of
 
 WATCH_S = 0.5  # how long a dead engine goes unnoticed
-PULSE_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

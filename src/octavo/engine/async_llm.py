@@ -1,20 +1,23 @@
 """The library's asynchronous face: whole answers and streams of text over Sessions.
 
 Owns: prompts in their accepted forms, default parameters, cancelling what a caller abandons.
-Does not: build an engine (assembly does) or use threads.
+Does not: build an engine (assembly does), or use threads but for writing a file.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
-from typing import Any, Self
+from os import PathLike
+from typing import Any, Self, cast
 
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.engine.results import RequestOutput, whole
 from octavo.engine.sessions import Prompt, Session, Sessions, TextDelta
 from octavo.errors import InvalidRequestError
+from octavo.metrics.export import Table, save_json_lines
 
 AnyPrompt = Prompt | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -99,6 +102,19 @@ class AsyncEngine:
     async def statistics(self) -> Mapping[str, object]:
         """Engine counters and gauges as plain JSON values."""
         return await self.sessions.client.statistics()
+
+    async def export_statistics(self) -> Mapping[str, Table]:
+        """Tables of the last steps and requests (docs/statistics.md). Raises EngineError when nothing is collected."""
+        return cast(Mapping[str, Table], await self.sessions.client.control("export_statistics"))
+
+    async def reset_statistics(self) -> None:
+        """Forget the figures of steps and requests; totals since the start stay. Raises EngineError as above."""
+        await self.sessions.client.control("reset_statistics")
+
+    async def save_statistics(self, path: str | PathLike[str]) -> None:
+        """Write the tables as lines of JSON, replacing the file whole. Raises EngineError, OSError."""
+        tables = await self.export_statistics()
+        await asyncio.to_thread(save_json_lines, path, tables)
 
     async def close(self) -> None:
         """Stop the engine; every open request is answered first. Idempotent."""

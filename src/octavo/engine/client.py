@@ -14,7 +14,9 @@ from typing import Literal, Protocol
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request
 
-Verb = Literal["pause", "resume", "drain", "reset_prefix_cache", "explain"]
+Verb = Literal[
+    "pause", "resume", "drain", "reset_prefix_cache", "explain", "reset_statistics", "export_statistics"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ class EngineClient(Protocol):
         ...
 
     async def control(self, verb: Verb, argument: str = "") -> object:
-        """Pause, resume, drain, reset the prefix cache (-> bool), explain a request (-> text)."""
+        """Pause, resume, drain, reset the prefix cache (-> bool), explain a request (-> text), reset the statistics
+        (-> bool), export them (-> tables by name, see metrics.export)."""
         ...
 
     async def close(self) -> None:

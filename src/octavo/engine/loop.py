@@ -63,6 +63,8 @@ class EngineLoop:
         self.clock: Clock = clock or MonotonicClock()
         self.instruments = Instruments()
         self.step_times = StepTimes()
+        self.sections: dict[str, Callable[[], object]] = {}  # more of the statistics, read in the loop's thread
+        self.verbs: dict[str, Callable[[str], object]] = {}  # more of control; both are set before start
         self.num_turns = 0
         self.num_discarded = 0
         self._scheduler = scheduler
@@ -320,6 +322,8 @@ class EngineLoop:
         self._tell(self._scheduler.take_events())
 
     def _do_control(self, verb: str, argument: str) -> object:
+        if verb in self.verbs:
+            return self.verbs[verb](argument)
         if verb == "explain":
             return self._scheduler.explain(argument)
         if verb == "reset_prefix_cache":
@@ -344,7 +348,8 @@ class EngineLoop:
             "discarded_plans": self.num_discarded,
             "is_draining": self._is_draining,
         }
-        return {"scheduler": values, "loop": loop, "steps": self.step_times.summary()}
+        more = {name: read() for name, read in self.sections.items()}
+        return {"scheduler": values, "loop": loop, "steps": self.step_times.summary(), **more}
 
     # --- the end
 

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from os import PathLike
 from typing import Any, Self, TypeVar
 
 from octavo.core.request import SamplingParams
@@ -19,6 +20,7 @@ from octavo.engine.async_llm import AnyPrompt, AsyncEngine, Messages
 from octavo.engine.results import RequestOutput
 from octavo.engine.sessions import Sessions, TextDelta
 from octavo.errors import InvalidRequestError, RequestError
+from octavo.metrics.export import Table
 
 _T = TypeVar("_T")
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -91,6 +93,18 @@ class OfflineEngine:
     def statistics(self) -> Mapping[str, object]:
         """Engine counters and gauges as plain JSON values."""
         return self._wait(self._engine.statistics())
+
+    def export_statistics(self) -> Mapping[str, Table]:
+        """Tables of the last steps and requests (docs/statistics.md). Raises EngineError when nothing is collected."""
+        return self._wait(self._engine.export_statistics())
+
+    def reset_statistics(self) -> None:
+        """Forget the figures of steps and requests; totals since the start stay. Raises EngineError as above."""
+        self._wait(self._engine.reset_statistics())
+
+    def save_statistics(self, path: str | PathLike[str]) -> None:
+        """Write the tables as lines of JSON, replacing the file whole. Raises EngineError, OSError."""
+        self._wait(self._engine.save_statistics(path))
 
     def close(self) -> None:
         """Stop the engine and its threads; open requests are answered first. Idempotent."""

@@ -28,6 +28,12 @@ class StepTimes:
             self._totals[part] += seconds
         self.num_steps += 1
 
+    def get(self, number: int) -> tuple[float, ...] | None:
+        """Seconds of the step added as `number` (from 0), in the order of PARTS; None when gone or not there yet."""
+        if not max(0, self.num_steps - self._size) <= number < self.num_steps:
+            return None
+        return tuple(self._rings[part][number % self._size] for part in PARTS)
+
     def recent(self, part: str) -> array[float]:
         """Seconds of the last steps, oldest first."""
         ring, place = self._rings[part], self.num_steps % self._size

@@ -26,12 +26,16 @@ class _Row:
 _SCHEDULER = (
     _Row("num_running", "octavo_sequences_running", "sequences in the batch", "vllm:num_requests_running"),
     _Row("num_waiting", "octavo_requests_waiting", "requests that wait", "vllm:num_requests_waiting"),
+    _Row("num_swapped", "octavo_requests_swapped", "waiting with their KV on the host", "vllm:num_requests_swapped"),
+    _Row("num_requests", "octavo_requests", "requests taken", is_total=True),
     _Row("num_blocks", "octavo_kv_blocks", "KV blocks in the pool"),
     _Row("num_blocks_used", "octavo_kv_blocks_used", "KV blocks held by requests"),
     _Row("num_blocks_cached", "octavo_kv_blocks_cached", "free KV blocks that still hold a prefix"),
+    _Row("num_host_blocks", "octavo_host_kv_blocks", "KV blocks on the host"),
+    _Row("num_host_blocks_used", "octavo_host_kv_blocks_used", "KV blocks on the host that hold something"),
     _Row("num_steps", "octavo_steps", "steps committed", is_total=True),
     _Row("num_failed_steps", "octavo_steps_failed", "steps that failed", is_total=True),
-    _Row("num_admitted", "octavo_admissions", "admissions, resumptions included", is_total=True),
+    _Row("num_admitted", "octavo_admissions", "requests that began to run", is_total=True),
     _Row("num_preemptions", "octavo_preemptions", "preemptions", "vllm:num_preemptions", is_total=True),
     _Row("num_computed_tokens", "octavo_computed_tokens", "token positions computed", is_total=True),
     _Row(
@@ -42,6 +46,31 @@ _SCHEDULER = (
         is_total=True,
     ),
     _Row("prefix_hit_tokens", "octavo_prefix_cache_hits", "tokens found", "vllm:prefix_cache_hits", is_total=True),
+    _Row("num_host_hit_tokens", "octavo_host_cache_hits", "tokens found on the host", is_total=True),
+    _Row("num_swapped_out_tokens", "octavo_swapped_out_tokens", "tokens moved to the host", is_total=True),
+    _Row("num_swapped_in_tokens", "octavo_swapped_in_tokens", "tokens moved back", is_total=True),
+    _Row("num_forks", "octavo_forks", "sequences that began with another's blocks", is_total=True),
+    _Row("num_copies", "octavo_kv_block_copies", "KV blocks copied", is_total=True),
+    _Row("num_adopted_blocks", "octavo_kv_blocks_adopted", "KV blocks given up for an equal one", is_total=True),
+    _Row("num_bypasses", "octavo_bypasses", "admissions past one that lacked room", is_total=True),
+    _Row("num_policy_errors", "octavo_policy_errors", "answers of the policy that were no key", is_total=True),
+)
+# Mappings from a label's value to a number: (section, key) -> the row and the label.
+_LABELLED = {
+    ("scheduler", "waiting_by_reason"): (
+        _Row("", "octavo_requests_waiting_by_reason", "requests that wait, by what for"),
+        "reason",
+    ),
+    ("collected", "choice_ends"): (
+        _Row("", "octavo_choices_finished", "choices that ended before their request", is_total=True),
+        "finished_reason",
+    ),
+}
+_MEMORY = (
+    _Row("logical_blocks", "octavo_kv_blocks_logical", "KV blocks as if nothing were shared"),
+    _Row("saved_blocks", "octavo_kv_blocks_saved", "KV blocks that sharing saves"),
+    _Row("reserved_slots", "octavo_kv_slots_reserved", "token slots held and not filled"),
+    _Row("wasted_share", "octavo_kv_wasted_share", "share of held token slots not filled, 0 to 1"),
 )
 
 
@@ -51,18 +80,20 @@ class EngineMetrics:
     def __init__(self, model: str, statistics: Mapping[str, object] | None) -> None:
         self._model = model
         self._is_up = statistics is not None
-        scheduler = (statistics or {}).get("scheduler")
-        self._scheduler: Mapping[str, object] = scheduler if isinstance(scheduler, Mapping) else {}
-        cache = (statistics or {}).get("cache_config")
-        self._cache: Mapping[str, object] = cache if isinstance(cache, Mapping) else {}
+        self._sections = statistics or {}
+        self._scheduler = _mapping(self._sections, "scheduler")
+        self._cache = _mapping(self._sections, "cache_config")
 
     def collect(self) -> Iterator[Metric]:
         """Every series that the snapshot can fill."""
         yield from self._families(_Row("", "octavo_engine_up", "whether the engine answers"), float(self._is_up))
-        for row in _SCHEDULER:
-            value = self._scheduler.get(row.key)
-            if isinstance(value, (int, float)):
-                yield from self._families(row, float(value))
+        memory = _mapping(_mapping(self._sections, "memory"), "total")
+        for rows, section in ((_SCHEDULER, self._scheduler), (_MEMORY, memory)):
+            for row in rows:
+                value = section.get(row.key)
+                if isinstance(value, (int, float)):
+                    yield from self._families(row, float(value))
+        yield from self._labelled()
         usage = self._kv_usage()
         if usage is not None:
             row = _Row("", "octavo_kv_cache_usage", "share of the KV blocks held, 0 to 1", "vllm:kv_cache_usage_perc")
@@ -73,6 +104,18 @@ class EngineMetrics:
                 labels = {**labels, **{key: str(value) for key, value in self._cache.items()}}
                 yield _family(GaugeMetricFamily, called, row.text, labels, 1.0)
 
+    def _labelled(self) -> Iterator[Metric]:
+        for (section, key), (row, label) in _LABELLED.items():
+            values = _mapping(self._sections, section).get(key)
+            if not isinstance(values, Mapping):
+                continue
+            kind = CounterMetricFamily if row.is_total else GaugeMetricFamily
+            for called, labels in spellings(row.own, row.familiar, self._model):
+                family = kind(called, row.text, labels=(*labels, label))
+                for name, value in values.items():
+                    family.add_metric((*labels.values(), str(name)), float(value))
+                yield family
+
     def _kv_usage(self) -> float | None:
         total, used = self._scheduler.get("num_blocks"), self._scheduler.get("num_blocks_used")
         return used / total if isinstance(total, int) and isinstance(used, int) and total else None
@@ -81,6 +124,11 @@ class EngineMetrics:
         kind = CounterMetricFamily if row.is_total else GaugeMetricFamily
         for called, labels in spellings(row.own, row.familiar, self._model):
             yield _family(kind, called, row.text, labels, value)
+
+
+def _mapping(values: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = values.get(key)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _family(

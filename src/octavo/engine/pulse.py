@@ -1,0 +1,39 @@
+"""Pulse: one line that says how busy an engine is, made from two snapshots of its statistics.
+
+Owns: the words and the rates. Does not: ask the engine, tell the time, or print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PULSE_S = 5.0  # between two lines while the engine is busy
+
+
+@dataclass(slots=True)
+class Pulse:
+    """Turns two snapshots of the scheduler's statistics into one line; nothing while the engine is idle."""
+
+    last: Mapping[str, Any] | None = None
+    at: float = 0.0
+
+    def line(self, statistics: Mapping[str, Any], now: float) -> str | None:
+        """The line for the time since the snapshot before; None when nothing was computed, or at the first."""
+        new, old, seconds = statistics["scheduler"], self.last, now - self.at
+        self.last, self.at = new, now
+        if old is None or seconds <= 0:
+            return None
+        computed = new["num_computed_tokens"] - old["num_computed_tokens"]
+        if computed == 0 and new["num_running"] == 0:
+            return None
+        produced = new["num_output_tokens"] - old["num_output_tokens"]
+        asked = new["prefix_queried_tokens"] - old["prefix_queried_tokens"]
+        hits = new["prefix_hit_tokens"] - old["prefix_hit_tokens"]
+        used = new["num_blocks_used"] / max(1, new["num_blocks"])
+        prompt = max(0, computed - produced)
+        hit = f", prefix hits {hits / asked:.0%}" if asked else ""
+        swapped = f", {new['num_swapped']} swapped" if new.get("num_swapped") else ""
+        rates = f"{prompt / seconds:,.0f} prompt + {produced / seconds:,.0f} output tokens/s"
+        return f"{rates}, {new['num_running']} running, {new['num_waiting']} waiting{swapped}, KV {used:.0%}{hit}"

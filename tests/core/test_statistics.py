@@ -1,0 +1,159 @@
+"""The scheduler's snapshot, and the analysis of memory, against tables counted by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.core.harness import limits
+
+from octavo.core.kv.pool import BlockPool
+from octavo.core.memory_analysis import GroupMemory, analyse
+from octavo.core.plan import DROP_BLOCK, WaitReason
+from octavo.core.request import Request, SamplingParams
+from octavo.core.scheduler import Scheduler
+from octavo.core.state import Totals
+from octavo.core.statistics import snapshot
+
+SIZE = 4
+
+
+def sequence(num_scheduled: int, *tables: list[int]) -> Any:
+    return SimpleNamespace(num_scheduled=num_scheduled, num_computed=num_scheduled, tables=list(tables))
+
+
+def state_of(sequences: list[Any], pools: list[BlockPool], host: list[BlockPool] | None = None) -> Any:
+    """A state that holds just what the analysis reads; each sequence is a request of its own."""
+    requests = [SimpleNamespace(sequences=[each]) for each in sequences]
+    return SimpleNamespace(
+        step=7,
+        limits=SimpleNamespace(block_size=SIZE, host_blocks=tuple(pool.num_blocks for pool in host or ())),
+        running=SimpleNamespace(requests=requests),
+        cache=SimpleNamespace(pools=pools, host=SimpleNamespace(pools=host or [])),
+    )
+
+
+def test_T02_logical_and_physical_blocks_of_a_shared_prefix() -> None:
+    pool = BlockPool(10)
+    first, second, tail_a, tail_b = (pool.allocate() for _ in range(4))
+    pool.share(first)
+    pool.share(second)
+    found = analyse(state_of([sequence(11, [first, second, tail_a]), sequence(9, [first, second, tail_b])], [pool]))
+    group = found.total
+    assert (group.num_blocks, group.referenced_blocks, group.cached_blocks, group.free_blocks) == (10, 4, 0, 6)
+    assert (group.logical_blocks, group.physical_blocks, group.saved_blocks, group.shared_blocks) == (6, 4, 2, 2)
+    assert (group.logical_tokens, group.physical_slots) == (20, 16)
+    assert (group.filled_slots, group.reserved_slots) == (12, 4), "the tails hold 3 and 1 of 4"
+    assert group.wasted_share == 0.25
+    assert (found.step, found.block_size, found.num_sequences) == (7, SIZE, 2)
+    assert found.groups == (found.total,)
+
+
+def test_T02_a_shared_tail_counts_as_filled_by_its_longest_reader() -> None:
+    pool = BlockPool(4)
+    tail = pool.allocate()
+    pool.share(tail)
+    group = analyse(state_of([sequence(1, [tail]), sequence(3, [tail])], [pool])).total
+    assert (group.logical_tokens, group.filled_slots, group.reserved_slots) == (4, 3, 1)
+
+
+def test_T02_blocks_reserved_ahead_are_wasted_and_empty_pools_are_not() -> None:
+    pool = BlockPool(4)
+    blocks = [pool.allocate() for _ in range(3)]
+    group = analyse(state_of([sequence(2, blocks)], [pool])).total
+    assert (group.filled_slots, group.reserved_slots, group.wasted_share) == (2, 10, 10 / 12)
+    assert analyse(state_of([], [BlockPool(4)])).total.wasted_share == 0.0
+
+
+def test_T02_dropped_entries_of_a_sliding_group_hold_nothing() -> None:
+    full, sliding = BlockPool(8), BlockPool(8)
+    kept = [sliding.allocate() for _ in range(2)]
+    found = analyse(
+        state_of([sequence(14, [full.allocate() for _ in range(4)], [DROP_BLOCK, DROP_BLOCK, *kept])], [full, sliding])
+    )
+    one, two = found.groups
+    assert (one.logical_tokens, one.physical_blocks, one.reserved_slots) == (14, 4, 2)
+    assert (two.logical_tokens, two.physical_blocks, two.reserved_slots) == (6, 2, 2)
+    assert (found.total.logical_tokens, found.total.physical_slots) == (20, 24)
+    assert found.total.wasted_share == 4 / 24
+
+
+def test_T02_the_host_tier_is_counted_where_there_is_one() -> None:
+    pool, host = BlockPool(4), BlockPool(6)
+    held, cached = host.allocate(), host.allocate()
+    host.publish(cached, b"key", None, None)
+    host.release(cached)
+    group = analyse(state_of([], [pool], [host])).total
+    assert (group.host_blocks, group.host_blocks_used) == (6, 2), "held by a request, and by a prefix"
+    host.release(held)
+    assert analyse(state_of([], [pool], [host])).total.host_blocks_used == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_T02_sums_hold_for_random_tables(seed: int) -> None:
+    rng = random.Random(seed)
+    pool, sequences = BlockPool(64), []
+    for _ in range(8):
+        table: list[int] = []
+        if sequences and rng.random() < 0.5:
+            table = rng.choice(sequences).tables[0][: rng.randrange(4)]
+            for block in table:
+                pool.share(block)
+        table = [*table, *(pool.allocate() for _ in range(rng.randrange(1, 5)))]
+        sequences.append(sequence(rng.randrange(len(table) * SIZE + 1), table))
+    group = analyse(state_of(sequences, [pool])).total
+    assert group.referenced_blocks + group.cached_blocks + group.free_blocks == group.num_blocks
+    assert group.physical_blocks == group.referenced_blocks, "every reference is a table's"
+    assert group.logical_blocks == sum(pool.references)
+    assert group.filled_slots + group.reserved_slots == group.physical_slots
+    assert group.saved_blocks == group.logical_blocks - group.physical_blocks
+    assert group.logical_tokens == sum(each.num_scheduled for each in sequences)
+    assert group.shared_blocks == sum(1 for count in pool.references if count > 1)
+
+
+def test_T02_the_analysis_is_plain_json_and_sums_its_groups() -> None:
+    pools = [BlockPool(3), BlockPool(5)]
+    found = analyse(state_of([sequence(3, [pools[0].allocate()], [pools[1].allocate()])], pools))
+    values = json.loads(json.dumps(asdict(found)))
+    assert set(values["total"]) == set(GroupMemory.__slots__)
+    assert values["total"]["num_blocks"] == 8 == sum(group["num_blocks"] for group in values["groups"])
+
+
+def test_T06_a_snapshot_tells_totals_and_who_waits_for_what() -> None:
+    scheduler = Scheduler(limits())
+    for index in range(3):
+        scheduler.admit(Request(f"r{index}", array("i", [5, 6, 7, 8 + index]), SamplingParams(max_tokens=2)), 0.0)
+    before = snapshot(scheduler.state)
+    assert (before.num_requests, before.num_waiting, before.num_running) == (3, 3, 0)
+    assert before.waiting_by_reason == {"behind": 3}, "nobody was told a reason yet"
+    values = json.loads(json.dumps(asdict(before)))
+    assert {"num_swapped", "num_host_blocks", "num_host_blocks_used", "num_policy_errors", "finished"} <= set(values)
+    entries = list(scheduler.state.requests.values())
+    entries[0].wait_reason = WaitReason.KV_BLOCKS
+    entries[1].wait_reason = WaitReason.SEQUENCE_CAP
+    assert snapshot(scheduler.state).waiting_by_reason == {"sequence_cap": 1, "kv_blocks": 1, "behind": 1}
+    scheduler.cancel(["r0", "r1"], 1.0)
+    after = snapshot(scheduler.state)
+    assert (after.num_requests, after.num_waiting, after.finished["cancelled"]) == (3, 1, 2)
+
+
+def test_T06_every_total_of_the_state_is_in_the_snapshot() -> None:
+    scheduler = Scheduler(limits())
+    names = [name for name in Totals.__slots__ if name != "finished"]
+    for value, name in enumerate(names, 1):
+        setattr(scheduler.state.totals, name, value)
+    found = snapshot(scheduler.state)
+    assert {name: getattr(found, name) for name in names} == dict(zip(names, range(1, len(names) + 1), strict=True))
+
+
+def test_T06_a_policy_that_fails_is_counted() -> None:
+    scheduler = Scheduler(limits())
+    judge = scheduler.state.judge
+    judge.num_errors, judge.first_error = 2, "ValueError: no"
+    found = snapshot(scheduler.state)
+    assert (found.num_policy_errors, found.first_policy_error) == (2, "ValueError: no")
