@@ -130,3 +130,11 @@ def test_P04_one_output_and_extreme_penalties() -> None:
         rules = BeamRules(1, penalty, "never", 1, 10**6, frozenset((0,)))
         assert rules.score(-3.0, 10**5) <= 0.0 and rules.score(-3.0, 1) == -3.0
         assert not math.isnan(rules.score(0.0, 10**5))
+
+
+def test_P04_a_stop_id_before_min_tokens_ends_nothing() -> None:
+    group = group_of(1, max_length=6, min_tokens=1)
+    step = group.advance([([0, 1], [-1.0, -2.0])], [array("i")])
+    assert step.next == [(0, 0)] and step.ended == []
+    step = group.advance([([0, 1], [-1.0, -2.0])], [array("i", [0])])
+    assert step.ended == [(0, 0)] and group.best(1)[0].finish_reason is FinishReason.STOP
