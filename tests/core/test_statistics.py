@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.core.harness import limits
+from tests.core.harness import Run, limits, prompt
 
 from octavo.core.kv.pool import BlockPool
 from octavo.core.memory_analysis import GroupMemory, analyse
@@ -157,3 +157,19 @@ def test_T06_a_policy_that_fails_is_counted() -> None:
     judge.num_errors, judge.first_error = 2, "ValueError: no"
     found = snapshot(scheduler.state)
     assert (found.num_policy_errors, found.first_policy_error) == (2, "ValueError: no")
+
+
+def test_T02_a_running_scheduler_agrees_with_its_pool() -> None:
+    run = Run(limits(num_blocks=24))
+    for index in range(6):
+        run.admit(prompt(9) + prompt(2 + index, seed=index), max_tokens=8)
+    seen = []
+    while run.scheduler.has_work:
+        run.step()
+        found = analyse(run.scheduler.state)
+        assert found.total.physical_blocks == found.total.referenced_blocks
+        assert found.total.referenced_blocks == run.scheduler.statistics().num_blocks_used
+        assert 0 <= found.total.reserved_slots < max(1, found.num_sequences) * found.block_size
+        seen.append(found.total)
+    assert max(group.saved_blocks for group in seen) >= 2, "two full blocks of nine tokens are shared"
+    assert seen[-1].logical_blocks == 0 and seen[-1].cached_blocks > 0

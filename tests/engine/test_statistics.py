@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.fakes import Harness, make_limits, make_request
+from tests.engine.fakes import Harness, make_limits, make_request, make_text
 
 from octavo.config import StatisticsConfig
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult, WaitReason
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.engine import statistics
+from octavo.engine import statistics, wire
+from octavo.engine.async_llm import AsyncEngine
 from octavo.engine.client import Accepted
+from octavo.engine.local_client import LocalClient
 from octavo.engine.request_records import RequestRecords
+from octavo.engine.sessions import Sessions
 from octavo.engine.statistics import Collector, collect
 from octavo.engine.step_records import StepRecords, Waits, make_up
 from octavo.engine.step_times import PARTS, StepTimes
@@ -451,3 +454,31 @@ def test_T03_quantiles_of_a_histogram_are_near(seed: int) -> None:
     for share in (0.5, 0.9, 0.99):
         assert histogram.quantile(share) == pytest.approx(values[int(share * 999)], rel=0.2)
     assert histogram.summary()["max"] == values[-1] and Histogram(FINE_SECONDS).quantile(0.5) is None
+
+
+async def test_T05_an_engine_is_asked_saved_and_reset_through_its_client(tmp_path: Path) -> None:
+    engine = Watched()
+    async with AsyncEngine(Sessions(LocalClient(engine.loop), make_text())) as llm:
+        await llm.generate([5, 6, 7], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+        figures: Any = await llm.statistics()
+        assert figures["collected"]["requests"]["num_ended"] == 1
+        await llm.save_statistics(tmp_path / "figures.jsonl")
+        read = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+        assert [record["output_tokens"] for record in read if record["table"] == "requests"] == [3]
+        await llm.reset_statistics()
+        assert (await llm.export_statistics())["requests"]["rows"] == []
+    off = Watched(StatisticsConfig(collect_statistics=False))
+    async with AsyncEngine(Sessions(LocalClient(off.loop), make_text())) as llm:
+        with pytest.raises(EngineError, match="--collect-statistics"):
+            await llm.save_statistics(tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_T05_tables_cross_the_wire_as_they_are() -> None:
+    with Watched() as engine:
+        engine.serve(make_request("a", arrival=engine.now()))
+        tables = engine.tables()
+    sent = wire.frame(wire.Answer(1, 7, tables))
+    (body,) = wire.FrameSplitter().feed(sent)
+    got: Any = wire.decode_from_engine(body)
+    assert json.dumps(got.value) == json.dumps(tables)
