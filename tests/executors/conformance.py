@@ -1,161 +1,26 @@
 """What every executor must do: hand-written plans against transformers' dense forward on a tiny model.
 
 Subclass Conformance in a test module, give `open_executor`, and every test below runs on that executor.
-Shapes: T positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from octavo.artifacts.model_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
-from octavo.core.plan import (
-    ROW_CARRY,
-    ROW_POOL,
-    ROW_SAMPLE,
-    ROW_SCORE,
-    NewSequence,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from octavo.core.plan import ROW_CARRY, ROW_POOL, ROW_SAMPLE, ROW_SCORE, TokenLogprobs
 from octavo.core.request import SamplingParams
-from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
-from tests.tiny_models import EOS_ID, VOCAB_SIZE, make_tiny_model
+from octavo.executors.protocol import Executor
+from tests.executors.driver import BLOCK, SPEC, Dense, Driver, assert_logprobs, make_prompt
+from tests.executors.effects_conformance import EffectsConformance
+from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
-BLOCK = 4
-GREEDY = SamplingParams(temperature=0.0, logprobs=5)
-SPEC = ExecutorSpec(max_sequences=40, max_batch_tokens=256, block_size=BLOCK, num_blocks=600)
-
-
-def make_prompt(length: int, seed: int = 0) -> list[int]:
-    """Random ids without special ones."""
-    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist()
-
-
-class Dense:
-    """The oracle: transformers' own forward over whole sequences, float32, no cache."""
-
-    def __init__(self, folder: Path) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    @torch.inference_mode()
-    def log_probs(self, ids: Sequence[int]) -> torch.Tensor:
-        return self._model(torch.tensor([list(ids)])).logits[0].float().log_softmax(-1)
-
-    @torch.inference_mode()
-    def hidden(self, ids: Sequence[int]) -> torch.Tensor:
-        return self._model.model(torch.tensor([list(ids)])).last_hidden_state[0].float()
-
-    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
-        known = list(ids)
-        for _ in range(count):
-            known.append(int(self.log_probs(known)[-1].argmax()))
-        return known[len(ids) :]
-
-
-class Driver:
-    """Writes plans by hand: keeps block tables, collects one step's effects and rows, runs it."""
-
-    def __init__(self, executor: Executor, capacity: Capacity) -> None:
-        self.executor = executor
-        self.capacity = capacity
-        self.step = 0
-        # scattered on purpose: consecutive blocks would hide a wrong table
-        self.free = np.random.default_rng(7).permutation(capacity.num_blocks[0]).tolist()
-        self.tables: dict[int, list[int]] = {}
-        self._plan: dict[str, Any] = {}
-        self._reset()
-
-    def _reset(self) -> None:
-        names = ("slots", "starts", "counts", "flags", "edits", "copies", "freed_slots")
-        self._plan = {name: array("i") for name in names}
-        self._new: list[NewSequence] = []
-
-    def add(
-        self,
-        slot: int,
-        ids: Sequence[int],
-        params: SamplingParams = GREEDY,
-        *,
-        num_prompt: int | None = None,
-        blocks: Sequence[int] = (),
-    ) -> None:
-        """Enter a sequence; `blocks` are shared ones that its table begins with."""
-        if slot in self.tables:
-            self.free.extend(
-                block for block in self.tables[slot] if all(block not in t for s, t in self.tables.items() if s != slot)
-            )
-        self.tables[slot] = []
-        prompt = len(ids) if num_prompt is None else num_prompt
-        self._new.append(NewSequence(slot, f"r{slot}-{self.step}", 0, prompt, array("i", ids), params, (EOS_ID,)))
-        for block in blocks:
-            self.append(slot, block)
-
-    def append(self, slot: int, block: int) -> None:
-        self._plan["edits"].extend((slot, 0, len(self.tables[slot]), block))
-        self.tables[slot].append(block)
-
-    def free_slot(self, slot: int) -> None:
-        self._plan["freed_slots"].append(slot)
-        self.free.extend(self.tables.pop(slot))
-
-    def copy(self, source: int) -> int:
-        destination = self.free.pop()
-        self._plan["copies"].extend((0, source, destination))
-        return destination
-
-    def row(self, slot: int, start: int, count: int, flags: int = ROW_SAMPLE) -> None:
-        while len(self.tables[slot]) * self.capacity.block_size < start + count:
-            self.append(slot, self.free.pop())
-        for name, value in zip(("slots", "starts", "counts", "flags"), (slot, start, count, flags), strict=True):
-            self._plan[name].append(value)
-
-    def plan(self) -> StepPlan:
-        plan = StepPlan(self.step, 0.0, **self._plan, new_sequences=tuple(self._new))
-        self.step += 1
-        self._reset()
-        return plan
-
-    def run(self) -> StepResult:
-        return self.executor.collect(self.executor.submit(self.plan()))
-
-    def prefill(self, slot: int, length: int, chunk: int | None = None, start: int = 0) -> StepResult:
-        """Compute positions [start, length) in chunks, sampling at the end."""
-        step = chunk or length
-        for at in range(start, length, step):
-            end = min(at + step, length)
-            self.row(slot, at, end - at, ROW_SAMPLE if end == length else 0)
-            result = self.run()
-        return result
-
-    def decode(self, slots: Sequence[int], lengths: list[int], count: int, flags: int = ROW_CARRY) -> list[list[int]]:
-        """Decode `count` steps of these slots together; `lengths` known ids each, one of them not computed."""
-        tokens: list[list[int]] = [[] for _ in slots]
-        for _ in range(count):
-            for index, slot in enumerate(slots):
-                self.row(slot, lengths[index] - 1, 1, ROW_SAMPLE | flags)
-                lengths[index] += 1
-            for index, token in enumerate(self.run().token_ids or ()):
-                tokens[index].append(token)
-        return tokens
-
-
-def assert_logprobs(entry: TokenLogprobs | None, log_probs_V: torch.Tensor, tolerance: float = 2e-4) -> None:
-    assert entry is not None
-    assert abs(entry.logprob - float(log_probs_V[entry.token_id])) < tolerance
-    for token, value in zip(entry.top_ids, entry.top_logprobs, strict=True):
-        assert abs(value - float(log_probs_V[token])) < tolerance
-    assert entry.rank == int((log_probs_V > log_probs_V[entry.token_id] + tolerance).sum()) + 1
+__all__ = ["SPEC", "Conformance", "Dense", "Driver", "make_prompt", "open_files"]
 
 
 @pytest.fixture(scope="session")
@@ -168,7 +33,7 @@ def dense(tiny_folder: Path) -> Dense:
     return Dense(tiny_folder)
 
 
-class Conformance:
+class Conformance(EffectsConformance):
     """Tests of one executor. `open_executor` must compute in float32."""
 
     tolerance = 2e-4
