@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from octavo.core.kv.group import GroupKind
 from octavo.core.limits import Limits
 from octavo.core.request import Request, Want
 from octavo.errors import AdmissionError, InvalidRequestError
@@ -75,48 +76,114 @@ def _check_lengths(request: Request, limits: Limits) -> None:
 
 
 def _check_sequences(request: Request, limits: Limits) -> None:
-    count = request.params.n
+    params = request.params
+    count = params.num_sequences
     if count > limits.max_sequences:
+        field = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
         raise AdmissionError(
-            f"n is {count}, this engine runs {limits.max_sequences} sequences; raise --max-num-seqs", "n"
+            f"{field} is {count}, this engine runs {limits.max_sequences} sequences; lower it or raise --max-num-seqs",
+            field,
         )
-    if count > 1:
-        raise AdmissionError(
-            f"n is {count}; several choices of one request are not supported yet, send it {count} times", "n"
+    if count > 1 and not request.wants & Want.SAMPLE:
+        raise InvalidRequestError(f"n is {count}, but nothing is sampled; give n = 1", "n")
+    if (count > 1 or params.beam_width) and request.emitted_token_ids:
+        raise InvalidRequestError(
+            "emitted_token_ids continue one choice; a request with several choices or beams starts anew",
+            "emitted_token_ids",
         )
-    if request.adapter_id:
-        raise AdmissionError(f"adapter_id is {request.adapter_id}; this engine has no adapters, use 0", "adapter_id")
-    if request.spans:
+    adapter = request.adapter_id
+    if adapter and not limits.adapter_slots:
+        raise AdmissionError(f"adapter_id is {adapter}; this engine has no adapters, use 0", "adapter_id")
+    _check_spans(request, limits)
+
+
+def _check_spans(request: Request, limits: Limits) -> None:
+    if not request.spans:
+        return
+    if not limits.encoder_budget:
         raise AdmissionError(f"{len(request.spans)} media items; this engine has no encoder budget", "spans")
+    most = min(limits.encoder_budget, limits.encoder_cache)
+    end = 0
+    for index, span in enumerate(request.spans):
+        if span.start < end or span.length < 1 or span.start + span.length > request.num_prompt_tokens:
+            raise InvalidRequestError(
+                f"media item {index} is at positions {span.start} to {span.start + span.length}, behind {end} and "
+                f"within a prompt of {request.num_prompt_tokens} it must be; give items in order, inside the prompt",
+                "spans",
+            )
+        end = span.start + span.length
+        if span.length > most:
+            raise AdmissionError(
+                f"media item {index} has {span.length} tokens, the encoder takes {limits.encoder_budget} in a step "
+                f"and keeps {limits.encoder_cache}; use a smaller item",
+                "spans",
+            )
+        if not limits.chunked_prefill and sum(item.length for item in request.spans) > most:
+            raise AdmissionError(
+                f"the media items have {sum(item.length for item in request.spans)} tokens, more than {most}, and "
+                "chunked prefill is off; use fewer items",
+                "spans",
+            )
 
 
 def _fit(request: Request, limits: Limits) -> Admission:
-    if not request.wants & Want.SAMPLE:
-        _check_pool(request.num_prompt_tokens, "its prompt", limits)
-        return Admission(0, capped=False)
     prompt, asked = request.num_prompt_tokens, request.params.max_tokens
-    pool_tokens = min(limits.num_blocks) * limits.block_size
-    # The last token sampled is never computed, so it takes no position in the pool.
-    fitting = min(limits.max_model_len - prompt, pool_tokens - prompt + 1)
     emitted = len(request.emitted_token_ids or ())
+    if not request.wants & Want.SAMPLE:
+        _check_pool(request, prompt, "its prompt", limits)
+        return Admission(0, capped=False)
     if asked is None:
-        _check_pool(prompt + emitted, "its prompt", limits)
-        return Admission(fitting, capped=True)
+        _check_pool(request, prompt + emitted, "its prompt", limits)
+        return Admission(_most_tokens(request, limits), capped=True)
     if emitted >= asked:
         raise InvalidRequestError(
             f"{emitted} tokens are emitted already, max_tokens is {asked}; nothing is left to do", "max_tokens"
         )
+    # The last token sampled is never computed, so it takes no position in the pool.
     worst = min(prompt + asked, limits.max_model_len) - 1
-    _check_pool(worst, f"its prompt of {prompt} and max_tokens {asked}", limits)
+    _check_pool(request, worst, f"its prompt of {prompt} and max_tokens {asked}", limits)
     return Admission(asked, capped=False)
 
 
-def _check_pool(positions: int, cause: str, limits: Limits) -> None:
-    blocks = min(limits.num_blocks)
-    if positions > blocks * limits.block_size:
-        raise AdmissionError(
-            f"the request needs up to {positions} KV positions for {cause}, the pool holds "
-            f"{blocks * limits.block_size} ({blocks} blocks of {limits.block_size}); lower max_tokens or "
-            "enlarge the pool (--kv-cache-tokens)",
-            "max_tokens",
-        )
+def _most_tokens(request: Request, limits: Limits) -> int:
+    """The greatest max_tokens whose worst case fits the pools."""
+    low, high = 1, limits.max_model_len - request.num_prompt_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        blocks = worst_blocks(request, request.num_prompt_tokens + middle - 1, limits)
+        if all(need <= have for need, have in zip(blocks, limits.num_blocks, strict=True)):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def worst_blocks(request: Request, positions: int, limits: Limits) -> list[int]:
+    """Blocks per group that all sequences of a request hold at most when each has so many positions.
+
+    What their prompts share is counted once where it is sure to be found again after a preemption.
+    """
+    count, size = request.params.num_sequences, limits.block_size
+    is_found = request.prompt_token_ids is not None and limits.block_sharing
+    shared = (request.num_prompt_tokens - 1) // size if is_found and count > 1 else 0
+    blocks = []
+    for spec in limits.groups:
+        each = spec.peak_blocks(positions, limits.max_batch_tokens, size)
+        common = shared if spec.kind == GroupKind.FULL else 0
+        blocks.append(common + count * (each - common))
+    return blocks
+
+
+def _check_pool(request: Request, positions: int, cause: str, limits: Limits) -> None:
+    blocks = worst_blocks(request, positions, limits)
+    for group, (need, have) in enumerate(zip(blocks, limits.num_blocks, strict=True)):
+        if need > have:
+            count = request.params.num_sequences
+            several = f" in each of {count} sequences" if count > 1 else ""
+            where = f" of group {group}" if len(limits.groups) > 1 else ""
+            raise AdmissionError(
+                f"the request needs up to {positions} KV positions for {cause}{several}: {need} blocks, the "
+                f"pool{where} holds {have * limits.block_size} positions ({have} blocks of {limits.block_size}); lower "
+                "max_tokens or enlarge the pool (--kv-cache-tokens)",
+                "max_tokens",
+            )

@@ -1,16 +1,21 @@
-"""Budgets: how much of one thing a step, or the engine, may use.
+"""Budgets: how much of one thing a step, or the engine, may use. One small object each.
 
-Owns: one limit and what is left of it. Does not: know requests.
+Owns: a limit and what is left of it. Does not: know requests or sequences.
 Invariant: 0 <= left <= limit.
 """
 
 from __future__ import annotations
 
+from math import ceil
+
+from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.errors import InvariantError
+
+UNBOUNDED = 2**62
 
 
 class Budget:
-    """A limit in units of one thing (tokens, sequences). `renew` starts a step for per-step budgets."""
+    """A limit in units of one thing (tokens, sequences, partial prefills). `renew` starts a step."""
 
     __slots__ = ("left", "limit")
 
@@ -42,3 +47,44 @@ class Budget:
         self.left += amount
         if self.left > self.limit:
             raise InvariantError(f"budget of {self.limit} given back to {self.left}")
+
+
+class ReadBudget(Budget):
+    """Context tokens read in a step (S04). A row that exceeds the whole limit fits an unused budget, and fills it."""
+
+    __slots__ = ("_window",)
+
+    def __init__(self, limit: int, groups: tuple[GroupSpec, ...]) -> None:
+        super().__init__(limit or UNBOUNDED)
+        is_sliding = all(group.kind == GroupKind.SLIDING for group in groups)
+        self._window = max(group.window for group in groups) if is_sliding else UNBOUNDED
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a row's cost is simply the length of its context."""
+        return self._window == UNBOUNDED
+
+    def cost(self, start: int, count: int) -> int:
+        """Context that a row of positions [start, start + count) reads, its own tokens included."""
+        return min(start, self._window - 1) + count if count else 0
+
+    def fits(self, amount: int) -> bool:
+        """Whether a row may read `amount`."""
+        return amount <= self.left or self.left == self.limit
+
+    def take(self, amount: int) -> None:
+        """Use `amount`, at most all that is left."""
+        self.left -= min(amount, self.left)
+
+    def give_back(self, amount: int) -> None:
+        """Return `amount`, at most all that was used."""
+        self.left = min(self.limit, self.left + amount)
+
+
+class Headroom:
+    """Blocks that an admission must leave free in each group (S05)."""
+
+    __slots__ = ("floors",)
+
+    def __init__(self, share: float, num_blocks: tuple[int, ...]) -> None:
+        self.floors = [ceil(share * count - 1e-9) for count in num_blocks]  # 0.07 * 100 is 7.000000000000001

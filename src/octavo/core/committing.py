@@ -1,6 +1,6 @@
 """Takes in what a step produced: tokens, stops, blocks that may now be found, and failures.
 
-Owns: the pass over the rows of one finished plan. Does not: compose plans.
+Owns: the pass over the rows of one finished plan. Does not: compose plans, or undo what failed (see recovery).
 Invariants: plans are committed in the order made; a token is appended once; a row whose sequence ended or
 was put back with its results void changes nothing; a failed step leaves no block findable that it wrote.
 """
@@ -9,7 +9,19 @@ from __future__ import annotations
 
 from array import array
 
-from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, Events, StepFailure, StepPlan, StepResult, TokenLogprobs
+from octavo.core import recovery, searching
+from octavo.core.kv.cache import Publication
+from octavo.core.plan import (
+    ROW_BEAM,
+    ROW_CARRY,
+    ROW_FORK,
+    ROW_SAMPLE,
+    Events,
+    StepFailure,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from octavo.core.request import FinishReason, RequestState, Sequence, Status, Want
 from octavo.core.state import Flight, State
 from octavo.errors import InvariantError
@@ -18,7 +30,7 @@ from octavo.errors import InvariantError
 class Committer:
     """One step's results on their way into the state."""
 
-    __slots__ = ("events", "flight", "logprobs", "now", "state")
+    __slots__ = ("events", "flight", "logprobs", "now", "searching", "state")
 
     def __init__(self, state: State, flight: Flight, now: float) -> None:
         self.state = state
@@ -26,6 +38,7 @@ class Committer:
         self.now = now
         self.events = Events(flight.plan.step, now)
         self.logprobs: list[TokenLogprobs | None] | None = None
+        self.searching: list[RequestState] = []  # beam searches whose every beam may have its candidates now
 
     # --- a step that worked -------------------------------------------------------------------------
 
@@ -34,14 +47,21 @@ class Committer:
         state, flight, plan = self.state, self.flight, self.flight.plan
         bad = dict(result.errors)
         for index in sorted(bad):
-            self._poison(flight.rows[index])
+            recovery.poison(state, flight, flight.rows[index], self.now)
         state.cache.confirm(flight.published, plan.step)
+        state.cache.host.confirm(flight.saved, plan.step)
+        recovery.release(state, flight)
         if result.scores or result.pooled:
             self._take_outputs(result, bad)
         if result.num_token_ids is None and not bad and self._is_plain(plan):
             self._commit_plain(result)
         else:
             self._commit_rows(result, bad)
+        self._adopt_twins(flight.published)
+        for request in self.searching:
+            self._advance(request)
+        if state.policy.tracks_service:
+            self._charge()
         totals = state.totals
         totals.num_steps += 1
         totals.num_computed_tokens += plan.num_query_tokens
@@ -70,7 +90,7 @@ class Committer:
             sequence.in_flight -= 1
             request = sequence.request
             if request.status is not running or sequence.stale:
-                self._commit_late(request, sequence, token, logprobs[index] if logprobs else None)
+                self._commit_late(sequence, count, token, logprobs[index] if logprobs else None)
                 continue
             computed = sequence.num_computed = sequence.num_computed + count
             known = sequence.num_committed
@@ -82,7 +102,7 @@ class Committer:
                 or token in request.stop_ids
                 or sequence.token_ids is None
             ):
-                self._append(request, sequence, token, logprobs[index] if logprobs else None)
+                self._append(sequence, token, logprobs[index] if logprobs else None)
                 continue
             add_name(request.name)
             add_choice(sequence.choice)
@@ -92,14 +112,14 @@ class Committer:
             sequence.num_committed = known + 1
             sequence.num_pending -= 1
 
-    def _commit_late(
-        self, request: RequestState, sequence: Sequence, token: int, logprobs: TokenLogprobs | None
-    ) -> None:
+    def _commit_late(self, sequence: Sequence, count: int, token: int, logprobs: TokenLogprobs | None) -> None:
         """A row whose sequence no longer runs: the token of one that was preempted in flight is kept."""
-        if request.status == Status.FINISHED or sequence.stale:
+        if sequence.request.status == Status.FINISHED or sequence.stale:
             self._drop(sequence)
-        else:
-            self._append(request, sequence, token, logprobs)
+            return
+        if sequence.request.is_swapped:  # what it wrote was copied to the host behind it
+            sequence.num_computed += count
+        self._append(sequence, token, logprobs)
 
     def _commit_rows(self, result: StepResult, bad: dict[int, str]) -> None:
         """Take rows of any kind, in order; only those that sample have a result."""
@@ -137,45 +157,98 @@ class Committer:
         if error is not None:
             self.state.finish(request, self.now, FinishReason.ERROR, message=error)
             return
-        samples = plan.flags[index] & ROW_SAMPLE
-        if samples and not ids:
-            self._discard(sequence)  # it has to be sampled again, from logits that are gone
+        flags = plan.flags[index]
+        if flags & ROW_SAMPLE and not ids:
+            recovery.discard(self.state, sequence, self.now)  # it has to be sampled again, from logits that are gone
             return
-        if request.status == Status.RUNNING:
-            sequence.num_computed += plan.counts[index]
+        if request.status == Status.RUNNING or request.is_swapped:
+            # A fork computes nothing itself: its parent's row did.
+            computed = plan.starts[index] if flags & ROW_FORK else sequence.num_computed
+            sequence.num_computed = computed + plan.counts[index]
+        if flags & ROW_BEAM:
+            self._take_candidates(sequence, logprobs[0] if logprobs else None)
+            return
         for offset, token in enumerate(ids):
-            # mypy holds the status for unchanged, but appending the token before may have ended the request
-            if request.status != Status.FINISHED:  # type: ignore[comparison-overlap]
-                self._append(request, sequence, token, logprobs[offset] if logprobs else None)
+            if self._append(sequence, token, logprobs[offset] if logprobs else None):
+                return
         reached = plan.starts[index] + plan.counts[index]
         if not request.request.wants & Want.SAMPLE and reached >= sequence.num_known:
             # also one that was preempted in flight: it has given all it was asked for
             self.state.finish(request, self.now, FinishReason.STOP)
 
-    def _append(self, request: RequestState, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Make a sampled token known, publish the block it closes, and see whether it ends the request."""
-        events = self.events
-        events.request_ids.append(request.name)
-        events.choices.append(sequence.choice)
-        events.positions.append(sequence.num_committed - sequence.num_prompt)
-        events.token_ids.append(token)
-        if self.logprobs is not None:
-            self.logprobs.append(logprobs)
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> bool:
+        """Make a sampled token known, publish the block it closes; True when it ends its choice."""
+        request = sequence.request
+        self._emit(request.name, sequence.choice, sequence.num_outputs, token, logprobs)
         if sequence.token_ids is not None:
             sequence.token_ids.append(token)
         sequence.num_committed += 1
         sequence.num_pending -= 1
-        cache = self.state.cache
-        if sequence.num_computed >= (sequence.num_published + 1) * cache.block_size and cache.caching:
-            cache.publish(sequence, sequence.num_computed, None)
-        if (
-            token in request.stop_ids
-            and sequence.num_committed - sequence.num_prompt > request.request.params.min_tokens
-        ):
-            stop_id = token if token in request.request.params.stop_token_ids else None
-            self.state.finish(request, self.now, FinishReason.STOP, stop_id)
+        self._publish(sequence)
+        params = request.request.params
+        if token in request.stop_ids and sequence.num_outputs > params.min_tokens:
+            stop_id = token if token in params.stop_token_ids else None
+            self.state.end_choice(sequence, self.now, FinishReason.STOP, stop_id)
         elif sequence.num_committed >= sequence.limit:
-            self.state.finish(request, self.now, FinishReason.LENGTH)
+            self.state.end_choice(sequence, self.now, FinishReason.LENGTH)
+        else:
+            return False
+        return True
+
+    def _emit(self, name: str, choice: int, position: int, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Enter one token in the columns."""
+        events = self.events
+        events.request_ids.append(name)
+        events.choices.append(choice)
+        events.positions.append(position)
+        events.token_ids.append(token)
+        if self.logprobs is not None:
+            self.logprobs.append(logprobs)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Make the blocks findable that are full and computed now."""
+        cache = self.state.cache
+        if sequence.slot >= 0 and sequence.num_computed >= (sequence.num_published + 1) * cache.block_size:
+            self._adopt_twins(cache.publish(sequence, sequence.num_computed, None))
+
+    def _adopt_twins(self, made: list[Publication]) -> None:
+        """A full block equal to a cached one gives way to it; the edit goes with the next plan (K04)."""
+        for entry in made:
+            if not (entry.is_duplicate and isinstance(entry.owner, Sequence) and entry.owner.slot >= 0):
+                continue
+            twin = self.state.cache.twin_of(entry)
+            if twin is not None:
+                self.state.cache.adopt_twin(entry, twin)
+                self.state.table_edits.extend((entry.owner.slot, entry.group, entry.index, twin))
+                self.state.defer_release(entry.group, entry.block)
+                self.state.totals.num_adopted_blocks += 1
+
+    # --- beams --------------------------------------------------------------------------------------
+
+    def _take_candidates(self, sequence: Sequence, entry: TokenLogprobs | None) -> None:
+        """Keep what may follow a beam until all beams of its request have theirs."""
+        request = sequence.request
+        sequence.num_pending -= 1
+        if entry is not None:
+            sequence.candidates = (entry.top_ids, entry.top_logprobs)
+        else:  # from an executor that knows only durations
+            num = 2 * request.request.params.beam_width
+            sequence.candidates = ((-1,) * num, tuple(-0.1 * (i + 1) for i in range(num)))
+        self._publish(sequence)
+        if request not in self.searching:
+            self.searching.append(request)
+
+    def _advance(self, request: RequestState) -> None:
+        """Take the next token of a beam search; when it is over, give the best beams' tokens and end the request."""
+        if request.status != Status.RUNNING or any(beam.candidates is None for beam in request.sequences):
+            return
+        if not searching.advance(self.state, request):
+            return
+        best = searching.best(request)
+        for choice, beam in enumerate(best):
+            for position, token in enumerate(beam.token_ids):
+                self._emit(request.name, choice, position, token, None)
+        searching.finish(self.state, request, best, self.now)
 
     def _sampled(self, result: StepResult, expected: int) -> array[int]:
         """The step's ids; an executor that knows only durations has none, and -1 stands for each."""
@@ -213,77 +286,18 @@ class Committer:
         if sequence.stale:
             sequence.stale -= 1
 
-    # --- rows and steps that failed -----------------------------------------------------------------
-
-    def _discard(self, sequence: Sequence) -> None:
-        """Put a sequence back as if it had just been preempted; what it has in flight is void."""
-        request = sequence.request
-        sequence.stale = sequence.in_flight
-        sequence.num_pending = 0
-        if request.status == Status.RUNNING:
-            self.state.preempt(request, self.now, None, None)
-
-    def _poison(self, first: Sequence) -> None:
-        """A row's KV is unusable: withdraw what it published, and put back all who may have built on it."""
-        doubtful = [first]
-        while doubtful:
-            sequence = doubtful.pop()
-            blocks = self._withdraw(sequence)
-            if not blocks:
-                continue
-            for other in self._readers(blocks):
-                if other is not sequence and other is not first:
-                    doubtful.append(other)
-                    # Its own row of the current step is still to be read by the loop over rows.
-                    self._discard(other)
-
-    def _withdraw(self, sequence: Sequence) -> set[tuple[int, int]]:
-        """Unpublish what a sequence published in flight; returns those blocks and the copies made of them."""
-        blocks: set[tuple[int, int]] = set()
-        for flight in (self.flight, *self.state.flight):
-            mine = [entry for entry in flight.published if entry.sequence is sequence]
-            blocks.update((entry.group, entry.block) for entry in mine)
-            self.state.cache.unpublish(mine, flight.plan.step)
-            flight.published = [entry for entry in flight.published if entry.sequence is not sequence]
-            copies = flight.plan.copies
-            for group, source, to in zip(copies[::3], copies[1::3], copies[2::3], strict=True):
-                if (group, source) in blocks:
-                    blocks.add((group, to))
-        return blocks
-
-    def _readers(self, blocks: set[tuple[int, int]]) -> list[Sequence]:
-        """Sequences in flight that hold one of these blocks, or hold none any more and so may have read it."""
-        rows = [sequence for flight in (self.flight, *self.state.flight) for sequence in flight.rows]
-        found = []
-        for sequence in dict.fromkeys(rows):
-            if sequence.request.status != Status.RUNNING:
-                found += [] if sequence.stale else [sequence]
-            elif any((group, block) in blocks for group, table in enumerate(sequence.tables) for block in table):
-                found.append(sequence)
-        return found
+    def _charge(self) -> None:
+        """Tell the policy what each request was given."""
+        requests = {sequence.request.name: sequence.request for sequence in self.flight.rows}
+        counts: dict[str, int] = {}
+        for name in self.events.request_ids:
+            counts[name] = counts.get(name, 0) + 1
+        for name, count in counts.items():
+            self.state.judge.tell(self.state.policy.served, requests[name], count)
 
     def fail(self) -> Events:
-        """Undo this plan and every later one: their sequences are put back, their effects will be sent again."""
-        state = self.state
-        flights = [self.flight, *state.flight]
-        state.flight.clear()
-        state.totals.num_failed_steps += 1
-        finished: list[str] = []
-        preempted: list[str] = []
-        freed: array[int] = array("i")
-        for flight in flights:
-            state.cache.unpublish(flight.published, flight.plan.step)
-            finished.extend(flight.plan.finished_ids)
-            preempted.extend(flight.plan.preempted_ids)
-            freed.extend(flight.plan.freed_slots)
-        state.finished_ids[:0] = finished
-        state.preempted_ids[:0] = preempted
-        state.freed_slots = freed + state.freed_slots
-        for flight in flights:
-            for sequence in flight.rows:
-                sequence.in_flight = sequence.stale = sequence.num_pending = 0
-                if sequence.request.status == Status.RUNNING:
-                    state.preempt(sequence.request, self.now, None, None)
+        """Undo this plan and every later one."""
+        recovery.fail(self.state, self.flight, self.now)
         return self._close()
 
     def _close(self) -> Events:

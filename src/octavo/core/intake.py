@@ -1,15 +1,16 @@
 """Lets waiting requests into one plan: in order, while budgets, blocks and headroom allow.
 
-Owns: the pass over the waiting queue of one step. Does not: prove that a request can ever run (admission),
-or grant running rows (planning).
+Owns: the pass over the waiting queue of one step; the starvation bound; swap-ins. Does not: prove that a request can
+ever run (admission), or grant running rows (planning).
 Invariants: running <= sequence cap; an admission leaves the headroom free unless the batch is otherwise
-empty; nobody is admitted in a step that preempted, unless the step would otherwise be empty.
+empty or the request is the barrier; nobody is admitted in a step that preempted, unless the step would otherwise be
+empty; nobody is admitted past the barrier.
 """
 
 from __future__ import annotations
 
-from octavo.core.kv.cache import Match
-from octavo.core.plan import EventKind, NewSequence, WaitReason
+from octavo.core.kv.cache import NO_BLOCK, Match
+from octavo.core.plan import EventKind, WaitReason
 from octavo.core.planning import Planner
 from octavo.core.request import RequestState, Sequence, Status, Want
 
@@ -18,49 +19,81 @@ MAX_CANDIDATES = 64  # how far admission looks past a request that does not fit 
 # Reasons about this one request: the next may still fit. Any other ends admission, unless the policy skips ahead.
 # TOKEN_BUDGET with tokens left means an unchunked prompt that is longer than the rest.
 _SKIPPED = frozenset(
-    {WaitReason.TOKEN_BUDGET, WaitReason.KV_READ_BUDGET, WaitReason.ENCODER_BUDGET, WaitReason.ADAPTER_SLOTS}
+    {
+        WaitReason.TOKEN_BUDGET,
+        WaitReason.KV_READ_BUDGET,
+        WaitReason.ENCODER_BUDGET,
+        WaitReason.ADAPTER_SLOTS,
+        WaitReason.MODALITY,
+    }
 )
-_ROOM = frozenset({WaitReason.KV_BLOCKS, WaitReason.HEADROOM, WaitReason.SEQUENCE_CAP})
+_ROOM = frozenset({WaitReason.KV_BLOCKS, WaitReason.HEADROOM, WaitReason.SEQUENCE_CAP, WaitReason.SWAP_SPACE})
+# Not lack of room: being passed over for these does not count towards the starvation bound.
+_NO_LACK = frozenset({WaitReason.MODALITY, WaitReason.COMPOSITION, WaitReason.UNCOMMITTED})
 
 
 class Intake:
     """The admissions of one step."""
 
-    __slots__ = ("planner", "state")
+    __slots__ = ("planner", "skipped", "state")
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.state = planner.state
+        self.skipped: list[tuple[RequestState, WaitReason]] = []  # examined in this pass, and not let in
 
     def run(self) -> None:
-        """Let in waiting requests in the policy's order while they fit (S05, S08, S23)."""
-        num_waiting = len(self.state.waiting)
-        if self.planner.num_preempted and self.planner.rows:
-            self.planner.count_waits(WaitReason.PREEMPTED_THIS_STEP, num_waiting)
+        """Let in waiting requests in the policy's order while they fit (S05, S08, S10, S23)."""
+        planner, num_waiting = self.planner, len(self.state.waiting)
+        if not num_waiting:
+            return
+        if planner.num_preempted and planner.rows:
+            planner.count_waits(WaitReason.PREEMPTED_THIS_STEP, num_waiting)
         elif self.state.is_paused:
-            self.planner.count_waits(WaitReason.PAUSED, num_waiting)
-        elif self.planner.only is not None:
+            planner.count_waits(WaitReason.PAUSED, num_waiting)
+        elif planner.only is not None:
             named = self._named()
-            self.planner.count_waits(WaitReason.EXCLUDED, num_waiting - len(named))
-            for request in named:
-                reason = self._try_admit(request)
-                if reason is not None and not self._goes_on(reason):
-                    break
+            planner.count_waits(WaitReason.EXCLUDED, num_waiting - len(named))
+            self._pass(named)
+        elif planner.turn.is_decoding:
+            planner.count_waits(WaitReason.COMPOSITION, num_waiting)
+        elif self.state.policy.lookahead > 1 and planner.tokens.left and self.state.sequence_budget.left:
+            self._run_preferred()
         else:
             self._run_queue()
 
     def _run_queue(self) -> None:
         waiting = self.state.waiting
-        skipped: list[RequestState] = []
-        while len(skipped) < MAX_CANDIDATES and (request := waiting.peek()) is not None:
-            reason = self._try_admit(request)
-            if reason is None:
-                continue
-            if not self._goes_on(reason):
+        set_aside: list[RequestState] = []
+        while len(set_aside) < MAX_CANDIDATES and (request := waiting.peek()) is not None:
+            if not self._consider(request):
                 break
-            skipped.append(waiting.pop())
-        for request in skipped:
+            if request.status == Status.WAITING:
+                set_aside.append(waiting.pop())
+        for request in set_aside:
             waiting.add(request)
+
+    def _run_preferred(self) -> None:
+        """The first candidates in the order that the policy prefers, knowing what is cached of each."""
+        waiting, judge, cache = self.state.waiting, self.state.judge, self.state.cache
+        candidates: list[RequestState] = []
+        while len(candidates) < min(self.state.policy.lookahead, MAX_CANDIDATES) and waiting.peek() is not None:
+            candidates.append(waiting.pop())
+        for request in candidates:
+            waiting.add(request)
+        bound = self.state.limits.max_bypass
+        ranked = []
+        for request in candidates:
+            root = request.sequences[0]
+            cached = 0 if request.is_swapped else cache.match(root, self._match_cap(request, root)).num_tokens
+            ranked.append(((request.num_bypassed < bound, judge.preference(request, cached)), request))
+        ranked.sort(key=lambda entry: entry[0])
+        self._pass([request for _, request in ranked])
+
+    def _pass(self, requests: list[RequestState]) -> None:
+        for request in requests:
+            if not self._consider(request):
+                break
 
     def _named(self) -> list[RequestState]:
         """Waiting requests of `only`, in order."""
@@ -69,34 +102,115 @@ class Intake:
         waiting = [request for request in named if request.status == Status.WAITING]
         return sorted(waiting, key=lambda request: request.rank)
 
-    def _goes_on(self, reason: WaitReason) -> bool:
-        """Whether admission looks at the next request after one that waits for `reason`."""
+    def _consider(self, request: RequestState) -> bool:
+        """Try to admit a request; whether the next one may be looked at."""
+        reason = self._try_admit(request)
+        if reason is None:
+            self._count_bypasses()
+            return True
+        if request.num_bypassed >= self.state.limits.max_bypass and reason not in _NO_LACK:
+            self._clear_way(request, WaitReason.BARRIER)  # nobody later passes
+            behind = len(self.state.waiting) - sum(self.planner.waits.values())
+            self.planner.count_waits(WaitReason.BARRIER, max(0, behind))
+            return False
+        if self.state.policy.preempt_on_arrival and reason in _ROOM and self._clear_way(request, reason):
+            return False
+        self.skipped.append((request, reason))
         if not self.planner.tokens.left or not self.state.sequence_budget.left:
             return False
         return reason in _SKIPPED or (self.state.policy.skip_ahead and reason in _ROOM)
 
+    def _count_bypasses(self) -> None:
+        """Somebody was admitted past those examined before: once per step and request."""
+        for request, reason in self.skipped:
+            if reason not in _NO_LACK:
+                request.num_bypassed += 1
+                self.state.totals.num_bypasses += 1
+        self.skipped = []
+
+    def _clear_way(self, request: RequestState, reason: WaitReason) -> bool:
+        """Preempt running work of later rank until a waiting request would fit. False when that cannot be.
+
+        Not in a step that admitted somebody: then the next step does it.
+        """
+        if self.planner.num_admitted:
+            return False
+        judge, running = self.state.judge, self.state.running.requests
+        own = judge.victim_rank(request)
+        ranked = sorted(((judge.victim_rank(other), other) for other in running), key=lambda entry: entry[0])
+        victims = [other for rank, other in ranked if rank > own]
+        if not victims or not self._fits(request, victims):
+            return False
+        while victims and not self._fits(request, []):
+            self.planner.preempt(victims.pop(), request, reason)
+        return True
+
+    def _fits(self, request: RequestState, victims: list[RequestState]) -> bool:
+        """Whether a waiting request's blocks and slots would be free without these running ones."""
+        slots = self.state.sequence_budget.left + sum(victim.num_slots for victim in victims)
+        freed = [0] * self.state.cache.num_groups
+        for group, pool in enumerate(self.state.cache.pools):
+            held: dict[int, int] = {}
+            for victim in victims:
+                for sequence in victim.sequences:
+                    for block in sequence.tables[group]:
+                        held[block] = held.get(block, 0) + 1
+            held.pop(NO_BLOCK, None)
+            freed[group] = pool.num_free + sum(1 for block, count in held.items() if pool.references[block] == count)
+        blocks = self._num_blocks(request)
+        return slots >= request.num_slots and all(have >= need for have, need in zip(freed, blocks, strict=True))
+
+    # --- one request ----------------------------------------------------------------------------------
+
     def _try_admit(self, request: RequestState) -> WaitReason | None:
         """Admit one request, or say why not."""
-        state = self.state
-        if request.in_flight:
-            return self._defer(request, WaitReason.UNCOMMITTED, request.in_flight, 0)
-        if not state.sequence_budget.fits(len(request.sequences)):
-            return self._defer(request, WaitReason.SEQUENCE_CAP, len(request.sequences), state.sequence_budget.left)
-        if not self.planner.tokens.left:
-            return self._defer(request, WaitReason.TOKEN_BUDGET, 1, 0)
-        has_company = bool(self.planner.rows or state.running.requests)
-        if has_company and request.deferred_version == state.cache.version:
+        reason = self._refusal(request)
+        if reason is not None:
+            return reason
+        has_company = bool(self.planner.rows or self.state.running.requests)
+        if has_company and request.deferred_version == self.state.cache.version:
             reason = WaitReason(request.wait_reason)
             self.planner.count_waits(reason, 1)
             return reason
-        sequence = request.sequences[0]
-        match = state.cache.match(sequence, self._match_cap(request, sequence), state.step)
-        lack = self._lacks_room(request, match, has_company)
-        if lack is not None:
-            return lack
-        state.waiting.remove(request)
-        self._admit(request, match)
+        if request.is_swapped:
+            return self._try_swap_in(request, has_company)
+        return self._try_start(request, has_company)
+
+    def _refusal(self, request: RequestState) -> WaitReason | None:
+        """Reasons that need no look at the cache."""
+        state, planner = self.state, self.planner
+        if request.in_flight:
+            return self._defer(request, WaitReason.UNCOMMITTED, request.in_flight, 0)
+        if not state.sequence_budget.fits(request.num_slots):
+            return self._defer(request, WaitReason.SEQUENCE_CAP, request.num_slots, state.sequence_budget.left)
+        if not planner.tokens.left:
+            return self._defer(request, WaitReason.TOKEN_BUDGET, 1, 0)
+        refusal = planner.turn.refusal(request, is_decoding=False)
+        if refusal is not None:
+            return self._defer(request, refusal, 0, 0)
+        if request.request.adapter_id and not state.adapters.fits(request.request.adapter_id):
+            return self._defer(request, WaitReason.ADAPTER_SLOTS, 1, 0)
         return None
+
+    def _try_start(self, request: RequestState, has_company: bool) -> WaitReason | None:
+        """Let a request in by what the cache has of it, or say why not."""
+        state, planner, root = self.state, self.planner, request.sequences[0]
+        match = state.cache.match(root, self._match_cap(request, root))
+        if match.loads and planner.effects.swap_outs:
+            state.cache.host.is_load_wanted = True
+            return self._defer(request, WaitReason.HOST_LOAD, len(match.loads), 0)
+        count, reason = self._first_chunk(request, match)
+        if reason is None:
+            reason = self._lacks_room(request, self._room_for(request, match), has_company)
+        if reason is None and request.request.spans:
+            slot = state.free_slots[-1]  # the one it will get
+            count = state.encoder.grant(request.name, slot, request.request.spans, match.num_tokens, count)
+            if not count:
+                reason = self._defer(request, WaitReason.ENCODER_BUDGET, 1, 0)
+        if reason is None:
+            state.waiting.remove(request)
+            self._admit(request, match, count)
+        return reason
 
     def _match_cap(self, request: RequestState, sequence: Sequence) -> int:
         """Longest usable match: a score needs the logits in front of the first position it still owes."""
@@ -104,63 +218,130 @@ class Intake:
             return request.num_scored - 1
         return sequence.num_known
 
-    def _lacks_room(self, request: RequestState, match: Match, has_company: bool) -> WaitReason | None:
-        """Check budgets and blocks for a request with this match; None when it fits."""
-        state, sequence = self.state, request.sequences[0]
-        limits = state.limits
-        known = sequence.num_known
-        todo = known - match.num_tokens
-        count = self.planner.chunk(todo)
+    def _first_chunk(self, request: RequestState, match: Match) -> tuple[int, WaitReason | None]:
+        """Tokens that the request would be granted now; or why it has to wait for another step."""
+        planner, limits = self.planner, self.state.limits
+        todo = request.sequences[0].num_known - match.num_tokens
+        count = planner.chunk(todo)
         if count < todo and not limits.chunked_prefill and todo <= limits.max_batch_tokens:
-            return self._defer(request, WaitReason.TOKEN_BUDGET, todo, self.planner.tokens.left)
-        if count < todo and limits.max_partial_prefills and self.planner.num_partial >= limits.max_partial_prefills:
-            return self._defer(request, WaitReason.PARTIAL_PREFILL_CAP, 1, 0)
-        room = state.cache.room_after(match, known) - self.planner.outstanding
-        needed = state.cache.num_blocks_for(known) - len(match.blocks[0])
-        if room < 0:
-            return self._defer(request, WaitReason.KV_BLOCKS, needed, max(0, room + needed), has_company)
+            return 0, self._defer(request, WaitReason.TOKEN_BUDGET, todo, planner.tokens.left)
+        if count < todo and not self.state.partial_budget.left:
+            return 0, self._defer(request, WaitReason.PARTIAL_PREFILL_CAP, 1, 0)
+        cost = planner.reads.cost(match.num_tokens, count)
+        if planner.is_careful and not planner.reads.fits(cost):
+            return 0, self._defer(request, WaitReason.KV_READ_BUDGET, cost, planner.reads.left)
+        return count, None
+
+    def _room_for(self, request: RequestState, match: Match) -> tuple[list[int], list[int]]:
+        """(blocks needed, blocks left free) per group if the request came in with this match."""
+        cache = self.state.cache
+        peaks = self._num_blocks(request)
+        room = cache.room_after(match, peaks)
+        needed = [peak - held for peak, held in zip(peaks, match.num_held, strict=True)]
+        return needed, [left - kept for left, kept in zip(room, self.planner.outstanding, strict=True)]
+
+    def _num_blocks(self, request: RequestState) -> list[int]:
+        """Blocks per group for all known tokens of all sequences, what they share counted once."""
+        cache = self.state.cache
+        if request.is_swapped:
+            return [count + len(request.sequences) for count in cache.host.num_swapped_blocks(request.sequences)]
+        root = request.sequences[0]
+        total = cache.peak_blocks(root.num_known)
+        shared = (root.num_prompt - 1) // cache.block_size if cache.sharing else 0
+        for sequence in request.sequences[1:]:
+            for group, peak in enumerate(cache.peak_blocks(sequence.num_known)):
+                total[group] += max(1, peak - shared)
+        return total
+
+    def _lacks_room(
+        self, request: RequestState, room: tuple[list[int], list[int]], has_company: bool
+    ) -> WaitReason | None:
+        """Check blocks and headroom; None when the request fits."""
+        needed, left = room
+        group = left.index(min(left))
+        if left[group] < 0:
+            available = max(0, left[group] + needed[group])
+            reason = WaitReason.SWAP_SPACE if request.is_swapped else WaitReason.KV_BLOCKS
+            return self._defer(request, reason, needed[group], available, has_company)
+        if not has_company or request.num_bypassed >= self.state.limits.max_bypass:
+            return None
         # A request that was preempted comes back only when those running can grow by a block each (by two
         # after the second time), or it would be preempted again at once.
-        spare = state.headroom_blocks + min(request.num_preemptions, 2) * state.running.num_sequences
-        if has_company and room < spare:
-            return self._defer(request, WaitReason.HEADROOM, needed + spare, room + needed, has_company)
+        growth = min(request.num_preemptions, 2) * self.state.sequence_budget.used
+        for group, floor in enumerate(self.state.headroom.floors):
+            if left[group] < floor + growth:
+                wanted = needed[group] + floor + growth
+                return self._defer(request, WaitReason.HEADROOM, wanted, left[group] + needed[group], has_company)
         return None
 
-    def _admit(self, request: RequestState, match: Match) -> None:
-        state, sequence = self.state, request.sequences[0]
+    def _admit(self, request: RequestState, match: Match, count: int) -> None:
+        state, planner, root = self.state, self.planner, request.sequences[0]
+        is_resumed = self._enter(request)
+        planner.published += state.cache.adopt(root, match)
+        state.cache.count_hit(root.num_known, match.num_tokens)
+        state.totals.num_host_hit_tokens += len(match.loads) * state.cache.block_size // state.cache.num_groups
+        if not is_resumed:
+            request.cached_tokens = match.num_tokens
+        state.judge.tell(state.policy.admitted, request, root.num_known - match.num_tokens)
+        planner.announce(root)
+        kind = EventKind.RESUMED if is_resumed else EventKind.ADMITTED
+        planner.event(kind, request, num_tokens=count, cached_tokens=match.num_tokens)
+        if root.num_scheduled + count < root.num_committed:
+            left = root.num_committed - root.num_scheduled - count
+            planner.event(EventKind.CHUNKED, request, num_tokens=count, needed=left)
+        planner.enter(root, count)
+        planner.count_rest(root)
+        for sequence in request.sequences[1:]:
+            if not sequence.is_entered:
+                planner.choices.keep_room(sequence)
+
+    def _enter(self, request: RequestState) -> bool:
+        """Move a request from the queue to the running list; whether it has run before."""
+        state = self.state
         is_resumed = request.first_scheduled_at is not None
         state.enter_running(request)
-        state.cache.adopt(sequence, match, self.planner.edits, self.planner.copies)
-        state.cache.count_hit(sequence.num_known, match.num_tokens)
-        asked = request.request
-        known = sequence.num_known
+        self.planner.num_admitted += 1
+        request.num_bypassed = 0
+        request.wait_reason = request.deferred_version = -1
         if not is_resumed:
             request.first_scheduled_at = self.planner.now
-            request.cached_tokens = match.num_tokens
             state.totals.num_admitted += 1
-            state.totals.num_prompt_tokens += sequence.num_prompt
-        request.wait_reason = request.deferred_version = -1
-        count = self.planner.chunk(known - match.num_tokens)
-        ids = sequence.token_ids[:] if sequence.token_ids is not None else None
-        self.planner.new.append(
-            NewSequence(
-                sequence.slot,
-                asked.request_id,
-                sequence.choice,
-                sequence.num_prompt,
-                ids,
-                asked.params,
-                asked.eos_token_ids,
-                asked.adapter_id,
-            )
-        )
-        self.planner.enter(sequence, count)
-        kind = EventKind.RESUMED if is_resumed else EventKind.ADMITTED
-        self.planner.event(kind, request, num_tokens=count, cached_tokens=match.num_tokens)
-        left = known - match.num_tokens - count
-        if left:
-            self.planner.count_partial(sequence, known)
-            self.planner.event(EventKind.CHUNKED, request, num_tokens=count, needed=left)
+            state.totals.num_prompt_tokens += request.request.num_prompt_tokens
+        return is_resumed
+
+    # --- swapped requests -------------------------------------------------------------------------------
+
+    def _try_swap_in(self, request: RequestState, has_company: bool) -> WaitReason | None:
+        """Bring a request back from the host: its blocks, one more for each sequence, and the headroom (S09)."""
+        state, planner = self.state, self.planner
+        needed = self._num_blocks(request)
+        if not has_company:
+            needed = [count - len(request.sequences) for count in needed]
+        if planner.effects.swap_outs:
+            state.cache.host.is_load_wanted = True
+            return self._defer(request, WaitReason.HOST_LOAD, sum(needed), 0)
+        left = [
+            pool.num_free - count - kept
+            for pool, count, kept in zip(state.cache.pools, needed, planner.outstanding, strict=True)
+        ]
+        lack = self._lacks_room(request, (needed, left), has_company)
+        if lack is not None:
+            return lack
+        state.waiting.remove(request)
+        self._enter(request)
+        sequences = [sequence for sequence in request.sequences if sequence.host_tables]
+        num_tokens = sum(sequence.num_scheduled for sequence in sequences)
+        state.cache.swap_in(sequences)
+        request.is_swapped = False
+        state.num_swapped -= 1
+        state.totals.num_swapped_in_tokens += num_tokens
+        for sequence in sequences:
+            planner.announce(sequence)
+            state.cache.announce(sequence)
+        state.judge.tell(state.policy.admitted, request, 0)
+        planner.event(EventKind.RESUMED, request, cached_tokens=num_tokens)
+        planner.grant_sequences(request, sequences)
+        return None
 
     def _defer(
         self, request: RequestState, reason: WaitReason, needed: int, available: int, remember: bool = False

@@ -5,6 +5,7 @@ Owns: check and check_no_leaks. Does not: repair anything.
 
 from __future__ import annotations
 
+from octavo.core.kv.matching import NO_BLOCK
 from octavo.core.kv.pool import BlockPool
 from octavo.core.request import RequestState, Sequence, Status
 from octavo.core.scheduler import Scheduler
@@ -19,10 +20,30 @@ def check(scheduler: Scheduler) -> None:
     for group, pool in enumerate(state.cache.pools):
         _check_references(state, group, pool)
         _check_pool(group, pool)
+    for group, pool in enumerate(state.cache.host.pools):
+        _check_host_references(state, group, pool)
+        _check_pool(group, pool)
     _check_slots(state)
+    _check_adapters(state)
+    state.encoder.check()
     for entry in state.running.requests:
         for sequence in entry.sequences:
             _check_running(state, entry, sequence)
+
+
+def check_cheap(scheduler: Scheduler) -> None:
+    """The part of `check` that costs O(sequences running): counts and sums. Raises InvariantError."""
+    state = scheduler.state
+    used = sum(entry.num_slots for entry in state.running.requests)
+    _require(used == state.sequence_budget.used, f"{used} slots are in use, {state.sequence_budget.used} are counted")
+    _require(used <= state.limits.max_sequences, f"{used} sequences run, the cap is {state.limits.max_sequences}")
+    _require(len(state.waiting) + len(state.running) == len(state.requests), "a request is in no queue, or in two")
+    for entry in state.running.requests:
+        for sequence in entry.sequences:
+            ordered = sequence.num_computed <= sequence.num_scheduled <= sequence.num_known <= sequence.limit
+            _require(ordered, f"{entry.name}: computed, scheduled, known, limit are out of order")
+    for pool in (*state.cache.pools, *state.cache.host.pools):
+        _require(pool.num_free >= 0 and len(pool.block_of) <= pool.num_blocks, "a pool has lost count")
 
 
 def check_no_leaks(scheduler: Scheduler) -> None:
@@ -30,7 +51,7 @@ def check_no_leaks(scheduler: Scheduler) -> None:
     state = scheduler.state
     if state.requests:
         raise InvariantError(f"{len(state.requests)} requests are unfinished: {sorted(state.requests)[:5]}")
-    for group, pool in enumerate(state.cache.pools):
+    for group, pool in enumerate((*state.cache.pools, *state.cache.host.pools)):
         held = [block for block, count in enumerate(pool.references) if count]
         _require(not held, f"group {group}: blocks {held[:5]} are held by nobody")
         _require(
@@ -42,6 +63,10 @@ def check_no_leaks(scheduler: Scheduler) -> None:
     )
     _require(state.sequence_budget.used == 0, f"{state.sequence_budget.used} sequences are still counted")
     _require(len(state.waiting) == 0 and len(state.running) == 0, "a queue is not empty")
+    _require(state.num_swapped == 0, f"{state.num_swapped} requests count as swapped")
+    _require(state.adapters.num_used == 0, f"{state.adapters.num_used} adapter slots are held")
+    _require(state.encoder.num_references == 0, "encoder outputs are held by nobody")
+    _require(not state.announced and not state.id_edits and not state.table_edits, "the executor was not told all")
 
 
 def _require(ok: bool, message: str) -> None:
@@ -57,18 +82,51 @@ def _check_requests(state: State) -> None:
     _require(sorted(names) == sorted(state.requests), "queues and requests differ")
     for entry in waiting:
         _require(entry.status == Status.WAITING, f"{entry.name} waits with status {entry.status}")
-        for sequence in entry.sequences:
-            _require(not any(sequence.tables), f"{entry.name} waits and holds blocks")
-            _require(sequence.slot == -1, f"{entry.name} waits and holds slot {sequence.slot}")
+        _check_waiting(entry)
+    _require(
+        sum(entry.is_swapped for entry in waiting) == state.num_swapped, f"{state.num_swapped} swapped are counted"
+    )
+    ranks = [entry.rank for entry in running]
+    _require(ranks == sorted(ranks), "the running list is out of order")
+    for entry in (*waiting, *running):
+        choices = [sequence.choice for sequence in entry.sequences]
+        _require(choices == sorted(dict.fromkeys(choices)), f"{entry.name} has the choices {choices}")
+    count = sum(len(entry.sequences) + len(entry.spare_slots) for entry in running)
+    _require(count <= state.limits.max_sequences, f"{count} sequences run, the cap is {state.limits.max_sequences}")
+    _require(count == state.sequence_budget.used, "running sequences are miscounted")
+
+
+def _check_waiting(entry: RequestState) -> None:
+    """A waiting request holds nothing on the device, and on the host only what a swap moved there."""
+    _require(not entry.spare_slots, f"{entry.name} waits and holds slots")
+    for sequence in entry.sequences:
+        _require(not any(sequence.tables), f"{entry.name} waits and holds blocks")
+        _require(sequence.slot == -1 and not sequence.is_entered, f"{entry.name} waits and holds slot {sequence.slot}")
+        if not entry.is_swapped:
+            _require(not any(sequence.host_tables), f"{entry.name} is not swapped and holds host blocks")
             _require(
                 sequence.num_scheduled == sequence.num_computed == 0,
                 f"{entry.name} waits with computed tokens",
             )
-    ranks = [entry.rank for entry in running]
-    _require(ranks == sorted(ranks), "the running list is out of order")
-    count = sum(len(entry.sequences) for entry in running)
-    _require(count <= state.limits.max_sequences, f"{count} sequences run, the cap is {state.limits.max_sequences}")
-    _require(count == state.running.num_sequences == state.sequence_budget.used, "running sequences are miscounted")
+
+
+def _check_host_references(state: State, group: int, pool: BlockPool) -> None:
+    expected = [0] * pool.num_blocks
+    for entry in state.requests.values():
+        for sequence in entry.sequences:
+            for block in sequence.host_tables[group] if sequence.host_tables else ():
+                if block != NO_BLOCK:
+                    expected[block] += 1
+    for block, count in enumerate(pool.references):
+        _require(
+            count == expected[block],
+            f"host group {group} block {block}: {count} references, {expected[block]} tables hold it",
+        )
+
+
+def _check_adapters(state: State) -> None:
+    used = dict.fromkeys(e.request.adapter_id for e in state.running.requests if e.request.adapter_id)
+    _require(len(used) == state.adapters.num_used, f"{len(used)} adapters run, {state.adapters.num_used} are counted")
 
 
 def _check_references(state: State, group: int, pool: BlockPool) -> None:
@@ -76,7 +134,11 @@ def _check_references(state: State, group: int, pool: BlockPool) -> None:
     for entry in state.requests.values():
         for sequence in entry.sequences:
             for block in sequence.tables[group]:
-                expected[block] += 1
+                if block != NO_BLOCK:
+                    expected[block] += 1
+    for flight in state.flight:  # given up, and named by that plan still
+        for owner_group, block in flight.releases:
+            expected[block] += owner_group == group
     for block, count in enumerate(pool.references):
         _require(
             count == expected[block],
@@ -109,7 +171,11 @@ def _check_pool(group: int, pool: BlockPool) -> None:
 
 
 def _check_slots(state: State) -> None:
-    used = [sequence.slot for entry in state.running.requests for sequence in entry.sequences]
+    used = [slot for entry in state.running.requests for slot in entry.spare_slots]
+    for entry in state.running.requests:
+        for sequence in entry.sequences:
+            used.append(sequence.slot)
+            _require(state.slot_owner[sequence.slot] is sequence, f"slot {sequence.slot} of {entry.name} is another's")
     every = sorted((*used, *state.free_slots))
     _require(every == list(range(state.limits.max_sequences)), f"slots are lost or doubled: {every}")
 
@@ -129,15 +195,30 @@ def _check_running(state: State, entry: RequestState, sequence: Sequence) -> Non
     if sequence.token_ids is not None:
         _require(len(sequence.token_ids) == sequence.num_committed, f"{name}: ids and count differ")
     for group, (pool, table) in enumerate(zip(state.cache.pools, sequence.tables, strict=True)):
+        spec = state.limits.groups[group]
         needed = -(-sequence.num_scheduled // size)
         _require(
             len(table) == needed,
             f"{name}: {len(table)} blocks in group {group}, {needed} needed for {sequence.num_scheduled} tokens",
         )
-        for index, block in enumerate(table):
-            shared = pool.references[block] > 1 or pool.key_of[block] is not None
+        first = sequence.first_live[group]
+        live = [index for index, block in enumerate(table) if block != NO_BLOCK]
+        _require(live == list(range(first, len(table))), f"{name}: group {group} has holes in its table")
+        # Blocks are given back when the next row is granted, so the window of the last one may still be there.
+        must = min(spec.first_block(sequence.num_scheduled, size), len(table))
+        _require(first <= must, f"{name}: group {group} lost block {first - 1}, its window begins in {must}")
+        for index in live:
+            block = table[index]
+            # A fork's tail is shared until it is written; nothing else that is shared or findable is partial.
             full = (index + 1) * size <= sequence.num_scheduled
-            _require(not shared or full, f"{name}: block {block} at index {index} is shared or findable, and not full")
+            _require(
+                full or pool.key_of[block] is None, f"{name}: block {block} at index {index} is findable, and not full"
+            )
+            is_shared = pool.references[block] > 1
+            _require(
+                full or not is_shared or entry.has_several,
+                f"{name}: block {block} at index {index} is shared, and not full",
+            )
             key = pool.key_of[block]
             if key is not None and index < len(sequence.keys):
                 _require(

@@ -1,9 +1,8 @@
-"""Composes one plan: who runs, how many tokens each, whose blocks are taken, who is let in.
+"""Composes one plan: who runs, how many tokens each, whose blocks are taken.
 
-Owns: the pass over running and waiting requests of one step. Does not: keep anything between steps (state)
-or check what can never run (admission).
-Invariants: granted <= token budget; running <= sequence cap; nobody is preempted for one of later rank;
-no admission in a step that preempted, unless the step would otherwise be empty.
+Owns: the pass over running requests of one step, and the plan's columns. Does not: keep anything between steps
+(state), let anybody in (intake), or check what can never run (admission).
+Invariants: granted <= token budget; running <= sequence cap; nobody is preempted for one of later rank.
 """
 
 from __future__ import annotations
@@ -11,18 +10,21 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from octavo.core.kv.cache import Publication
+from octavo.core.choices import Choices, is_caught_up
+from octavo.core.composition import ANY, Turn
+from octavo.core.kv.cache import Effects, Publication
 from octavo.core.plan import (
+    ROW_BEAM,
     ROW_CARRY,
     ROW_POOL,
     ROW_SAMPLE,
     ROW_SCORE,
-    Event,
     EventKind,
     NewSequence,
     StepPlan,
     WaitReason,
 )
+from octavo.core.plan_facts import is_fast, shared_prefixes
 from octavo.core.request import RequestState, Sequence, Status, Want
 from octavo.core.state import Flight, State
 
@@ -33,68 +35,74 @@ class Planner:
     """One step in the making. Made anew for every plan; `finish` hands the plan over."""
 
     __slots__ = (
-        "copies",
-        "counts",
-        "edits",
-        "flags",
-        "new",
-        "now",
-        "num_partial",
-        "num_preempted",
-        "only",
-        "outstanding",
-        "published",
-        "rows",
-        "starts",
-        "state",
-        "tokens",
-        "waits",
-    )
+        "choices", "counts", "effects", "flags", "held", "is_careful", "new", "now", "num_admitted", "num_preempted",
+        "only", "outstanding", "published", "reads", "rows", "starts", "state", "tokens", "turn", "waits",
+    )  # fmt: skip
 
     def __init__(self, state: State, now: float, only: frozenset[str] | None) -> None:
         self.state = state
         self.now = now
         self.only = only
+        self.turn: Turn = ANY
         self.rows: list[Sequence] = []
         self.starts: list[int] = []
         self.counts: list[int] = []
         self.flags: list[int] = []
-        self.edits: array[int] = array("i")
-        self.copies: array[int] = array("i")
+        self.effects: Effects = state.cache.begin_plan(state.step)
         self.new: list[NewSequence] = []
         self.published: list[Publication] = []
-        self.waits: dict[WaitReason, int] = {}
+        self.waits: dict[WaitReason, int] = {}  # waiting requests by reason
+        self.held: dict[WaitReason, int] = {}  # running rows left out, by reason
         self.tokens = state.token_budget
+        self.reads = state.read_budget
         self.tokens.renew()
+        self.reads.renew()
+        self.choices = Choices(self)
         self.num_preempted = 0
-        self.num_partial = 0  # sequences whose known tokens are not all computed after this step
-        self.outstanding = 0  # blocks that those will still need
+        self.num_admitted = 0
+        self.outstanding = [0] * state.cache.num_groups  # blocks that sequences not caught up will still need
+        # Whether each row has more to be asked than its blocks and tokens.
+        self.is_careful = bool(state.limits.max_kv_read or not state.composition.is_mixed)
+        state.encoder.renew()
+        self._tell_changes()
+
+    def _tell_changes(self) -> None:
+        """Enter what commits decided since the last plan: sequences that moved, ids chosen, tables mended."""
+        state = self.state
+        for sequence in state.announced:
+            self.announce(sequence)
+            state.cache.announce(sequence)
+        state.announced.clear()
+        self.effects.edits.extend(state.table_edits)
+        state.table_edits = array("i")
 
     # --- running requests ---------------------------------------------------------------------------
 
-    def grant_running(self) -> None:
+    def grant_running(self, turn: Turn = ANY) -> None:
         """Go on with what runs, in rank order. Rows that decode inside their last block are the hot path.
 
         They are entered right here: a call for each would cost more than all the rest of the step.
         """
-        only, tokens = self.only, self.tokens
+        self.turn = turn
+        self.waits = {}
+        self.held = {}
+        self.outstanding = [0] * self.state.cache.num_groups
+        self.state.partial_budget.renew()
+        only, tokens, is_careful = self.only, self.tokens, self.is_careful
         rows, starts, counts, flags = self.rows, self.starts, self.counts, self.flags
         left = tokens.left
-        for request in tuple(self.state.running.requests):
+        for request in self._in_order() if is_careful else tuple(self.state.running.requests):
             if not left:
                 break
             if only is not None and request.name not in only:
                 continue
-            for sequence in request.sequences:
+            if not request.ahead_ok and request.in_flight:
+                continue
+            for sequence in tuple(request.sequences) if request.has_several else request.sequences:
                 start = sequence.num_scheduled
                 pending = sequence.num_pending
                 todo = sequence.num_committed + pending - start
-                if (
-                    todo == 1
-                    and start < sequence.hot_end
-                    and request.is_decoding
-                    and not (pending and not request.ahead_ok)
-                ):
+                if todo == 1 and start < sequence.hot_end and request.is_decoding and not is_careful:
                     sequence.num_scheduled = start + 1
                     sequence.num_pending = pending + 1
                     sequence.in_flight += 1
@@ -105,25 +113,68 @@ class Planner:
                     left -= 1
                 elif todo > 0:
                     tokens.left = left
-                    self._grant(request, sequence, todo)
+                    has_forked = self._grant(request, sequence, todo)
                     left = tokens.left
+                    if has_forked:
+                        break  # its other choices have their rows
         tokens.left = left
 
-    def _grant(self, request: RequestState, sequence: Sequence, todo: int) -> None:
-        """Grant a row that needs a block, or more than one token."""
-        known = sequence.num_known
-        if request.status != Status.RUNNING or not self.tokens.left or (sequence.in_flight and not request.ahead_ok):
-            return
-        if known >= sequence.limit and request.request.wants & Want.SAMPLE:
-            return  # its last token is in flight: a stop by length is foreseen
+    def grant_sequences(self, request: RequestState, sequences: list[Sequence]) -> None:
+        """Go on with a request that has just come back."""
+        for sequence in sequences:
+            todo = sequence.num_known - sequence.num_scheduled
+            if todo > 0 and self._grant(request, sequence, todo):
+                return
+
+    def _in_order(self) -> list[RequestState]:
+        """Running requests by rank; those that were passed over too often come first."""
+        bound = self.state.limits.max_bypass
+        return sorted(self.state.running.requests, key=lambda request: request.num_bypassed < bound)
+
+    def _grant(self, request: RequestState, sequence: Sequence, todo: int) -> bool:
+        """Grant a row that needs a block, or more than one token, or has more to be asked. True when it forked."""
+        if request.status != Status.RUNNING or not self.tokens.left:
+            return False
+        if sequence.num_known >= sequence.limit and request.request.wants & Want.SAMPLE:
+            return False  # its last token is in flight: a stop by length is foreseen
+        if not sequence.is_entered:
+            if self.turn.refusal(request, is_decoding=False) or not self.choices.enter(request, sequence):
+                return False
+            todo = sequence.num_known - sequence.num_scheduled
         count = self.chunk(todo)
-        end = sequence.num_scheduled + count
-        if end > sequence.capacity and not self._make_room(request, sequence, end):
-            return
-        self.enter(sequence, count)
-        if count < todo:
-            self.count_partial(sequence, known)
-            self.event(EventKind.CHUNKED, request, num_tokens=count, needed=todo - count)
+        reason, count = self._cut(request, sequence, todo, count)
+        if reason is not None:
+            self.held[reason] = self.held.get(reason, 0) + 1
+            self.count_rest(sequence)
+            return False
+        has_forked = False
+        if self._make_room(request, sequence, sequence.num_scheduled + count):
+            has_forked = self.enter(sequence, count)
+            request.num_bypassed = 0
+            if sequence.num_scheduled < sequence.num_committed:
+                left = sequence.num_committed - sequence.num_scheduled
+                self.event(EventKind.CHUNKED, request, num_tokens=count, needed=left)
+        if request.status == Status.RUNNING:
+            self.count_rest(sequence)
+        return has_forked
+
+    def _cut(self, request: RequestState, sequence: Sequence, todo: int, count: int) -> tuple[WaitReason | None, int]:
+        """Cut a grant to what may run in this step; or say what it waits for."""
+        limits, start = self.state.limits, sequence.num_scheduled
+        if count < todo and not limits.chunked_prefill and todo <= limits.max_batch_tokens:
+            return WaitReason.TOKEN_BUDGET, 0
+        refusal = self.turn.refusal(request, request.is_decoding)
+        if refusal is not None:
+            return refusal, 0
+        if self.is_careful and not self.reads.fits(self.reads.cost(start, count)):
+            request.num_bypassed += 1
+            return WaitReason.KV_READ_BUDGET, 0
+        if request.request.spans:
+            encoder, spans = self.state.encoder, request.request.spans
+            count = encoder.grant(request.name, sequence.slot, spans, start, count)
+            if not count:
+                return WaitReason.ENCODER_BUDGET, 0
+        return None, count
 
     def chunk(self, todo: int) -> int:
         """Tokens to grant of `todo`: the budget's rest, under the threshold for long prompts."""
@@ -132,21 +183,35 @@ class Planner:
             todo = min(todo, threshold)
         return min(todo, self.tokens.left)
 
-    def enter(self, sequence: Sequence, count: int) -> None:
-        """Make a row of a sequence: blocks, budget, columns, and prompt blocks that others may now match."""
+    def enter(self, sequence: Sequence, count: int) -> bool:
+        """Make a row of a sequence: blocks, budgets, columns, and blocks that others may now match.
+
+        True when the other choices of its request got rows too.
+        """
+        state, request = self.state, sequence.request
         start = sequence.num_scheduled
         end = start + count
-        if end > sequence.capacity:
-            self.state.cache.extend(sequence, end, self.edits)
+        if start >= sequence.hot_end or end > sequence.capacity:
+            state.cache.slide(sequence)
+            state.cache.extend(sequence, end)
         self.tokens.take(count)
+        if self.is_careful:
+            self.reads.take(self.reads.cost(start, count))
         self.rows.append(sequence)
         self.starts.append(start)
         self.counts.append(count)
-        self.flags.append(self._flags(sequence, start, end))
+        flags = self._flags(sequence, start, end)
+        self.flags.append(flags)
         sequence.num_scheduled = end
         sequence.in_flight += 1
-        if start < sequence.num_prompt:
-            self.published += self.state.cache.publish(sequence, min(end, sequence.num_prompt), self.state.step)
+        known = sequence.num_committed
+        if start < known:
+            self.published += state.cache.publish(sequence, min(end, known), state.step)
+        if not request.ahead_ok:
+            sequence.hot_end = 0  # it takes the careful way each time
+        if request.has_several and request.beams is None and flags & ROW_SAMPLE and end == sequence.num_prompt:
+            return self.choices.fork(request, sequence)
+        return False
 
     def _flags(self, sequence: Sequence, start: int, end: int) -> int:
         """What the row of positions [start, end) gives and takes; the token it samples becomes pending."""
@@ -156,57 +221,97 @@ class Planner:
         if wants & Want.SCORE and start < sequence.num_prompt - 1 and end >= request.num_scored:
             flag |= ROW_SCORE
         if end == sequence.num_known:
-            if not request.is_decoding:
+            if not request.is_decoding and is_caught_up(request, sequence):
                 self.state.start_decoding(request)
             if wants & Want.POOL and end == sequence.num_prompt:  # the prompt's, once
                 flag |= ROW_POOL
             if wants & Want.SAMPLE:
-                flag |= ROW_SAMPLE
+                flag |= ROW_SAMPLE if request.beams is None else ROW_SAMPLE | ROW_BEAM
                 sequence.num_pending += 1
         return flag
 
-    def count_partial(self, sequence: Sequence, known: int) -> None:
-        """A sequence will still need blocks and steps for tokens it knows already."""
-        self.num_partial += 1
-        self.outstanding += self.state.cache.num_blocks_for(known) - len(sequence.tables[0])
+    def count_rest(self, sequence: Sequence) -> None:
+        """Keep a place and blocks for a sequence that will still need them for tokens it knows already."""
+        if sequence.num_scheduled < sequence.num_committed:
+            if self.state.partial_budget.left:
+                self.state.partial_budget.take(1)
+            self.count_outstanding(sequence)
+
+    def count_outstanding(self, sequence: Sequence) -> None:
+        """Keep blocks for the known tokens of a sequence from those who might be let in."""
+        cache = self.state.cache
+        held = cache.held_blocks(sequence)
+        for group, peak in enumerate(cache.peak_blocks(sequence.num_known)):
+            self.outstanding[group] += max(0, peak - held[group])
+
+    def announce(self, sequence: Sequence) -> None:
+        """Tell the executor a sequence in full; its table goes with the edits."""
+        asked = sequence.request.request
+        ids = sequence.token_ids[:] if sequence.token_ids is not None else None
+        sequence.is_entered = True
+        self.new.append(
+            NewSequence(
+                sequence.slot,
+                asked.request_id,
+                sequence.choice,
+                sequence.num_prompt,
+                ids,
+                asked.params,
+                asked.eos_token_ids,
+                asked.adapter_id,
+            )
+        )
+
+    # --- room ------------------------------------------------------------------------------------------
 
     def _make_room(self, request: RequestState, sequence: Sequence, end: int) -> bool:
-        """Preempt until `end` positions fit. False when the request itself had to go."""
-        cache = self.state.cache
-        while cache.num_free() < cache.num_blocks_for(end) - len(sequence.tables[0]):
-            victim = max(self.state.running.requests, key=self._victim_rank)
-            self._preempt(victim, by=request)
-            if victim is request:
+        """Preempt until positions up to `end` fit. False when the request itself had to go, or waits for a release."""
+        state = self.state
+        if end <= sequence.capacity and sequence.num_scheduled < sequence.hot_end:
+            return True
+        state.cache.slide(sequence)
+        while not state.cache.fits(sequence, end):
+            if any(flight.releases for flight in state.flight):
+                return False  # blocks come back with the next commit; nobody has to go for them
+            if not self.evict(request):
                 return False
         return True
 
-    def _victim_rank(self, request: RequestState) -> tuple[tuple[float, ...], int]:
-        return self.state.judge.victim_rank(request)
+    def evict(self, request: RequestState) -> bool:
+        """Preempt the last in the policy's order for a running request. False when that was the request itself."""
+        victim = max(self.state.running.requests, key=self.state.judge.victim_rank)
+        self.preempt(victim, request, WaitReason.KV_BLOCKS)
+        return victim is not request
 
-    def _preempt(self, victim: RequestState, by: RequestState) -> None:
-        """Take everything from a victim, its row and promises in this very plan too."""
+    def preempt(self, victim: RequestState, by: RequestState, reason: WaitReason) -> None:
+        """Take everything from a victim, its rows and promises in this very plan too."""
         self.num_preempted += 1
-        slots = {sequence.slot for sequence in victim.sequences}
-        for sequence in victim.sequences:
-            if sequence in self.rows:
-                self._withdraw(sequence)
-        flat = self.edits
-        kept = [i for i in range(0, len(flat), 4) if flat[i] not in slots]
-        self.edits = array("i", [flat[i + k] for i in kept for k in range(4)])
-        self.state.preempt(victim, self.now, by.name, WaitReason.KV_BLOCKS)
+        slots = frozenset(sequence.slot for sequence in victim.sequences)
+        mine = [sequence for sequence in victim.sequences if sequence in self.rows]
+        is_fresh = any(new.slot in slots for new in self.new)
+        for sequence in mine:
+            self._withdraw(sequence)
+        if victim.request.spans:
+            self.state.encoder.withdraw(victim.name)
+        self.new = [new for new in self.new if new.slot not in slots]
+        self.effects.drop(slots)
+        # What has begun to change in this plan is not whole yet: it can be recomputed, not swapped.
+        self.state.preempt(victim, self.now, by.name, reason, may_swap=not (mine or is_fresh))
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a row back out of the plan, with what it promised to write."""
         index = self.rows.index(sequence)
         self.tokens.give_back(self.counts[index])
+        if self.is_careful:
+            self.reads.give_back(self.reads.cost(self.starts[index], self.counts[index]))
         sequence.in_flight -= 1
         if self.flags[index] & ROW_SAMPLE:
             sequence.num_pending -= 1
         for column in (self.rows, self.starts, self.counts, self.flags):
             del column[index]
-        mine = [entry for entry in self.published if entry.sequence is sequence]
+        mine = [entry for entry in self.published if entry.owner is sequence]
         self.state.cache.unpublish(mine, self.state.step)
-        self.published = [entry for entry in self.published if entry.sequence is not sequence]
+        self.published = [entry for entry in self.published if entry.owner is not sequence]
 
     def count_waits(self, reason: WaitReason, count: int) -> None:
         """Enter `count` requests that wait for `reason`."""
@@ -215,17 +320,17 @@ class Planner:
 
     def event(self, kind: EventKind, request: RequestState, **fields: Any) -> None:
         """Log a decision of this step."""
-        self.state.events.append(Event(kind, request.name, self.now, self.state.step, **fields))
+        self.state.tell(kind, request, self.now, **fields)
 
     # --- the plan -----------------------------------------------------------------------------------
 
     def finish(self) -> StepPlan:
         """Turn the grants into columns, hand over pending effects, and enter the plan in flight."""
-        state = self.state
+        state, effects = self.state, self.effects
         slots = array("i", [sequence.slot for sequence in self.rows])
         starts, counts = array("i", self.starts), array("i", self.counts)
-        num_query = sum(counts)
         freed_slots, state.freed_slots = state.freed_slots, array("i")
+        id_edits, state.id_edits = state.id_edits, array("i")
         plan = StepPlan(
             state.step,
             self.now,
@@ -233,39 +338,50 @@ class Planner:
             starts,
             counts,
             array("i", self.flags),
-            edits=self.edits,
-            copies=self.copies,
+            edits=effects.edits,
+            copies=effects.copies,
+            swap_outs=effects.swap_outs,
+            host_loads=effects.host_loads,
             freed_slots=freed_slots,
+            id_edits=id_edits,
+            encode_jobs=state.encoder.take_jobs(),
+            encoder_frees=state.encoder.take_frees(),
             new_sequences=tuple(self.new),
             finished_ids=tuple(state.finished_ids),
             preempted_ids=tuple(state.preempted_ids),
-            num_query_tokens=num_query,
-            num_kv_read=sum(starts) + num_query,
-            is_fast_path=self._is_fast(starts, counts),
+            num_query_tokens=sum(counts),
+            num_kv_read=self._count_reads(starts, counts),
+            is_fast_path=is_fast(starts, counts, state.limits),
             wake_at=state.deadlines.next(),
         )
+        state.cache.end_plan()
+        swapped, state.swapped_now = state.swapped_now, []
         if plan.is_empty:
             plan.waits = self._reasons()
         else:
+            if state.limits.find_shared_prefixes:
+                plan.shared_prefixes, plan.num_common_blocks = shared_prefixes(self.rows, counts)
             state.finished_ids = []
             state.preempted_ids = []
-            state.flight.append(Flight(plan, self.rows, self.published))
+            state.totals.num_copies += len(effects.copies) // 3
+            state.flight.append(Flight(plan, self.rows, self.published, effects.saved, swapped))
             state.step += 1
         plan.events = tuple(state.events)
         state.events = []
         return plan
 
-    def _is_fast(self, starts: array[int], counts: array[int]) -> bool:
-        if not counts or max(counts) != 1:
-            return False
-        bound = self.state.limits.max_blocks_per_sequence * self.state.limits.block_size
-        return not bound or max(starts) < bound
+    def _count_reads(self, starts: array[int], counts: array[int]) -> int:
+        if not self.is_careful and 0 not in counts and self.reads.is_plain:
+            return sum(starts) + sum(counts)
+        return sum(map(self.reads.cost, starts, counts))
 
     def _reasons(self) -> tuple[tuple[WaitReason, int], ...]:
         named = sum(self.waits.values())
         behind = len(self.state.waiting) - named
         if behind > 0:
             self.count_waits(WaitReason.BEHIND, behind)
+        for reason, count in self.held.items():
+            self.count_waits(reason, count)
         if not self.waits:
             return ((WaitReason.IDLE, 0),)
         return tuple(self.waits.items())

@@ -1,6 +1,6 @@
 """The two lines requests stand in: waiting (a heap) and running (a sorted list), and the deadlines.
 
-Owns: their order. Does not: decide who moves between them.
+Owns: their order, and that of lines of waiting requests. Does not: decide who moves between them.
 Invariants: each live request is in exactly one of waiting and running; ranks are unique, so that order is
 total and equal on every machine. Nothing here costs more than O(log n), but for the move of one list's
 pointers on removal from `running`, which is bounded by the sequence cap.
@@ -9,7 +9,7 @@ pointers on removal from `running`, which is bounded by the sequence cap.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
 
 from octavo.core.policy import Judge
@@ -19,67 +19,127 @@ _rank = attrgetter("rank")
 _Entry = tuple[tuple[tuple[float, ...], int], int, RequestState]
 
 
+def _place(entry: _Entry) -> tuple[tuple[tuple[float, ...], int], int]:
+    return entry[0], entry[1]
+
+
 def rerank(request: RequestState, judge: Judge) -> None:
     """Ask the policy again where the request stands. The request must be in neither line."""
     request.rank = judge.rank(request)
 
 
+class _Lane:
+    """Requests of one line by rank, with lazy removal: an entry counts while it is its request's latest."""
+
+    __slots__ = ("heap", "num_dead", "number")
+
+    def __init__(self, number: int) -> None:
+        self.heap: list[_Entry] = []
+        self.num_dead = 0
+        self.number = number
+
+    def head(self) -> RequestState | None:
+        while self.heap:
+            _, ticket, request = self.heap[0]
+            if request.ticket == ticket:
+                return request
+            heappop(self.heap)
+            self.num_dead -= 1
+        return None
+
+    def forget(self) -> None:
+        """One entry is dead; clear them out in bulk."""
+        self.num_dead += 1
+        if self.num_dead > 64 and self.num_dead * 2 > len(self.heap):
+            self.heap = [entry for entry in self.heap if entry[2].ticket == entry[1]]
+            heapify(self.heap)
+            self.num_dead = 0
+
+
 class WaitingQueue:
-    """Waiting requests by rank, with lazy removal: an entry counts while it is its request's latest."""
+    """Waiting requests: lines in the order of the policy's `lane_key`, each by rank.
 
-    __slots__ = ("_heap", "_num_dead")
+    A line's key may only grow while anybody waits in it, so the heap of lines is mended as it is read: the first
+    whose noted key still holds is the first.
+    """
 
-    def __init__(self) -> None:
-        self._heap: list[_Entry] = []
-        self._num_dead = 0
+    __slots__ = ("_judge", "_lanes", "_num_lanes", "_order", "_size")
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self._lanes: dict[str, _Lane] = {}
+        self._order: list[tuple[float, int, str]] = []  # (noted key, number, name) of each line
+        self._num_lanes = 0
+        self._size = 0
 
     def __len__(self) -> int:
-        return len(self._heap) - self._num_dead
+        return self._size
 
     def add(self, request: RequestState) -> None:
-        """Put a request at its rank."""
+        """Put a request at its rank in its line."""
+        lane = self._lanes.get(request.lane)
+        if lane is None:
+            lane = self._lanes[request.lane] = _Lane(self._num_lanes)
+            self._num_lanes += 1
+            heappush(self._order, (self._judge.lane_key(request.lane), lane.number, request.lane))
         request.ticket += 1
-        heappush(self._heap, (request.rank, request.ticket, request))
+        heappush(lane.heap, (request.rank, request.ticket, request))
+        self._size += 1
 
     def peek(self) -> RequestState | None:
         """The first request, or None."""
-        while self._heap:
-            _, ticket, request = self._heap[0]
-            if request.ticket == ticket:
-                return request
-            heappop(self._heap)
-            self._num_dead -= 1
+        patience = 2 * len(self._order)  # with keys that only grow it is never used up
+        while self._order:
+            noted, number, name = self._order[0]
+            lane = self._lanes[name]
+            head = lane.head()
+            if head is None:
+                heappop(self._order)
+                del self._lanes[name]
+                continue
+            if len(self._order) == 1 or patience <= 0:
+                return head
+            patience -= 1
+            key = self._judge.lane_key(name)
+            if key <= noted:
+                return head
+            heapreplace(self._order, (key, number, name))
         return None
 
     def pop(self) -> RequestState:
         """Take out the first request; call after peek."""
-        return heappop(self._heap)[2]
+        lane = self._lanes[self._order[0][2]]
+        self._size -= 1
+        return heappop(lane.heap)[2]
 
     def remove(self, request: RequestState) -> None:
         """Take out a waiting request wherever it stands: its entry goes when it comes up, or in bulk."""
-        if self._heap[0][2] is request and self._heap[0][1] == request.ticket:
-            heappop(self._heap)
+        lane = self._lanes[request.lane]
+        self._size -= 1
+        if lane.heap[0][2] is request and lane.heap[0][1] == request.ticket:
+            heappop(lane.heap)
             return
         request.ticket += 1
-        self._num_dead += 1
-        if self._num_dead > 64 and self._num_dead * 2 > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
-            heapify(self._heap)
-            self._num_dead = 0
+        lane.forget()
 
     def in_order(self) -> list[RequestState]:
-        """All waiting requests by rank. O(n log n): for people and checks, not for steps."""
-        return [request for _, ticket, request in sorted(self._heap) if request.ticket == ticket]
+        """All waiting requests in order. O(n log n): for people and checks, not for steps."""
+        lanes = sorted((self._judge.lane_key(name), lane.number, name) for name, lane in self._lanes.items())
+        return [
+            request
+            for _, _, name in lanes
+            for _, ticket, request in sorted(self._lanes[name].heap, key=_place)
+            if request.ticket == ticket
+        ]
 
 
 class RunningList:
     """Running requests by rank."""
 
-    __slots__ = ("num_sequences", "requests")
+    __slots__ = ("requests",)
 
     def __init__(self) -> None:
         self.requests: list[RequestState] = []
-        self.num_sequences = 0
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -87,14 +147,12 @@ class RunningList:
     def add(self, request: RequestState) -> None:
         """Put a request at its rank."""
         insort(self.requests, request, key=_rank)
-        self.num_sequences += len(request.sequences)
 
     def remove(self, request: RequestState) -> None:
         """Take a request out."""
         index = bisect_left(self.requests, request.rank, key=_rank)
         assert self.requests[index] is request
         del self.requests[index]
-        self.num_sequences -= len(request.sequences)
 
 
 class Deadlines:

@@ -12,9 +12,13 @@ import math
 from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
+from typing import TYPE_CHECKING
 
 from octavo.core.sampling_params import SamplingParams, check
 from octavo.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from octavo.core.branching import BeamGroup
 
 __all__ = ["FinishReason", "Request", "RequestState", "SamplingParams", "Sequence", "Span", "Status", "Want"]
 
@@ -111,34 +115,22 @@ class Sequence:
 
     `token_ids` holds committed ids (prompt and outputs), or None for a request known by length only.
     `num_pending` counts ids sampled by plans still in flight. Positions [0, num_computed) have
-    committed KV; [num_computed, num_scheduled) are being written by plans in flight.
+    committed KV; [num_computed, num_scheduled) are being written by plans in flight. `is_entered`: the executor
+    knows it. `host_tables` hold its blocks while it is swapped out. `candidates` wait for a beam's siblings.
     """
 
     __slots__ = (
-        "capacity",
-        "choice",
-        "hot_end",
-        "in_flight",
-        "keys",
-        "limit",
-        "num_committed",
-        "num_computed",
-        "num_pending",
-        "num_prompt",
-        "num_published",
-        "num_scheduled",
-        "request",
-        "slot",
-        "stale",
-        "tables",
-        "token_ids",
-    )
+        "candidates", "capacity", "choice", "first_live", "host_tables", "hot_end", "in_flight", "is_entered", "keys",
+        "limit", "num_committed", "num_computed", "num_pending", "num_prompt", "num_published", "num_scheduled",
+        "request", "slot", "stale", "tables", "token_ids",
+    )  # fmt: skip
 
     def __init__(self, request: RequestState, choice: int, num_groups: int) -> None:
         asked = request.request
         self.request = request
         self.choice = choice
         self.slot = -1
+        self.is_entered = False
         self.num_prompt = asked.num_prompt_tokens
         self.token_ids: array[int] | None = None
         if asked.prompt_token_ids is not None:
@@ -153,61 +145,76 @@ class Sequence:
         self.capacity = 0
         self.in_flight = 0
         self.stale = 0  # rows in flight whose results must be dropped
-        self.hot_end = 0  # below this position a decode needs no block and ends nothing by length
+        self.hot_end = 0  # below this position a decode needs no block, writes no shared one and ends nothing by length
         self.limit = 0
         self.keys: list[bytes] = []
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.first_live = [0] * num_groups  # per group, the first table entry that still has a block
+        self.host_tables: list[list[int]] = []
+        self.candidates: tuple[tuple[int, ...], tuple[float, ...]] | None = None
 
     @property
     def num_known(self) -> int:
         """Prompt and output tokens, those still in flight included."""
         return self.num_committed + self.num_pending
 
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens committed."""
+        return self.num_committed - self.num_prompt
+
+    def reset_tables(self) -> None:
+        """It holds no blocks any more, so nothing of it is computed."""
+        self.capacity = self.hot_end = self.num_published = self.num_scheduled = self.num_computed = 0
+        self.first_live = [0] * len(self.tables)
+
+    def fork(self, choice: int) -> Sequence:
+        """A sequence of the same request with the same ids, without blocks."""
+        child = Sequence(self.request, choice, len(self.tables))
+        child.token_ids = None if self.token_ids is None else self.token_ids[:]
+        child.num_committed = self.num_committed
+        child.limit = self.limit
+        return child
+
 
 class RequestState:
     """Where one request stands. `rank` = (the policy's key, order of arrival), unique among live requests.
 
-    `num_scored` is the first prompt position whose log-probability is still owed. `deferred_version` is the
-    pool's version when the request last lacked blocks: unless it moved, there is nothing to look at again.
+    `sequences` are those that have not ended, oldest choice first. `num_scored` is the first prompt position whose
+    log-probability is still owed. `deferred_version` is the pool's version when the request last lacked blocks:
+    unless it moved, there is nothing to look at again. `num_bypassed` counts the steps since its last admission in
+    which somebody later was let in past it.
     """
 
     __slots__ = (
-        "ahead_ok",
-        "cached_tokens",
-        "deferred_version",
-        "first_scheduled_at",
-        "is_decoding",
-        "key",
-        "max_tokens",
-        "name",
-        "num_preemptions",
-        "num_scored",
-        "order",
-        "rank",
-        "request",
-        "sequences",
-        "status",
-        "stop_ids",
-        "ticket",
+        "ahead_ok", "beams", "cached_tokens", "deferred_version", "first_scheduled_at", "has_several", "is_decoding",
+        "is_swapped", "lane", "max_tokens", "name", "num_bypassed", "num_ended_outputs", "num_preemptions",
+        "num_scored", "order", "rank", "request", "sequences", "spare_slots", "status", "stop_ids", "ticket",
         "wait_reason",
-    )
+    )  # fmt: skip
 
     def __init__(self, request: Request, order: int) -> None:
         self.request = request
         self.name = request.request_id
         self.order = order
-        self.key: tuple[float, ...] = ()
         self.rank: tuple[tuple[float, ...], int] = ((), order)
+        self.lane = ""
         self.status = Status.WAITING
         self.sequences: list[Sequence] = []
+        self.beams: BeamGroup | None = None
+        self.spare_slots: list[int] = []  # slots of beams that do not exist yet, or no longer
+        self.has_several = request.params.num_sequences > 1
         self.stop_ids: frozenset[int] = frozenset()
         self.ahead_ok = True
         self.is_decoding = False
+        self.is_swapped = False
         self.max_tokens = 0
         self.ticket = 0  # of its latest entry in the waiting queue
         self.num_scored = request.score_from
         self.cached_tokens = 0
         self.num_preemptions = 0
+        self.num_bypassed = 0
+        self.num_ended_outputs = 0  # of choices that ended
         self.first_scheduled_at: float | None = None
         self.wait_reason = -1
         self.deferred_version = -1
@@ -216,3 +223,13 @@ class RequestState:
     def in_flight(self) -> int:
         """Rows of this request in plans not yet committed."""
         return sum(sequence.in_flight for sequence in self.sequences)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that it takes while it runs: one for each sequence, and for each beam that is still to come."""
+        return max(len(self.sequences), self.request.params.beam_width)
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """Known tokens without KV, over all sequences."""
+        return sum(sequence.num_known - sequence.num_scheduled for sequence in self.sequences)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.core.admission import Admission, prove
+from octavo.core.branching import BeamGroup, BeamRules
 from octavo.core.committing import apply
 from octavo.core.intake import Intake
 from octavo.core.limits import Limits
@@ -48,19 +49,65 @@ class Scheduler:
         eos = () if params.ignore_eos else request.eos_token_ids
         entry.stop_ids = frozenset((*eos, *params.stop_token_ids))
         entry.max_tokens = admission.max_tokens
-        sequence = Sequence(entry, 0, state.cache.num_groups)
-        if request.wants & Want.SAMPLE:
-            sequence.limit = min(sequence.num_prompt + admission.max_tokens, state.limits.max_model_len)
-        else:
-            sequence.limit = sequence.num_prompt + 1
-        if request.block_keys is not None:
-            sequence.keys = list(request.block_keys)
-        entry.sequences.append(sequence)
+        self._make_sequences(entry)
         state.requests[request.request_id] = entry
+        entry.lane = state.judge.lane(entry)
+        state.judge.tell(state.policy.arrived, entry)
         rerank(entry, state.judge)
         state.waiting.add(entry)
         state.deadlines.add(entry)
         return admission
+
+    def _make_sequences(self, entry: RequestState) -> None:
+        """One sequence per choice; a beam search begins with one."""
+        request, cache, params = entry.request, self.state.cache, entry.request.params
+        root = Sequence(entry, 0, cache.num_groups)
+        if request.wants & Want.SAMPLE:
+            root.limit = min(root.num_prompt + entry.max_tokens, self.state.limits.max_model_len)
+        else:
+            root.limit = root.num_prompt + 1
+        if request.block_keys is not None and cache.caching:
+            root.keys = list(request.block_keys)
+        entry.sequences.append(root)
+        if params.beam_width:
+            entry.ahead_ok = False
+            entry.beams = BeamGroup(
+                BeamRules(
+                    params.beam_width,
+                    params.length_penalty,
+                    params.early_stopping,
+                    root.num_prompt,
+                    root.limit,
+                    entry.stop_ids,
+                    params.min_tokens,
+                )
+            )
+            return
+        for choice in range(1, params.num_sequences):
+            child = root.fork(choice)
+            child.keys = root.keys[:]
+            entry.sequences.append(child)
+
+    def end_choice(
+        self,
+        request_id: str,
+        choice: int,
+        now: float,
+        reason: FinishReason = FinishReason.STOP,
+        message: str | None = None,
+    ) -> bool:
+        """End one choice of a request, in any state; the last one ends the request. False when it has ended.
+
+        The choices of a beam search are known only at its end, so none of them can be ended alone.
+        """
+        entry = self.state.requests.get(request_id)
+        if entry is None or entry.beams is not None:
+            return False
+        for sequence in entry.sequences:
+            if sequence.choice == choice:
+                self.state.end_choice(sequence, now, reason, message=message)
+                return True
+        return False
 
     def cancel(
         self,
@@ -85,9 +132,14 @@ class Scheduler:
         """
         while (late := self.state.deadlines.expired(now)) is not None:
             self._expire(late[0], late[1], now)
+        composition = self.state.composition
         planner = Planner(self.state, now, only)
-        planner.grant_running()
-        Intake(planner).run()
+        for turn in composition.turns():
+            planner.grant_running(turn)
+            Intake(planner).run()
+            if planner.rows:
+                composition.took(turn)
+                break
         return planner.finish()
 
     def commit(self, plan: StepPlan, outcome: StepResult | StepFailure, now: float) -> Events:
@@ -132,7 +184,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that run."""
-        return self.state.running.num_sequences
+        return self.state.sequence_budget.used
 
     @property
     def has_work(self) -> bool:
@@ -145,9 +197,11 @@ class Scheduler:
         if entry is None:
             return f"{request_id} is not here: unknown, or finished"
         if entry.status == Status.RUNNING:
-            sequence = entry.sequences[0]
             phase = "decoding" if entry.is_decoding else "prefilling"
-            return f"{request_id} is {phase}: {sequence.num_computed} of {sequence.num_known} known tokens computed"
+            several = f" over {len(entry.sequences)} sequences" if len(entry.sequences) > 1 else ""
+            computed = sum(sequence.num_computed for sequence in entry.sequences)
+            known = sum(sequence.num_known for sequence in entry.sequences)
+            return f"{request_id} is {phase}: {computed} of {known} known tokens computed{several}"
         order = self.state.waiting.in_order()
         position = order.index(entry)
         reason = WaitReason.BEHIND if entry.wait_reason < 0 else WaitReason(entry.wait_reason)

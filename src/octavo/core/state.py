@@ -1,6 +1,6 @@
 """Everything the scheduler knows between two calls, and the moves that keep it whole.
 
-Owns: requests, queues, cache, slots, plans in flight, the event log; finish and preempt, the two ways out
+Owns: requests, queues, cache, slots, plans in flight, the event log; finish, end_choice and preempt, the ways out
 of the running list. Does not: compose plans (planning) or read results (committing).
 Invariants: see invariants.check.
 """
@@ -10,9 +10,12 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from math import ceil
+from typing import Any
 
-from octavo.core.budget import Budget
+from octavo.core.adapter_slots import AdapterSlots
+from octavo.core.budget import UNBOUNDED, Budget, Headroom, ReadBudget
+from octavo.core.composition import Composition
+from octavo.core.encoder_cache import EncoderCache
 from octavo.core.kv.cache import KVCache, Publication
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
@@ -23,11 +26,18 @@ from octavo.core.request import FinishReason, RequestState, Sequence, Status
 
 @dataclass(slots=True)
 class Flight:
-    """One plan on its way: the sequences of its rows, and what it made findable before it ran."""
+    """One plan on its way: the sequences of its rows, and what must be undone if it fails.
+
+    `published` was made findable before it ran, `saved` likewise on the host; `swapped` requests were moved to the
+    host by it; `releases` are (group, block) that this plan is the last to name.
+    """
 
     plan: StepPlan
     rows: list[Sequence]
     published: list[Publication]
+    saved: list[tuple[int, int]] = field(default_factory=list)
+    swapped: list[RequestState] = field(default_factory=list)
+    releases: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -55,28 +65,12 @@ class State:
     """The scheduler's memory."""
 
     __slots__ = (
-        "cache",
-        "deadlines",
-        "events",
-        "finished_ids",
-        "flight",
-        "free_slots",
-        "freed_slots",
-        "is_draining",
-        "is_paused",
-        "judge",
-        "limits",
-        "next_order",
-        "policy",
-        "preempted_ids",
-        "requests",
-        "running",
-        "sequence_budget",
-        "step",
-        "token_budget",
-        "totals",
+        "adapters", "announced", "cache", "composition", "deadlines", "encoder", "events", "finished_ids", "flight",
+        "free_slots", "freed_slots", "headroom", "id_edits", "is_draining", "is_paused", "judge", "limits",
+        "next_order", "num_swapped", "partial_budget", "policy", "preempted_ids", "read_budget", "requests",
+        "running", "sequence_budget", "slot_owner", "step", "swapped_now", "table_edits", "token_budget", "totals",
         "waiting",
-    )
+    )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -84,14 +78,27 @@ class State:
         self.judge = Judge(self.policy)
         self.cache = KVCache(limits)
         self.requests: dict[str, RequestState] = {}
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(self.judge)
         self.running = RunningList()
         self.deadlines = Deadlines()
         self.token_budget = Budget(limits.max_batch_tokens)
         self.sequence_budget = Budget(limits.max_sequences)
+        self.partial_budget = Budget(limits.max_partial_prefills or UNBOUNDED)
+        self.read_budget = ReadBudget(limits.max_kv_read, limits.groups)
+        share = self.policy.headroom if limits.headroom is None else limits.headroom
+        self.headroom = Headroom(share, limits.num_blocks)
+        self.encoder = EncoderCache(limits.encoder_budget, limits.encoder_cache)
+        self.adapters = AdapterSlots(limits.adapter_slots)
+        self.composition = Composition(limits)
         self.flight: deque[Flight] = deque()
         self.free_slots = list(range(limits.max_sequences - 1, -1, -1))
-        self.freed_slots: array[int] = array("i")  # to be told to the executor with the next plan
+        self.slot_owner: list[Sequence | None] = [None] * limits.max_sequences
+        self.freed_slots: array[int] = array("i")  # these four are told to the executor with the next plan:
+        self.announced: list[Sequence] = []  # sequences that changed place, in full
+        self.id_edits: array[int] = array("i")
+        self.table_edits: array[int] = array("i")
+        self.swapped_now: list[RequestState] = []  # by the plan in the making
+        self.num_swapped = 0  # requests on the host
         self.finished_ids: list[str] = []
         self.preempted_ids: list[str] = []
         self.events: list[Event] = []
@@ -101,11 +108,11 @@ class State:
         self.is_paused = False
         self.is_draining = False
 
-    @property
-    def headroom_blocks(self) -> int:
-        """Blocks that an admission must leave free."""
-        share = self.policy.headroom if self.limits.headroom is None else self.limits.headroom
-        return ceil(share * min(self.limits.num_blocks) - 1e-9)  # 0.07 * 100 is 7.000000000000001
+    def tell(self, kind: EventKind, request: RequestState, now: float, **fields: Any) -> None:
+        """Log a decision."""
+        self.events.append(Event(kind, request.name, now, self.step, **fields))
+
+    # --- ends ----------------------------------------------------------------------------------------
 
     def finish(
         self,
@@ -122,73 +129,186 @@ class State:
         else:
             request.status = Status.FINISHED
             self.waiting.remove(request)
+            self.unswap(request)
             if request.first_scheduled_at is not None:
                 self.finished_ids.append(request.name)
         request.status = Status.FINISHED
         del self.requests[request.name]
         self.totals.finished[reason.name.lower()] += 1
-        outputs = sum(sequence.num_committed - sequence.num_prompt for sequence in request.sequences)
-        self.events.append(
-            Event(
-                EventKind.FINISHED,
-                request.name,
-                now,
-                self.step,
-                num_tokens=outputs,
-                cached_tokens=request.cached_tokens,
-                finish_reason=reason,
-                stop_token_id=stop_id,
-                message=message,
-            )
+        self.judge.tell(self.policy.finished, request)
+        self.tell(
+            EventKind.FINISHED,
+            request,
+            now,
+            num_tokens=request.num_ended_outputs + sum(sequence.num_outputs for sequence in request.sequences),
+            cached_tokens=request.cached_tokens,
+            finish_reason=reason,
+            stop_token_id=stop_id,
+            message=message,
+            choice=request.sequences[0].choice,
         )
 
-    def preempt(self, request: RequestState, now: float, by: str | None, reason: WaitReason | None) -> None:
-        """Put a running request back at its place in the waiting order; its outputs and counters stay."""
-        computed = sum(sequence.num_scheduled for sequence in request.sequences)
-        self._leave_running(request)
-        request.status = Status.WAITING
-        request.is_decoding = False
-        request.num_preemptions += 1
-        request.deferred_version = -1
-        request.wait_reason = -1
-        rerank(request, self.judge)
-        self.waiting.add(request)
-        self.preempted_ids.append(request.name)
-        self.totals.num_preemptions += 1
-        self.events.append(
-            Event(
-                EventKind.PREEMPTED,
-                request.name,
-                now,
-                self.step,
-                reason=reason,
-                num_tokens=computed,
-                by=by,
-            )
+    def end_choice(
+        self,
+        sequence: Sequence,
+        now: float,
+        reason: FinishReason,
+        stop_id: int | None = None,
+        message: str | None = None,
+    ) -> None:
+        """End one choice; the last one ends its request. Rows of it in flight count for nothing."""
+        request = sequence.request
+        if len(request.sequences) == 1:
+            self.finish(request, now, reason, stop_id, message)
+            return
+        self.drop_sequence(sequence)
+        request.num_ended_outputs += sequence.num_outputs
+        self.tell(
+            EventKind.CHOICE_FINISHED,
+            request,
+            now,
+            num_tokens=sequence.num_outputs,
+            finish_reason=reason,
+            stop_token_id=stop_id,
+            message=message,
+            choice=sequence.choice,
         )
 
-    def start_decoding(self, request: RequestState) -> None:
-        """The request caught up with its known tokens: its policy may rank it anew."""
-        request.is_decoding = True
-        if self.judge.rank(request) != request.rank:
-            self.running.remove(request)
-            rerank(request, self.judge)
-            self.running.add(request)
+    def drop_sequence(self, sequence: Sequence, keep_slot: bool = False) -> None:
+        """Take a sequence out of its request: blocks are free, rows in flight void. A beam search keeps the slot."""
+        request = sequence.request
+        request.sequences.remove(sequence)
+        sequence.stale = sequence.in_flight
+        sequence.num_pending = 0
+        self.cache.release(sequence)
+        if sequence.slot >= 0:
+            slot = sequence.slot
+            self._leave_slot(sequence)
+            if keep_slot:
+                request.spare_slots.append(slot)
+            else:
+                self.free_slots.append(slot)
+                self.sequence_budget.give_back(1)
+
+    # --- running -------------------------------------------------------------------------------------
 
     def enter_running(self, request: RequestState) -> None:
         """Give the request's sequences their slots and its place among the running."""
         request.status = Status.RUNNING
-        for sequence in request.sequences:
-            sequence.slot = self.free_slots.pop()
-        self.sequence_budget.take(len(request.sequences))
+        self.sequence_budget.take(request.num_slots)
+        slots = [self.free_slots.pop() for _ in range(request.num_slots)]
+        for sequence, slot in zip(request.sequences, slots, strict=False):
+            self.seat(sequence, slot)
+        request.spare_slots = slots[len(request.sequences) :]
+        if request.request.adapter_id:
+            self.adapters.take(request.request.adapter_id)
         rerank(request, self.judge)
         self.running.add(request)
 
+    def seat(self, sequence: Sequence, slot: int) -> None:
+        """Give a sequence its slot."""
+        sequence.slot = slot
+        self.slot_owner[slot] = sequence
+
+    def start_decoding(self, request: RequestState) -> None:
+        """The request caught up with its known tokens: its policy may rank it anew."""
+        request.is_decoding = True
+        rank = self.judge.rank(request)
+        if rank != request.rank:
+            self.running.remove(request)
+            request.rank = rank
+            self.running.add(request)
+
+    def preempt(
+        self, request: RequestState, now: float, by: str | None, reason: WaitReason | None, may_swap: bool = False
+    ) -> None:
+        """Put a running request back at its place in the waiting order; its outputs and counters stay.
+
+        With `may_swap`, and where the configuration and the host tier allow it, its KV moves to the host.
+        """
+        num_tokens = sum(sequence.num_scheduled for sequence in request.sequences)
+        is_swapped = may_swap and self._swaps(request) and self.cache.swap_out(request.sequences)
+        self._leave_running(request)
+        request.status = Status.WAITING
+        request.is_decoding = False
+        request.is_swapped = is_swapped
+        request.num_preemptions += 1
+        request.num_bypassed = 0
+        request.deferred_version = -1
+        request.wait_reason = -1
+        for sequence in request.sequences:
+            sequence.candidates = None
+            if not request.ahead_ok:  # what its rows in flight give would belong to a choice that is made anew
+                sequence.stale = sequence.in_flight
+                sequence.num_pending = 0
+        rerank(request, self.judge)
+        self.waiting.add(request)
+        self.preempted_ids.append(request.name)
+        self.totals.num_preemptions += 1
+        self.judge.tell(self.policy.preempted, request)
+        recompute = 0 if is_swapped else num_tokens
+        self.tell(EventKind.PREEMPTED, request, now, reason=reason, num_tokens=recompute, by=by)
+        if is_swapped:
+            self.num_swapped += 1
+            self.swapped_now.append(request)
+            self.totals.num_swapped_out_tokens += num_tokens
+            self.tell(EventKind.SWAPPED, request, now, num_tokens=num_tokens, by=by)
+
+    def unswap(self, request: RequestState) -> None:
+        """Forget what a request has on the host: it will be recomputed, or has ended."""
+        if request.is_swapped:
+            request.is_swapped = False
+            self.num_swapped -= 1
+            for sequence in request.sequences:
+                self.cache.release(sequence)
+
+    def defer_release(self, group: int, block: int) -> None:
+        """Give a block back once the last plan in flight, which may name it, is committed."""
+        if self.flight:
+            self.flight[-1].releases.append((group, block))
+        else:
+            self.cache.pools[group].release(block)
+
+    def _swaps(self, request: RequestState) -> bool:
+        """Whether a preemption of this request should swap (S09): never one whose next row is half made."""
+        mode = self.limits.preemption
+        if mode == "recompute" or (mode == "auto" and len(request.sequences) < 2):
+            return False
+        sequences = request.sequences
+        if any(sequence.stale or sequence.candidates is not None for sequence in sequences):
+            return False
+        return request.ahead_ok or not request.in_flight
+
     def _leave_running(self, request: RequestState) -> None:
         self.running.remove(request)
-        self.sequence_budget.give_back(len(request.sequences))
+        self.sequence_budget.give_back(request.num_slots)
         for sequence in request.sequences:
-            self.cache.release(sequence)
-            self.freed_slots.append(sequence.slot)
+            if sequence.tables[0]:  # not swapped out just now
+                self.cache.release(sequence)
             self.free_slots.append(sequence.slot)
-            sequence.slot = -1
+            self._leave_slot(sequence)
+        self.free_slots.extend(request.spare_slots)
+        request.spare_slots = []
+        self.encoder.release(request.name)
+        if request.request.adapter_id:
+            self.adapters.give_back(request.request.adapter_id)
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        """The executor forgets the sequence with the next plan, and what was still to be told of it is void."""
+        slot = sequence.slot
+        self.freed_slots.append(slot)
+        self.slot_owner[slot] = None
+        sequence.slot = -1
+        sequence.is_entered = False
+        if sequence in self.announced:
+            self.announced.remove(sequence)
+        if self.id_edits:
+            self.id_edits = _without(self.id_edits, 3, slot)
+        if self.table_edits:
+            self.table_edits = _without(self.table_edits, 4, slot)
+
+
+def _without(flat: array[int], width: int, slot: int) -> array[int]:
+    """A flat column of records without those whose first number is `slot`."""
+    kept = [i for i in range(0, len(flat), width) if flat[i] != slot]
+    return array("i", [flat[i + k] for i in kept for k in range(width)])

@@ -1,210 +1,393 @@
-"""All cache groups together: prefix matches, tables that grow, release.
+"""All cache groups together: prefix matches, tables that grow and slide, forks, release, publication.
 
 Owns: the pools, and the tables of sequences. Does not: decide who gets blocks.
 Invariants: a match changes nothing until `adopt`; allocation is all-or-nothing over groups; a block that
-is shared or findable is never written: a prompt found whole copies its last block and writes the copy.
+is shared or findable is never written: whoever writes first copies it.
 """
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass
-
-from octavo.core.kv.keys import extend_keys
+from octavo.core.kv.effects import Effects, Publication
+from octavo.core.kv.host_tier import HostTier
+from octavo.core.kv.keys import extend_keys, private_root_key
+from octavo.core.kv.matching import NO_BLOCK, Finder, Match, empty_match
 from octavo.core.kv.pool import BlockPool
 from octavo.core.limits import Limits
+from octavo.core.plan import DROP_BLOCK
 from octavo.core.request import Sequence
 
-
-@dataclass(slots=True)
-class Match:
-    """A prefix found in the cache: `num_tokens` of KV; per group the shared blocks and the block to copy.
-
-    `num_unreferenced` shared blocks (per group) leave the free list when adopted. `sources` is empty unless
-    every known token is cached: then its blocks are copied, and only the last token is computed.
-    """
-
-    num_tokens: int
-    blocks: list[list[int]]
-    sources: list[int]
-    num_unreferenced: list[int]
-
-
-@dataclass(slots=True)
-class Publication:
-    """One block made findable by a plan before that plan ran."""
-
-    group: int
-    block: int
-    sequence: Sequence
+__all__ = ["NO_BLOCK", "Effects", "KVCache", "Match", "Publication"]
 
 
 class KVCache:
-    """The paged KV cache's bookkeeping, for every group of layers."""
+    """The paged KV cache's bookkeeping, for every group of layers. `effects` belong to the plan being made."""
 
-    __slots__ = ("block_size", "caching", "hit_tokens", "num_groups", "pools", "queried_tokens")
+    __slots__ = (
+        "block_size", "caching", "chunk", "effects", "groups", "has_windows", "hit_tokens", "host",
+        "host_load_min_tokens", "num_adopted_blocks", "num_groups", "pools", "queried_tokens", "sharing",
+    )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
         self.block_size = limits.block_size
         self.caching = limits.prefix_caching
+        self.sharing = limits.block_sharing
+        self.groups = limits.groups
+        self.chunk = limits.max_batch_tokens
+        self.has_windows = any(spec.window for spec in limits.groups)
         self.pools = [BlockPool(count) for count in limits.num_blocks]
         self.num_groups = len(self.pools)
+        self.host = HostTier(limits.host_blocks)
+        self.host_load_min_tokens = limits.host_load_min_tokens
+        self.effects = Effects(-1)
         self.queried_tokens = 0
         self.hit_tokens = 0
+        self.num_adopted_blocks = 0
 
     @property
     def version(self) -> int:
         """Moves whenever a waiting request might find more room or a longer match."""
         return sum(pool.version for pool in self.pools)
 
+    def begin_plan(self, step: int) -> Effects:
+        """Start a plan: what happens to blocks from now on belongs to it."""
+        self.effects = Effects(step)
+        self.host.begin_plan()
+        return self.effects
+
+    def end_plan(self) -> None:
+        """The plan is made: host blocks that it reads or writes may be reused by later ones."""
+        self.host.unpin(self.effects)
+
+    # --- sizes ---------------------------------------------------------------------------------------
+
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` positions."""
+        """Blocks that hold `num_tokens` positions of a full group."""
         return -(-num_tokens // self.block_size)
+
+    def peak_blocks(self, num_tokens: int) -> list[int]:
+        """Most blocks per group that a sequence of `num_tokens` holds at once while it is computed."""
+        return [spec.peak_blocks(num_tokens, self.chunk, self.block_size) for spec in self.groups]
+
+    def held_blocks(self, sequence: Sequence) -> list[int]:
+        """Blocks per group in a sequence's tables."""
+        return [len(table) - first for table, first in zip(sequence.tables, sequence.first_live, strict=True)]
 
     def num_free(self) -> int:
         """Blocks that every group can give at once."""
         return min(pool.num_free for pool in self.pools)
 
-    def match(self, sequence: Sequence, max_tokens: int, step: int) -> Match:
-        """Find the longest cached prefix of a sequence without blocks; peeks only. Cost: one lookup a block.
+    def fits(self, sequence: Sequence, end: int) -> bool:
+        """Whether positions up to `end` can be written, copies of shared blocks included."""
+        start, size = sequence.num_scheduled, self.block_size
+        wanted = -(-end // size)
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            needed = max(0, wanted - len(table))
+            if start // size < len(table) and self._is_protected(pool, table[start // size]):
+                needed += 1
+            if needed > pool.num_free:
+                return False
+        return True
+
+    @staticmethod
+    def _is_protected(pool: BlockPool, block: int) -> bool:
+        return pool.references[block] > 1 or pool.key_of[block] is not None
+
+    # --- prefixes ------------------------------------------------------------------------------------
+
+    def match(self, sequence: Sequence, max_tokens: int, use_host: bool = True) -> Match:
+        """Find the longest cached prefix of a sequence without blocks; peeks only. Cost: a lookup a block and group.
 
         At most `max_tokens`, and at most known - 1, so that there are logits to sample from.
         """
-        found: list[list[int]] = [[] for _ in self.pools]
-        if self.caching and max_tokens > 0:
-            self._extend_keys(sequence)
-            self._find(sequence, max_tokens // self.block_size, found)
-        num_tokens = len(found[0]) * self.block_size
-        sources: list[int] = []
-        if num_tokens >= sequence.num_known:
-            last = [blocks.pop() for blocks in found]
-            num_tokens -= self.block_size
-            written_now = any(pool.pending.get(block) == step for pool, block in zip(self.pools, last, strict=True))
-            # A copy reads what was there before the step, so a block being written in this very step can't be one.
-            if not written_now and self.block_size > 1 and self._can_copy(found, last):
-                sources = last
-                num_tokens = sequence.num_known - 1
-        return Match(num_tokens, found, sources, self._count_unreferenced(found))
-
-    def room_after(self, match: Match, num_tokens: int) -> int:
-        """Blocks left free in the tightest group once a match is adopted and `num_tokens` positions are held."""
-        wanted = self.num_blocks_for(num_tokens)
-        return min(
-            pool.num_free - unreferenced - (wanted - len(blocks))
-            for pool, blocks, unreferenced in zip(self.pools, match.blocks, match.num_unreferenced, strict=True)
+        known, size = sequence.num_known, self.block_size
+        max_blocks = min(max_tokens, known) // size
+        if max_blocks < 1 or not self._has_keys(sequence):
+            return empty_match(self.num_groups)
+        self._extend_keys(sequence)
+        finder = Finder(
+            self.groups,
+            self.pools,
+            self.host.pools if use_host else [],
+            sequence.keys,
+            lambda index: self._ids_of(sequence, index),
+            size,
         )
+        length, with_host = finder.length(max_blocks, self.host_load_min_tokens)
+        if length * size >= known:
+            match = self._match_whole(finder, known, length)
+            if match is not None:
+                return match
+            length, with_host = finder.length(length - 1, self.host_load_min_tokens)
+        return finder.collect(length, length * size, with_host) if length else empty_match(self.num_groups)
 
-    def adopt(self, sequence: Sequence, match: Match, edits: array[int], copies: array[int]) -> None:
-        """Give a match's blocks to the sequence and enter them in the plan."""
+    def _match_whole(self, finder: Finder, known: int, length: int) -> Match | None:
+        """Every known token is cached: copy the last block, compute the last token alone. None if that can't be."""
+        if self.block_size == 1:
+            return None  # a copy of which nothing stays
+        for group, spec in enumerate(self.groups):
+            if not finder.covers(group, spec.first_block(known - 1, self.block_size), length, with_host=False):
+                return None
+        match = finder.collect(length, known - 1, with_host=False)
+        step = self.effects.step
+        sources = [blocks.pop() for blocks in match.blocks]
+        for group, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
+            # A copy reads what was there before the step: a block written in this very step can't be one.
+            if pool.pending.get(source) == step:
+                return None
+            # The source is held while its copy is allocated, so it takes room beside it.
+            if pool.num_free <= match.num_unreferenced[group]:
+                return None
+            match.num_held[group] -= 1
+            match.num_unreferenced[group] -= pool.references[source] == 0
+        match.sources = sources
+        match.num_tokens = known - 1
+        return match
+
+    def room_after(self, match: Match, peaks: list[int]) -> list[int]:
+        """Blocks left free per group once a match is adopted and `peaks` blocks are held."""
+        return [
+            pool.num_free - unreferenced - max(0, peak - held)
+            for pool, peak, held, unreferenced in zip(
+                self.pools, peaks, match.num_held, match.num_unreferenced, strict=True
+            )
+        ]
+
+    def adopt(self, sequence: Sequence, match: Match) -> list[Publication]:
+        """Give a match's blocks to the sequence and enter them in the plan; returns blocks being loaded back."""
+        slot, edits = sequence.slot, self.effects.edits
         for group, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
             table = sequence.tables[group]
-            for block in blocks:
-                pool.share(block)
-                edits.extend((sequence.slot, group, len(table), block))
+            for index, block in enumerate(blocks):
+                if block != NO_BLOCK:
+                    pool.share(block)
+                    edits.extend((slot, group, index, block))
                 table.append(block)
-        sequence.capacity = len(match.blocks[0]) * self.block_size
-        sequence.num_published = len(match.blocks[0])
+        made = self._load(sequence, match)
         if match.sources:
-            self._copy_last(sequence, match.sources, edits, copies)
+            self._copy_last(sequence, match.sources)
+        for group, table in enumerate(sequence.tables):
+            while sequence.first_live[group] < len(table) and table[sequence.first_live[group]] == NO_BLOCK:
+                sequence.first_live[group] += 1
+        sequence.num_published = match.num_tokens // self.block_size
         sequence.num_scheduled = sequence.num_computed = match.num_tokens
+        self._resize(sequence)
+        return made
 
-    def extend(self, sequence: Sequence, end: int, edits: array[int]) -> None:
-        """Grow the tables to hold positions [0, end). The caller made sure that there is room."""
-        for group, pool in enumerate(self.pools):
+    def _load(self, sequence: Sequence, match: Match) -> list[Publication]:
+        made: list[Publication] = []
+        for group, _, host_block in match.loads:
+            self.host.pin(self.effects, group, host_block)
+        for group, index, host_block in match.loads:
+            key, ids = sequence.keys[index], self._ids_of(sequence, index)
+            block = self._allocate(group, is_load=True)
+            self.effects.host_loads.extend((group, host_block, block))
+            sequence.tables[group][index] = block
+            self.effects.edits.extend((sequence.slot, group, index, block))
+            if self.pools[group].publish(block, key, ids, self.effects.step):
+                made.append(Publication(group, block, index, sequence))
+        return made
+
+    def _copy_last(self, sequence: Sequence, sources: list[int]) -> None:
+        for group, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
+            # Held while the copy is allocated, so that a block is never copied onto itself.
+            pool.share(source)
+            block = self._allocate(group)
+            pool.release(source)
             table = sequence.tables[group]
-            for index in range(len(table), self.num_blocks_for(end)):
-                block = pool.allocate()
-                table.append(block)
-                edits.extend((sequence.slot, group, index, block))
+            self.effects.copy(sequence.slot, group, source, block)
+            self.effects.edits.extend((sequence.slot, group, len(table), block))
+            table.append(block)
+
+    # --- tables that grow, slide, fork and go -----------------------------------------------------------
+
+    def slide(self, sequence: Sequence) -> None:
+        """Give back blocks that the next position no longer reads."""
+        if not self.has_windows:
+            return
+        for group, (spec, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            first = min(spec.first_block(sequence.num_scheduled, self.block_size), len(sequence.tables[group]))
+            table = sequence.tables[group]
+            for index in range(sequence.first_live[group], first):
+                if table[index] != NO_BLOCK:
+                    pool.release(table[index])
+                    table[index] = NO_BLOCK
+                    self.effects.edits.extend((sequence.slot, group, index, DROP_BLOCK))
+                sequence.first_live[group] = index + 1
+
+    def extend(self, sequence: Sequence, end: int) -> None:
+        """Make positions [num_scheduled, end) writable: own blocks, and no shared one. The caller saw that it fits."""
+        start, size, slot = sequence.num_scheduled, self.block_size, sequence.slot
+        wanted, edits = -(-end // size), self.effects.edits
+        for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
+            index = start // size
+            if index < len(table) and self._is_protected(pool, table[index]):
+                source = table[index]
+                table[index] = block = self._allocate(group)
+                pool.release(source)
+                self.effects.copy(slot, group, source, block)
+                edits.extend((slot, group, index, block))
+            for index in range(len(table), wanted):
+                table.append(block := self._allocate(group))
+                edits.extend((slot, group, index, block))
+        self._resize(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a sequence without blocks share all of its parent's; whoever writes the tail first copies it."""
+        for pool, table in zip(self.pools, parent.tables, strict=True):
+            for block in table:
+                if block != NO_BLOCK:
+                    pool.share(block)
+        child.tables = [table[:] for table in parent.tables]
+        child.first_live = parent.first_live[:]
+        child.keys = parent.keys[:]
+        child.num_published = parent.num_published
+        child.num_scheduled = parent.num_scheduled
+        child.num_computed = parent.num_computed
+        child.capacity = parent.capacity
+        child.hot_end = parent.hot_end = 0
+
+    def announce(self, sequence: Sequence) -> None:
+        """Enter a sequence's whole tables in the plan."""
+        for group, table in enumerate(sequence.tables):
+            for index, block in enumerate(table):
+                if block != NO_BLOCK:
+                    self.effects.edits.extend((sequence.slot, group, index, block))
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back all blocks, on the host too, the tail first, so that the head of a chain is evicted last."""
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            while table:
+                block = table.pop()
+                if block != NO_BLOCK:
+                    pool.release(block)
+        self.host.release(sequence)
+        sequence.reset_tables()
+
+    def swap_out(self, sequences: list[Sequence]) -> bool:
+        """Move all blocks of these sequences to the host tier. False, and nothing changed, when that can't be."""
+        if not self.host.swap_out(sequences, self.effects):
+            return False
+        for sequence in sequences:
+            for pool, table in zip(self.pools, sequence.tables, strict=True):
+                while table:
+                    block = table.pop()
+                    if block != NO_BLOCK:
+                        pool.release(block)
+            sequence.capacity = sequence.hot_end = sequence.num_published = 0
+            sequence.first_live = [0] * self.num_groups
+        return True
+
+    def swap_in(self, sequences: list[Sequence]) -> None:
+        """Bring swapped sequences back. The caller made sure that there is room (see host.num_swapped_blocks)."""
+        placed: dict[tuple[int, int], int] = {}
+        for sequence in sequences:
+            for group, kept in enumerate(sequence.host_tables):
+                table = sequence.tables[group]
+                for host_block in kept:
+                    if host_block == NO_BLOCK:
+                        table.append(NO_BLOCK)
+                        continue
+                    place = (group, host_block)
+                    if place in placed:
+                        self.pools[group].share(placed[place])
+                    else:
+                        self.host.pin(self.effects, group, host_block)
+                        placed[place] = self._allocate(group, is_load=True)
+                        self.effects.host_loads.extend((group, host_block, placed[place]))
+                    table.append(placed[place])
+                while sequence.first_live[group] < len(table) and table[sequence.first_live[group]] == NO_BLOCK:
+                    sequence.first_live[group] += 1
+            self.host.release(sequence)
+            self._resize(sequence)
+            sequence.hot_end = 0  # its tail may be shared
+
+    def _allocate(self, group: int, is_load: bool = False) -> int:
+        """Take a block; the prefix that it held, if any, moves to the host tier."""
+        pool = self.pools[group]
+        victim = pool.free.next_cached()
+        if victim is not None and not is_load:
+            self.host.save(group, pool, victim, self.effects)
+        return pool.allocate()
+
+    def _resize(self, sequence: Sequence) -> None:
         sequence.capacity = len(sequence.tables[0]) * self.block_size
         sequence.hot_end = min(sequence.capacity, sequence.limit - 1)
 
-    def release(self, sequence: Sequence) -> None:
-        """Give back all blocks, the tail first, so that the head of a chain is evicted last."""
-        for pool, table in zip(self.pools, sequence.tables, strict=True):
-            while table:
-                pool.release(table.pop())
-        sequence.capacity = sequence.hot_end = 0
-        sequence.num_published = 0
-        sequence.num_scheduled = 0
-        sequence.num_computed = 0
+    # --- publication -----------------------------------------------------------------------------------
 
     def publish(self, sequence: Sequence, end: int, step: int | None) -> list[Publication]:
         """Make the full blocks of positions [0, end) findable; with `step`, as pending on that plan."""
         made: list[Publication] = []
         num_full = end // self.block_size
-        if not self.caching or num_full <= sequence.num_published:
+        if num_full <= sequence.num_published or not self._has_keys(sequence):
             return made
         self._extend_keys(sequence)
         for index in range(sequence.num_published, min(num_full, len(sequence.keys))):
             ids = self._ids_of(sequence, index)
             for group, pool in enumerate(self.pools):
                 block = sequence.tables[group][index]
-                if pool.publish(block, sequence.keys[index], ids, step) and step is not None:
-                    made.append(Publication(group, block, sequence))
+                if block == NO_BLOCK:
+                    continue
+                is_new = pool.publish(block, sequence.keys[index], ids, step)
+                if step is not None or not is_new:
+                    made.append(Publication(group, block, index, sequence, not is_new))
             sequence.num_published = index + 1
         return made
 
     def confirm(self, made: list[Publication], step: int) -> None:
         """A plan ran: what it published is now cached."""
-        for publication in made:
-            self.pools[publication.group].confirm(publication.block, step)
+        for entry in made:
+            if not entry.is_duplicate:
+                self.pools[entry.group].confirm(entry.block, step)
 
-    def unpublish(self, made: list[Publication], step: int) -> list[Publication]:
-        """A plan did not run: withdraw what it published; returns what was still there to withdraw."""
-        return [entry for entry in made if self.pools[entry.group].unpublish(entry.block, step)]
+    def unpublish(self, made: list[Publication], step: int) -> None:
+        """A plan did not run: withdraw what it published."""
+        for entry in made:
+            if not entry.is_duplicate:
+                self.pools[entry.group].unpublish(entry.block, step)
+
+    def twin_of(self, entry: Publication) -> int | None:
+        """The cached block that equals a duplicate one, if the sequence that wrote the duplicate still holds it."""
+        sequence = entry.owner
+        assert isinstance(sequence, Sequence)
+        table = sequence.tables[entry.group]
+        if entry.index >= len(table) or table[entry.index] != entry.block or entry.index >= len(sequence.keys):
+            return None
+        pool = self.pools[entry.group]
+        twin = pool.lookup(sequence.keys[entry.index], self._ids_of(sequence, entry.index))
+        is_usable = twin is not None and twin != entry.block and twin not in pool.pending
+        return twin if is_usable and pool.key_of[entry.block] is None else None
+
+    def adopt_twin(self, entry: Publication, twin: int) -> None:
+        """Put the cached block into the table in the duplicate's place; the caller releases the duplicate."""
+        assert isinstance(entry.owner, Sequence)
+        self.pools[entry.group].share(twin)
+        entry.owner.tables[entry.group][entry.index] = twin
+        self.num_adopted_blocks += 1
 
     def reset(self) -> bool:
-        """Forget all cached prefixes. False, and nothing changed, while blocks are held."""
-        if any(pool.num_free != pool.num_blocks for pool in self.pools):
+        """Forget all cached prefixes, the host's too. False, and nothing changed, while blocks are held."""
+        if any(pool.num_free != pool.num_blocks for pool in (*self.pools, *self.host.pools)):
             return False
-        return all([pool.reset() for pool in self.pools])
+        return all([pool.reset() for pool in (*self.pools, *self.host.pools)])
 
     def count_hit(self, num_known: int, num_cached: int) -> None:
         """Enter one admission in the hit statistics (tokens)."""
         self.queried_tokens += num_known
         self.hit_tokens += num_cached
 
-    def _find(self, sequence: Sequence, max_blocks: int, found: list[list[int]]) -> None:
-        for index, key in enumerate(sequence.keys[:max_blocks]):
-            ids = self._ids_of(sequence, index)
-            hits = [pool.lookup(key, ids) for pool in self.pools]
-            if None in hits:
-                return
-            for blocks, block in zip(found, hits, strict=True):
-                assert block is not None
-                blocks.append(block)
-
-    def _count_unreferenced(self, found: list[list[int]]) -> list[int]:
-        return [
-            sum(1 for block in blocks if pool.references[block] == 0)
-            for pool, blocks in zip(self.pools, found, strict=True)
-        ]
-
-    def _can_copy(self, found: list[list[int]], sources: list[int]) -> bool:
-        """Whether a block for the copy is free beside the matched ones and the source itself."""
-        held = [
-            count + (pool.references[source] == 0)
-            for pool, source, count in zip(self.pools, sources, self._count_unreferenced(found), strict=True)
-        ]
-        return all(pool.num_free > count for pool, count in zip(self.pools, held, strict=True))
-
-    def _copy_last(self, sequence: Sequence, sources: list[int], edits: array[int], copies: array[int]) -> None:
-        for group, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
-            # Held while the copy is allocated, so that a block is never copied onto itself.
-            pool.share(source)
-            block = pool.allocate()
-            pool.release(source)
-            copies.extend((group, source, block))
-            edits.extend((sequence.slot, group, len(sequence.tables[group]), block))
-            sequence.tables[group].append(block)
-        sequence.capacity += self.block_size
+    def _has_keys(self, sequence: Sequence) -> bool:
+        """Whether a sequence's blocks have keys: for all to find, or for the other sequences of its request."""
+        return self.caching or (self.sharing and sequence.request.has_several)
 
     def _extend_keys(self, sequence: Sequence) -> None:
-        if sequence.token_ids is not None:
-            extend_keys(
-                sequence.keys, sequence.token_ids, sequence.num_committed, self.block_size, sequence.request.request
-            )
+        if sequence.token_ids is None:
+            return
+        request = sequence.request
+        root = b"" if self.caching else private_root_key(request.request, request.order)
+        size, known = self.block_size, sequence.num_committed
+        if len(sequence.keys) < known // size:
+            extend_keys(sequence.keys, sequence.token_ids, known, size, request.request, root)
 
     def _ids_of(self, sequence: Sequence, index: int) -> bytes | None:
         if sequence.token_ids is None:

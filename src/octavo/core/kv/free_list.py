@@ -37,3 +37,11 @@ class FreeList:
     def remove_cached(self, block: int) -> None:
         """Take out one cached block: a prefix hit, or its key was withdrawn."""
         del self.cached[block]
+
+    def touch(self, block: int) -> None:
+        """Move a cached block to the end of the order of reuse."""
+        self.cached.move_to_end(block)
+
+    def next_cached(self) -> int | None:
+        """The cached block that `take` would give, or None when it would give a plain one."""
+        return None if self.plain or not self.cached else next(iter(self.cached))

@@ -32,9 +32,19 @@ def child_key(parent: bytes, ids: bytes, spans: tuple[Span, ...] = (), start: in
     return state.digest()
 
 
-def extend_keys(keys: list[bytes], token_ids: array[int], num_tokens: int, block_size: int, request: Request) -> None:
-    """Append the keys of the full blocks among the first `num_tokens` ids that `keys` does not hold yet."""
-    parent = keys[-1] if keys else root_key(request)
+def private_root_key(request: Request, order: int) -> bytes:
+    """Return a parent key that no other request has: its sequences find each other's blocks, and nobody else's."""
+    return blake2b(b"private" + root_key(request) + order.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
+
+
+def extend_keys(
+    keys: list[bytes], token_ids: array[int], num_tokens: int, block_size: int, request: Request, root: bytes = b""
+) -> None:
+    """Append the keys of the full blocks among the first `num_tokens` ids that `keys` does not hold yet.
+
+    `root` is the first block's parent; by default the request's own.
+    """
+    parent = keys[-1] if keys else (root or root_key(request))
     for start in range(len(keys) * block_size, num_tokens - block_size + 1, block_size):
         end = start + block_size
         parent = child_key(parent, token_ids[start:end].tobytes(), request.spans, start, end)

@@ -56,6 +56,11 @@ class BlockPool:
             self.free.add(block, self.key_of[block] is not None)
             self.version += 1
 
+    def touch(self, block: int) -> None:
+        """Count a cached, unreferenced block as just used."""
+        if self.references[block] == 0:
+            self.free.touch(block)
+
     def lookup(self, key: bytes, ids: bytes | None) -> int | None:
         """Return the block under `key`; where both sides know their ids, they must be equal."""
         block = self.block_of.get(key)

@@ -1,0 +1,105 @@
+"""The choices of one request within a plan: forks from a root's logits, and those that come in by themselves.
+
+Owns: when a choice enters, and what it shares. Does not: decide between requests (planning, intake) or move beams
+(searching).
+Invariants: a fork shares every block of its root and samples from the same logits; a choice that could not be forked
+enters behind its siblings, by a prefix match, as after a preemption.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.core.kv.cache import Match
+from octavo.core.plan import ROW_FORK, ROW_SAMPLE, EventKind, WaitReason
+from octavo.core.request import RequestState, Sequence
+
+if TYPE_CHECKING:
+    from octavo.core.planning import Planner
+
+
+class Choices:
+    """Forks and late choices of one plan."""
+
+    __slots__ = ("planner",)
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+
+    def fork(self, request: RequestState, root: Sequence) -> bool:
+        """The root samples behind its prompt: the other choices share its blocks and sample from the same logits."""
+        planner, cache = self.planner, self.planner.state.cache
+        children = [child for child in request.sequences if not child.is_entered]
+        children = [child for child in children if child.num_committed == root.num_prompt]
+        if not children or not cache.sharing:
+            return False
+        if cache.num_free() < len(children):  # each will write a block of its own
+            self._wait(request, len(children))
+            return False
+        end = root.num_scheduled
+        for child in children:
+            cache.fork(root, child)
+            child.num_computed = 0  # until the root's row is committed
+            planner.announce(child)
+            cache.announce(child)
+            planner.rows.append(child)
+            planner.starts.append(end)
+            planner.counts.append(0)
+            planner.flags.append(ROW_SAMPLE | ROW_FORK)
+            child.num_pending += 1
+            child.in_flight += 1
+        planner.state.totals.num_forks += len(children)
+        return True
+
+    def enter(self, request: RequestState, sequence: Sequence) -> bool:
+        """Let in a choice that was not forked, once its siblings have computed what it shares with them."""
+        planner = self.planner
+        siblings = [other for other in request.sequences if other.is_entered]
+        if any(other.num_scheduled < other.num_committed for other in siblings):
+            self.keep_room(sequence)
+            return False
+        match = self._match(sequence)
+        while match is None:
+            if siblings:  # they will end, and then there is room
+                self._wait(request, 1)
+                self.keep_room(sequence)
+                return False
+            if not planner.evict(request):
+                return False
+            match = self._match(sequence)
+        planner.announce(sequence)
+        planner.published += planner.state.cache.adopt(sequence, match)
+        return True
+
+    def keep_room(self, sequence: Sequence) -> None:
+        """Keep blocks for a choice that is still to come from those who might be let in: at least its own tail."""
+        cache = self.planner.state.cache
+        shared = sequence.num_prompt - 1 if cache.sharing else 0
+        own = cache.num_blocks_for(sequence.num_known) - shared // cache.block_size
+        for group in range(cache.num_groups):
+            self.planner.outstanding[group] += max(1, own)
+
+    def _match(self, sequence: Sequence) -> Match | None:
+        """What a choice finds in the cache, if there is room for its next chunk behind that."""
+        planner, cache = self.planner, self.planner.state.cache
+        match = cache.match(sequence, sequence.num_known, use_host=not planner.effects.swap_outs)
+        end = match.num_tokens + planner.chunk(sequence.num_known - match.num_tokens)
+        return match if min(cache.room_after(match, cache.peak_blocks(end))) >= 0 else None
+
+    def _wait(self, request: RequestState, needed: int) -> None:
+        planner, reason = self.planner, WaitReason.FORK_BLOCKS
+        planner.held[reason] = planner.held.get(reason, 0) + 1
+        if request.wait_reason != reason:
+            request.wait_reason = reason
+            available = planner.state.cache.num_free()
+            planner.event(EventKind.DEFERRED, request, reason=reason, needed=needed, available=available)
+
+
+def is_caught_up(request: RequestState, sequence: Sequence) -> bool:
+    """Whether, with this sequence's row, every choice has all it knows scheduled, or will fork from this one."""
+    return all(
+        other is sequence
+        or (other.is_entered and other.num_scheduled >= other.num_committed)
+        or (not other.is_entered and other.num_committed == sequence.num_committed == sequence.num_prompt)
+        for other in request.sequences
+    )

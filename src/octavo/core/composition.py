@@ -1,0 +1,65 @@
+"""Composition: what kinds of row may share a step (S12, S13).
+
+Owns: whose turn it is, of text and media, of prefills and decodes. Does not: plan.
+Invariants: a kind with work waits for at most one step of the other modality, and for at most `max_prefill_run` steps
+of prefills; when the kind whose turn it is has nothing to run, the next kind gets the step (nothing loops).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.core.limits import Limits
+from octavo.core.plan import WaitReason
+from octavo.core.request import RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a step may contain; None is anything."""
+
+    has_media: bool | None = None
+    is_decoding: bool | None = None
+
+    def refusal(self, request: RequestState, is_decoding: bool) -> WaitReason | None:
+        """Why a row of this request may not be in the step; None when it may."""
+        if self.has_media is not None and bool(request.request.spans) is not self.has_media:
+            return WaitReason.MODALITY
+        if self.is_decoding is not None and is_decoding is not self.is_decoding:
+            return WaitReason.COMPOSITION
+        return None
+
+
+ANY = Turn()
+
+
+class Composition:
+    """Whose turn it is. With nothing separated every step is ANY."""
+
+    __slots__ = ("_max_prefill_run", "_media_next", "_num_prefills", "_separates_media", "_separates_phases")
+
+    def __init__(self, limits: Limits) -> None:
+        self._separates_media = limits.separate_modalities
+        self._separates_phases = limits.composition == "separate"
+        self._max_prefill_run = limits.max_prefill_run
+        self._media_next = False
+        self._num_prefills = 0
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether anything may share a step with anything."""
+        return not (self._separates_media or self._separates_phases)
+
+    def turns(self) -> list[Turn]:
+        """Kinds of step in the order to try them: the first that has a row is taken."""
+        media = (self._media_next, not self._media_next) if self._separates_media else (None,)
+        decode_first = self._num_prefills >= self._max_prefill_run
+        phases = (decode_first, not decode_first) if self._separates_phases else (None,)
+        return [Turn(has_media, is_decoding) for is_decoding in phases for has_media in media]
+
+    def took(self, turn: Turn) -> None:
+        """A step of this kind was planned."""
+        if turn.has_media is not None:
+            self._media_next = not turn.has_media
+        if turn.is_decoding is not None:
+            self._num_prefills = 0 if turn.is_decoding else self._num_prefills + 1

@@ -1,0 +1,55 @@
+"""Effects: what a plan in the making does to blocks, beside its rows.
+
+Owns: the columns of edits, copies, swap-outs and host loads of one plan, and whose copies they are.
+Does not: count references (see pool) or decide (see cache).
+Invariant: swap-outs or host loads, never both; each copy's destination once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+
+def _ints() -> array[int]:
+    return array("i")
+
+
+@dataclass(slots=True)
+class Publication:
+    """One block made findable by a plan before that plan ran; `is_duplicate`: its key was taken already."""
+
+    group: int
+    block: int
+    index: int
+    owner: object  # the Sequence that writes it
+    is_duplicate: bool = False
+
+
+@dataclass(slots=True)
+class Effects:
+    """Effects of one plan, in the plan's own formats."""
+
+    step: int
+    edits: array[int] = field(default_factory=_ints)
+    copies: array[int] = field(default_factory=_ints)
+    copy_slots: list[int] = field(default_factory=list)
+    swap_outs: array[int] = field(default_factory=_ints)
+    host_loads: array[int] = field(default_factory=_ints)
+    saved: list[tuple[int, int]] = field(default_factory=list)  # (group, host block) made findable on the host
+    pinned: list[tuple[int, int]] = field(default_factory=list)  # (group, host block) held until the plan is made
+
+    def copy(self, slot: int, group: int, source: int, destination: int) -> None:
+        """Enter a block copy for the sequence in `slot`."""
+        self.copies.extend((group, source, destination))
+        self.copy_slots.append(slot)
+
+    def drop(self, slots: frozenset[int]) -> None:
+        """Take out the edits and copies of sequences that leave before the plan is made."""
+        flat = self.edits
+        kept = [i for i in range(0, len(flat), 4) if flat[i] not in slots]
+        self.edits = array("i", [flat[i + k] for i in kept for k in range(4)])
+        if any(slot in slots for slot in self.copy_slots):
+            stay = [i for i, slot in enumerate(self.copy_slots) if slot not in slots]
+            self.copies = array("i", [self.copies[3 * i + k] for i in stay for k in range(3)])
+            self.copy_slots = [self.copy_slots[i] for i in stay]
