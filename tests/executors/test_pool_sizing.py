@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from octavo.core.kv.group import GroupSpec
+from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.errors import CapacityError
-from octavo.executors.pool_sizing import PoolSizing
+from octavo.executors.pool_sizing import PoolSizing, describe_groups
 from octavo.executors.protocol import ExecutorSpec
 
 MIB = 2**20
@@ -48,3 +50,87 @@ def test_K11_without_a_size_a_device_gives_most_and_a_host_what_is_typical() -> 
 def test_K11_a_pool_that_cannot_be_says_what_would_fit(size: dict[str, float], message: str) -> None:
     with pytest.raises(CapacityError, match=message):
         choose(**size)
+
+
+# Two layers with full attention and six with a window of 512, as large models of this kind have them.
+MIXED = (
+    GroupSpec(GroupKind.FULL, 0, 2 * MIB, (2, 5)),
+    GroupSpec(GroupKind.SLIDING, 512, 6 * MIB, (0, 1, 3, 4, 6, 7)),
+)
+BASE = ExecutorSpec(max_sequences=4, max_batch_tokens=64)
+LONGEST = 8192
+
+
+def mixed(available_bytes: int = 100_000 * MIB, is_host: bool = True, **size: float) -> tuple[int, ...]:
+    return PoolSizing(replace(BASE, **size), MIXED, LONGEST).device_blocks(available_bytes, is_host)  # type: ignore[arg-type]
+
+
+def cost(num_blocks: tuple[int, ...]) -> int:
+    return sum(count * group.block_bytes for count, group in zip(num_blocks, MIXED, strict=True))
+
+
+def test_K07_a_budget_is_shared_so_that_typical_sequences_fill_all_groups_together() -> None:
+    full, sliding = 2048 // 16, MIXED[1].peak_blocks(2048, 64, 16)
+    assert sliding == -(-(512 - 1 + 64 - 1) // 16) + 1 == 37
+    budget = 10 * (full * 2 + sliding * 6) * MIB
+    for blocks in (mixed(pool_bytes=budget), mixed(budget * 2, memory_fraction=0.5)):
+        assert blocks == (10 * full, 10 * sliding)
+    for size in range(1300, 9000, 777):
+        blocks = mixed(pool_bytes=size * MIB)
+        assert size * MIB - 8 * MIB < cost(blocks) <= size * MIB
+        assert abs(blocks[0] / full - blocks[1] / sliding) < 0.1 or blocks[0] == LONGEST // 16
+
+
+def test_K07_explicit_sizes_mean_the_full_group_and_the_others_hold_as_many_sequences() -> None:
+    assert mixed(num_blocks=1280) == (1280, 370)
+    assert mixed(pool_tokens=20480 + 15) == (1280, 370)
+    assert mixed(num_blocks=520) == (520, 151)  # 520 / 128 sequences of typical length
+    assert mixed(num_blocks=100) == (100, 37)  # at least one longest sequence's window
+    assert mixed(num_blocks=20) == (20, 20)  # where the full group holds less, no more than that
+    windows = (replace(MIXED[1], window=1024), MIXED[1])
+    assert PoolSizing(replace(BASE, num_blocks=100), windows, LONGEST).device_blocks(10**12, True) == (100, 54)
+
+
+def test_K07_every_group_holds_one_longest_sequence_while_the_budget_has_room_for_it() -> None:
+    least = (LONGEST // 16, 37)
+    assert mixed(pool_bytes=cost(least)) == least
+    assert mixed(pool_bytes=cost(least) + 60 * MIB) == (512, 47)
+    for size in (1, 7, 8, 60, 300, 700, 1245):
+        if size < 8:
+            with pytest.raises(CapacityError, match=r"holds no KV block of 16 tokens \(8.0 MiB\)"):
+                mixed(pool_bytes=size * MIB)
+            continue
+        full, sliding = mixed(pool_bytes=size * MIB)
+        assert cost((full, sliding)) <= size * MIB
+        # neither group ends a sequence before the other does
+        assert sliding == MIXED[1].peak_blocks(full * 16, 64, 16)
+        assert cost((full + 1, MIXED[1].peak_blocks(full * 16 + 1, 64, 16))) > size * MIB
+
+
+def test_K07_by_default_a_host_gives_what_is_typical_and_one_longest() -> None:
+    assert mixed() == (512, 148)
+    assert PoolSizing(replace(BASE, max_sequences=1), MIXED, LONGEST).device_blocks(10**12, True) == (512, 37)
+    with pytest.raises(CapacityError, match=r"2000 KV blocks need .* MiB; 5000.0 MiB are free, which would hold"):
+        mixed(5000 * MIB, num_blocks=2000)
+
+
+def test_K10_host_blocks_come_from_their_bytes() -> None:
+    def host(size: int, available_bytes: int = 10_000 * MIB) -> tuple[int, ...]:
+        return PoolSizing(replace(BASE, host_bytes=size, max_batch_tokens=8192), MIXED, LONGEST).host_blocks(
+            available_bytes
+        )
+
+    assert host(0) == ()
+    resting = MIXED[1].peak_blocks(2048, 1, 16)  # its window, without the tokens of a step
+    assert host(10 * (128 * 2 + resting * 6) * MIB) == (1280, 10 * resting)
+    with pytest.raises(CapacityError, match=r"host cache was given .* \(4 bytes\), which holds no .*such as 4G"):
+        host(4)
+    with pytest.raises(CapacityError, match=r"was given 600.0 MiB .*and 500.0 MiB of the host's memory are free"):
+        host(600 * MIB, 500 * MIB)
+
+
+def test_notes_describe_several_groups() -> None:
+    assert describe_groups(MIXED[:1], (9,), 16) == ()
+    assert describe_groups(MIXED, (9, 5), 16) == (
+        "the KV pool is shared by 2 layers with full attention: 144 tokens; 6 layers with a window of 512: 80 tokens",
+    )
