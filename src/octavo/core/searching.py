@@ -81,8 +81,7 @@ def finish(state: State, request: RequestState, found: list[Hypothesis], now: fl
             stop_token_id=_asked_stop(request, beam),
             choice=choice,
         )
-    given = sum(len(beam.token_ids) for beam in found)
-    request.num_ended_outputs = given - sum(beam.num_outputs for beam in request.sequences)
+    request.num_ended_outputs = sum(len(beam.token_ids) for beam in found)
     if found:
         state.finish(request, now, found[0].finish_reason, _asked_stop(request, found[0]))
     else:

@@ -133,6 +133,9 @@ class State:
             if request.first_scheduled_at is not None:
                 self.finished_ids.append(request.name)
         request.status = Status.FINISHED
+        outputs = request.num_ended_outputs
+        if request.beams is None:  # nothing of a beam was given before the search ended
+            outputs += sum(sequence.num_outputs for sequence in request.sequences)
         del self.requests[request.name]
         self.totals.finished[reason.name.lower()] += 1
         self.judge.tell(self.policy.finished, request)
@@ -140,7 +143,7 @@ class State:
             EventKind.FINISHED,
             request,
             now,
-            num_tokens=request.num_ended_outputs + sum(sequence.num_outputs for sequence in request.sequences),
+            num_tokens=outputs,
             cached_tokens=request.cached_tokens,
             finish_reason=reason,
             stop_token_id=stop_id,

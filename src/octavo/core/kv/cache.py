@@ -154,38 +154,39 @@ class KVCache:
 
     def adopt(self, sequence: Sequence, match: Match) -> list[Publication]:
         """Give a match's blocks to the sequence and enter them in the plan; returns blocks being loaded back."""
-        slot, edits = sequence.slot, self.effects.edits
         for group, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
-            table = sequence.tables[group]
-            for index, block in enumerate(blocks):
+            for block in blocks:
                 if block != NO_BLOCK:
                     pool.share(block)
-                    edits.extend((slot, group, index, block))
-                table.append(block)
+            sequence.tables[group].extend(blocks)
         made = self._load(sequence, match)
+        self.announce(sequence)
         if match.sources:
             self._copy_last(sequence, match.sources)
-        for group, table in enumerate(sequence.tables):
-            while sequence.first_live[group] < len(table) and table[sequence.first_live[group]] == NO_BLOCK:
-                sequence.first_live[group] += 1
+        self._find_live(sequence)
         sequence.num_published = match.num_tokens // self.block_size
         sequence.num_scheduled = sequence.num_computed = match.num_tokens
         self._resize(sequence)
         return made
 
     def _load(self, sequence: Sequence, match: Match) -> list[Publication]:
+        """Fill the table's holes from the host; everything found is held already, so that nothing of it is evicted."""
         made: list[Publication] = []
         for group, _, host_block in match.loads:
             self.host.pin(self.effects, group, host_block)
         for group, index, host_block in match.loads:
-            key, ids = sequence.keys[index], self._ids_of(sequence, index)
             block = self._allocate(group, is_load=True)
             self.effects.host_loads.extend((group, host_block, block))
             sequence.tables[group][index] = block
-            self.effects.edits.extend((sequence.slot, group, index, block))
-            if self.pools[group].publish(block, key, ids, self.effects.step):
+            if self.pools[group].publish(block, sequence.keys[index], self._ids_of(sequence, index), self.effects.step):
                 made.append(Publication(group, block, index, sequence))
         return made
+
+    @staticmethod
+    def _find_live(sequence: Sequence) -> None:
+        for group, table in enumerate(sequence.tables):
+            while sequence.first_live[group] < len(table) and table[sequence.first_live[group]] == NO_BLOCK:
+                sequence.first_live[group] += 1
 
     def _copy_last(self, sequence: Sequence, sources: list[int]) -> None:
         for group, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
@@ -295,8 +296,7 @@ class KVCache:
                         placed[place] = self._allocate(group, is_load=True)
                         self.effects.host_loads.extend((group, host_block, placed[place]))
                     table.append(placed[place])
-                while sequence.first_live[group] < len(table) and table[sequence.first_live[group]] == NO_BLOCK:
-                    sequence.first_live[group] += 1
+            self._find_live(sequence)
             self.host.release(sequence)
             self._resize(sequence)
             sequence.hot_end = 0  # its tail may be shared

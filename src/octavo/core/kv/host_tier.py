@@ -45,7 +45,9 @@ class HostTier:
 
     def save(self, group: int, pool: BlockPool, block: int, effects: Effects) -> None:
         """Keep a cached block that is about to be evicted, if there is room and this plan does not load."""
-        if not self.pools or effects.host_loads or not self._is_saving or block in pool.pending:
+        if not self.pools or effects.host_loads or not self._is_saving:
+            return
+        if block in pool.pending or (group, block) in effects.swapped:  # not written yet; or copied once already
             return
         host, key = self.pools[group], pool.key_of[block]
         assert key is not None
@@ -81,6 +83,7 @@ class HostTier:
             unique[group, block] = kept = self.pools[group].allocate()
             effects.pinned.append((group, kept))  # the allocation's own reference
             effects.swap_outs.extend((group, block, kept))
+            effects.swapped[group, block] = None
         for sequence in sequences:
             sequence.host_tables = []
             for group, table in enumerate(sequence.tables):
