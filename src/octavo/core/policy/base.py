@@ -16,7 +16,7 @@ class Policy:
     `headroom` is the default share of the pool kept free at admission. With `skip_ahead` up to 64 candidates are
     examined past one that lacks room. With `preempt_on_arrival` a waiting request that lacks room may preempt
     running ones of later victim rank. With `lookahead` > 1 the first so many candidates are admitted in the order
-    of `prefer`. With `tracks_service` the scheduler calls `served`. These six are read once, after `configure`.
+    of `prefer`. With `tracks_service` the scheduler calls `served`. These are read once, after `configure`.
     A policy sees the public fields of RequestState and must not write to them. An exception counts as no opinion.
     """
 

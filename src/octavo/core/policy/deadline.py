@@ -30,7 +30,7 @@ class Deadline(Policy):
         return (self._due(request, self._num_outputs(request)),)
 
     def _num_outputs(self, request: RequestState) -> int:
-        return max((sequence.num_known - sequence.num_prompt for sequence in request.sequences), default=0)
+        return max((sequence.num_committed - sequence.num_prompt for sequence in request.sequences), default=0)
 
     def _due(self, request: RequestState, num_outputs: int) -> float:
         asked = request.request
