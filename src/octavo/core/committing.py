@@ -22,7 +22,7 @@ from octavo.core.plan import (
     StepResult,
     TokenLogprobs,
 )
-from octavo.core.request import FinishReason, RequestState, Sequence, Status, Want
+from octavo.core.request import FinishReason, RequestState, Sequence, Status
 from octavo.core.state import Flight, State
 from octavo.errors import InvariantError
 
@@ -172,7 +172,7 @@ class Committer:
             if self._append(sequence, token, logprobs[offset] if logprobs else None):
                 return
         reached = plan.starts[index] + plan.counts[index]
-        if not request.request.wants & Want.SAMPLE and reached >= sequence.num_known:
+        if not request.samples and reached >= sequence.num_known:
             # also one that was preempted in flight: it has given all it was asked for
             self.state.finish(request, self.now, FinishReason.STOP)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from octavo.core.kv.cache import NO_BLOCK, Match
 from octavo.core.plan import EventKind, WaitReason
 from octavo.core.planning import Planner
-from octavo.core.request import RequestState, Sequence, Status, Want
+from octavo.core.request import RequestState, Sequence, Status
 
 MAX_CANDIDATES = 64  # how far admission looks past a request that does not fit (S23)
 
@@ -214,7 +214,7 @@ class Intake:
 
     def _match_cap(self, request: RequestState, sequence: Sequence) -> int:
         """Longest usable match: a score needs the logits in front of the first position it still owes."""
-        if request.request.wants & Want.SCORE and request.num_scored < sequence.num_prompt:
+        if request.scores and request.num_scored < sequence.num_prompt:
             return request.num_scored - 1
         return sequence.num_known
 

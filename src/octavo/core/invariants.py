@@ -138,7 +138,8 @@ def _check_references(state: State, group: int, pool: BlockPool) -> None:
                     expected[block] += 1
     for flight in state.flight:  # given up, and named by that plan still
         for owner_group, block in flight.releases:
-            expected[block] += owner_group == group
+            if owner_group == group:
+                expected[block] += 1
     for block, count in enumerate(pool.references):
         _require(
             count == expected[block],

@@ -25,7 +25,7 @@ from octavo.core.plan import (
     WaitReason,
 )
 from octavo.core.plan_facts import is_fast, shared_prefixes
-from octavo.core.request import RequestState, Sequence, Status, Want
+from octavo.core.request import RequestState, Sequence, Status
 from octavo.core.state import Flight, State
 
 _DECODE_AHEAD = ROW_SAMPLE | ROW_CARRY
@@ -135,18 +135,19 @@ class Planner:
         """Grant a row that needs a block, or more than one token, or has more to be asked. True when it forked."""
         if request.status != Status.RUNNING or not self.tokens.left:
             return False
-        if sequence.num_known >= sequence.limit and request.request.wants & Want.SAMPLE:
+        if sequence.num_known >= sequence.limit and request.samples:
             return False  # its last token is in flight: a stop by length is foreseen
         if not sequence.is_entered:
             if self.turn.refusal(request, is_decoding=False) or not self.choices.enter(request, sequence):
                 return False
             todo = sequence.num_known - sequence.num_scheduled
-        count = self.chunk(todo)
-        reason, count = self._cut(request, sequence, todo, count)
-        if reason is not None:
-            self.held[reason] = self.held.get(reason, 0) + 1
-            self.count_rest(sequence)
-            return False
+        count = 1
+        if todo > 1 or self.is_careful or request.request.spans:
+            reason, count = self._cut(request, sequence, todo)
+            if reason is not None:
+                self.held[reason] = self.held.get(reason, 0) + 1
+                self.count_rest(sequence)
+                return False
         has_forked = False
         if self._make_room(request, sequence, sequence.num_scheduled + count):
             has_forked = self.enter(sequence, count)
@@ -154,13 +155,14 @@ class Planner:
             if sequence.num_scheduled < sequence.num_committed:
                 left = sequence.num_committed - sequence.num_scheduled
                 self.event(EventKind.CHUNKED, request, num_tokens=count, needed=left)
-        if request.status == Status.RUNNING:
+                self.count_rest(sequence)
+        elif request.status == Status.RUNNING:
             self.count_rest(sequence)
         return has_forked
 
-    def _cut(self, request: RequestState, sequence: Sequence, todo: int, count: int) -> tuple[WaitReason | None, int]:
+    def _cut(self, request: RequestState, sequence: Sequence, todo: int) -> tuple[WaitReason | None, int]:
         """Cut a grant to what may run in this step; or say what it waits for."""
-        limits, start = self.state.limits, sequence.num_scheduled
+        limits, start, count = self.state.limits, sequence.num_scheduled, self.chunk(todo)
         if count < todo and not limits.chunked_prefill and todo <= limits.max_batch_tokens:
             return WaitReason.TOKEN_BUDGET, 0
         refusal = self.turn.refusal(request, request.is_decoding)
@@ -204,9 +206,9 @@ class Planner:
         self.flags.append(flags)
         sequence.num_scheduled = end
         sequence.in_flight += 1
-        known = sequence.num_committed
-        if start < known:
-            self.published += state.cache.publish(sequence, min(end, known), state.step)
+        known = min(end, sequence.num_committed)
+        if known >= (sequence.num_published + 1) * state.limits.block_size and start < known:
+            self.published += state.cache.publish(sequence, known, state.step)
         if not request.ahead_ok:
             sequence.hot_end = 0  # it takes the careful way each time
         if request.has_several and request.beams is None and flags & ROW_SAMPLE and end == sequence.num_prompt:
@@ -216,16 +218,15 @@ class Planner:
     def _flags(self, sequence: Sequence, start: int, end: int) -> int:
         """What the row of positions [start, end) gives and takes; the token it samples becomes pending."""
         request = sequence.request
-        wants = request.request.wants
         flag = ROW_CARRY if start >= sequence.num_committed else 0
-        if wants & Want.SCORE and start < sequence.num_prompt - 1 and end >= request.num_scored:
+        if request.scores and start < sequence.num_prompt - 1 and end >= request.num_scored:
             flag |= ROW_SCORE
         if end == sequence.num_known:
             if not request.is_decoding and is_caught_up(request, sequence):
                 self.state.start_decoding(request)
-            if wants & Want.POOL and end == sequence.num_prompt:  # the prompt's, once
+            if request.pools and end == sequence.num_prompt:  # the prompt's, once
                 flag |= ROW_POOL
-            if wants & Want.SAMPLE:
+            if request.samples:
                 flag |= ROW_SAMPLE if request.beams is None else ROW_SAMPLE | ROW_BEAM
                 sequence.num_pending += 1
         return flag

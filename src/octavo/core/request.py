@@ -189,8 +189,8 @@ class RequestState:
     __slots__ = (
         "ahead_ok", "beams", "cached_tokens", "deferred_version", "first_scheduled_at", "has_several", "is_decoding",
         "is_swapped", "lane", "max_tokens", "name", "num_bypassed", "num_ended_outputs", "num_preemptions",
-        "num_scored", "order", "rank", "request", "sequences", "spare_slots", "status", "stop_ids", "ticket",
-        "wait_reason",
+        "num_scored", "order", "pools", "rank", "request", "samples", "scores", "sequences", "spare_slots", "status",
+        "stop_ids", "ticket", "wait_reason",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int) -> None:
@@ -204,6 +204,10 @@ class RequestState:
         self.beams: BeamGroup | None = None
         self.spare_slots: list[int] = []  # slots of beams that do not exist yet, or no longer
         self.has_several = request.params.num_sequences > 1
+        # Looked at for every row, and a flag of an enum costs ten times as much.
+        self.samples = bool(request.wants & Want.SAMPLE)
+        self.scores = bool(request.wants & Want.SCORE)
+        self.pools = bool(request.wants & Want.POOL)
         self.stop_ids: frozenset[int] = frozenset()
         self.ahead_ok = True
         self.is_decoding = False

@@ -24,7 +24,7 @@ class KVCache:
 
     __slots__ = (
         "block_size", "caching", "chunk", "effects", "groups", "has_windows", "hit_tokens", "host",
-        "host_load_min_tokens", "num_adopted_blocks", "num_groups", "pools", "queried_tokens", "sharing",
+        "host_load_min_tokens", "num_groups", "pools", "queried_tokens", "sharing",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
@@ -41,7 +41,6 @@ class KVCache:
         self.effects = Effects(-1)
         self.queried_tokens = 0
         self.hit_tokens = 0
-        self.num_adopted_blocks = 0
 
     @property
     def version(self) -> int:
@@ -363,7 +362,6 @@ class KVCache:
         assert isinstance(entry.owner, Sequence)
         self.pools[entry.group].share(twin)
         entry.owner.tables[entry.group][entry.index] = twin
-        self.num_adopted_blocks += 1
 
     def reset(self) -> bool:
         """Forget all cached prefixes, the host's too. False, and nothing changed, while blocks are held."""
