@@ -50,6 +50,11 @@ def layer_windows(model: ModelSpec) -> tuple[int | None, ...]:
     return (model.sliding_window,) * model.num_layers
 
 
+def within(windows: Sequence[int | None], max_model_len: int) -> tuple[int | None, ...]:
+    """The windows that matter at this length: one that holds the longest context is full attention."""
+    return tuple(None if window is None or window >= max_model_len else window for window in windows)
+
+
 class CacheGroups:
     """Pools, host pools and attention of all groups. `attention` is what a model's forward pass is given."""
 

@@ -23,7 +23,7 @@ from octavo.core.kv.group import GroupSpec
 from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.errors import ConfigError, EngineError
 from octavo.executors.batch_inputs import StepInputs, build_inputs
-from octavo.executors.cache_groups import CacheGroups, allocate, group_layers, layer_windows
+from octavo.executors.cache_groups import CacheGroups, allocate, group_layers, layer_windows, within
 from octavo.executors.pool_sizing import PoolSizing, describe_groups
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
 from octavo.executors.slots import Slots
@@ -110,7 +110,7 @@ class TorchExecutor:
         model, is_host = self._spec, self._device.type == "cpu"
         kv_dtype = self._dtype if spec.kv_dtype == "auto" else _dtype_named(spec.kv_dtype, "kv_cache_dtype")
         block = PoolShape(1, 0, spec.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
-        groups = group_layers(layer_windows(model), block)
+        groups = group_layers(within(layer_windows(model), max_model_len), block)
         sizing = PoolSizing(spec, groups, max_model_len)
         host_blocks = sizing.host_blocks(machine.usable_memory()[1]) if spec.host_bytes else ()
         num_blocks = sizing.device_blocks(self._available_bytes() - spec.host_bytes * is_host, is_host)
