@@ -60,6 +60,10 @@ class Committer:
         self._adopt_twins(flight.published)
         for request in self.searching:
             self._advance(request)
+        if state.encoder.num_references:
+            for sequence in flight.rows:
+                if sequence.request.request.spans:
+                    state.encoder.commit(sequence.request.name, sequence.num_computed)
         if state.policy.tracks_service:
             self._charge()
         totals = state.totals

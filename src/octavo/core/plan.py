@@ -3,8 +3,8 @@
 Owns: the columns, their meaning and their digest. Row is a lazy view for policies and tests.
 Does not: decide or compute. Plans are immutable by contract: nobody writes to one after plan().
 Effects of a plan run in this order: freed slots, new sequences, id edits, swap-out, host load, block copy,
-then table edits, encode jobs and the forward pass with its KV writes; encoder frees last. Copies read what
-was there before the step. Freeing a free slot is harmless, and a new sequence resets its slot, so that effects
+then table edits, encoder frees, encode jobs and the forward pass with its KV writes. Copies read what was
+there before the step. Freeing a free slot is harmless, and a new sequence resets its slot, so that effects
 of a failed step can be sent again.
 """
 

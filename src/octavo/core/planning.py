@@ -292,8 +292,6 @@ class Planner:
         is_fresh = any(new.slot in slots for new in self.new)
         for sequence in mine:
             self._withdraw(sequence)
-        if victim.request.spans:
-            self.state.encoder.withdraw(victim.name)
         self.new = [new for new in self.new if new.slot not in slots]
         self.effects.drop(slots)
         # What has begun to change in this plan is not whole yet: it can be recomputed, not swapped.

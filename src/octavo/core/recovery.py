@@ -80,13 +80,14 @@ def fail(state: State, first: Flight, now: float) -> None:
         plan = flight.plan
         state.cache.unpublish(flight.published, plan.step)
         state.cache.host.unpublish(flight.saved, plan.step)
-        state.encoder.void(plan.encode_jobs, plan.encoder_frees)
         release(state, flight)
         finished.extend(plan.finished_ids)
         preempted.extend(plan.preempted_ids)
         freed.extend(plan.freed_slots)
         for request in flight.swapped:
             state.unswap(request)
+    for flight in reversed(flights):
+        state.encoder.void(flight.plan.encode_jobs, flight.plan.encoder_frees)
     state.finished_ids[:0] = finished
     state.preempted_ids[:0] = preempted
     state.freed_slots = freed + state.freed_slots
