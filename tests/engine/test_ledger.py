@@ -9,16 +9,16 @@ from tests.engine.fakes import make_request
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.engine.client import TokenOutput
-from octavo.engine.delivery import Delivery, End
+from octavo.engine.delivery import ChoiceEnd, Delivery, End
 from octavo.engine.ledger import Ledger
 from octavo.errors import DuplicateRequestError, InvalidRequestError
 
 
-def tokens(name: str, position: int, *ids: int, end: FinishReason | None = None) -> Delivery:
+def tokens(name: str, position: int, *ids: int, end: FinishReason | None = None, choice: int = 0) -> Delivery:
     count = len(ids)
     return Delivery(
         [name] * count,
-        array("i", [0] * count),
+        array("i", [choice] * count),
         array("i", range(position, position + count)),
         array("i", ids),
         ends=() if end is None else (End(name, end, message="why"),),
@@ -47,7 +47,9 @@ def test_an_end_alone_is_an_output_too() -> None:
     entry = ledger.add(make_request("a"))
     ledger.accept(0, tokens("a", 0, end=FinishReason.TIMEOUT))
     (output,) = entry.take()
-    assert output == TokenOutput("a", 0, 0, array("i"), finish_reason=FinishReason.TIMEOUT, message="why")
+    assert output == TokenOutput(
+        "a", 0, 0, array("i"), finish_reason=FinishReason.TIMEOUT, message="why", is_final=True
+    )
 
 
 def test_duplicates_gaps_and_strangers_are_dropped_and_counted() -> None:
@@ -60,7 +62,7 @@ def test_duplicates_gaps_and_strangers_are_dropped_and_counted() -> None:
     assert ledger.accept(3, tokens("b", 0, 8, end=FinishReason.STOP)) == []
     ledger.accept(3, tokens("a", 2, 7, end=FinishReason.STOP))
     assert ledger.accept(3, tokens("a", 3, 9, end=FinishReason.STOP)) == []
-    assert list(entry.emitted[0]) == [5, 6, 7]
+    assert list(entry.pages[0].ids) == [5, 6, 7]
     counts = ledger.rejections
     assert (counts.stale_epochs, counts.duplicates, counts.gaps, counts.unknown) == (1, 1, 1, 4)
 
@@ -130,3 +132,79 @@ def test_end_all_ends_everyone_once() -> None:
     entries = ledger.end_all(FinishReason.ERROR, "gone")
     assert [entry.take()[-1].message for entry in entries] == ["gone"]
     assert ledger.end_all(FinishReason.ERROR, "gone") == [] and len(ledger) == 0
+
+
+def several(n: int = 3, **options: object) -> SamplingParams:
+    return SamplingParams(seed=1, max_tokens=9, n=n, **options)  # type: ignore[arg-type]
+
+
+def choice_end(choice: int, reason: FinishReason = FinishReason.STOP) -> Delivery:
+    return Delivery(choice_ends=(ChoiceEnd("a", choice, reason, 7),))
+
+
+def test_P03_each_choice_has_its_own_positions_and_one_end() -> None:
+    ledger = Ledger()
+    entry = ledger.add(make_request("a", params=several()))
+    ledger.accept(0, tokens("a", 0, 5, choice=2))
+    ledger.accept(0, tokens("a", 0, 6, 7))
+    assert ledger.accept(0, tokens("a", 1, 9, choice=1)) == []  # its first is missing
+    first = entry.take()
+    assert [(o.choice, o.position, list(o.token_ids)) for o in first] == [(0, 0, [6, 7]), (2, 0, [5])]
+    assert len(ledger.accept(0, choice_end(2))) == 1
+    assert ledger.accept(0, tokens("a", 1, 8, choice=2)) == [] and ledger.accept(0, choice_end(2)) == []
+    assert ledger.accept(0, tokens("a", 0, 8, choice=3)) == [] and ledger.accept(0, choice_end(3)) == []
+    (ended,) = entry.take()
+    assert (ended.choice, ended.finish_reason, ended.stop_token_id) == (2, FinishReason.STOP, 7)
+    assert not ended.is_final and not entry.has_news
+    ledger.accept(0, tokens("a", 2, 8, end=FinishReason.LENGTH))
+    rest = entry.take()
+    assert [(o.choice, o.finish_reason, o.is_final) for o in rest] == [
+        (0, FinishReason.LENGTH, False),
+        (1, FinishReason.LENGTH, True),
+    ]
+    counts = ledger.rejections
+    assert (counts.gaps, counts.late, counts.unknown, counts.duplicates) == (1, 3, 1, 0)
+
+
+def test_P03_a_slow_reader_gets_ids_and_end_of_a_choice_at_once() -> None:
+    ledger = Ledger()
+    entry = ledger.add(make_request("a", params=several(2)))
+    ledger.accept(0, tokens("a", 0, 5, choice=1))
+    ledger.accept(0, choice_end(1))
+    (output,) = entry.take()
+    assert list(output.token_ids) == [5] and output.finish_reason is FinishReason.STOP
+
+
+def test_P03_the_last_choice_ends_with_its_request() -> None:
+    """So there is always an output left that can be final."""
+    ledger = Ledger()
+    entry = ledger.add(make_request("a", params=several(2)))
+    ledger.accept(0, choice_end(0))
+    assert ledger.accept(0, choice_end(1)) == [] and ledger.rejections.late == 1
+    ledger.accept(0, tokens("a", 0, end=FinishReason.CANCELLED))
+    assert [(o.choice, o.finish_reason, o.is_final) for o in entry.take()] == [
+        (0, FinishReason.STOP, False),
+        (1, FinishReason.CANCELLED, True),
+    ]
+
+
+def test_P04_a_beam_search_gives_the_choices_asked_for() -> None:
+    ledger = Ledger()
+    entry = ledger.add(make_request("a", params=several(2, beam_width=4)))
+    ledger.accept(0, tokens("a", 0, end=FinishReason.LENGTH))
+    assert [output.choice for output in entry.take()] == [0, 1]
+
+
+def test_a_request_of_several_choices_starts_anew_in_a_new_epoch() -> None:
+    """Its ids come again from the first; those held are dropped as duplicates, of ended choices too."""
+    ledger = Ledger(epoch=1)
+    request = make_request("a", params=several(2))
+    entry = ledger.add(request)
+    ledger.accept(1, tokens("a", 0, 5, 6))
+    ledger.accept(1, tokens("a", 0, 4, choice=1))
+    ledger.accept(1, choice_end(1))
+    assert ledger.advance(2) == [request]
+    ledger.accept(2, tokens("a", 0, 5, 6, 7))
+    ledger.accept(2, tokens("a", 0, 4, 8, choice=1))
+    assert list(entry.pages[0].ids) == [5, 6, 7] and list(entry.pages[1].ids) == [4]
+    assert (ledger.rejections.duplicates, ledger.rejections.late) == (3, 1)

@@ -15,7 +15,7 @@ from tests.engine.fakes import (
     make_request,
 )
 
-from octavo.core.plan import EventKind, StepPlan
+from octavo.core.plan import EventKind, StepPlan, StepResult
 from octavo.core.request import FinishReason
 from octavo.engine.client import Accepted
 from octavo.engine.clock import ManualClock
@@ -312,10 +312,10 @@ def test_L05_a_failure_that_passes_costs_nobody_anything(where: str, depth: int)
 
 def test_bug_26_bug_33_a_bad_row_ends_alone() -> None:
     class BadRow(GatedExecutor):
-        def sample(self, rows):  # type: ignore[no-untyped-def]
-            result = super().sample(rows)
+        def execute(self, plan: StepPlan) -> StepResult:
+            result = super().execute(plan)
             result.errors = tuple(
-                (i, "not finite") for i, row in enumerate(rows) if self.slots[row.slot].request_id == "r2"
+                (i, "not finite") for i, slot in enumerate(plan.slots) if self.slots[slot].request_id == "r2"
             )
             return result
 

@@ -189,10 +189,3 @@ def progress_console(out: io.StringIO) -> Any:
     from rich.console import Console
 
     return Console(file=out, force_terminal=True, width=120)
-
-
-def test_cumulative_logprob_is_the_sum() -> None:
-    from octavo.core.plan import TokenLogprobs
-
-    output = CompletionOutput(0, "x", [1, 2], "stop", logprobs=[TokenLogprobs(1, -1.0, 1), TokenLogprobs(2, -0.5, 1)])
-    assert output.cumulative_logprob == -1.5 and CompletionOutput(0, "", [], "stop").cumulative_logprob is None

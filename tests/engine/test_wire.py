@@ -14,7 +14,7 @@ from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine import wire
-from octavo.engine.delivery import Delivery, End
+from octavo.engine.delivery import ChoiceEnd, Delivery, End
 from octavo.errors import AdmissionError, ModelFileError, RequestError
 from octavo.executors.protocol import Capacity
 
@@ -35,15 +35,25 @@ params = st.builds(
     stop=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
     stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    n=st.integers(1, 4),
+    best_of=st.none() | st.integers(4, 9),
+    length_penalty=st.floats(-100, 100),
+    early_stopping=st.booleans() | st.just("never"),
+    typical_p=st.floats(0.01, 1),
+    dry_multiplier=st.floats(0, 100),
+    dry_breaker_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    bad_words_ids=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    allowed_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
 )
+beams = st.builds(SamplingParams, n=st.integers(1, 4), beam_width=st.integers(4, 64))
 requests = st.builds(
     Request,
     request_id=names,
     prompt_token_ids=st.none() | ids,
-    params=params,
+    params=params | beams,
     arrival=finite,
     num_prompt_tokens=st.integers(0, 2**40),
-    block_keys=st.none() | st.lists(st.binary(max_size=32), max_size=3).map(tuple),
+    block_keys=st.none() | st.lists(st.binary(min_size=16, max_size=16), max_size=3).map(tuple),
     emitted_token_ids=st.none() | ids,
     eos_token_ids=st.lists(int32, max_size=3).map(tuple),
     wants=st.integers(1, 7).map(Want),
@@ -55,6 +65,8 @@ requests = st.builds(
     score_from=st.integers(0, 2**31),
     deadline=st.none() | finite,
     queue_timeout=st.none() | finite,
+    ttft_objective=st.none() | finite,
+    tpot_objective=st.none() | finite,
 )
 logprobs = st.builds(
     TokenLogprobs,
@@ -63,6 +75,9 @@ logprobs = st.builds(
     st.integers(1, 2**31),
     st.lists(int32, max_size=3).map(tuple),
     st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
+)
+choice_ends = st.builds(
+    ChoiceEnd, names, st.integers(0, 2**31), st.sampled_from(FinishReason), st.none() | int32, st.none() | names
 )
 ends = st.builds(
     End,
@@ -90,6 +105,7 @@ def deliveries(draw: st.DrawFn) -> Delivery:
         column(),
         draw(st.none() | st.lists(st.none() | logprobs, min_size=count, max_size=count)),
         tuple(draw(st.lists(st.tuples(names, int32, st.lists(logprobs, max_size=3).map(tuple)), max_size=2))),
+        tuple(draw(st.lists(choice_ends, max_size=3))),
         tuple(draw(st.lists(ends, max_size=3))),
     )
 
@@ -115,7 +131,13 @@ def test_deliveries_survive_the_wire(delivery: Delivery) -> None:
 
 
 def test_no_field_of_a_core_type_is_forgotten() -> None:
-    for core, message in ((Request, wire.Submit), (TokenLogprobs, wire.WireLogprobs), (End, wire.WireEnd)):
+    pairs = (
+        (Request, wire.Submit),
+        (TokenLogprobs, wire.WireLogprobs),
+        (ChoiceEnd, wire.WireChoiceEnd),
+        (End, wire.WireEnd),
+    )
+    for core, message in pairs:
         fields = [field.name for field in dataclasses.fields(core)]
         assert [name for name in message.__struct_fields__ if name != "epoch"] == fields
     assert [f.name for f in dataclasses.fields(Delivery)] == list(wire.Outputs.__struct_fields__)[1:]
@@ -124,6 +146,7 @@ def test_no_field_of_a_core_type_is_forgotten() -> None:
 CAPACITY = Capacity((GroupSpec(GroupKind.SLIDING, 8, 64, (0, 2)),), (9,), 16, 4, 128, 97, notes=("a note",))
 SAMPLES: list[wire.ToEngine | wire.FromEngine] = [
     wire.Cancel(1, ("a", "b"), FinishReason.STOP),
+    wire.Cancel(1, ("a",), FinishReason.STOP, 3),
     wire.Ask(1, 7, "statistics", ""),
     wire.Close(1),
     wire.Ready(1, wire.VERSION, CAPACITY),
@@ -183,6 +206,13 @@ def test_mutated_frames_give_a_message_or_a_wire_error(request: Request, data: s
             message.request()
     except (wire.WireError, RequestError):
         pass
+
+
+@pytest.mark.parametrize("size", [0, 15, 17])
+def test_K02_a_block_key_of_another_size_is_refused(size: int) -> None:
+    request = Request("a", array("i", range(16)), block_keys=(b"k" * size,))
+    with pytest.raises(wire.WireError, match="length"):
+        wire.decode_to_engine(body_of(wire.frame(wire.Submit.of(1, request))))
 
 
 def test_columns_of_unequal_length_are_refused() -> None:

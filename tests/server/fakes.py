@@ -23,6 +23,7 @@ from octavo.config import Config, ServingConfig
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, TokenOutput
+from octavo.engine.ledger import num_choices
 from octavo.engine.sessions import Sessions
 from octavo.errors import AdmissionError, DuplicateRequestError
 from octavo.server.app import create_app
@@ -78,20 +79,26 @@ def make_text(generation: Mapping[str, float] | None = None) -> TextModel:
 
 
 class FakeClient:
-    """An engine that answers every request with `text`, one token an output; held, it answers when told."""
+    """An engine that answers every request with `text`, one token an output; held, it answers when told.
+
+    The choices of a request take turns; choice k of several says `texts[k]`, where given. Token k of a choice has the
+    log-probability -0.25 * (choice + 1).
+    """
 
     def __init__(self, text: str = "Hello é!") -> None:
         self.text = text
+        self.texts: list[str] = []
         self.tokenizer = make_text().tokenizer
         self.requests: list[Request] = []
         self.cancelled: list[tuple[str, FinishReason]] = []
+        self.cut: list[tuple[str, int]] = []  # choices ended alone
         self.submit_error: Exception | None = None
         self.end: tuple[FinishReason, str] | None = None  # instead of the natural end
         self.is_held = False
         self.submitted = asyncio.Event()
         self.cached_tokens = 0
         self._queues: dict[str, asyncio.Queue[TokenOutput]] = {}
-        self._loops: dict[str, asyncio.AbstractEventLoop] = {}
+        self._open: dict[str, set[int]] = {}  # choices without an end
 
     async def submit(self, request: Request) -> Accepted:
         if self.submit_error is not None:
@@ -103,53 +110,75 @@ class FakeClient:
             raise AdmissionError(message, "prompt")
         self.requests.append(request)
         self._queues[request.request_id] = asyncio.Queue()
+        self._open[request.request_id] = set(range(num_choices(request.params)))
         if not self.is_held:
             self.answer(request)
         self.submitted.set()
         return Accepted(request.request_id, request.params.max_tokens or 100, False)
 
     def answer(self, request: Request, num_tokens: int | None = None) -> None:
-        """Say the text, up to max_tokens, or only its first tokens and no end."""
-        ids = [*self.tokenizer.encode(self.text), EOS]
-        limit = request.params.max_tokens or len(ids)
-        reason = FinishReason.STOP if len(ids) <= limit else FinishReason.LENGTH
-        shown = ids[: num_tokens if num_tokens is not None else limit]
-        for position, token_id in enumerate(shown):
-            is_last = num_tokens is None and position == len(shown) - 1
-            self._put(request, position, token_id, self.end or (reason, "") if is_last else None)
+        """Say the texts, up to max_tokens, or only their first tokens and no end."""
+        said: list[list[int]] = []
+        ends: list[tuple[FinishReason, str]] = []
+        for choice in sorted(self._open[request.request_id]):
+            ids = [*self.tokenizer.encode(dict(enumerate(self.texts)).get(choice, self.text)), EOS]
+            limit = request.params.max_tokens or len(ids)
+            reason = FinishReason.STOP if len(ids) <= limit else FinishReason.LENGTH
+            ends.append(self.end or (reason, ""))
+            said.append(ids[: num_tokens if num_tokens is not None else limit])
+        for position in range(max(map(len, said))):
+            for choice, ids in enumerate(said):
+                if position < len(ids):
+                    is_last = num_tokens is None and position == len(ids) - 1
+                    self._put(request, (choice, position), ids[position], ends[choice] if is_last else None)
 
-    def _put(self, request: Request, position: int, token_id: int | None, end: tuple[FinishReason, str] | None) -> None:
-        k = request.params.logprobs
+    def _put(
+        self, request: Request, where: tuple[int, int], token_id: int | None, end: tuple[FinishReason, str] | None
+    ) -> None:
+        choice, position = where
+        open_choices = self._open[request.request_id]
+        if choice not in open_choices:
+            return
+        k = request.params.num_logprobs
         logprobs = None
         if k is not None and token_id is not None:
             tops = [token_id, *(i for i in range(2, 30) if i != token_id)][:k]
             best = tuple(-0.5 * i - 0.25 for i in range(k))
-            logprobs = (TokenLogprobs(token_id, -0.25, 1, tuple(tops), best),)
+            logprobs = (TokenLogprobs(token_id, -0.25 * (choice + 1), 1, tuple(tops), best),)
+        if end is not None:
+            open_choices.discard(choice)
         output = TokenOutput(
             request.request_id,
-            0,
+            choice,
             position,
             array("i", [] if token_id is None else [token_id]),
             logprobs,
             finish_reason=end[0] if end else None,
             message=end[1] if end else None,
             cached_tokens=self.cached_tokens,
+            is_final=not open_choices,
         )
         self._queues[request.request_id].put_nowait(output)
 
     async def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
         while request_id in self._queues:
             output = await self._queues[request_id].get()
-            if output.finish_reason is not None:
-                del self._queues[request_id]
+            if output.is_final:
+                del self._queues[request_id], self._open[request_id]
             yield output
 
-    async def cancel(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED) -> None:
+    async def cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
         for request_id in request_ids:
-            self.cancelled.append((request_id, reason))
             request = next(r for r in self.requests if r.request_id == request_id)
-            if request_id in self._queues:
-                self._put(request, 99, None, (reason, "cancelled"))
+            if choice is None or num_choices(request.params) == 1:
+                self.cancelled.append((request_id, reason))
+            else:
+                self.cut.append((request_id, choice))
+            for each in sorted(self._open.get(request_id, ())):
+                if choice in (None, each):
+                    self._put(request, (each, 99), None, (reason, "cancelled"))
 
     async def statistics(self) -> Mapping[str, object]:
         return STATISTICS

@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.engine.results import RequestOutput, whole
-from octavo.engine.sessions import Prompt, Session, Sessions, TextDelta
+from octavo.engine.sessions import Prompt, Session, Sessions, TextDelta, check_stream
 from octavo.errors import InvalidRequestError
 from octavo.metrics.export import Table, save_json_lines
 
@@ -51,7 +51,7 @@ class AsyncEngine:
 
         `on_delta` sees every delta as it comes; if it raises, this request ends with an error, and only it.
         """
-        text, session = await self._open(prompt, params, options)
+        text, session = await self._open(prompt, params, options, is_streamed=on_delta is not None)
         try:
             deltas = await session.collect() if on_delta is None else await _watched(session, on_delta)
         finally:
@@ -61,8 +61,11 @@ class AsyncEngine:
     async def stream(
         self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[TextDelta, None]:
-        """Continue a prompt, delta by delta; leaving the loop early (and closing it) cancels the request."""
-        _, session = await self._open(prompt, params, options)
+        """Continue a prompt, delta by delta; leaving the loop early (and closing it) cancels the request.
+
+        Choices come interleaved, beams at the end. Raises InvalidRequestError for best_of > n.
+        """
+        _, session = await self._open(prompt, params, options, is_streamed=True)
         try:
             async for delta in session:
                 yield delta
@@ -127,10 +130,13 @@ class AsyncEngine:
         await self.close()
 
     async def _open(
-        self, prompt: AnyPrompt, params: SamplingParams | None, options: Mapping[str, Any]
+        self, prompt: AnyPrompt, params: SamplingParams | None, options: Mapping[str, Any], is_streamed: bool
     ) -> tuple[str | None, Session]:
         text, ids = self._read_prompt(prompt)
-        return text, await self.sessions.submit(ids, params or self.default_params, **options)
+        params = params or self.default_params
+        if is_streamed:
+            check_stream(params)
+        return text, await self.sessions.submit(ids, params, **options)
 
     def _read_prompt(self, prompt: AnyPrompt) -> tuple[str | None, Sequence[int]]:
         """The text, if the prompt is given as text, and its ids."""
@@ -160,6 +166,11 @@ async def _watched(session: Session, on_delta: OnDelta) -> list[TextDelta]:
             except Exception as error:  # the caller's code: whatever it raises is this request's end
                 failure = f"the callback raised {type(error).__name__}: {error}"
                 await session.cancel(FinishReason.ERROR)
-    if failure is not None:
-        deltas[-1] = replace(deltas[-1], finish_reason=FinishReason.ERROR, stop_reason=None, message=failure)
-    return deltas
+    if failure is None:
+        return deltas
+    return [
+        delta
+        if delta.finish_reason is None
+        else replace(delta, finish_reason=FinishReason.ERROR, stop_reason=None, message=failure)
+        for delta in deltas
+    ]

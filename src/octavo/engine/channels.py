@@ -56,7 +56,7 @@ class Channels:
                 await _news(entry)
                 continue
             outputs = entry.take()
-            has_ended = outputs[-1].finish_reason is not None
+            has_ended = outputs[-1].is_final
             if has_ended:
                 self.ledger.forget_entry(entry)
             for output in outputs:

@@ -1,7 +1,8 @@
 """EngineClient: how a front end talks to an engine, in this process or behind a Unix socket.
 
 Owns: the protocol and the output record. Does not: hold text, import torch, or know HTTP.
-Invariant: every accepted request gets exactly one output with a finish_reason, and nothing after it.
+Invariants: every choice of an accepted request gets exactly one output with a finish_reason, and nothing after it;
+the request's last output, and only that, is_final.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request
 
 Verb = Literal[
-    "pause", "resume", "drain", "reset_prefix_cache", "explain", "reset_statistics", "export_statistics"
+    "pause", "resume", "drain", "cancel_all", "reset_prefix_cache", "explain", "reset_statistics", "export_statistics"
 ]  # fmt: skip
 
 
@@ -23,9 +24,10 @@ Verb = Literal[
 class TokenOutput:
     """New ids of one choice since the last output: a snapshot, never an alias of live lists.
 
-    `position` is the index of the first new id among the outputs. `finish_reason` is set on the last one,
-    together with stop_token_id, cached_tokens, queue_s (seconds from arrival to admission) and, for ERROR,
-    message. `logprobs` is None or aligned.
+    `position` is the index of the first new id among the choice's outputs. `finish_reason` is set on the choice's last
+    one, together with stop_token_id and, for ERROR, message. `is_final` marks the last output of the whole request;
+    it has cached_tokens, num_preemptions and queue_s (seconds from arrival to admission).
+    `logprobs` is None or aligned.
     `first_at` is when the request's first id came here, on the monotonic clock.
     `prompt_logprobs` arrives once, before or with the first id: (first position, entries).
     """
@@ -43,6 +45,7 @@ class TokenOutput:
     message: str | None = None
     queue_s: float = 0.0
     first_at: float | None = None
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +65,16 @@ class EngineClient(Protocol):
         ...
 
     def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
-        """Outputs of an accepted request, ending after the one with a finish_reason; one reader per request.
+        """Outputs of an accepted request, ending after the final one; one reader per request.
 
         A slow reader gets what came meanwhile as one output. `final_only` wakes the reader at the end only.
         """
         ...
 
-    async def cancel(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End requests in whatever state; unknown and finished ids are ignored."""
+    async def cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """End requests in whatever state, or only one choice of them; unknown and finished ones are ignored."""
         ...
 
     async def statistics(self) -> Mapping[str, object]:
@@ -77,8 +82,8 @@ class EngineClient(Protocol):
         ...
 
     async def control(self, verb: Verb, argument: str = "") -> object:
-        """Pause, resume, drain, reset the prefix cache (-> bool), explain a request (-> text), reset the statistics
-        (-> bool), export them (-> tables by name, see metrics.export)."""
+        """Pause, resume, drain, cancel every request (-> how many), reset the prefix cache (-> bool), explain a request
+        (-> text), reset the statistics (-> bool), export them (-> tables by name, see metrics.export)."""
         ...
 
     async def close(self) -> None:

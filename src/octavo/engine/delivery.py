@@ -2,7 +2,8 @@
 
 Owns: the open requests as the engine's side sees them, and the promise of one end for each.
 Does not: know sockets, asyncio or text; it runs in the engine's thread.
-Invariant: every request opened here gets exactly one End, and no token after it.
+Invariant: every request opened here gets exactly one End, and no token after it. A choice that ends before its
+request has a ChoiceEnd; the request's End is that of all its other choices.
 """
 
 from __future__ import annotations
@@ -22,8 +23,19 @@ def _ints() -> array[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceEnd:
+    """The end of one choice of a request that goes on."""
+
+    request_id: str
+    choice: int
+    finish_reason: FinishReason
+    stop_token_id: int | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class End:
-    """The end of one request. `queue_s` is arrival to first admission."""
+    """The end of one request, and of its choices that have not ended. `queue_s` is arrival to first admission."""
 
     request_id: str
     finish_reason: FinishReason
@@ -36,7 +48,10 @@ class End:
 
 @dataclass(slots=True)
 class Delivery:
-    """One step's tokens (columns, one entry per token), prompt scores, and ends. Nobody writes to it once sent."""
+    """One step's tokens (columns, one entry per token), prompt scores, and ends, which come behind the tokens.
+
+    Nobody writes to it once sent.
+    """
 
     request_ids: list[str] = field(default_factory=list)
     choices: array[int] = field(default_factory=_ints)
@@ -44,12 +59,13 @@ class Delivery:
     token_ids: array[int] = field(default_factory=_ints)
     logprobs: list[TokenLogprobs | None] | None = None
     scores: tuple[Score, ...] = ()
+    choice_ends: tuple[ChoiceEnd, ...] = ()
     ends: tuple[End, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Nothing to send."""
-        return not (self.request_ids or self.ends or self.scores)
+        return not (self.request_ids or self.ends or self.choice_ends or self.scores)
 
 
 class _Open:
@@ -86,10 +102,12 @@ class Outbox:
 
     def decided(self, decisions: Iterable[Event]) -> Delivery:
         """A delivery of decisions alone."""
-        return Delivery(ends=self._ends(decisions))
+        choice_ends, ends = self._ends(decisions)
+        return Delivery(choice_ends=choice_ends, ends=ends)
 
     def committed(self, events: Events) -> Delivery:
         """A delivery of a commit; takes over the columns without copying them."""
+        choice_ends, ends = self._ends(events.decisions) if events.decisions else ((), ())
         return Delivery(
             request_ids=events.request_ids,
             choices=events.choices,
@@ -97,7 +115,8 @@ class Outbox:
             token_ids=events.token_ids,
             logprobs=events.logprobs,
             scores=events.scores,
-            ends=self._ends(events.decisions) if events.decisions else (),
+            choice_ends=choice_ends,
+            ends=ends,
         )
 
     def end_all(self, reason: FinishReason, message: str) -> Delivery:
@@ -112,22 +131,29 @@ class Outbox:
             request_id, reason, num_preemptions=entry.num_preemptions, queue_s=entry.queue_s or 0.0, message=message
         )
 
-    def _ends(self, decisions: Iterable[Event]) -> tuple[End, ...]:
+    def _ends(self, decisions: Iterable[Event]) -> tuple[tuple[ChoiceEnd, ...], tuple[End, ...]]:
+        """Follow the decisions; return the ends among them."""
+        choice_ends: list[ChoiceEnd] = []
         ends: list[End] = []
         for event in decisions:
             entry = self._open.get(event.request_id)
             if entry is None:
                 continue
+            reason = FinishReason.ERROR if event.finish_reason is None else event.finish_reason
             if event.kind == EventKind.ADMITTED and entry.queue_s is None:
                 entry.queue_s = max(0.0, event.time - entry.arrival)
             elif event.kind == EventKind.PREEMPTED:
                 entry.num_preemptions += 1
+            elif event.kind == EventKind.CHOICE_FINISHED:
+                choice_ends.append(
+                    ChoiceEnd(event.request_id, event.choice, reason, event.stop_token_id, event.message)
+                )
             elif event.kind == EventKind.FINISHED:
                 del self._open[event.request_id]
                 ends.append(
                     End(
                         event.request_id,
-                        FinishReason.ERROR if event.finish_reason is None else event.finish_reason,
+                        reason,
                         event.stop_token_id,
                         event.cached_tokens,
                         entry.num_preemptions,
@@ -135,4 +161,4 @@ class Outbox:
                         event.message,
                     )
                 )
-        return tuple(ends)
+        return tuple(choice_ends), tuple(ends)

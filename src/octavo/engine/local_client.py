@@ -45,12 +45,14 @@ class LocalClient:
         return cast(Accepted, accepted)
 
     def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
-        """Outputs of an accepted request, ending after the one with a finish_reason."""
+        """Outputs of an accepted request, ending after the final one."""
         return self._channels.outputs(request_id, final_only)
 
-    async def cancel(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End requests in whatever state."""
-        self._engine.cancel(request_ids, reason)
+    async def cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """End requests, or one choice of them, in whatever state."""
+        self._engine.cancel(request_ids, reason, choice)
 
     async def statistics(self) -> Mapping[str, object]:
         """Engine counters and gauges as plain JSON values."""

@@ -78,14 +78,12 @@ class EngineLoop:
         self._suspects = Suspects()
         self._owners: dict[int, str] = {}  # executor slot -> request, as of the plan last retired
         self._condition = threading.Condition()
-        self._inbox: deque[tuple[Callable[[], None], Reply]] = deque()
+        self._inbox: deque[tuple[Callable[[], object], Reply]] = deque()
         self._is_stopping = False
         self._has_ended = False
         self._is_draining = False
         self._failure: str | None = None
         self._thread: threading.Thread | None = None
-
-    # --- life
 
     def attach(self, receive: Callable[[Delivery], None], ended: Callable[[], None] | None = None) -> None:
         """Send deliveries there, and call `ended` after the last. Call before start."""
@@ -138,9 +136,11 @@ class EngineLoop:
         """Hand a request over; answers Accepted, a RequestError or an EngineError."""
         self._post(partial(self._do_submit, request, reply), reply)
 
-    def cancel(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End requests in whatever state; unknown and finished ids are ignored."""
-        self._post(partial(self._do_cancel, tuple(request_ids), reason), _ignore)
+    def cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """End requests in whatever state, or only one choice of them; unknown and finished ones are ignored."""
+        self._post(partial(self._do_cancel, tuple(request_ids), reason, choice), _ignore)
 
     def statistics(self, reply: Reply) -> None:
         """Answers counters and gauges as plain JSON values."""
@@ -150,15 +150,13 @@ class EngineLoop:
         """Answers the verb's value (see EngineClient.control), or an EngineError."""
         self._post(lambda: reply(self._do_control(verb, argument)), reply)
 
-    def _post(self, command: Callable[[], None], reply: Reply) -> None:
+    def _post(self, command: Callable[[], object], reply: Reply) -> None:
         with self._condition:
             if not self._has_ended:
                 self._inbox.append((command, reply))
                 self._condition.notify_all()
                 return
         reply(EngineDeadError(self._end_message()))
-
-    # --- the thread
 
     def _run(self) -> None:
         try:
@@ -184,7 +182,7 @@ class EngineLoop:
         elif last is not None:
             self._wait(last.wake_at)
 
-    def _run_command(self, command: Callable[[], None], reply: Reply) -> None:
+    def _run_command(self, command: Callable[[], object], reply: Reply) -> None:
         try:
             command()
         except Exception as error:  # it kills the engine, but whoever asked hears first
@@ -270,6 +268,8 @@ class EngineLoop:
         self._send(delivery)
         if events.request_ids:
             self._suspects.progressed(events.request_ids)
+        if isinstance(outcome, StepResult):
+            self._suspects.stepped(plan, self._owners)
         self._note(events.decisions)
         self.instruments.stepped(plan, outcome, events)
 
@@ -317,9 +317,14 @@ class EngineLoop:
         self.instruments.admitted(request)
         reply(Accepted(request.request_id, admission.max_tokens, admission.capped))
 
-    def _do_cancel(self, request_ids: tuple[str, ...], reason: FinishReason) -> None:
-        self._scheduler.cancel(request_ids, self.clock.now(), reason)
+    def _do_cancel(self, request_ids: tuple[str, ...], reason: FinishReason, choice: int | None = None) -> int:
+        now = self.clock.now()
+        if choice is None:
+            num_ended = self._scheduler.cancel(request_ids, now, reason)
+        else:
+            num_ended = sum(self._scheduler.end_choice(name, choice, now, reason) for name in request_ids)
         self._tell(self._scheduler.take_events())
+        return num_ended
 
     def _do_control(self, verb: str, argument: str) -> object:
         if verb in self.verbs:
@@ -328,6 +333,8 @@ class EngineLoop:
             return self._scheduler.explain(argument)
         if verb == "reset_prefix_cache":
             return self._scheduler.reset_prefix_cache()
+        if verb == "cancel_all":
+            return self._do_cancel(self._outbox.open_ids, FinishReason.CANCELLED)
         if verb == "pause":
             self._scheduler.pause()
         elif verb == "resume":
@@ -336,7 +343,9 @@ class EngineLoop:
         elif verb == "drain":
             self._is_draining = True
         else:
-            return EngineError(f"no verb {verb!r}; known are pause, resume, drain, reset_prefix_cache, explain")
+            return EngineError(
+                f"no verb {verb!r}; known are pause, resume, drain, cancel_all, reset_prefix_cache, explain"
+            )
         return True
 
     def _statistics(self) -> Mapping[str, object]:
@@ -350,8 +359,6 @@ class EngineLoop:
         }
         more = {name: read() for name, read in self.sections.items()}
         return {"scheduler": values, "loop": loop, "steps": self.step_times.summary(), **more}
-
-    # --- the end
 
     def _end(self) -> None:
         """Answer everyone, then release the executor."""

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.core.plan import TokenLogprobs
-from octavo.engine.sessions import Session, TextDelta, Usage
+from octavo.engine.deltas import TextDelta, Usage, by_choice, joined
+from octavo.engine.sessions import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class CompletionOutput:
 
     `stop_reason` is the stop string or stop id that ended it (None for end of sequence); `message` says what
     went wrong, if something did. `logprobs` is aligned with token_ids, or None when not asked for.
+    `cumulative_logprob` is the sum of the tokens' log-probabilities, None where they are not known.
     """
 
     index: int
@@ -27,18 +29,12 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs | None] | None = None
     message: str | None = None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Sum of the tokens' log-probabilities; None when not asked for."""
-        if self.logprobs is None:
-            return None
-        return sum(entry.logprob for entry in self.logprobs if entry is not None)
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one prompt. `prompt` is None for a prompt given as ids.
+    """The answer to one prompt, its choices in order of their index. `prompt` is None for a prompt given as ids.
 
     `prompt_logprobs` has one entry per prompt token, None for the first, or is None when not asked for.
     """
@@ -52,7 +48,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer ended by itself: at its end, a stop, or its length."""
+        """Whether every choice ended by itself: at its end, a stop, or its length."""
         return all(output.finish_reason in ("stop", "length") for output in self.outputs)
 
     @property
@@ -63,19 +59,23 @@ class RequestOutput:
 
 def whole(session: Session, prompt: str | None, deltas: Sequence[TextDelta]) -> RequestOutput:
     """Add up all deltas of a session."""
-    last = deltas[-1]
-    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
-    output = CompletionOutput(
-        index=last.choice,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        finish_reason=None if last.finish_reason is None else last.finish_reason.name.lower(),
-        stop_reason=last.stop_reason,
-        logprobs=logprobs if session.params.logprobs is not None else None,
-        message=last.message,
-    )
+    outputs = [_completion(joined(each), session.params.logprobs is not None) for each in by_choice(deltas)]
+    usage = next((delta.usage for delta in reversed(deltas) if delta.usage is not None), None)
     return RequestOutput(
-        session.request_id, prompt, list(session.prompt_token_ids), [output], last.usage, _prompt_logprobs(session)
+        session.request_id, prompt, list(session.prompt_token_ids), outputs, usage, _prompt_logprobs(session)
+    )
+
+
+def _completion(choice: TextDelta, has_logprobs: bool) -> CompletionOutput:
+    return CompletionOutput(
+        index=choice.choice,
+        text=choice.text,
+        token_ids=list(choice.token_ids),
+        finish_reason=None if choice.finish_reason is None else choice.finish_reason.name.lower(),
+        stop_reason=choice.stop_reason,
+        logprobs=list(choice.logprobs or ()) if has_logprobs else None,
+        message=choice.message,
+        cumulative_logprob=choice.cumulative_logprob,
     )
 
 

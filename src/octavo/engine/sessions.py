@@ -1,8 +1,10 @@
 """Sessions: text in and out over an EngineClient.
 
-Owns: checks that need the model's vocabulary, seeds, deadlines, deltas of text, stopping at stop strings.
+Owns: checks that need the model's vocabulary or the engine's size, seeds, deadlines, the keys of prompt blocks, deltas
+of text, stopping choices at stop strings, choosing among best_of.
 Does not: know HTTP, batch, or retry.
-Invariants: a session's last delta, and only that, has a finish_reason; every request sent has a seed.
+Invariants: each choice's last delta, and only that, has a finish_reason, the request's last one the usage; every
+request sent has a seed.
 """
 
 from __future__ import annotations
@@ -11,65 +13,94 @@ import random
 import secrets
 import time
 from array import array
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
+from octavo.core.kv.keys import prompt_keys
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import Accepted, EngineClient, TokenOutput
+from octavo.engine.deltas import TextDelta, Usage, best_choices
+from octavo.engine.ledger import num_choices
 from octavo.engine.transcript import Transcript
-from octavo.errors import EngineDeadError, InvalidRequestError
+from octavo.errors import AdmissionError, EngineDeadError, InvalidRequestError
+from octavo.executors.protocol import Capacity
 
 if TYPE_CHECKING:
     from octavo.text.text_model import TextModel
 
+__all__ = ["Prompt", "Session", "Sessions", "Terms", "TextDelta", "Usage", "check_stream"]
+
 Prompt = str | Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What a request used: tokens, and seconds from its submission."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    queue_s: float
-    ttft_s: float
-    e2e_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """New text and ids of one choice. `finish_reason`, stop_reason, usage and message come with the last only.
-
-    Text lags behind the ids while a character or a possible stop string is incomplete. `logprobs` is None or
-    aligned with token_ids. `message` says what went wrong, for reasons other than STOP and LENGTH.
+class Terms(TypedDict, total=False):
+    """How a request is to be served. `timeout_s` counts from now; objectives are seconds to the first token and for
+    each token after it, and guide the deadline policy; `tenant` shares the engine with others under the fair policy.
     """
 
-    choice: int
-    text: str
-    token_ids: array[int]
-    logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    usage: Usage | None = None
-    message: str | None = None
+    priority: int
+    tenant: str
+    cache_salt: bytes
+    timeout_s: float | None
+    ttft_objective: float | None
+    tpot_objective: float | None
+
+
+def check_stream(params: SamplingParams) -> None:
+    """Refuse to stream choices that are only chosen at the end. Raises InvalidRequestError."""
+    if not params.beam_width and params.num_sequences > params.n:
+        raise InvalidRequestError(
+            f"best_of is {params.best_of} and n is {params.n}: which choices are the best is known at the end only, so "
+            "they cannot be streamed; leave best_of out, or do not stream",
+            "best_of",
+        )
+
+
+class _Choice:
+    """One growing choice. `logprob_sum` is None where it is not known."""
+
+    __slots__ = ("logprob_sum", "transcript")
+
+    def __init__(self, transcript: Transcript, is_summed: bool) -> None:
+        self.transcript = transcript
+        self.logprob_sum: float | None = 0.0 if is_summed else None
+
+    def add(self, logprobs: Sequence[TokenLogprobs | None], num_ids: int) -> None:
+        """Count the log-probabilities of its next ids."""
+        if self.logprob_sum is not None:
+            known = [entry.logprob for entry in logprobs if entry is not None]
+            self.logprob_sum = self.logprob_sum + sum(known) if len(known) == num_ids else None
 
 
 class Session:
-    """One accepted request. Iterate once; cancel at any time, from any task."""
+    """One accepted request. Iterate once; cancel at any time, from any task.
 
-    def __init__(self, client: EngineClient, request: Request, accepted: Accepted, transcript: Transcript) -> None:
+    Choices are interleaved as they come. Those of best_of > n come at the end, whole, and are numbered best first.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        request: Request,
+        accepted: Accepted,
+        make_transcript: Callable[[], Transcript],
+    ) -> None:
+        params = request.params
         self.request_id = request.request_id
-        self.params = request.params
+        self.params = params
         self.accepted = accepted
         self.prompt_logprobs: tuple[int, tuple[TokenLogprobs, ...]] | None = None
+        self.is_cancelled = False  # whether it ended because somebody cancelled it
         self._client = client
         self._request = request
-        self._transcript = transcript
+        is_summed = params.num_logprobs is not None
+        self._choices = [_Choice(make_transcript(), is_summed) for _ in range(num_choices(params))]
         self._outputs = client.outputs(request.request_id)
-        self._is_stopped = False
+        self._is_ranked = len(self._choices) > params.n
+        self._ready: deque[TextDelta] = deque()
         self._has_ended = False
 
     @property
@@ -81,22 +112,32 @@ class Session:
     @property
     def has_ended(self) -> bool:
         """Whether the last delta was given."""
-        return self._has_ended
+        return self._has_ended and not self._ready
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
         return self
 
     async def __anext__(self) -> TextDelta:
+        if not self._ready:
+            await self._fill()
+        return self._ready.popleft()
+
+    async def _fill(self) -> None:
+        """Wait until there is a delta to give."""
         if self._has_ended:
             raise StopAsyncIteration
+        held: list[TextDelta] = []
         async for output in self._outputs:
-            delta = self._delta(output)
-            if self._transcript.stop_string is not None and not self._is_stopped:
-                self._is_stopped = True
-                if output.finish_reason is None:
-                    await self._client.cancel((self.request_id,), FinishReason.STOP)
-            if delta is not None:
-                return delta
+            delta = await self._take(output)
+            self._has_ended = output.is_final
+            if self._is_ranked:
+                held += [delta] if delta is not None else []
+                if output.is_final:
+                    self._ready.extend(best_choices(held, self.params.n))
+            elif delta is not None:
+                self._ready.append(delta)
+            if self._ready:
+                return
         self._has_ended = True
         raise EngineDeadError(f"the outputs of request {self.request_id} ended without a finish reason")
 
@@ -111,46 +152,70 @@ class Session:
         if not self._has_ended:
             await self._client.cancel((self.request_id,), reason)
 
-    def _delta(self, output: TokenOutput) -> TextDelta | None:
-        """The delta of an output; None when there is nothing to tell."""
+    async def _take(self, output: TokenOutput) -> TextDelta | None:
+        """The delta of an output, None when there is nothing to tell; a choice that met a stop string is ended."""
         now = time.monotonic()
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-        text, count = self._transcript.push(output.token_ids, output.finish_reason)
+        choice = self._choices[output.choice]
+        transcript = choice.transcript
+        was_cut = transcript.stop_string is not None
+        text, count = transcript.push(output.token_ids, output.finish_reason)
+        if transcript.stop_string is not None and not was_cut and output.finish_reason is None:
+            await self._client.cancel((self.request_id,), FinishReason.STOP, output.choice)
         logprobs = None if output.logprobs is None else output.logprobs[:count]
-        delta = TextDelta(output.choice, text, output.token_ids[:count], logprobs)
+        choice.add(logprobs or (), count)
+        shown = logprobs if self.params.logprobs is not None else None
+        delta = TextDelta(output.choice, text, output.token_ids[:count], shown)
         if output.finish_reason is not None:
-            self._has_ended = True
             return self._last(delta, output, now)
         return delta if delta.token_ids else None
 
     def _last(self, delta: TextDelta, output: TokenOutput, now: float) -> TextDelta:
-        transcript, arrival = self._transcript, self._request.arrival
+        choice = self._choices[output.choice]
+        transcript = choice.transcript
         is_stopped = transcript.stop_string is not None
+        self.is_cancelled |= not is_stopped and output.finish_reason is FinishReason.CANCELLED
         return replace(
             delta,
             finish_reason=FinishReason.STOP if is_stopped else output.finish_reason,
             stop_reason=transcript.stop_string if is_stopped else transcript.stop_token_id,
-            usage=Usage(
-                prompt_tokens=self._request.num_prompt_tokens,
-                completion_tokens=transcript.num_tokens,
-                cached_tokens=output.cached_tokens,
-                queue_s=output.queue_s,
-                ttft_s=(output.first_at if output.first_at is not None else now) - arrival,
-                e2e_s=now - arrival,
-            ),
+            usage=self._usage(output, now) if output.is_final else None,
             message=None if is_stopped else output.message,
+            cumulative_logprob=choice.logprob_sum,
+        )
+
+    def _usage(self, output: TokenOutput, now: float) -> Usage:
+        arrival = self._request.arrival
+        return Usage(
+            prompt_tokens=self._request.num_prompt_tokens,
+            completion_tokens=sum(choice.transcript.num_tokens for choice in self._choices),
+            cached_tokens=output.cached_tokens,
+            queue_s=output.queue_s,
+            ttft_s=(output.first_at if output.first_at is not None else now) - arrival,
+            e2e_s=now - arrival,
         )
 
 
 class Sessions:
-    """Opens sessions on one engine and one model. `seed` feeds the seeds of requests that have none."""
+    """Opens sessions on one engine and one model. `seed` feeds the seeds of requests that have none.
+
+    `capacity` is the engine's: with it, requests of too many sequences are refused here, and the keys of prompt blocks
+    are computed here, off the step loop.
+    """
 
     def __init__(
-        self, client: EngineClient, text: TextModel, seed: int = 0, now: Callable[[], float] = time.monotonic
+        self,
+        client: EngineClient,
+        text: TextModel,
+        seed: int = 0,
+        *,
+        capacity: Capacity | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.client = client
         self.text = text
+        self.capacity = capacity
         self._seeds = random.Random(seed)
         self._eos_token_ids = tuple(dict.fromkeys((*text.spec.eos_token_ids, *text.tokenizer.eos_token_ids)))
         self._now = now
@@ -165,15 +230,30 @@ class Sessions:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: bytes = b"",
-        timeout_s: float | None = None,
+        **terms: Unpack[Terms],
     ) -> Session:
         """Check and send a request. Raises InvalidRequestError before the engine sees it, AdmissionError after."""
-        ids = self._check(prompt_ids, params, timeout_s)
+        ids = self._check(prompt_ids, params)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
-        arrival = self._now()
+        request = self._request(request_id, ids, params, terms)
+        accepted = await self.client.submit(request)
+
+        def make_transcript() -> Transcript:
+            return Transcript(self.text.tokenizer, params, request.eos_token_ids)
+
+        return Session(self.client, request, accepted, make_transcript)
+
+    def _request(self, request_id: str | None, ids: array[int], params: SamplingParams, terms: Terms) -> Request:
+        unknown = terms.keys() - Terms.__optional_keys__
+        if unknown:
+            raise TypeError(f"submit() knows no {sorted(unknown)[0]}; it takes {', '.join(Terms.__annotations__)}")
+        for name in ("timeout_s", "ttft_objective", "tpot_objective"):
+            value = terms.get(name)
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+                shown = name.removesuffix("_s")
+                raise InvalidRequestError(f"{shown} is {value!r}; give seconds above 0", shown)
+        arrival, timeout_s = self._now(), terms.get("timeout_s")
         request = Request(
             request_id if request_id is not None else secrets.token_hex(12),
             ids,
@@ -181,21 +261,32 @@ class Sessions:
             arrival,
             eos_token_ids=self._eos_token_ids,
             wants=Want.SAMPLE if params.prompt_logprobs is None else Want.SAMPLE | Want.SCORE,
-            priority=priority,
-            cache_salt=cache_salt,
+            priority=terms.get("priority", 0),
+            tenant=terms.get("tenant", ""),
+            cache_salt=terms.get("cache_salt", b""),
             deadline=None if timeout_s is None else arrival + timeout_s,
+            ttft_objective=terms.get("ttft_objective"),
+            tpot_objective=terms.get("tpot_objective"),
         )
-        accepted = await self.client.submit(request)
-        transcript = Transcript(self.text.tokenizer, params, request.eos_token_ids)
-        return Session(self.client, request, accepted, transcript)
+        if self.capacity is None:
+            return request
+        return replace(request, block_keys=prompt_keys(request, self.capacity.block_size))
 
-    def _check(self, prompt_ids: Sequence[int], params: SamplingParams, timeout_s: float | None) -> array[int]:
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> array[int]:
         if not prompt_ids:
             raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
-        self._check_ids("stop_token_ids", params.stop_token_ids)
+        count = params.num_sequences
+        if self.capacity is not None and count > self.capacity.num_slots:
+            name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
+            raise AdmissionError(
+                f"{name} is {count}, this engine runs {self.capacity.num_slots} sequences; lower it or raise "
+                "--max-num-seqs",
+                name,
+            )
+        for name in ("stop_token_ids", "allowed_token_ids", "dry_breaker_ids"):
+            self._check_ids(name, getattr(params, name))
         self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
-        if timeout_s is not None and not 0 < timeout_s < float("inf"):
-            raise InvalidRequestError(f"timeout is {timeout_s!r}; give seconds above 0", "timeout")
+        self._check_ids("bad_words_ids", [token_id for word in params.bad_words_ids for token_id in word])
         return self._check_ids("prompt", prompt_ids)
 
     def _check_ids(self, param: str, ids: Sequence[int]) -> array[int]:

@@ -18,7 +18,7 @@ from octavo.core.request import FinishReason, Request
 from octavo.engine import wire
 from octavo.engine.channels import Channels
 from octavo.engine.client import Accepted, TokenOutput, Verb
-from octavo.errors import EngineDeadError, InvalidRequestError, OctavoError
+from octavo.errors import EngineDeadError, EngineError, InvalidRequestError, OctavoError
 from octavo.executors.protocol import Capacity
 
 _READ_BYTES = 1 << 18
@@ -83,12 +83,14 @@ class SocketClient:
             self._submits.pop(request.request_id, None)
 
     def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
-        """Outputs of an accepted request, ending after the one with a finish_reason."""
+        """Outputs of an accepted request, ending after the final one."""
         return self.channels.outputs(request_id, final_only)
 
-    async def cancel(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End requests in whatever state; nothing to do once the engine is gone."""
-        await self._tell(wire.Cancel(self.epoch, tuple(request_ids), reason))
+    async def cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """End requests, or one choice of them, in whatever state; nothing to do once the engine is gone."""
+        await self._tell(wire.Cancel(self.epoch, tuple(request_ids), reason, choice))
 
     async def statistics(self) -> Mapping[str, object]:
         """Engine counters and gauges as plain JSON values."""
@@ -169,7 +171,9 @@ class SocketClient:
         elif isinstance(message, wire.Failure):
             self._fail(message)
         elif isinstance(message, wire.Ready):
-            _settle(self._ready, message.capacity)
+            _settle(
+                self._ready, message.capacity if message.version == wire.VERSION else _other_version(message.version)
+            )
 
     def _fail(self, message: wire.Failure) -> None:
         if message.request_id is not None:
@@ -195,6 +199,10 @@ class SocketClient:
         if not self._ready.cancelled():
             self._ready.exception()
         self.channels.end_all(FinishReason.ERROR, f"EngineDeadError: {self._end}")
+
+
+def _other_version(version: int) -> EngineError:
+    return EngineError(f"the engine process speaks version {version} of the protocol, this one {wire.VERSION}")
 
 
 def _frame_of(message: wire.Submit) -> bytes:

@@ -110,7 +110,7 @@ class EngineServer:
         if request is not None:
             engine.submit(request, partial(self._took, request.request_id))
         elif isinstance(message, wire.Cancel):
-            engine.cancel(message.request_ids, message.reason)
+            engine.cancel(message.request_ids, message.reason, message.choice)
         elif isinstance(message, wire.Ask):
             answer = partial(self._answer, message.number)
             if message.verb == "statistics":
@@ -170,4 +170,6 @@ class EngineServer:
             ids = dict.fromkeys((*message.request_ids, *(name for name, *_ in message.scores)))
             ends = tuple(End(name, FinishReason.ERROR, message=str(error)) for name in ids)
             known = tuple(end for end in message.ends if end.request_id not in ids)
-            return wire.frame(wire.Outputs.of(self.epoch, Delivery(ends=(*known, *ends))))
+            choice_ends = tuple(end for end in message.choice_ends if end.request_id not in ids)
+            delivery = Delivery(choice_ends=choice_ends, ends=(*known, *ends))
+            return wire.frame(wire.Outputs.of(self.epoch, delivery))

@@ -9,7 +9,9 @@ Invariant: a member with progress is cleared; a group only gets smaller, so a tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from octavo.core.plan import ROW_BEAM, StepPlan
 
 MAX_FAILURES = 128  # steps failed in a row, by anyone, after which all of the failing plan are ended
 MAX_CULPRITS = 32  # requests ended in a row without one committed token: then the executor is at fault
@@ -60,6 +62,13 @@ class Suspects:
         self._num_failures = 0
         self._num_culprits = 0
         self.cleared(ids)
+
+    def stepped(self, plan: StepPlan, owners: Mapping[int, str]) -> None:
+        """A step succeeded. A beam search gives its tokens at its end: until then, this is its progress."""
+        if self._groups or self._num_failures or self._num_culprits:
+            beams = [owners[slot] for slot, flags in zip(plan.slots, plan.flags, strict=True) if flags & ROW_BEAM]
+            if beams:
+                self.progressed(beams)
 
     def cleared(self, ids: Iterable[str]) -> None:
         """Take requests off trial, as when they ended."""

@@ -11,19 +11,20 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from octavo import errors
+from octavo.core.kv.keys import KEY_BYTES
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine.client import Accepted, Verb
-from octavo.engine.delivery import Delivery, End
+from octavo.engine.delivery import ChoiceEnd, Delivery, End
 from octavo.errors import EngineError, ModelFileError, OctavoError, RequestError
 from octavo.executors.protocol import Capacity
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
 _ERRORS: dict[str, type[OctavoError]] = {  # the whole tree, so that no kind is forgotten when one is added
@@ -39,6 +40,9 @@ class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=
     epoch: int
 
 
+BlockKey = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+
+
 class Submit(_Message):
     """A request, whole. Ids are packed 32-bit; `None` stays None."""
 
@@ -47,7 +51,7 @@ class Submit(_Message):
     params: SamplingParams
     arrival: float
     num_prompt_tokens: int
-    block_keys: tuple[bytes, ...] | None
+    block_keys: tuple[BlockKey, ...] | None
     emitted_token_ids: bytes | None
     eos_token_ids: tuple[int, ...]
     wants: int
@@ -86,10 +90,11 @@ _REQUEST_FIELDS: tuple[str, ...] = tuple(name for name in Submit.__struct_fields
 
 
 class Cancel(_Message):
-    """End these requests."""
+    """End these requests, or one choice of each."""
 
     request_ids: tuple[str, ...]
     reason: FinishReason
+    choice: int | None = None
 
 
 class Ask(_Message):
@@ -160,6 +165,16 @@ class WireLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     top_logprobs: tuple[float, ...]
 
 
+class WireChoiceEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The end of one choice."""
+
+    request_id: str
+    choice: int
+    finish_reason: FinishReason
+    stop_token_id: int | None
+    message: str | None
+
+
 class WireEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The end of one request."""
 
@@ -181,6 +196,7 @@ class Outputs(_Message):
     token_ids: bytes
     logprobs: tuple[WireLogprobs | None, ...] | None
     scores: tuple[tuple[str, int, tuple[WireLogprobs, ...]], ...]
+    choice_ends: tuple[WireChoiceEnd, ...]
     ends: tuple[WireEnd, ...]
 
     @classmethod
@@ -195,7 +211,8 @@ class Outputs(_Message):
             delivery.token_ids.tobytes(),
             None if logprobs is None else tuple(None if entry is None else _pack_logprobs(entry) for entry in logprobs),
             tuple((name, first, tuple(map(_pack_logprobs, entries))) for name, first, entries in delivery.scores),
-            tuple(WireEnd(*(getattr(end, name) for name in WireEnd.__struct_fields__)) for end in delivery.ends),
+            tuple(WireChoiceEnd(*_fields(WireChoiceEnd, end)) for end in delivery.choice_ends),
+            tuple(WireEnd(*_fields(WireEnd, end)) for end in delivery.ends),
         )
 
     def delivery(self) -> Delivery:
@@ -214,7 +231,8 @@ class Outputs(_Message):
             token_ids,
             None if logprobs is None else [None if entry is None else _unpack_logprobs(entry) for entry in logprobs],
             tuple((name, first, tuple(map(_unpack_logprobs, entries))) for name, first, entries in self.scores),
-            tuple(End(*(getattr(end, name) for name in WireEnd.__struct_fields__)) for end in self.ends),
+            tuple(ChoiceEnd(*_fields(WireChoiceEnd, end)) for end in self.choice_ends),
+            tuple(End(*_fields(WireEnd, end)) for end in self.ends),
         )
 
 
@@ -282,6 +300,10 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RequestError, RecursionError) as error:
         raise WireError(f"not a message: {error}") from None
+
+
+def _fields(message: type[msgspec.Struct], record: object) -> list[Any]:
+    return [getattr(record, name) for name in message.__struct_fields__]
 
 
 def _pack(ids: array[int] | None) -> bytes | None:
