@@ -9,7 +9,7 @@ from tests.core.harness import limits
 from tests.core.policy.hostile import BadInt, BadText, BadTuple, Hostile
 from tests.core.random_driver import Driver
 
-from octavo.core.policy import Judge, Policy, create_policy, register_policy
+from octavo.core.policy import MAX_PREEMPTIONS, Judge, Policy, create_policy, register_policy
 from octavo.core.request import Request, RequestState
 from octavo.errors import ConfigError
 
@@ -44,9 +44,21 @@ REQUEST = RequestState(Request("r", None, num_prompt_tokens=1), 5)
 )
 def test_S06_a_key_that_is_no_tuple_of_numbers_counts_as_none_and_is_counted(answer: Any) -> None:
     judge = Judge(Saying(answer))
-    assert judge.rank(REQUEST) == judge.victim_rank(REQUEST) == judge.preference(REQUEST, 3) == ((), 5)
+    assert judge.rank(REQUEST) == judge.preference(REQUEST, 3) == ((), 5)
+    assert judge.victim_rank(REQUEST) == ((1.0,), 5)
     assert judge.num_errors == 3
     assert judge.first_error.startswith("key")
+
+
+def test_S06_who_was_preempted_often_is_the_last_to_be_named_again() -> None:
+    """Victims that take turns would never end; under a policy that names none, the earlier arrival is safe anyway."""
+    often = [RequestState(Request(f"r{order}", None, num_prompt_tokens=1), order) for order in range(3)]
+    for request in often[1:]:
+        request.num_preemptions = MAX_PREEMPTIONS
+    judge = Judge(Saying((float("-inf"),)))
+    assert sorted(often, key=judge.victim_rank) == [often[1], often[2], often[0]]
+    judge = Judge(create_policy("fcfs", limits()))
+    assert sorted(often, key=judge.victim_rank) == often
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ __all__ = ["POLICIES", "Judge", "Policy", "create_policy", "find_policy", "regis
 _BUILT_IN: tuple[type[Policy], ...] = (
     Fcfs, Fifo, PrefillFirst, Priority, Fair, Deadline, ShortestPrefill, PrefixAffinity,
 )  # fmt: skip
+MAX_PREEMPTIONS = 16  # of one request by a policy that names victims itself
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _BUILT_IN}
 
 
@@ -92,12 +93,16 @@ class Judge:
     """Asks a policy. Whatever it answers, the scheduler gets a key that can be compared, and no exception.
 
     `headroom`, `skip_ahead`, `preempt_on_arrival`, `lookahead` and `tracks_service` are the policy's as it was made.
+    Victims that a policy names may take turns forever, each losing its work to the other. So a request that was
+    preempted MAX_PREEMPTIONS times comes after all others as a victim, and among its like the latest arrival goes:
+    whoever came first of these is never preempted again, and ends.
     """
 
     __slots__ = (
         "first_error",
         "headroom",
         "lookahead",
+        "names_victims",
         "num_errors",
         "policy",
         "preempt_on_arrival",
@@ -110,6 +115,7 @@ class Judge:
         self.num_errors = 0
         self.first_error = ""
         traits = _Traits(policy)
+        self.names_victims = getattr(policy.victim_key, "__func__", None) is not Policy.victim_key
         self.headroom = traits.headroom
         self.lookahead = traits.lookahead
         self.preempt_on_arrival = traits.preempt_on_arrival
@@ -122,7 +128,11 @@ class Judge:
 
     def victim_rank(self, request: RequestState) -> tuple[tuple[float, ...], int]:
         """Order of preemption, total: the greatest goes first."""
-        return self._key("victim_key", request), request.order
+        if not self.names_victims:
+            return (), request.order
+        if request.num_preemptions >= MAX_PREEMPTIONS:
+            return (0.0,), request.order
+        return (1.0, *self._key("victim_key", request)), request.order
 
     def preference(self, request: RequestState, cached_tokens: int) -> tuple[tuple[float, ...], int]:
         """Order among candidates that were looked up in the cache."""
