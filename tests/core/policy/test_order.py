@@ -108,6 +108,22 @@ def test_S06_prefix_affinity_starts_the_longest_cached_prefix_first_within_its_b
     assert admissions(run) == ["warm", "busy", "cold0", "cold1", "hot", "cold2", "cold3"] and num_passed == 2
 
 
+def test_S10_prefix_affinity_never_lets_more_pass_than_its_bound() -> None:
+    """A prompt that nothing is cached of, under an endless stream of prompts that are cached but for their end."""
+    shared = prompt(160, 99)
+    run = run_with("prefix_affinity", max_sequences=1, num_blocks=100, max_batch_tokens=256, max_model_len=200)
+    run.is_ordered = False
+    run.admit(shared, 3, "warm")
+    run.step()
+    run.admit(prompt(8, 1), 1, "cold")
+    for index in range(40):
+        run.admit([*shared, 3 + index], 1, f"hot{index}")
+        run.step()
+    run.finish()
+    num_passed = admissions(run).index("cold") - 1
+    assert 1 <= num_passed <= (160 - 1) / PrefixAffinity.weight
+
+
 def test_S06_fifo_gives_tokens_to_decodes_first_and_prefill_first_to_prompts() -> None:
     for policy, expected in (("fifo", {"r0": 1, "r1": 3}), ("prefill_first", {"r1": 4})):
         run = run_with(policy, max_batch_tokens=4, num_blocks=40)
