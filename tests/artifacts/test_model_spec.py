@@ -61,30 +61,68 @@ def test_a_plain_llama(read):
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size) == (4, 2, 16, 96)
     assert (spec.rms_norm_eps, spec.rope_theta, spec.rope_scaling, spec.max_model_len) == (1e-5, 10000.0, None, 256)
     assert (spec.eos_token_ids, spec.bos_token_id, spec.dtype) == ((2,), 1, "bfloat16")
-    assert not (spec.tie_word_embeddings or spec.attention_bias or spec.qk_norm or spec.sliding_window)
+    assert not (spec.tie_word_embeddings or spec.attention_bias or spec.qk_norm or spec.layer_windows)
 
 
 def test_families_differ_in_bias_norm_window_and_head_size(read):
     assert read(model_type="qwen2", sliding_window=128, use_sliding_window=False).attention_bias
-    assert read(model_type="qwen2", sliding_window=128).sliding_window is None
+    assert read(model_type="qwen2", sliding_window=128).layer_windows == ()
     qwen3 = read(model_type="qwen3", head_dim=32)
     assert (qwen3.qk_norm, qwen3.attention_bias, qwen3.head_dim) == (True, False, 32)
-    assert read(model_type="mistral", sliding_window=64).sliding_window == 64
-    assert read(model_type="mistral").sliding_window is None
-    assert read(sliding_window=64).sliding_window is None  # llama has none, whatever the file says
+    assert read(model_type="mistral", sliding_window=64).layer_windows == (64, 64)
+    assert read(model_type="mistral").layer_windows == ()
+    assert read(sliding_window=64).layer_windows == ()  # llama has none, whatever the file says
     assert read(num_key_value_heads=None).num_kv_heads == 4
     assert read(tie_word_embeddings=True).tie_word_embeddings
 
 
-def test_windows_of_some_layers_only_are_refused(read):
+def test_K07_windows_of_some_layers_only(read):
     qwen = {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": True}
-    assert read(**qwen, max_window_layers=0).sliding_window == 32
-    assert read(**qwen, max_window_layers=2).sliding_window is None
+    assert read(**qwen, max_window_layers=0).layer_windows == (32, 32)
+    assert read(**qwen, max_window_layers=2).layer_windows == ()
+    assert read(**qwen, max_window_layers=1).layer_windows == (None, 32)
+    mixed = ["full_attention", "sliding_attention"]
+    assert read(**qwen, layer_types=mixed[::-1]).layer_windows == (32, None)
+    assert read(**qwen, layer_types=["full_attention"] * 2).layer_windows == ()
+    assert [read(**qwen, max_window_layers=1).window_of(layer) for layer in (0, 1)] == [None, 32]
+    assert read().window_of(1) is None
+    for bad in (mixed[:1], [*mixed, "full_attention"], ["chunked_attention"] * 2, "full_attention"):
+        with pytest.raises(ModelFileError, match="attention type|layer_types"):
+            read(**qwen, layer_types=bad)
     with pytest.raises(ModelFileError, match="mix of full and sliding"):
-        read(**qwen, max_window_layers=1)
-    with pytest.raises(ModelFileError, match="mix of full and sliding"):
-        read(**qwen, layer_types=["full_attention", "sliding_attention"])
-    assert read(**qwen, layer_types=["full_attention"] * 2).sliding_window is None
+        read(model_type="mistral", sliding_window=32, layer_types=mixed)
+    with pytest.raises(ModelFileError, match="sliding_window is 0"):
+        read(model_type="mistral", sliding_window=0)
+
+
+def test_X01_gemma3_from_old_and_new_configurations(read):
+    gemma = {"model_type": "gemma3_text", "hidden_act": None, "num_hidden_layers": 7, "sliding_window": 16}
+    old = read(**gemma, rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    new = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    assert read(**gemma, rope_parameters=new) == old
+    assert (old.rope_theta, old.sliding_rope_theta, old.rope_scaling) == (5e5, 2e4, RopeScaling("linear", 8.0))
+    assert (old.family, old.layer_windows) == ("gemma3", (16,) * 5 + (None, 16))
+    assert (old.head_dim, old.query_scalar, old.tie_word_embeddings, old.qk_norm) == (256, 256.0, True, True)
+    plain = read(**gemma, sliding_window_pattern=2, query_pre_attn_scalar=168)
+    assert plain.layer_windows == (16, None, 16, None, 16, None, 16)
+    assert (plain.rope_theta, plain.sliding_rope_theta, plain.query_scalar) == (1e6, 1e4, 168.0)
+    assert read(**gemma, layer_types=["full_attention"] * 7).layer_windows == ()
+    for bad, word in (
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"query_pre_attn_scalar": 0}, "query_scalar"),
+        ({"rope_local_base_freq": 0}, "sliding_rope_theta"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "of sliding layers"),
+        ({"rope_parameters": {"full_attention": [1]}}, "rope parameters"),
+    ):
+        with pytest.raises(ModelFileError, match=word):
+            read(**gemma, **bad)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -119,7 +157,7 @@ def test_generation_defaults_and_end_ids(read):
 @pytest.mark.parametrize(
     "bad, word",
     [
-        ({"model_type": "gemma3"}, "supported families: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gemma2"}, "supported families: llama, mistral, qwen2, qwen3, gemma3"),
         ({"model_type": None}, "model_type None"),
         ({"model_type": ["llama"]}, "supported families"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -165,12 +203,15 @@ def test_mutated_configurations_are_read_or_refused(read):
         "sliding_window",
         "use_sliding_window",
         "layer_types",
+        "sliding_window_pattern",
+        "rope_parameters",
+        "query_pre_attn_scalar",
         "dtype",
     ]
     for _ in range(400):
         with contextlib.suppress(ModelFileError):
             read(
-                model_type=rng.choice(["llama", "qwen2", "mistral"]),
+                model_type=rng.choice(["llama", "qwen2", "mistral", "gemma3_text"]),
                 **{k: rng.choice(values) for k in rng.sample(keys[1:], 2)},
             )
 
@@ -213,6 +254,26 @@ def test_gguf_variants_show_in_tensors(read_gguf):
     assert read_gguf().rope_factors_tensor is None
     assert read_gguf(rope__scaling__type="linear", rope__scaling__factor=4.0).rope_scaling == RopeScaling("linear", 4.0)
     assert read_gguf(attention__head_count=[4, 4], attention__head_count_kv=[2, 2]).num_heads == 4
+
+
+def test_X01_gguf_gemma3(read_gguf):
+    gemma = {"arch": "gemma3", "attention__key_length": 16, "block_count": 7, "rope__freq_base": 1e6}
+    spec = read_gguf(**gemma, attention__sliding_window=32)
+    assert spec.layer_windows == (32,) * 5 + (None, 32)
+    assert (spec.rope_theta, spec.sliding_rope_theta, spec.query_scalar) == (1e6, 1e4, None)
+    assert read_gguf(**gemma).layer_windows == ()
+    every = read_gguf(**gemma, attention__sliding_window=32, attention__sliding_window_pattern=3)
+    assert every.layer_windows == (32, 32, None, 32, 32, None, 32)
+    listed = [True, False, False, True, True, True, False]
+    spec = read_gguf(**gemma, attention__sliding_window=32, attention__sliding_window_pattern=listed)
+    assert spec.layer_windows == tuple(32 if slides else None for slides in listed)
+    assert read_gguf(**{**gemma, "block_count": 62}).query_scalar == 64 / 4
+    for bad in ({"attention__sliding_window_pattern": 0}, {"attention__sliding_window_pattern": listed[:3]}):
+        with pytest.raises(ModelFileError, match="sliding_window_pattern"):
+            read_gguf(**gemma, attention__sliding_window=32, **bad)
+    with pytest.raises(ModelFileError, match="final_logit_softcapping"):
+        read_gguf(**gemma, final_logit_softcapping=30.0)
+    assert read_gguf(attention__sliding_window=32).layer_windows == (32, 32)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,9 @@ from octavo.errors import ModelFileError
 ROPE_FACTORS = "rope_freqs.weight"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _GENERATION_KEYS = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+_MAX_WINDOW_LAYERS = 1 << 16  # bounds the table of windows
+_GEMMA3_PATTERN = 6  # every sixth layer has full attention where the file says nothing
+_GEMMA3_27B_LAYERS = 62  # llama.cpp knows the one size whose scores are scaled by its width by its depth
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -50,7 +53,9 @@ def read_gguf_spec(parts: list[GGUFFile]) -> ModelSpec:
         tie_word_embeddings=not reader.has("output.weight"),
         attention_bias=reader.has("blk.0.attn_q.bias"),
         qk_norm=reader.has("blk.0.attn_q_norm.weight"),
-        sliding_window=reader.sliding_window(),
+        layer_windows=reader.layer_windows(),
+        sliding_rope_theta=reader.number("rope.freq_base_swa", 10000.0) if family == "gemma3" else None,
+        query_scalar=_query_scalar(reader),
         eos_token_ids=tuple(dict.fromkeys(eos)),
         bos_token_id=bos,
         dtype=dtype,
@@ -106,9 +111,22 @@ class _Metadata:
         value = self.values.get(f"tokenizer.ggml.{name}")
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    def sliding_window(self) -> int | None:
-        """The window of every layer. Qwen files may carry the key without using it, as their configurations do."""
-        return None if self.family.startswith("qwen") else self.integer("attention.sliding_window", 0) or None
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The window of each layer. Qwen files may carry the key without using it, as their configurations do."""
+        window = None if self.family.startswith("qwen") else self.integer("attention.sliding_window", 0) or None
+        layers = self.integer("block_count")
+        if window is None:
+            return ()
+        if not 0 <= layers <= _MAX_WINDOW_LAYERS:
+            raise ModelFileError(self.path, f"{layers} layers; at most {_MAX_WINDOW_LAYERS} may have windows")
+        if self.family != "gemma3":
+            return (window,) * layers
+        slides = self.values.get("gemma3.attention.sliding_window_pattern", _GEMMA3_PATTERN)
+        if isinstance(slides, int) and slides >= 1:
+            return tuple(window if (layer + 1) % slides else None for layer in range(layers))
+        if isinstance(slides, np.ndarray) and slides.shape == (layers,) and slides.dtype == bool:
+            return tuple(window if is_sliding else None for is_sliding in slides.tolist())
+        raise ModelFileError(self.path, f"gemma3.attention.sliding_window_pattern is {str(slides)[:99]}")
 
     def generation(self) -> dict[str, float]:
         found = {name: self.values.get(f"general.sampling.{key}") for key, name in _GENERATION_KEYS.items()}
@@ -121,10 +139,20 @@ def _refuse_unknown_arithmetic(reader: _Metadata) -> None:
     for tensor in ("blk.0.attn_output.bias", "blk.0.ffn_up.bias", "output.bias"):
         if reader.has(tensor):
             raise unsupported(reader.path, f"tensor {tensor!r}")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if reader.number(key, 0.0):
+            raise unsupported(reader.path, f"{reader.family}.{key}")
     if reader.family == "llama":
         for key in ("logit_scale", "residual_scale", "embedding_scale"):
             if reader.number(key, 1.0) not in (0.0, 1.0):
                 raise unsupported(reader.path, f"llama.{key}")
+
+
+def _query_scalar(reader: _Metadata) -> float | None:
+    """What scores are divided by the root of, where it is not the head size: no key tells it."""
+    if reader.family != "gemma3" or reader.integer("block_count") != _GEMMA3_27B_LAYERS:
+        return None
+    return reader.integer("embedding_length") / max(reader.integer("attention.head_count"), 1)
 
 
 def _rope_scaling(reader: _Metadata) -> RopeScaling | None:

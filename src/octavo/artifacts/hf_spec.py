@@ -15,15 +15,37 @@ from octavo.artifacts.spec import FAMILIES, ModelSpec, RopeScaling, unsupported
 from octavo.errors import ModelFileError
 
 _DTYPES = ("float32", "float16", "bfloat16")
+_MODEL_TYPES = {**{family: family for family in FAMILIES if family != "gemma3"}, "gemma3_text": "gemma3"}
+_MAX_WINDOW_LAYERS = 1 << 16  # of models whose layers differ in kind: bounds the table of kinds
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# What transformers takes for keys that a family's file leaves out, where it is not Llama's.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000.0,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    }
+}
+_DEFAULT_THETA = {"gemma3": 1e6}
+_SOFTCAPPING = ("final_logit_softcapping", "attn_logit_softcapping")
 _GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_hf_spec(root: Path) -> ModelSpec:
     """Read the specification of a model folder. Raises ModelFileError."""
     config = _Config(root / "config.json")
-    family = config.values.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise unsupported(config.path, f"model_type {family!r}")
+    kind = config.values.get("model_type")
+    family = _MODEL_TYPES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise unsupported(config.path, f"model_type {kind!r}")
+    config.values = {**_DEFAULTS.get(family, {}), **config.values}
     generation = _Config(root / "generation_config.json", optional=True)
     _refuse_unknown_arithmetic(config, family)
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
@@ -43,13 +65,15 @@ def read_hf_spec(root: Path) -> ModelSpec:
         head_dim=config.integer("head_dim", hidden // max(heads, 1)),
         intermediate_size=config.integer("intermediate_size"),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope_theta=config.number("rope_theta", 10000.0, _rope_table(config)),
+        rope_theta=config.number("rope_theta", _DEFAULT_THETA.get(family, 10000.0), _rope_table(config)),
         max_model_len=config.integer("max_position_embeddings", 2048),
         rope_scaling=_rope_scaling(config),
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         attention_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        sliding_window=_sliding_window(config, family),
+        qk_norm=family in ("qwen3", "gemma3"),
+        layer_windows=_layer_windows(config, family),
+        sliding_rope_theta=_sliding_rope_theta(config) if family == "gemma3" else None,
+        query_scalar=config.number("query_pre_attn_scalar", 0.0) if family == "gemma3" else None,
         eos_token_ids=tuple(i for i in eos if 0 <= i < vocab_size),
         bos_token_id=bos[0] if bos and 0 <= bos[0] < vocab_size else None,
         dtype=dtype,
@@ -94,9 +118,10 @@ class _Config:
 
 def _refuse_unknown_arithmetic(config: _Config, family: str) -> None:
     values = config.values
-    if values.get("hidden_act", "silu") != "silu":
-        raise unsupported(config.path, f"hidden_act {values['hidden_act']!r}")
-    for key in ("mlp_bias", "attention_bias"):
+    key, known = ("hidden_activation", "gelu_pytorch_tanh") if family == "gemma3" else ("hidden_act", "silu")
+    if values.get(key, known) != known:
+        raise unsupported(config.path, f"{key} {values[key]!r}")
+    for key in ("mlp_bias", "attention_bias", "use_bidirectional_attention", *_SOFTCAPPING):
         if values.get(key):
             raise unsupported(config.path, f"{key} of a {family} model")
     if values.get("quantization_config") is not None:
@@ -106,12 +131,30 @@ def _refuse_unknown_arithmetic(config: _Config, family: str) -> None:
 
 
 def _rope_table(config: _Config) -> Mapping[str, Any]:
-    table = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
-    if not isinstance(table, dict):
-        raise ModelFileError(config.path, f"rope parameters are {table!r}; an object is needed")
+    """The rope of the layers with full attention, which is that of all layers but in gemma3."""
+    table = _rope_parameters(config)
+    if _FULL in table or _SLIDING in table:
+        table = table.get(_FULL) or {}
+        if not isinstance(table, dict):
+            raise ModelFileError(config.path, f"rope parameters are {table!r}; an object is needed")
     if "rope_theta" not in table and "rope_theta" in config.values:
         return {**table, "rope_theta": config.values["rope_theta"]}
     return table
+
+
+def _rope_parameters(config: _Config) -> Mapping[str, Any]:
+    table = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    if not isinstance(table, dict):
+        raise ModelFileError(config.path, f"rope parameters are {table!r}; an object is needed")
+    return table
+
+
+def _sliding_rope_theta(config: _Config) -> float:
+    table = _rope_parameters(config).get(_SLIDING) or {}
+    if not isinstance(table, dict) or table.get("rope_type", "default") != "default":
+        raise unsupported(config.path, f"rope {table!r} of sliding layers")
+    key = "rope_theta" if "rope_theta" in table else "rope_local_base_freq"
+    return config.number(key, 0.0, table if key in table else config.values)
 
 
 def _rope_scaling(config: _Config) -> RopeScaling | None:
@@ -129,20 +172,37 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
     return RopeScaling(kind, factor, low, high, int(original))
 
 
-def _sliding_window(config: _Config, family: str) -> int | None:
-    """The window of every layer; a mix of windowed and full layers is refused."""
-    values = config.values
-    window = values.get("sliding_window")
-    if window is None or family == "llama" or (family in ("qwen2", "qwen3") and not config.flag("use_sliding_window")):
-        return None
+def _layer_windows(config: _Config, family: str) -> tuple[int | None, ...]:
+    """The window of each layer as transformers gives it, () where none has one."""
+    is_qwen = family in ("qwen2", "qwen3")
+    if (
+        family == "llama"
+        or config.values.get("sliding_window") is None
+        or (is_qwen and not config.flag("use_sliding_window"))
+    ):
+        return ()
     layers = config.integer("num_hidden_layers")
-    kinds = values.get("layer_types")
-    if kinds is None and family in ("qwen2", "qwen3"):
+    if not 0 <= layers <= _MAX_WINDOW_LAYERS:
+        raise ModelFileError(
+            config.path, f"num_hidden_layers is {layers}; at most {_MAX_WINDOW_LAYERS} may have windows"
+        )
+    kinds = config.values.get("layer_types")
+    if kinds is None and is_qwen:
         first = config.integer("max_window_layers", 28)
-        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(min(layers, 1 << 16))]
-    if isinstance(kinds, list) and kinds:
-        if all(kind == "full_attention" for kind in kinds):
-            return None
-        if any(kind != "sliding_attention" for kind in kinds):
-            raise unsupported(config.path, "a mix of full and sliding-window layers")
-    return config.integer("sliding_window")
+        kinds = [_FULL if layer < first else _SLIDING for layer in range(layers)]
+    elif kinds is None and family == "gemma3":
+        every = config.integer("sliding_window_pattern", 6)
+        if every < 1:
+            raise ModelFileError(config.path, f"sliding_window_pattern is {every}; 1 or more is needed")
+        kinds = [_SLIDING if (layer + 1) % every else _FULL for layer in range(layers)]
+    elif kinds is None:
+        kinds = [_SLIDING] * layers
+    is_known = isinstance(kinds, list) and all(kind in (_FULL, _SLIDING) for kind in kinds)
+    if not is_known or len(kinds) != layers:
+        raise unsupported(config.path, f"layer_types {str(kinds)[:99]} of {layers} layers")
+    if family == "mistral" and len(set(kinds)) > 1:  # transformers slides all of its layers, whatever the list says
+        raise unsupported(config.path, "a mix of full and sliding-window layers in a mistral model")
+    if _SLIDING not in kinds:
+        return ()
+    window = config.integer("sliding_window")
+    return tuple(window if kind == _SLIDING else None for kind in kinds)

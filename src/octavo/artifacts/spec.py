@@ -12,7 +12,7 @@ from pathlib import Path
 
 from octavo.errors import ModelFileError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 _LARGEST = 1 << 24  # bounds every size, so that a damaged header cannot ask for absurd tables
 
 
@@ -38,7 +38,10 @@ class ModelSpec:
     `attention_bias` means biases on q, k and v (never on the output). `dtype` is "float32", "float16" or "bfloat16";
     a quantised checkpoint says "float32", what it dequantises to, and names its bulk type in `quantization`.
     `rope_factors_tensor` names a GGUF tensor [head_dim / 2] whose values divide the inverse frequencies.
-    `sliding_window` holds for every layer. `generation` has the checkpoint's own sampling defaults.
+    `layer_windows` gives each layer's sliding window, None for full attention; it is empty where all are full.
+    `sliding_rope_theta`, when given, is the unscaled rope of layers with a window; the others' is `rope_theta`, scaled.
+    Scores are divided by the root of `query_scalar`, None for head_dim. `generation` has the checkpoint's own
+    sampling defaults.
     """
 
     family: str
@@ -56,7 +59,9 @@ class ModelSpec:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None
+    layer_windows: tuple[int | None, ...] = ()
+    sliding_rope_theta: float | None = None
+    query_scalar: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "float32"
@@ -70,19 +75,27 @@ class ModelSpec:
             value = getattr(self, entry.name)
             if entry.type == "int" and not 1 <= value <= _LARGEST:
                 raise ModelFileError(path, f"{entry.name} is {value}; 1 to {_LARGEST} are supported")
-            if entry.type == "float" and not 0.0 < value < 1e18:
+            is_number = entry.type == "float" or (entry.type == "float | None" and value is not None)
+            if is_number and not 0.0 < value < 1e18:
                 raise ModelFileError(path, f"{entry.name} is {value}; a positive number is needed")
         if self.num_heads % self.num_kv_heads:
             raise ModelFileError(path, f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ModelFileError(path, f"head_dim is {self.head_dim}; rotary positions need an even number")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ModelFileError(path, f"sliding_window is {self.sliding_window}; 1 or more is needed")
+        if len(self.layer_windows) not in (0, self.num_layers):
+            raise ModelFileError(path, f"{len(self.layer_windows)} of {self.num_layers} layers have an attention type")
+        for window in self.layer_windows:
+            if window is not None and window < 1:
+                raise ModelFileError(path, f"sliding_window is {window}; 1 or more is needed")
         ids = (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,)))
         for token_id in ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ModelFileError(path, f"token id {token_id} lies outside the vocabulary of {self.vocab_size}")
         return self
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a query of this layer sees, itself included; None for all."""
+        return self.layer_windows[layer] if self.layer_windows else None
 
 
 def unsupported(path: Path, what: str) -> ModelFileError:

@@ -47,7 +47,7 @@ def group_layers(windows: Sequence[int | None], block: PoolShape) -> tuple[Group
 
 def layer_windows(model: ModelSpec) -> tuple[int | None, ...]:
     """The window of each layer, None for full attention."""
-    return (model.sliding_window,) * model.num_layers
+    return tuple(model.window_of(layer) for layer in range(model.num_layers))
 
 
 def within(windows: Sequence[int | None], max_model_len: int) -> tuple[int | None, ...]:

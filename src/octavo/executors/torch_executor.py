@@ -99,7 +99,7 @@ class TorchExecutor:
             weight_bytes=decoder.weight_bytes,
             kv_bytes_per_token=sum(group.block_bytes for group in groups) // spec.block_size,
             linear_flops_per_token=decoder.linear_flops_per_token,
-            notes=(*decoder.notes, *describe_groups(groups, num_blocks, spec.block_size)),
+            notes=describe_groups(groups, num_blocks, spec.block_size),
             host_blocks=host_blocks,
         )
 

@@ -30,18 +30,15 @@ class Decoder:
     """A decoder without weights until `load`. Call it without autograd.
 
     `max_model_len` may lower the model's own context limit (and the rope table's memory with it), never raise it.
-    `notes` says, for people, what was limited and why.
     """
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, max_model_len: int | None = None
     ) -> None:
-        limit, note = families.context_limit(spec)
         self.spec = spec
         self.dtype = dtype
         self.device = torch.device(device)
-        self.max_model_len = limit if max_model_len is None else min(limit, max_model_len)
-        self.notes: tuple[str, ...] = () if note is None else (note,)
+        self.max_model_len = min(spec.max_model_len, max_model_len or spec.max_model_len)
         self._layers: list[_Layer] = []
 
     def load(self, weights: Weights) -> None:

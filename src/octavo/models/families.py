@@ -67,19 +67,3 @@ def columns(spec: ModelSpec, fused: Fused) -> int:
     if fused is OUTPUT:
         return spec.num_heads * spec.head_dim
     return spec.intermediate_size if fused is DOWN else spec.hidden_size
-
-
-def context_limit(spec: ModelSpec) -> tuple[int, str | None]:
-    """Return the longest context that is computed exactly, and a note when that is less than the model's own.
-
-    Attention is full here. Within its window a sliding-window model attends to everything, so up to that
-    length the two are equal.
-    """
-    window = spec.sliding_window
-    if window is None or window >= spec.max_model_len:
-        return spec.max_model_len, None
-    note = (
-        f"max_model_len is {window} instead of {spec.max_model_len}: this model attends within a sliding window "
-        f"of {window} tokens, and longer contexts need window cache groups, which are not supported yet"
-    )
-    return window, note
