@@ -34,6 +34,7 @@ class Choices:
         if not children or not cache.sharing:
             return False
         if cache.num_free() < len(children):  # each will write a block of its own
+            planner.state.stop_decoding(request)  # until they have come in by themselves
             self._wait(request, len(children))
             return False
         end = root.num_scheduled
@@ -95,11 +96,12 @@ class Choices:
             planner.event(EventKind.DEFERRED, request, reason=reason, needed=needed, available=available)
 
 
-def is_caught_up(request: RequestState, sequence: Sequence) -> bool:
+def is_caught_up(request: RequestState, sequence: Sequence, may_fork: bool) -> bool:
     """Whether, with this sequence's row, every choice has all it knows scheduled, or will fork from this one."""
+    at_fork = may_fork and sequence.num_committed == sequence.num_prompt
     return all(
         other is sequence
         or (other.is_entered and other.num_scheduled >= other.num_committed)
-        or (not other.is_entered and other.num_committed == sequence.num_committed == sequence.num_prompt)
+        or (at_fork and not other.is_entered and other.num_committed == sequence.num_prompt)
         for other in request.sequences
     )

@@ -39,7 +39,10 @@ def shared_prefixes(rows: list[Sequence], counts: array[int]) -> tuple[tuple[tup
         if len(members) > 1:
             tables = [rows[index].tables[0] for index in members]
             shared.append((_num_equal(tables), tuple(members)))
-    common = shared[0][0] if len(shared) == 1 and len(shared[0][1]) == num_rows else 0
+    common = 0
+    for members in by_first.values():
+        if len(members) == num_rows:  # a row alone shares all it has
+            common = _num_equal([rows[index].tables[0] for index in members])
     return tuple(shared), common
 
 

@@ -222,7 +222,7 @@ class Planner:
         if request.scores and start < sequence.num_prompt - 1 and end >= request.num_scored:
             flag |= ROW_SCORE
         if end == sequence.num_known:
-            if not request.is_decoding and is_caught_up(request, sequence):
+            if not request.is_decoding and is_caught_up(request, sequence, self.state.cache.sharing):
                 self.state.start_decoding(request)
             if request.pools and end == sequence.num_prompt:  # the prompt's, once
                 flag |= ROW_POOL

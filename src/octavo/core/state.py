@@ -216,6 +216,14 @@ class State:
     def start_decoding(self, request: RequestState) -> None:
         """The request caught up with its known tokens: its policy may rank it anew."""
         request.is_decoding = True
+        self._rerank_running(request)
+
+    def stop_decoding(self, request: RequestState) -> None:
+        """A choice of the request has its prompt still to compute."""
+        request.is_decoding = False
+        self._rerank_running(request)
+
+    def _rerank_running(self, request: RequestState) -> None:
         rank = self.judge.rank(request)
         if rank != request.rank:
             self.running.remove(request)
