@@ -281,12 +281,16 @@ class State:
             self.cache.pools[group].release(block)
 
     def _swaps(self, request: RequestState) -> bool:
-        """Whether a preemption of this request should swap (S09): never one whose next row is half made."""
+        """Whether a preemption of this request should swap (S09).
+
+        Never one whose next row is half made, nor one with choices that are still to come in: what is on the host
+        has no keys, so they would not find what they share.
+        """
         mode = self.limits.preemption
         if mode == "recompute" or (mode == "auto" and len(request.sequences) < 2):
             return False
         sequences = request.sequences
-        if any(sequence.stale or sequence.candidates is not None for sequence in sequences):
+        if any(one.stale or one.candidates is not None or not one.is_entered for one in sequences):
             return False
         return request.ahead_ok or not request.in_flight
 
