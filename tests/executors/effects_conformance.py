@@ -142,28 +142,46 @@ class EffectsConformance:
         driver.own_tail(2, 9)
         for slot in (2, 0):
             driver.row(slot, 9, 1, ROW_SAMPLE | ROW_BEAM)
+        driver.row(1, 7, 1, ROW_SAMPLE | ROW_CARRY)
         result = driver.run()
-        assert result.logprobs is not None
+        assert result.logprobs is not None and result.token_ids is not None
+        assert result.token_ids[2] == dense.greedy(prompts[1], 2)[1]
+        del result.logprobs[2]
         for entry, token in zip(result.logprobs, (chosen[1], chosen[0]), strict=True):
             assert_candidates(entry, dense.log_probs([*prompts[0], token])[-1], 6, self.tolerance)
 
     def test_P04_chosen_ids_count_as_outputs_and_candidates_do_not(self, driver: Driver, dense: Dense) -> None:
         params = replace(BEAMS, frequency_penalty=0.5, presence_penalty=0.25)
         prompt = make_prompt(9, seed=26)
+
+        def expected(known: list[int]) -> torch.Tensor:
+            scores_V = dense.log_probs(known)[-1].clone()
+            for token in set(known[9:]):
+                scores_V[token] -= known[9:].count(token) * 0.5 + 0.25
+            return scores_V
+
         driver.add(0, prompt, params)
         driver.row(0, 0, 9, ROW_SAMPLE | ROW_BEAM)
         driver.run()
         known = list(prompt)
-        for token in (40, 41, 40):
-            driver.choose(0, len(known), token)
+        for step in range(4):
+            token = int(dense.log_probs(known)[-1].argmax()) if step < 3 else known[-1]
             known.append(token)
+            driver.choose(0, len(known) - 1, token)
             driver.row(0, len(known) - 1, 1, ROW_SAMPLE | ROW_BEAM)
             result = driver.run()
-        expected_V = dense.log_probs(known)[-1].clone()
-        expected_V[40] -= 2 * 0.5 + 0.25
-        expected_V[41] -= 0.5 + 0.25
+            assert result.logprobs is not None
+            assert_candidates(result.logprobs[0], expected(known), 6, self.tolerance)
+        best = dense.log_probs(known)[-1].topk(6).indices.tolist()
+        assert set(best) & set(known[9:]), "nothing that counts is among the best"
+        # a beam that enters in the plan that chooses its next id: what it brings counts, and the id once more
+        driver.add(1, known[:-1], params, num_prompt=9, blocks=driver.tables[0])
+        driver.choose(1, len(known) - 1, known[-1])
+        driver.own_tail(1, len(known) - 1)
+        driver.row(1, len(known) - 1, 1, ROW_SAMPLE | ROW_BEAM)
+        result = driver.run()
         assert result.logprobs is not None
-        assert_candidates(result.logprobs[0], expected_V, 6, self.tolerance)
+        assert_candidates(result.logprobs[0], expected(known), 6, self.tolerance)
 
     @pytest.mark.parametrize("name", ["S09", "K10"])
     def test_S09_K10_swapped_out_overwritten_and_loaded_back_is_undisturbed_by_bits(
