@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, quants
 
 from tests.tiny_models import BOS_ID, EOS_ID, tiny_config, tiny_tensors
 
@@ -30,14 +30,21 @@ PARTS = {
 }
 
 
-def gguf_name(name: str) -> str:
+GEMMA3_PARTS = PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def gguf_name(name: str, arch: str = "llama") -> str:
     """`model.layers.3.mlp.up_proj.weight` is `blk.3.ffn_up.weight`, and so on."""
     if not name.startswith("model.layers."):
         whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
         return whole[name.removesuffix(".weight")] + ".weight"
     _, _, layer, rest = name.split(".", 3)
     part, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{PARTS[part]}.{kind}"
+    return f"blk.{layer}.{(GEMMA3_PARTS if arch == 'gemma3' else PARTS)[part]}.{kind}"
 
 
 def make_tiny_gguf(
@@ -54,18 +61,19 @@ def make_tiny_gguf(
     Matrices have type `kind`, vectors float32. `tensors` replaces the random ones; `extra` adds GGUF tensors.
     """
     config = tiny_config(family, **overrides)
-    arch = "llama" if config["model_type"] == "mistral" else config["model_type"]
+    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
     writer = GGUFWriter(path, arch)
     _add_metadata(writer, config)
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in (tensors or tiny_tensors(config, seed, torch.float32)).items():
         qtype = GGMLQuantizationType[kind] if tensor.dim() > 1 else GGMLQuantizationType.F32
-        raw = quants.quantize(np.ascontiguousarray(tensor.numpy()), qtype)
-        stored[name] = torch.from_numpy(np.array(quants.dequantize(raw, qtype)))
+        offset = 1.0 if arch == "gemma3" and name.endswith("norm.weight") else 0.0
+        raw = quants.quantize(np.ascontiguousarray((tensor + offset).numpy()), qtype)
+        stored[name] = torch.from_numpy(np.array(quants.dequantize(raw, qtype))) - offset
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             raw = raw.reshape(heads, 2, raw.shape[0] // heads // 2, *raw.shape[1:]).swapaxes(1, 2).reshape(raw.shape)
-        writer.add_tensor(gguf_name(name), np.ascontiguousarray(raw), raw_dtype=qtype)
+        writer.add_tensor(gguf_name(name, arch), np.ascontiguousarray(raw), raw_dtype=qtype)
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -84,6 +92,12 @@ def _add_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
+    if config["model_type"] == "gemma3_text":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern(config["sliding_window_pattern"])
+        if config["rope_scaling"] is not None:
+            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(config["rope_scaling"]["factor"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])

@@ -58,10 +58,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm2": {**_LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48,
                 "rope_theta": 100000.0, "tie_word_embeddings": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    "mistral_window": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16,
+                       "num_hidden_layers": 3},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False,
               "sliding_window": 128, "max_window_layers": 2, "rope_theta": 1000000.0, "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "attention_bias": False,
               "use_sliding_window": False, "sliding_window": None, "rope_theta": 1000000.0},
+    "qwen2_window": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True,
+                     "sliding_window": 24, "max_window_layers": 1, "num_hidden_layers": 3},
+    "gemma3": {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 6,
+               "hidden_activation": "gelu_pytorch_tanh", "head_dim": 32, "query_pre_attn_scalar": 24,
+               "sliding_window": 16, "sliding_window_pattern": 3, "rope_theta": 1000000.0,
+               "rope_local_base_freq": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+               "tie_word_embeddings": True, "attention_bias": False, "pad_token_id": None},
 }  # fmt: skip
 
 
@@ -90,9 +99,12 @@ def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
 def tiny_tensors(config: Mapping[str, Any], seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Random tensors of every parameter, by Hugging Face's names, in checkpoint order."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: _random_parameter(name, shape, generator).to(dtype) for name, shape in parameter_shapes(config).items()
-    }
+    tensors = {name: _random_parameter(name, shape, generator) for name, shape in parameter_shapes(config).items()}
+    if config["model_type"] == "gemma3_text":
+        tensors["model.embed_tokens.weight"] *= config["hidden_size"] ** -0.5  # what the model multiplies it by
+        for name in tensors:
+            tensors[name] -= 1.0 if name.endswith("norm.weight") else 0.0  # what its norms add to their weights
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -112,10 +124,13 @@ def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, q_rows)
         if config.get("attention_bias"):
             shapes[f"{prefix}.self_attn.o_proj.bias"] = (hidden,)
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "gemma3_text"):
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        if config["model_type"] == "gemma3_text":
+            shapes[f"{prefix}.pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes[f"{prefix}.post_feedforward_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.mlp.gate_proj.weight"] = (inner, hidden)
         shapes[f"{prefix}.mlp.up_proj.weight"] = (inner, hidden)
         shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)

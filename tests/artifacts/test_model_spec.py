@@ -87,7 +87,7 @@ def test_K07_windows_of_some_layers_only(read):
     assert [read(**qwen, max_window_layers=1).window_of(layer) for layer in (0, 1)] == [None, 32]
     assert read().window_of(1) is None
     for bad in (mixed[:1], [*mixed, "full_attention"], ["chunked_attention"] * 2, "full_attention"):
-        with pytest.raises(ModelFileError, match="attention type|layer_types"):
+        with pytest.raises(ModelFileError, match="layer_types"):
             read(**qwen, layer_types=bad)
     with pytest.raises(ModelFileError, match="mix of full and sliding"):
         read(model_type="mistral", sliding_window=32, layer_types=mixed)
@@ -224,11 +224,17 @@ def test_tiny_models_read_as_transformers_reads_them(tmp_path):
         root = make_tiny_model(family, tmp_path / family)
         spec = read_model_spec(ModelFiles(family, "hf", root, ()))
         config = transformers.AutoConfig.from_pretrained(root)
-        assert spec.family == config.model_type
-        assert spec.rope_theta == config.rope_parameters["rope_theta"]
+        assert spec.family == config.model_type.removesuffix("_text")
+        rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * spec.num_layers
+        window = config.sliding_window if spec.family != "llama" else None
+        assert spec.rope_theta == rope["rope_theta"]
+        assert [spec.window_of(layer) for layer in range(spec.num_layers)] == [
+            window if kind == "sliding_attention" else None for kind in kinds
+        ]
         assert spec.num_kv_heads == config.num_key_value_heads
         assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-        assert (spec.rope_scaling is not None) == (config.rope_parameters["rope_type"] != "default")
+        assert (spec.rope_scaling is not None) == (rope["rope_type"] != "default")
 
 
 def test_gguf_llama(read_gguf):

@@ -6,6 +6,8 @@ Shapes: T tokens of the step, C context of one row, H query heads, K KV heads, D
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,9 +19,13 @@ from octavo.ops.attention import AttentionBatch
 
 
 class DenseBackend:
-    """Rows keep their order from step to step; `counts` gives each row's new tokens before a step."""
+    """Rows keep their order from step to step; `counts` gives each row's new tokens before a step.
 
-    def __init__(self) -> None:
+    `windows` has one entry per layer, None for full attention; without it all layers are full.
+    """
+
+    def __init__(self, windows: Sequence[int | None] = ()) -> None:
+        self._windows = windows
         self.counts: list[int] = []
         self._kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -27,6 +33,7 @@ class DenseBackend:
         self.counts = [int(count) for count in batch.counts]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        window = self._windows[layer] if self._windows else None
         out, start = [], 0
         for row, count in enumerate(self.counts):
             step = slice(start, start + count)
@@ -35,25 +42,28 @@ class DenseBackend:
                 before_k, before_v = self._kv[layer, row]
                 k_CKD, v_CKD = torch.cat((before_k, k_CKD)), torch.cat((before_v, v_CKD))
             self._kv[layer, row] = k_CKD, v_CKD
-            out.append(_attend_row(q_THD[step], k_CKD, v_CKD))
+            out.append(_attend_row(q_THD[step], k_CKD, v_CKD, window))
             start += count
         return torch.cat(out)
 
 
-def _attend_row(q_LHD: Tensor, k_CKD: Tensor, v_CKD: Tensor) -> Tensor:
+def _attend_row(q_LHD: Tensor, k_CKD: Tensor, v_CKD: Tensor, window: int | None) -> Tensor:
     length, heads, head_dim = q_LHD.shape
     group = heads // k_CKD.shape[1]
     k_CHD, v_CHD = k_CKD.repeat_interleave(group, 1).float(), v_CKD.repeat_interleave(group, 1).float()
     scores_HLC = torch.einsum("lhd,chd->hlc", q_LHD.float(), k_CHD) * head_dim**-0.5
-    future = torch.ones(length, k_CKD.shape[0], dtype=torch.bool).triu(k_CKD.shape[0] - length + 1)
-    weights_HLC = scores_HLC.masked_fill(future, float("-inf")).softmax(-1)
+    ones = torch.ones(length, k_CKD.shape[0], dtype=torch.bool)
+    hidden = ones.triu(k_CKD.shape[0] - length + 1)  # the future
+    if window is not None:
+        hidden |= ones.tril(k_CKD.shape[0] - length - window)
+    weights_HLC = scores_HLC.masked_fill(hidden, float("-inf")).softmax(-1)
     return torch.einsum("hlc,chd->lhd", weights_HLC, v_CHD).to(q_LHD.dtype)
 
 
 @torch.inference_mode()
 def all_logits(decoder: Decoder, rows: list[list[int]]) -> list[Tensor]:
     """Logits of every position of each row, all rows in one step."""
-    backend = DenseBackend()
+    backend = DenseBackend(decoder.spec.layer_windows)
     backend.counts = [len(row) for row in rows]
     ids = torch.tensor([token for row in rows for token in row])
     positions = torch.cat([torch.arange(len(row)) for row in rows])

@@ -35,14 +35,14 @@ def read(weights: Weights, name: str) -> torch.Tensor:
 
 
 def test_every_name_maps_back() -> None:
-    for family in ("llama3", "qwen2", "qwen3"):
+    for family in ("llama3", "qwen2", "qwen3", "gemma3"):
         for name in parameter_shapes(tiny_config(family)):
-            assert canonical_name(gguf_name(name)) == name
+            assert canonical_name(gguf_name(name, family), family) == name
     assert canonical_name("blk.0.attn_strange.weight") == "blk.0.attn_strange.weight"
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
-@pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3", "gemma3"])
 def test_round_trip(family: str, kind: str, tmp_path: Path) -> None:
     stored = make_tiny_gguf(family, tmp_path / "tiny.gguf", kind)
     weights = open_file(tmp_path / "tiny.gguf")
@@ -58,6 +58,15 @@ def test_logits_equal_those_of_the_same_values_in_safetensors(family: str, tmp_p
     write_tensors(folder, stored)
     found = all_logits(load_decoder(tmp_path / "tiny.gguf"), [IDS])[0]
     assert torch.equal(found, all_logits(load_decoder(folder), [IDS])[0])
+
+
+def test_X01_a_gemma3_file_computes_what_the_same_values_in_safetensors_do(tmp_path: Path) -> None:
+    change = {"query_pre_attn_scalar": 32}  # GGUF says nothing of it: the head size
+    stored = make_tiny_gguf("gemma3", tmp_path / "tiny.gguf", "Q8_0", **change)
+    folder = make_tiny_model("gemma3", tmp_path / "folder", **change)
+    write_tensors(folder, stored)
+    found = all_logits(load_decoder(tmp_path / "tiny.gguf"), [IDS * 9])[0]
+    assert torch.equal(found, all_logits(load_decoder(folder), [IDS * 9])[0])
 
 
 def test_rope_factors_stand_for_llama3_scaling(tmp_path: Path) -> None:

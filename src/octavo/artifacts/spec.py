@@ -82,16 +82,19 @@ class ModelSpec:
             raise ModelFileError(path, f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ModelFileError(path, f"head_dim is {self.head_dim}; rotary positions need an even number")
-        if len(self.layer_windows) not in (0, self.num_layers):
-            raise ModelFileError(path, f"{len(self.layer_windows)} of {self.num_layers} layers have an attention type")
-        for window in self.layer_windows:
-            if window is not None and window < 1:
-                raise ModelFileError(path, f"sliding_window is {window}; 1 or more is needed")
+        self._check_windows(path)
         ids = (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,)))
         for token_id in ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ModelFileError(path, f"token id {token_id} lies outside the vocabulary of {self.vocab_size}")
         return self
+
+    def _check_windows(self, path: Path) -> None:
+        if len(self.layer_windows) not in (0, self.num_layers):
+            raise ModelFileError(path, f"{len(self.layer_windows)} of {self.num_layers} layers have an attention type")
+        for window in self.layer_windows:
+            if window is not None and window < 1:
+                raise ModelFileError(path, f"sliding_window is {window}; 1 or more is needed")
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens a query of this layer sees, itself included; None for all."""

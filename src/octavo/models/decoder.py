@@ -10,20 +10,26 @@ Shapes: T tokens of the step, N rows that sample, E hidden size, H query heads, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.models import families
 from octavo.models.families import FAMILIES, Fused
-from octavo.nn.embedding import Embedding
+from octavo.nn.embedding import Embedding, ScaledEmbedding
 from octavo.nn.linear import Linear
 from octavo.nn.norm import RMSNorm
 from octavo.nn.rope import RopeTable
 from octavo.nn.weights import Weights
 from octavo.ops.attention import AttentionBackend
+from octavo.ops.gelu_mul import gelu_mul
 from octavo.ops.rope import apply_rope
 from octavo.ops.silu_mul import silu_mul
+
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu": gelu_mul}
 
 
 class Decoder:
@@ -49,7 +55,7 @@ class Decoder:
         """
         loader = _Loader(self.spec, self.dtype, self.device, weights)
         spec = self.spec
-        self._embedding = Embedding(loader.tensor(families.EMBEDDING, spec.vocab_size, spec.hidden_size))
+        self._embedding = loader.embedding()
         self._layers = [_Layer(loader, index) for index in range(spec.num_layers)]
         self._norm = loader.norm(families.FINAL_NORM)
         head_VE = (
@@ -58,17 +64,16 @@ class Decoder:
             else loader.tensor(families.HEAD, spec.vocab_size, spec.hidden_size)
         )
         self._head = Linear(head_VE)
-        factors = loader.rope_factors()
-        self._rope = RopeTable(spec, self.max_model_len, self.dtype, self.device, factors)
+        self._ropes = loader.ropes(self.max_model_len)
         weights.check_all_read(frozenset({families.HEAD}) if spec.tie_word_embeddings else frozenset())
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend) -> Tensor:
         """Return the hidden states after the final norm, [T, E]. `backend.begin` was called for this step."""
-        cos_T1D, sin_T1D = self._rope.lookup(positions_T)
+        ropes = [table.lookup(positions_T) for table in self._ropes]
         x_TE = self._embedding(token_ids_T)
         residual_TE: Tensor | None = None
         for layer in self._layers:
-            x_TE, residual_TE = layer.forward(x_TE, residual_TE, cos_T1D, sin_T1D, backend)
+            x_TE, residual_TE = layer.forward(x_TE, residual_TE, ropes[layer.rope_index], backend)
         return self._norm(x_TE, residual_TE)[0]
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
@@ -90,31 +95,32 @@ class Decoder:
 class _Layer:
     """Attention and feed-forward, each behind its norm."""
 
-    __slots__ = ("down", "gate_up", "head_dim", "index", "mlp_norm", "norm", "num_heads", "num_rotated",
-                 "output", "qk_norm", "qkv", "rotated_size")  # fmt: skip
+    __slots__ = ("down", "gate", "gate_up", "head_dim", "index", "linears", "mlp_norm", "norm", "num_heads",
+                 "num_rotated", "output", "qk_norm", "qkv", "rope_index", "rotated_size")  # fmt: skip
 
     def __init__(self, loader: _Loader, index: int) -> None:
-        spec = loader.spec
+        spec, family = loader.spec, loader.family
         prefix = families.LAYER.format(index)
         self.index = index
         self.head_dim = spec.head_dim
         self.num_heads = spec.num_heads
         self.num_rotated = spec.num_heads + spec.num_kv_heads
         self.rotated_size = self.num_rotated * spec.head_dim
+        self.rope_index = int(spec.sliding_rope_theta is not None and spec.window_of(index) is not None)
         self.norm = loader.norm(prefix + families.ATTENTION_NORM)
         self.qkv = loader.linear(prefix, families.QKV, bias=loader.qkv_bias)
         self.qk_norm = loader.qk_norm(prefix) if loader.has_qk_norm else None
-        self.output = loader.linear(prefix, families.OUTPUT)
-        self.mlp_norm = loader.norm(prefix + families.MLP_NORM)
+        output = loader.linear(prefix, families.OUTPUT)
+        self.mlp_norm = loader.norm(prefix + family.mlp_norm)
         self.gate_up = loader.linear(prefix, families.GATE_UP)
-        self.down = loader.linear(prefix, families.DOWN)
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
+        down = loader.linear(prefix, families.DOWN)
+        self.gate = _GATES[family.gate]
+        self.linears = (self.qkv, output, self.gate_up, down)
+        self.output = loader.normed(output, prefix, family.norm_after_attention)
+        self.down = loader.normed(down, prefix, family.norm_after_mlp)
 
     def forward(
-        self, x_TE: Tensor, residual_TE: Tensor | None, cos_T1D: Tensor, sin_T1D: Tensor, backend: AttentionBackend
+        self, x_TE: Tensor, residual_TE: Tensor | None, rope: tuple[Tensor, Tensor], backend: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
         """Return (what this layer adds, the residual stream before that addition): the next norm adds them."""
         x_TE, residual_TE = self.norm(x_TE, residual_TE)
@@ -124,11 +130,11 @@ class _Layer:
         v_TKD = qkv_TF[:, self.rotated_size :].view(num_tokens, -1, self.head_dim)
         if self.qk_norm is not None:
             qk_THD = self.qk_norm(qk_THD)[0]
-        qk_THD = apply_rope(qk_THD, cos_T1D, sin_T1D)
+        qk_THD = apply_rope(qk_THD, *rope)
         o_THD = backend.attend(self.index, qk_THD[:, : self.num_heads], qk_THD[:, self.num_heads :], v_TKD)
         x_TE = self.output(o_THD.reshape(num_tokens, -1))
         x_TE, residual_TE = self.mlp_norm(x_TE, residual_TE)
-        return self.down(silu_mul(self.gate_up(x_TE))), residual_TE
+        return self.down(self.gate(self.gate_up(x_TE))), residual_TE
 
 
 class _Loader:
@@ -137,22 +143,43 @@ class _Loader:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: Weights) -> None:
         family = FAMILIES[spec.family]
         self.spec = spec
+        self.family = family
         self.qkv_bias = family.qkv_bias or spec.attention_bias
         self.has_qk_norm = family.qk_norm or spec.qk_norm
         self._dtype = dtype
         self._device = device
         self._weights = weights
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """Read one tensor."""
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Read one tensor, into the model's dtype unless told otherwise."""
         self._weights.check_shape(name, shape)
-        out = torch.empty(shape, dtype=self._dtype, device=self._device)
+        out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         self._weights.read_into(name, out)
         return out
 
+    def embedding(self) -> Embedding:
+        """Read the table of token embeddings."""
+        weight_VE = self.tensor(families.EMBEDDING, self.spec.vocab_size, self.spec.hidden_size)
+        if self.family.scales_embedding:
+            return ScaledEmbedding(weight_VE, self.spec.hidden_size**0.5)
+        return Embedding(weight_VE)
+
     def norm(self, name: str) -> RMSNorm:
         """Read a norm over the hidden size."""
-        return RMSNorm(self.tensor(name, self.spec.hidden_size), self.spec.rms_norm_eps)
+        return RMSNorm(self._norm_weight(name, self.spec.hidden_size), self.spec.rms_norm_eps)
+
+    def normed(self, linear: Linear, prefix: str, name: str | None) -> Callable[[Tensor], Tensor]:
+        """Put a norm of this name, if any, behind a multiplication."""
+        if name is None:
+            return linear
+        norm = self.norm(prefix + name)
+        return lambda x_TE: norm(linear(x_TE))[0]
+
+    def _norm_weight(self, name: str, size: int) -> Tensor:
+        offset = self.family.norm_offset
+        if not offset:
+            return self.tensor(name, size)
+        return self.tensor(name, size, dtype=torch.float32).add_(offset)
 
     def linear(self, prefix: str, fused: Fused, bias: bool = False) -> Linear:
         """Read the parts of a fused multiplication into one weight."""
@@ -172,14 +199,28 @@ class _Loader:
         return Linear(weight, bias_F)
 
     def qk_norm(self, prefix: str) -> RMSNorm:
-        """Read the norms of query and key heads as one weight, [H + K, D], over both side by side."""
+        """Read the norms of query and key heads as one weight, [H + K, D], over both side by side.
+
+        Attention divides scores by the root of D; where the model has another divisor, queries make up for it.
+        """
         spec = self.spec
-        q_D = self.tensor(prefix + families.Q_NORM, spec.head_dim)
-        k_D = self.tensor(prefix + families.K_NORM, spec.head_dim)
+        q_D = self._norm_weight(prefix + families.Q_NORM, spec.head_dim)
+        k_D = self._norm_weight(prefix + families.K_NORM, spec.head_dim)
+        if spec.query_scalar is not None:
+            q_D = q_D * (spec.head_dim / spec.query_scalar) ** 0.5
         weight = torch.cat((q_D.expand(spec.num_heads, -1), k_D.expand(spec.num_kv_heads, -1)))
         return RMSNorm(weight, spec.rms_norm_eps)
 
-    def rope_factors(self) -> Tensor | None:
+    def ropes(self, max_len: int) -> tuple[RopeTable, ...]:
+        """Make the rope of all layers, and that of layers with a window where it is another."""
+        spec, factors = self.spec, self._rope_factors()
+        ropes = [RopeTable(spec, max_len, self._dtype, self._device, factors)]
+        if spec.sliding_rope_theta is not None:
+            sliding = replace(spec, rope_theta=spec.sliding_rope_theta, rope_scaling=None)
+            ropes.append(RopeTable(sliding, max_len, self._dtype, self._device))
+        return tuple(ropes)
+
+    def _rope_factors(self) -> Tensor | None:
         """Read the divisors of the inverse frequencies, where the files have them."""
         name = self.spec.rope_factors_tensor
         if name is None:

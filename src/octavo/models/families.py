@@ -16,7 +16,6 @@ FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 LAYER = "model.layers.{}."
 ATTENTION_NORM = "input_layernorm.weight"
-MLP_NORM = "post_attention_layernorm.weight"
 Q_NORM = "self_attn.q_norm.weight"
 K_NORM = "self_attn.k_norm.weight"
 
@@ -37,14 +36,40 @@ DOWN = Fused("mlp", ("down_proj",))
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family; fields not given are Llama's. What a family needs must be there, whatever the file says."""
+    """One family; fields not given are Llama's. What a family needs must be there, whatever the file says.
+
+    `norm_after_attention` and `norm_after_mlp` are norms of what a half of a layer adds. `norm_offset` is added to
+    every norm's weight, in float32, and such norms multiply before they round. `gate` is "silu" or "gelu".
+    With `scales_embedding` the embedding is multiplied by the root of the hidden size.
+    """
 
     name: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    mlp_norm: str = "post_attention_layernorm.weight"
+    norm_after_attention: str | None = None
+    norm_after_mlp: str | None = None
+    norm_offset: float = 0.0
+    gate: str = "silu"
+    scales_embedding: bool = False
 
 
-_LIST = (Family("llama"), Family("mistral"), Family("qwen2", qkv_bias=True), Family("qwen3", qk_norm=True))
+_LIST = (
+    Family("llama"),
+    Family("mistral"),
+    Family("qwen2", qkv_bias=True),
+    Family("qwen3", qk_norm=True),
+    Family(
+        "gemma3",
+        qk_norm=True,
+        mlp_norm="pre_feedforward_layernorm.weight",
+        norm_after_attention="post_attention_layernorm.weight",
+        norm_after_mlp="post_feedforward_layernorm.weight",
+        norm_offset=1.0,
+        gate="gelu",
+        scales_embedding=True,
+    ),
+)
 FAMILIES = {family.name: family for family in _LIST}
 
 

@@ -51,6 +51,11 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA3_LAYER_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _PAIRED_FAMILIES = ("llama", "mistral")  # converted with rotary pairs side by side instead of half a head apart
 
@@ -61,11 +66,12 @@ class GGUFWeights:
     def __init__(self, files: ModelFiles, spec: ModelSpec) -> None:
         self._entries: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
         self._paired_heads = _paired_heads(spec)
+        self._norm_offset = 1.0 if spec.family == "gemma3" else 0.0  # the conversion added it
         self._first = files.weights[0]
         for path in files.weights:
             file = GGUFFile.open(path)
             for tensor in file.tensors.values():
-                name = canonical_name(tensor.name)
+                name = canonical_name(tensor.name, spec.family)
                 if name in self._entries:
                     raise ModelFileError(path, f"is also in {self._entries[name][0].path.name}", tensor.name)
                 if tensor.type not in SUPPORTED_TYPES:
@@ -87,6 +93,8 @@ class GGUFWeights:
         heads = self._paired_heads.get(name.split(".")[-2])
         if len(tensor.shape) == 1:
             values = dequantize(raw, tensor.type)
+            if self._norm_offset and name.endswith("norm.weight"):
+                values = values - np.float32(self._norm_offset)
             out.copy_(torch.from_numpy(values if heads is None else _unpaired(values[:, None], heads)[:, 0]))
             return
         rows = raw.reshape(tensor.shape[0], -1)
@@ -98,12 +106,13 @@ class GGUFWeights:
             out[start : start + step].copy_(torch.from_numpy(values))
 
 
-def canonical_name(name: str) -> str:
+def canonical_name(name: str, family: str = "llama") -> str:
     """Return Hugging Face's name of a GGUF tensor; one that has none keeps its own."""
     match = _LAYER_TENSOR.fullmatch(name)
-    if match is None or match[2] not in _LAYER_NAMES:
+    names = _GEMMA3_LAYER_NAMES if family == "gemma3" else _LAYER_NAMES
+    if match is None or match[2] not in names:
         return _GLOBAL_NAMES.get(name, name)
-    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
 
 
 def dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> Values:

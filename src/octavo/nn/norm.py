@@ -11,7 +11,11 @@ from octavo.ops.rms_norm import add_rms_norm
 
 
 class RMSNorm:
-    """y = x / rms(x) * weight, with an optional residual added to x first."""
+    """y = x / rms(x) * weight, with an optional residual added to x first.
+
+    A float32 weight beside x of fewer bits is multiplied before the result is rounded (Gemma's rule), one of
+    x's dtype after (Llama's).
+    """
 
     __slots__ = ("eps", "weight_E")
 

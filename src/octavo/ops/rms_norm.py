@@ -6,7 +6,8 @@ Invariants: a row's result depends on that row alone; kernel and twin agree with
 tests/ops/test_rms_norm.py states. Shapes: T tokens, E hidden size.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, rounded as transformers'
-LlamaRMSNorm does: normalise in float32, round to the dtype, multiply by the weight in the dtype.
+LlamaRMSNorm does: normalise in float32, round to the dtype, multiply by the weight in the dtype. A weight of
+another dtype (float32) is multiplied before rounding, as in Gemma3RMSNorm.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def rms_norm_reference(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tenso
     sum_TE = x_TE if residual_TE is None else x_TE + residual_TE
     wide_TE = sum_TE.to(torch.float32)
     scale_T1 = torch.rsqrt(wide_TE.pow(2).mean(-1, keepdim=True) + eps)
-    return weight_E * (wide_TE * scale_T1).to(sum_TE.dtype), sum_TE
+    normed_TE = wide_TE * scale_T1
+    if weight_E.dtype is not sum_TE.dtype:
+        return (normed_TE * weight_E).to(sum_TE.dtype), sum_TE
+    return weight_E * normed_TE.to(sum_TE.dtype), sum_TE
 
 
 def add_rms_norm(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
