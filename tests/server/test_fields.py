@@ -17,6 +17,8 @@ SERVING = """
     stop stop_token_ids include_stop_str_in_output ignore_eos response_format structured_outputs tools tool_choice
     parallel_tool_calls reasoning stream stream_options use_beam_search length_penalty priority cache_salt timeout user
     metadata chat_template_kwargs continue_final_message add_generation_prompt skip_special_tokens model store
+    early_stopping dry_multiplier dry_base dry_allowed_length dry_sequence_breakers bad_words allowed_token_ids
+    ttft_objective tpot_objective
 """
 CHAT_FIELDS = """
     messages max_completion_tokens top_logprobs tools tool_choice reasoning chat_template_kwargs
@@ -41,6 +43,7 @@ def answer(check: Callable[[Any], bool]) -> Check:
 
 LAST_CONTINUED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Well"}]
 PLAYED = FakeClient().tokenizer
+BAD = ("no", " no")
 # Field -> (other fields, its value, proof that it acted).
 HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
     "model": ({}, "tiny", answer(lambda r: r.json()["model"] == "tiny")),
@@ -53,6 +56,21 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
     "top_p": ({}, 0.5, params(lambda p: p.top_p == 0.5)),
     "top_k": ({}, 5, params(lambda p: p.top_k == 5)),
     "min_p": ({}, 0.5, params(lambda p: p.min_p == 0.5)),
+    "typical_p": ({}, 0.5, params(lambda p: p.typical_p == 0.5)),
+    "dry_multiplier": ({}, 0.8, params(lambda p: p.dry_multiplier == 0.8)),
+    "dry_base": ({}, 2.5, params(lambda p: p.dry_base == 2.5)),
+    "dry_allowed_length": ({}, 3, params(lambda p: p.dry_allowed_length == 3)),
+    "dry_range": ({}, 64, params(lambda p: p.dry_range == 64)),
+    "dry_sequence_breakers": ({}, ["ab"], params(lambda p: p.dry_breaker_ids == (PLAYED.encode("b")[0],))),
+    "bad_words": ({}, ["no"], params(lambda p: p.bad_words_ids == tuple(tuple(PLAYED.encode(w)) for w in BAD))),
+    "allowed_token_ids": ({}, [5, 6], params(lambda p: p.allowed_token_ids == (5, 6))),
+    "n": ({}, 3, lambda q, r: q.params.n == 3 and len(r.json()["choices"]) == 3),
+    "best_of": ({}, 3, params(lambda p: (p.n, p.best_of) == (1, 3))),
+    "use_beam_search": ({"n": 2}, True, params(lambda p: (p.n, p.beam_width) == (2, 2))),
+    "length_penalty": ({"use_beam_search": True}, 0.5, params(lambda p: p.length_penalty == 0.5)),
+    "early_stopping": ({"use_beam_search": True}, "never", params(lambda p: p.early_stopping == "never")),
+    "ttft_objective": ({}, 0.5, lambda q, _: q.ttft_objective == 0.5),
+    "tpot_objective": ({}, 0.05, lambda q, _: q.tpot_objective == 0.05),
     "presence_penalty": ({}, 0.5, params(lambda p: p.presence_penalty == 0.5)),
     "frequency_penalty": ({}, 0.5, params(lambda p: p.frequency_penalty == 0.5)),
     "repetition_penalty": ({}, 1.5, params(lambda p: p.repetition_penalty == 1.5)),
@@ -79,7 +97,7 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
     ),
     "echo": ({}, True, answer(lambda r: r.json()["choices"][0]["text"].startswith("hi"))),
 }
-UNLIKE_ANY_NEUTRAL = {"n": 2, "best_of": 3, "echo": True, "use_beam_search": True, "tools": [{"type": "function"}]}
+UNLIKE_ANY_NEUTRAL = {"echo": True, "tools": [{"type": "function"}]}
 IGNORED_VALUES = {"metadata": {"a": "b"}, "store": True, "parallel_tool_calls": False}
 
 

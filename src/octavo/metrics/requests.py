@@ -56,8 +56,9 @@ _HISTOGRAMS = {
         "octavo_request_generation_tokens", "tokens generated for a request", "vllm:request_generation_tokens"
     ),
     "max_tokens": Name("octavo_request_params_max_tokens", "max_tokens asked for", "vllm:request_params_max_tokens"),
+    "n": Name("octavo_request_params_n", "choices made for a request", "vllm:request_params_n"),
 }
-_TOKEN_SIZED = frozenset({"prompt_len", "output_len", "max_tokens"})
+_TOKEN_SIZED = frozenset({"prompt_len", "output_len", "max_tokens", "n"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class Finished:
     ttft_s: float
     e2e_s: float
     max_tokens: int | None = None
+    num_choices: int = 1  # that were made; completion_tokens counts those of all
 
 
 class RequestMetrics:
@@ -93,6 +95,10 @@ class RequestMetrics:
         self._itl.observe(gap_s / num_tokens, num_tokens)
         self.counters["generation_tokens"].add(num_tokens)
 
+    def other_tokens(self, num_tokens: int) -> None:
+        """Count the first output of a choice that began beside another."""
+        self.counters["generation_tokens"].add(num_tokens)
+
     def finished(self, end: Finished) -> None:
         """Count a request that ran to its end."""
         self.counters["finished"].add(1, end.reason)
@@ -106,8 +112,10 @@ class RequestMetrics:
         see["inference"].observe(max(0.0, end.e2e_s - end.queue_s))
         see["prompt_len"].observe(end.prompt_tokens)
         see["output_len"].observe(end.completion_tokens)
-        if end.completion_tokens > 1:
-            see["tpot"].observe(max(0.0, end.e2e_s - end.ttft_s) / (end.completion_tokens - 1))
+        see["n"].observe(end.num_choices)
+        later = end.completion_tokens / end.num_choices - 1
+        if later > 0:
+            see["tpot"].observe(max(0.0, end.e2e_s - end.ttft_s) / later)
         if end.max_tokens is not None:
             see["max_tokens"].observe(end.max_tokens)
 

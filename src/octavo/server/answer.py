@@ -26,7 +26,7 @@ class Pieces(Protocol):
 
 
 def usage_json(usages: Iterable[Usage | None]) -> Json:
-    """OpenAI's usage object, summed over the choices."""
+    """OpenAI's usage object, summed over the prompts; the choices of one prompt share a usage."""
     known = [usage for usage in usages if usage is not None]
     prompt = sum(usage.prompt_tokens for usage in known)
     completion = sum(usage.completion_tokens for usage in known)
@@ -39,7 +39,7 @@ def usage_json(usages: Iterable[Usage | None]) -> Json:
 
 
 def timings_json(usages: Iterable[Usage | None]) -> Json:
-    """Seconds that the request spent in each phase (the slowest choice's), and its rates."""
+    """Seconds that the request spent in each phase (the slowest prompt's), and its rates."""
     known = [usage for usage in usages if usage is not None]
     if not known:
         return {}
@@ -58,7 +58,7 @@ def timings_json(usages: Iterable[Usage | None]) -> Json:
 
 
 def last_usage(deltas: Sequence[TextDelta]) -> Usage | None:
-    """The usage that a choice's last delta carries."""
+    """The usage that a choice's last delta carries, if it was its prompt's last."""
     return deltas[-1].usage if deltas else None
 
 

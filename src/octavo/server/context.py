@@ -17,7 +17,7 @@ from octavo.server.auth import KeyRing
 from octavo.server.faults import ApiError
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
-from octavo.server.params import model_defaults
+from octavo.server.params import ParamsReader, model_defaults
 from octavo.server.prompts import PromptReader
 from octavo.server.waiting import WaitingRoom
 
@@ -46,7 +46,7 @@ class Context:
     metrics: RequestMetrics
     waiting: WaitingRoom
     prompts: PromptReader
-    defaults: Mapping[str, object]
+    params: ParamsReader
 
     def check_model(self, asked: str | None) -> None:
         """Refuse a model that is not served here (404)."""
@@ -86,7 +86,7 @@ def build_context(
         metrics=RequestMetrics(model),
         waiting=WaitingRoom(config.serving.max_waiting, config.scheduling.max_sequences or _UNKNOWN_MAX_RUNNING),
         prompts=PromptReader(text, max_len),
-        defaults=model_defaults(text.spec.generation),
+        params=ParamsReader(model_defaults(text.spec.generation), text.tokenizer, limits.max_choices),
     )
 
 

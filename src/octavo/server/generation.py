@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.core.request import FinishReason, SamplingParams
+from octavo.engine.sessions import Terms
 from octavo.errors import EngineDeadError, EngineError, OctavoError, StepFailedError
 from octavo.metrics.requests import Finished, RequestMetrics
 from octavo.server.faults import RETRY_ENGINE_S, ApiError, from_exception
@@ -33,9 +34,7 @@ class Asked:
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     arrival: float
-    priority: int = 0
-    cache_salt: bytes = b""
-    timeout_s: float | None = None
+    terms: Terms = field(default_factory=Terms)
 
 
 @dataclass(slots=True)
@@ -51,27 +50,29 @@ class Choice:
 
 
 class Generation:
-    """Sessions of one request, one per prompt; their index is the choice's index."""
+    """Sessions of one request, one per prompt; the choices of the first prompt come first."""
 
     def __init__(self, asked: Asked, sessions: list[Session], metrics: RequestMetrics, seat: Seat) -> None:
         self.asked = asked
         self._sessions = sessions
         self._metrics = metrics
         self._seat = seat
-        self._last_at = [0.0] * len(sessions)
+        self._last_at = [0.0] * self.num_choices
         self._open = set(range(len(sessions)))
+        self._silent = set(self._open)  # without a token yet
 
     @property
     def num_choices(self) -> int:
         """Choices of the answer."""
-        return len(self._sessions)
+        return len(self._sessions) * self.asked.params.n
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """Yield (index, delta) until every choice has its finish reason. Raises ApiError for a failed one."""
         source = self._merged() if len(self._sessions) > 1 else self._only()
         async with aclosing(source):
-            async for index, delta in source:
-                self._note(index, delta)
+            async for session, delta in source:
+                index = session * self.asked.params.n + delta.choice
+                self._note(session, index, delta)
                 yield index, delta
         if self._open:
             raise ApiError(500, "the engine ended an answer without a reason", code="engine_error")
@@ -99,22 +100,26 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _note(self, index: int, delta: TextDelta) -> None:
+    def _note(self, session: int, index: int, delta: TextDelta) -> None:
         now = time.monotonic()
         if delta.token_ids:
-            last, self._last_at[index] = self._last_at[index], now
-            if last:
-                self._metrics.next_tokens(now - last, len(delta.token_ids))
-            else:
+            if session in self._silent:
+                self._silent.discard(session)
                 self._metrics.first_tokens(now - self.asked.arrival, len(delta.token_ids))
                 self._seat.leave_one()
+            elif self._last_at[index]:
+                self._metrics.next_tokens(now - self._last_at[index], len(delta.token_ids))
+            else:
+                self._metrics.other_tokens(len(delta.token_ids))
+            self._last_at[index] = now
         reason = delta.finish_reason
         if reason is None:
             return
-        self._open.discard(index)
+        usage = delta.usage
+        if usage is not None:
+            self._open.discard(session)
         if reason not in REASONS:
             raise _failure(delta)
-        usage = delta.usage
         if usage is not None:
             end = Finished(
                 REASONS[reason],
@@ -125,12 +130,13 @@ class Generation:
                 usage.ttft_s,
                 e2e_s=now - self.asked.arrival,
                 max_tokens=self.asked.params.max_tokens,
+                num_choices=self.asked.params.num_sequences,
             )
             self._metrics.finished(end)
 
     async def collect(self) -> list[Choice]:
         """Wait for every choice to end."""
-        choices = [Choice() for _ in self._sessions]
+        choices = [Choice() for _ in range(self.num_choices)]
         async with aclosing(self.deltas()) as deltas:
             async for index, delta in deltas:
                 choices[index].deltas.append(delta)
@@ -173,9 +179,7 @@ async def open_sessions(sessions: Sessions, asked: Asked) -> list[Session]:
                 prompt,
                 asked.params,
                 request_id=asked.request_id if is_alone else f"{asked.request_id}-{index}",
-                priority=asked.priority,
-                cache_salt=asked.cache_salt,
-                timeout_s=asked.timeout_s,
+                **asked.terms,
             )
             opened.append(session)
     except (OctavoError, asyncio.CancelledError):

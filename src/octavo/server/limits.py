@@ -27,6 +27,7 @@ class HttpLimits:
     max_headers: int = 100
     max_json_depth: int = 64
     max_prompts: int = 256
+    max_choices: int = 16
     body_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0
     keep_alive_s: float = 10.0

@@ -1,6 +1,6 @@
 """From a body to SamplingParams: the one place where HTTP names meet the engine's.
 
-Owns: names, and defaults from the model's generation config.
+Owns: names, defaults from the model's generation config, the bound on choices.
 Does not: repeat SamplingParams' ranges, or check ids against the vocabulary (Sessions does).
 """
 
@@ -10,12 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.core.request import SamplingParams
+from octavo.engine.sessions import check_stream
 from octavo.errors import InvalidRequestError
 from octavo.server.faults import bad_field, from_exception
 from octavo.server.schema import ChatBody, CompletionBody, SamplingBody
+from octavo.server.words import DRY_BREAKERS, Encoder, bad_word_ids, breaker_ids
 
 _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_AS_ASKED = (*_FROM_MODEL, "min_tokens", "presence_penalty", "frequency_penalty", "seed")
+_DRY = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range")
+_AS_ASKED = (*_FROM_MODEL, *_DRY, "typical_p", "min_tokens", "presence_penalty", "frequency_penalty", "seed")
+_OF_BEAMS: Mapping[str, object] = {"length_penalty": 1.0, "early_stopping": False}  # and what asks for nothing
 
 
 def model_defaults(generation: Mapping[str, float]) -> dict[str, Any]:
@@ -27,46 +31,84 @@ def model_defaults(generation: Mapping[str, float]) -> dict[str, Any]:
     return defaults
 
 
-def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters of a chat completion. Raises ApiError naming the field."""
-    renamed: dict[str, str] = {}
-    max_tokens = body.max_tokens
-    if body.max_completion_tokens is not None:
-        if max_tokens is not None and max_tokens != body.max_completion_tokens:
-            raise bad_field("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
-        max_tokens, renamed["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
-    logprobs = None
-    if body.logprobs:
-        logprobs, renamed["logprobs"] = body.top_logprobs or 0, "top_logprobs"
-    elif body.top_logprobs:
-        raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true")
-    return _params(body, {"max_tokens": max_tokens, "logprobs": logprobs}, defaults, renamed)
+def spellings(body: SamplingBody) -> dict[str, str]:
+    """How the client spelled the fields that are called otherwise behind this door."""
+    width = "best_of" if isinstance(body, CompletionBody) and body.best_of is not None else "n"
+    return {"beam_width": width, "bad_words_ids": "bad_words", "dry_breaker_ids": "dry_sequence_breakers"}
 
 
-def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters of a text completion. Raises ApiError naming the field."""
-    if body.echo and body.logprobs is not None:
-        raise bad_field("echo", "echo together with logprobs is not supported yet; leave one out", "unsupported_field")
-    return _params(body, {"max_tokens": body.max_tokens, "logprobs": body.logprobs}, defaults, {})
+class ParamsReader:
+    """Makes sampling parameters for one model. `max_choices` bounds n and best_of."""
 
+    def __init__(self, defaults: Mapping[str, Any], tokenizer: Encoder, max_choices: int) -> None:
+        self._defaults = defaults
+        self._tokenizer = tokenizer
+        self._max_choices = max_choices
 
-def _params(
-    body: SamplingBody,
-    asked: dict[str, int | None],
-    defaults: Mapping[str, Any],
-    renamed: Mapping[str, str],
-) -> SamplingParams:
-    given = {name: value for name in _AS_ASKED if (value := getattr(body, name)) is not None}
-    biases = tuple((int(token), float(bias)) for token, bias in body.logit_bias.items())
-    try:
-        return SamplingParams(
-            **{**defaults, **given, **asked},
-            logit_bias=biases,
-            stop=tuple(body.stop),
-            stop_token_ids=tuple(body.stop_token_ids),
-            include_stop_str_in_output=body.include_stop_str_in_output,
-            ignore_eos=body.ignore_eos,
-            skip_special_tokens=body.skip_special_tokens,
-        )
-    except InvalidRequestError as error:
-        raise from_exception(error, renamed) from None
+    def chat(self, body: ChatBody) -> SamplingParams:
+        """Sampling parameters of a chat completion. Raises ApiError naming the field."""
+        renamed: dict[str, str] = {}
+        max_tokens = body.max_tokens
+        if body.max_completion_tokens is not None:
+            if max_tokens is not None and max_tokens != body.max_completion_tokens:
+                raise bad_field("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+            max_tokens, renamed["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
+        logprobs = None
+        if body.logprobs:
+            logprobs, renamed["logprobs"] = body.top_logprobs or 0, "top_logprobs"
+        elif body.top_logprobs:
+            raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true")
+        asked = {"max_tokens": max_tokens, "logprobs": logprobs, **self._choices(body, None)}
+        return self._params(body, asked, renamed)
+
+    def completion(self, body: CompletionBody) -> SamplingParams:
+        """Sampling parameters of a text completion. Raises ApiError naming the field."""
+        if body.echo and body.logprobs is not None:
+            message = "echo together with logprobs is not supported yet; leave one out"
+            raise bad_field("echo", message, "unsupported_field")
+        asked = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, **self._choices(body, body.best_of)}
+        return self._params(body, asked, {})
+
+    def _choices(self, body: SamplingBody, best_of: int | None) -> dict[str, Any]:
+        """What n, best_of and the fields of beam search ask for."""
+        for name, count in (("n", body.n), ("best_of", best_of)):
+            if count is not None and count > self._max_choices:
+                raise bad_field(name, f"{name} is {count}; give at most {self._max_choices}")
+        n = 1 if body.n is None else body.n
+        if body.use_beam_search:
+            if best_of is not None and best_of < n:
+                raise bad_field("best_of", f"best_of is {best_of}; give at least n ({n})")
+            given = {name: value for name in _OF_BEAMS if (value := getattr(body, name)) is not None}
+            return {"n": n, "beam_width": n if best_of is None else best_of, **given}
+        for name, neutral in _OF_BEAMS.items():
+            if getattr(body, name) not in (None, neutral):
+                raise bad_field(name, f"{name} needs use_beam_search to be true")
+        return {"n": n, "best_of": best_of}
+
+    def _params(self, body: SamplingBody, asked: Mapping[str, Any], renamed: Mapping[str, str]) -> SamplingParams:
+        given = {name: value for name in _AS_ASKED if (value := getattr(body, name)) is not None}
+        biases = tuple((int(token), float(bias)) for token, bias in body.logit_bias.items())
+        try:
+            params = SamplingParams(
+                **{**self._defaults, **given, **asked},
+                logit_bias=biases,
+                bad_words_ids=bad_word_ids(self._tokenizer, body.bad_words),
+                allowed_token_ids=tuple(body.allowed_token_ids),
+                dry_breaker_ids=self._breakers(body),
+                stop=tuple(body.stop),
+                stop_token_ids=tuple(body.stop_token_ids),
+                include_stop_str_in_output=body.include_stop_str_in_output,
+                ignore_eos=body.ignore_eos,
+                skip_special_tokens=body.skip_special_tokens,
+            )
+            if body.stream:
+                check_stream(params)
+        except InvalidRequestError as error:
+            raise from_exception(error, {**spellings(body), **renamed}) from None
+        return params
+
+    def _breakers(self, body: SamplingBody) -> tuple[int, ...]:
+        texts = body.dry_sequence_breakers
+        if texts is None:
+            texts = list(DRY_BREAKERS) if body.dry_multiplier else []
+        return breaker_ids(self._tokenizer, texts)

@@ -22,6 +22,7 @@ from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError, draining_error, from_exception
 from octavo.server.generation import Asked, Generation, open_sessions
 from octavo.server.lifecycle import ClientGoneError, ServerStoppingError
+from octavo.server.params import spellings
 from octavo.server.schema import SamplingBody
 from octavo.server.shapes import Identity, Shape
 from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
@@ -63,7 +64,7 @@ async def reply(request: Request, task: Task) -> Response:
             opened = await open_sessions(context.sessions, asked)
         except OctavoError as error:
             names = {name: task.prompt_param for name in ("prompt_token_ids", "prompt", "messages")}
-            raise from_exception(error, {**names, "timeout_s": "timeout"}) from None
+            raise from_exception(error, {**spellings(task.body), **names}) from None
         undo.pop_all()
     generation = Generation(asked, opened, context.metrics, seat)
     shape = task.make_shape((request_id, int(time.time()), context.model))
@@ -73,14 +74,20 @@ async def reply(request: Request, task: Task) -> Response:
 
 
 def _asked(request: Request, context: Context, task: Task, request_id: str, prompts: Sequence[Sequence[int]]) -> Asked:
+    tenant = request.scope[TENANT]
     return Asked(
         request_id=request_id,
         prompts=prompts,
         params=task.params,
         arrival=request.scope[ARRIVAL],
-        priority=task.body.priority,
-        cache_salt=context.keys.salt(request.scope[TENANT], task.body.cache_salt),
-        timeout_s=task.body.timeout,
+        terms={
+            "priority": task.body.priority,
+            "tenant": tenant,
+            "cache_salt": context.keys.salt(tenant, task.body.cache_salt),
+            "timeout_s": task.body.timeout,
+            "ttft_objective": task.body.ttft_objective,
+            "tpot_objective": task.body.tpot_objective,
+        },
     )
 
 

@@ -19,6 +19,10 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_BIASES = 1024
 MAX_STOP_IDS = 1024
+MAX_BAD_WORDS = 128
+MAX_BREAKERS = 64
+MAX_WORD_CHARACTERS = 256
+MAX_ALLOWED_IDS = 65_536
 MAX_TIMEOUT_S = 86_400.0
 
 IGNORED: Mapping[str, str] = {
@@ -33,11 +37,7 @@ IGNORED: Mapping[str, str] = {
 
 # Refused unless the value is one of these, with which it asks for nothing. (null always counts as left out.)
 _REFUSED_BOTH: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "typical_p": (1, 1.0),
     "prompt_logprobs": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
 }
@@ -59,7 +59,7 @@ REFUSED_CHAT: Mapping[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "prompt_cache_options": (),
 }
-REFUSED_COMPLETION: Mapping[str, tuple[object, ...]] = {**_REFUSED_BOTH, "best_of": (1,), "suffix": ("",)}
+REFUSED_COMPLETION: Mapping[str, tuple[object, ...]] = {**_REFUSED_BOTH, "suffix": ("",)}
 _REFUSED_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "tool_calls": ([],),
     "tool_call_id": (),
@@ -71,10 +71,6 @@ _REFUSED_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "reasoning_content": (),
 }
 _REFUSED_STREAM_OPTIONS: Mapping[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
-_REASONS: Mapping[str, str] = {
-    "n": "only n = 1 is supported today; send the request several times, with different seeds",
-    "best_of": "only best_of = 1 is supported today",
-}
 
 
 def _listed(value: object) -> object:
@@ -106,11 +102,18 @@ def _prompts(value: object) -> list[str | list[int]]:
     return value
 
 
+def _early_stopping(value: object) -> object:
+    if value is not None and not isinstance(value, bool) and value != "never":
+        raise ValueError('give true, false or "never"')
+    return value
+
+
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
     Field(max_length=MAX_STOPS),
     BeforeValidator(_listed, json_schema_input_type=str | list[str]),
 ]
+Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARACTERS)]
 Prompts = Annotated[
     list[object],
     BeforeValidator(_prompts),
@@ -124,6 +127,13 @@ Prompts = Annotated[
             ]
         }
     ),
+]
+
+
+EarlyStopping = Annotated[
+    object,
+    BeforeValidator(_early_stopping),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "never"}, {"type": "null"}]}),
 ]
 
 
@@ -167,11 +177,27 @@ class SamplingBody(_Body):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    dry_multiplier: float | None = Field(None, description="DRY: strength of the penalty on repetitions; 0 = off")
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_range: int | None = Field(None, description="DRY: how many of the last tokens are looked at; 0 = all")
+    dry_sequence_breakers: list[Word] | None = Field(
+        None, max_length=MAX_BREAKERS, description="DRY: texts that no repetition reaches across"
+    )
+    bad_words: list[Word] = Field([], max_length=MAX_BAD_WORDS, description="texts that may not be said")
+    allowed_token_ids: list[int] = Field(
+        [], max_length=MAX_ALLOWED_IDS, description="the only ids that may be sampled; empty = all"
+    )
     logit_bias: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], float] = Field({}, max_length=MAX_BIASES)
     seed: int | None = None
+    n: int | None = Field(None, description="choices to return")
+    use_beam_search: bool = Field(False, description="beam search of n beams, or of best_of where that is given")
+    length_penalty: float | None = Field(None, description="of beam search: scores are divided by length ** this")
+    early_stopping: EarlyStopping = Field(None, description="of beam search, as in transformers")
     stop: Stops = []
     stop_token_ids: list[int] = Field([], max_length=MAX_STOP_IDS)
     include_stop_str_in_output: bool = False
@@ -184,6 +210,12 @@ class SamplingBody(_Body):
     )
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="seconds until the request is given up")
+    ttft_objective: float | None = Field(
+        None, gt=0, le=MAX_TIMEOUT_S, description="seconds to the first token that the deadline policy aims at"
+    )
+    tpot_objective: float | None = Field(
+        None, gt=0, le=MAX_TIMEOUT_S, description="seconds for each later token that the deadline policy aims at"
+    )
 
 
 class ChatBody(SamplingBody):
@@ -202,6 +234,7 @@ class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
     prompt: Prompts
+    best_of: int | None = Field(None, description="choices to make, of which the n likeliest per token are returned")
     logprobs: int | None = None
     echo: bool = False
 
@@ -245,8 +278,8 @@ def _sift(
             if value is not None and not any(
                 type(value) is type(neutral) and value == neutral for neutral in refused[name]
             ):
-                reason = _REASONS.get(name, "this server does not support it yet; leave it out")
-                raise bad_field(where + name, f"{where}{name}: {reason}", "unsupported_field")
+                message = f"{where}{name}: this server does not support it yet; leave it out"
+                raise bad_field(where + name, message, "unsupported_field")
         elif where or name not in IGNORED:
             raise bad_field(
                 where + name[:64], f"{where}{name[:64]} is not a field that this endpoint knows", "unknown_field"

@@ -56,11 +56,19 @@ class _Stream:
         self.head = b"data: " + encode(self.identity)[:-1] + b',"choices":['
         self.include_usage = include_usage
         self.tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
-        self.usages: list[Usage | None] = []
+        self.usages: list[Usage] = []
 
     def event(self, choice: bytes, extra: bytes = b"") -> bytes:
         """One chunk with one choice; `extra` are further members of the object, each with its comma."""
         return b"".join((self.head, choice, b"]", extra, self.tail))
+
+    def timings(self, delta: TextDelta, num_prompts: int) -> bytes:
+        """Take a choice's last delta; the member with the timings if it ends the answer and no usage chunk has them."""
+        if delta.usage is not None:
+            self.usages.append(delta.usage)
+        if delta.usage is None or self.include_usage or len(self.usages) < num_prompts:
+            return b""
+        return b',"timings":' + encode(timings_json(self.usages))
 
     def usage_event(self) -> bytes:
         """The chunk without choices that carries the usage; b"" when it was not asked for."""
@@ -82,7 +90,7 @@ class ChatShape:
     def __init__(self, identity: Identity, pieces: Pieces, include_usage: bool = False) -> None:
         self._pieces = pieces
         self._stream = _Stream("chat.completion.chunk", identity, include_usage)
-        self._has_begun = False
+        self._begun: set[int] = set()
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """A chat.completion object."""
@@ -108,20 +116,19 @@ class ChatShape:
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """The role first, then text, then an empty delta with the reason."""
         events = []
-        if not self._has_begun:
-            self._has_begun = True
-            begin = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-            events.append(self._stream.event(begin))
+        if index not in self._begun:
+            self._begun.add(index)
+            begin = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+            events.append(self._stream.event(begin % index))
         logprobs = chat_logprobs((delta,), self._pieces) if delta.logprobs else None
         if delta.text or logprobs:
-            parts = (encode(delta.text), encode(logprobs))
+            parts = (index, encode(delta.text), encode(logprobs))
             events.append(
-                self._stream.event(b'{"index":0,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % parts)
+                self._stream.event(b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % parts)
             )
         if delta.finish_reason is not None:
-            self._stream.usages.append(delta.usage)
-            timings = b"" if self._stream.include_usage else b',"timings":' + encode(timings_json(self._stream.usages))
-            events.append(self._stream.event(b'{"index":0,"delta":{},"logprobs":null,' + _ending(delta), timings))
+            end = b'{"index":%d,"delta":{},"logprobs":null,' % index + _ending(delta)
+            events.append(self._stream.event(end, self._stream.timings(delta, 1)))
         return b"".join(events)
 
     def last(self) -> bytes:
@@ -130,13 +137,16 @@ class ChatShape:
 
 
 class CompletionShape:
-    """Answers of /v1/completions; `echoes` are the prompts' texts to put in front, one per choice."""
+    """Answers of /v1/completions; `echoes` are the prompts' texts to put in front, each of its `n` choices."""
 
-    def __init__(self, identity: Identity, pieces: Pieces, echoes: Sequence[str], include_usage: bool = False) -> None:
+    def __init__(
+        self, identity: Identity, pieces: Pieces, echoes: Sequence[str], n: int = 1, include_usage: bool = False
+    ) -> None:
         self._pieces = pieces
         self._stream = _Stream("text_completion", identity, include_usage)
-        self._echoes = list(echoes)
-        self._offsets = [len(echo) for echo in echoes]
+        self._num_prompts = len(echoes)
+        self._echoes = [echo for echo in echoes for _ in range(n)]
+        self._offsets = [len(echo) for echo in self._echoes]
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """A text_completion object."""
@@ -171,10 +181,7 @@ class CompletionShape:
         choice = b'{"index":%d,"text":%b,"logprobs":%b,' % (index, encode(text), encode(logprobs))
         if delta.finish_reason is None:
             return self._stream.event(choice + b'"finish_reason":null}')
-        self._stream.usages.append(delta.usage)
-        is_last = len(self._stream.usages) == len(self._echoes) and not self._stream.include_usage
-        timings = b',"timings":' + encode(timings_json(self._stream.usages)) if is_last else b""
-        return self._stream.event(choice + _ending(delta), timings)
+        return self._stream.event(choice + _ending(delta), self._stream.timings(delta, self._num_prompts))
 
     def last(self) -> bytes:
         """The usage chunk."""

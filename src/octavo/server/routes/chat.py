@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from octavo.server.context import context_of
 from octavo.server.limits import read_json
-from octavo.server.params import chat_params
 from octavo.server.reply import Task, reply, wants_usage
 from octavo.server.schema import REFUSED_CHAT, ChatBody, field_notes, inline_schema, read_chat
 from octavo.server.shapes import ChatShape
@@ -27,7 +26,7 @@ async def chat_completions(request: Request) -> Response:
     task = Task(
         kind="chatcmpl",
         body=body,
-        params=chat_params(body, context.defaults),
+        params=context.params.chat(body),
         num_prompts=1,
         prompt_param="messages",
         read_prompts=read_prompts,

@@ -10,14 +10,13 @@ from starlette.responses import Response
 from octavo.server.context import context_of
 from octavo.server.faults import bad_field
 from octavo.server.limits import read_json
-from octavo.server.params import completion_params
 from octavo.server.reply import Task, reply, wants_usage
 from octavo.server.schema import REFUSED_COMPLETION, CompletionBody, field_notes, inline_schema, read_completion
 from octavo.server.shapes import CompletionShape
 
 
 async def completions(request: Request) -> Response:
-    """Go on with one or several texts; each prompt is one choice."""
+    """Go on with one or several texts; the choices of each prompt follow those of the one before."""
     context = context_of(request)
     context.check_admitting()
     body = read_completion(await read_json(request, context.limits))
@@ -26,7 +25,7 @@ async def completions(request: Request) -> Response:
     if num_prompts > context.limits.max_prompts:
         raise bad_field("prompt", f"prompt holds {num_prompts} prompts; give at most {context.limits.max_prompts}")
     tokenizer = context.text.tokenizer
-    params = completion_params(body, context.defaults)
+    params = context.params.completion(body)
     echoes = [""] * num_prompts
 
     async def read_prompts() -> Sequence[Sequence[int]]:
@@ -42,7 +41,7 @@ async def completions(request: Request) -> Response:
         num_prompts=num_prompts,
         prompt_param="prompt",
         read_prompts=read_prompts,
-        make_shape=lambda identity: CompletionShape(identity, tokenizer, echoes, wants_usage(body)),
+        make_shape=lambda identity: CompletionShape(identity, tokenizer, echoes, params.n, wants_usage(body)),
     )
     return await reply(request, task)
 
@@ -55,6 +54,6 @@ def add_routes(app: FastAPI) -> None:
         completions,
         methods=["POST"],
         response_model=None,
-        description=f"Go on with one or several texts; each prompt is one choice.\n\n{field_notes(REFUSED_COMPLETION)}",
+        description=f"Go on with one or several texts, n choices each.\n\n{field_notes(REFUSED_COMPLETION)}",
         openapi_extra={"requestBody": {"required": True, "content": content}},
     )
