@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ import torch
 from octavo.core.kv.group import GroupKind
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan
 from octavo.core.request import SamplingParams
-from octavo.executors import torch_executor
 from octavo.executors.cache_groups import group_layers, within
 from octavo.ops.attention_pool import PoolShape
 from tests.exactness import Run, limits_of, run
@@ -22,49 +22,41 @@ from tests.executors.test_torch_executor import make
 from tests.tiny_models import make_tiny_model
 
 WINDOW = 10
-KINDS = {
-    "mixed": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-    "all": ["sliding_attention"] * 4,
+# Of each family: changes to its configuration, and the cache groups it must have.
+MODELS: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "gemma3": ({}, [(GroupKind.FULL, 0, (2, 5)), (GroupKind.SLIDING, WINDOW, (0, 1, 3, 4))]),
+    "mistral": ({"head_dim": 32}, [(GroupKind.SLIDING, WINDOW, (0, 1))]),
 }
 BACKENDS = ("auto", "batched", "reference")
+Windowed = tuple[Path, Dense, list[Any]]
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
-def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Dense]]:
-    """A tiny model whose layers look back WINDOW tokens, and transformers' view of it."""
-    kinds = KINDS[request.param]
-    folder = tmp_path_factory.mktemp("windowed")
-    shape = {"num_hidden_layers": 4, "hidden_size": 128, "max_window_layers": 4}
-    plain = make_tiny_model("qwen2", folder / "plain", **shape)
-    oracle = make_tiny_model(
-        "qwen2", folder / "oracle", **shape, use_sliding_window=True, sliding_window=WINDOW, layer_types=kinds
-    )
-    windows = tuple(WINDOW if kind == "sliding_attention" else None for kind in kinds)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_executor, "layer_windows", lambda model: windows)
-        yield plain, Dense(oracle)
+@pytest.fixture(scope="module", params=list(MODELS))
+def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Windowed:
+    """A tiny model whose layers look back WINDOW tokens, transformers' view of it, and its groups."""
+    changes, groups = MODELS[request.param]
+    folder = tmp_path_factory.mktemp("windowed") / request.param
+    make_tiny_model(request.param, folder, sliding_window=WINDOW, **changes)
+    return folder, Dense(folder), groups
 
 
 @pytest.fixture(params=BACKENDS)
-def driver(request: pytest.FixtureRequest, windowed: tuple[Path, Dense]) -> Iterator[Driver]:
+def driver(request: pytest.FixtureRequest, windowed: Windowed) -> Iterator[Driver]:
     executor = make(windowed[0], request.param)
     yield Driver(executor, executor.open(replace(SPEC, num_blocks=200, host_bytes=1 << 20)))
     executor.close()
 
 
 @pytest.fixture
-def dense(windowed: tuple[Path, Dense]) -> Dense:
+def dense(windowed: Windowed) -> Dense:
     return windowed[1]
 
 
-def test_K07_groups_are_the_kinds_of_layers(driver: Driver) -> None:
+def test_K07_groups_are_the_kinds_of_layers(driver: Driver, windowed: Windowed) -> None:
     capacity = driver.capacity
     kinds = [(group.kind, group.window, group.layers) for group in capacity.groups]
-    if len(kinds) == 1:
-        assert kinds == [(GroupKind.SLIDING, WINDOW, (0, 1, 2, 3))] and capacity.notes == ()
-    else:
-        assert kinds == [(GroupKind.FULL, 0, (2,)), (GroupKind.SLIDING, WINDOW, (0, 1, 3))]
-        assert capacity.groups[1].block_bytes == 3 * capacity.groups[0].block_bytes and len(capacity.notes) == 1
+    assert kinds == windowed[2] and len(capacity.notes) == len(kinds) - 1
+    assert capacity.groups[-1].block_bytes == len(kinds[-1][2]) * capacity.groups[0].block_bytes // len(kinds[0][2])
     assert capacity.num_blocks[0] == 200 and len(capacity.num_blocks) == len(capacity.host_blocks) == len(kinds)
     pools = driver.executor._cache.pools  # type: ignore[attr-defined]
     assert [pool.shape.num_layers for pool in pools] == [len(group.layers) for group in capacity.groups]
@@ -198,7 +190,7 @@ def test_a_row_behind_its_table_is_refused_in_each_group(driver: Driver) -> None
 
 @pytest.mark.parametrize(("changes", "rounds"), [({}, 1), ({"long_prefill_threshold": 7}, 2)])
 def test_K07_scheduled_whole_chunked_or_cached_it_is_the_dense_text(
-    windowed: tuple[Path, Dense], changes: dict[str, object], rounds: int
+    windowed: Windowed, changes: dict[str, object], rounds: int
 ) -> None:
     prefix = make_prompt(24, seed=47)
     prompts = [prefix + make_prompt(n, seed=n) for n in (5, 17, 30, 2)]
@@ -207,7 +199,7 @@ def test_K07_scheduled_whole_chunked_or_cached_it_is_the_dense_text(
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_K07_S09_preempted_again_and_again_it_is_the_dense_text(windowed: tuple[Path, Dense], preemption: str) -> None:
+def test_K07_S09_preempted_again_and_again_it_is_the_dense_text(windowed: Windowed, preemption: str) -> None:
     prompts = [make_prompt(3 + n, seed=50 + n) for n in range(9)]
     tight = {"num_blocks": 12, "headroom": 0.0, "preemption": preemption, "max_batch_tokens": 12}
     moved = {"swap_outs": 0, "host_loads": 0}
@@ -216,7 +208,7 @@ def test_K07_S09_preempted_again_and_again_it_is_the_dense_text(windowed: tuple[
 
 
 def serve(
-    windowed: tuple[Path, Dense],
+    windowed: Windowed,
     prompts: list[list[int]],
     changes: dict[str, object],
     rounds: int = 1,
