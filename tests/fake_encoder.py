@@ -17,7 +17,7 @@ class FakeEncoder:
         self.strict = strict
         self.spans: dict[str, tuple[Span, ...]] = {}
         self.outputs: dict[bytes, int] = {}
-        self.void_keys: set[bytes] = set()  # freed by a discarded plan: the free may come again
+        self.void_keys: set[bytes] = set()  # encoded or freed by a discarded plan: there or not
         self.budget = self.room = 0
         self.num_encoded = 0
 
@@ -26,6 +26,7 @@ class FakeEncoder:
         for job in plan.encode_jobs:
             self._check(job, slots)
             self.outputs[job.key] = job.num_tokens
+            self.void_keys.discard(job.key)
             self.num_encoded += 1
         total = sum(job.num_tokens for job in plan.encode_jobs)
         if self.strict and total > self.budget:
@@ -37,7 +38,7 @@ class FakeEncoder:
         spans = self.spans.get(slots[job.slot].request_id, ())
         if not 0 <= job.span < len(spans) or (spans[job.span].key, spans[job.span].length) != (job.key, job.num_tokens):
             raise FakeModelError(f"{job} is not an item of {slots[job.slot].request_id!r}: {spans}")
-        if self.strict and job.key in self.outputs:
+        if self.strict and job.key in self.outputs and job.key not in self.void_keys:
             raise FakeModelError(f"{job}: this item's output is there already")
 
     def require(self, state: Slot, row: Row) -> None:
@@ -66,5 +67,6 @@ class FakeEncoder:
             raise FakeModelError(f"{held} media tokens are kept, there is room for {self.room}")
 
     def void(self, plan: StepPlan) -> None:
-        """A discarded plan encoded nothing and freed nothing; its frees may come again, or the keys may not be known."""
+        """Nobody knows how far a discarded plan came: its outputs may be encoded, or freed, once more."""
         self.void_keys.update(plan.encoder_frees)
+        self.void_keys.update(job.key for job in plan.encode_jobs)

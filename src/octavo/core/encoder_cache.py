@@ -36,6 +36,7 @@ class EncoderCache:
         "_jobs",
         "_left",
         "_limit",
+        "_lost",
         "_references",
         "_sizes",
         "_used",
@@ -51,7 +52,8 @@ class EncoderCache:
         self._idle: OrderedDict[bytes, None] = OrderedDict()  # the others, least recently used first
         self._references: dict[str, dict[int, _Reference]] = {}  # request -> index of its span -> need
         self._jobs: list[EncodeJob] = []  # of the plan in the making
-        self._frees: list[bytes] = []
+        self._frees: list[bytes] = []  # evicted by the plan in the making: still there, until it runs
+        self._lost: list[bytes] = []  # what failed plans encoded or freed: there or not, nobody knows
 
     @property
     def num_references(self) -> int:
@@ -142,10 +144,11 @@ class EncoderCache:
         return ()
 
     def void(self, jobs: tuple[EncodeJob, ...], frees: tuple[bytes, ...]) -> None:
-        """A plan did not run: its outputs are not there, and what it was to drop is still to be dropped.
+        """A plan did not run, or not to its end: what it was to encode or drop counts as absent, and is dropped next.
 
         Of several plans the last is undone first. Whoever needed the outputs is computed anew.
         """
+        self._lost += [*(job.key for job in jobs), *frees]
         for job in jobs:
             if job.key not in self._sizes:
                 continue
@@ -157,7 +160,6 @@ class EncoderCache:
             self._counts.pop(job.key, None)
             self._idle.pop(job.key, None)
             self._used -= self._sizes.pop(job.key)
-        self._frees += [key for key in frees if key not in self._sizes]
 
     def take_jobs(self) -> tuple[EncodeJob, ...]:
         """What the plan has to encode."""
@@ -165,8 +167,10 @@ class EncoderCache:
         return jobs
 
     def take_frees(self) -> tuple[bytes, ...]:
-        """Keys whose outputs the plan drops."""
-        frees, self._frees = tuple(self._frees), []
+        """Keys whose outputs the plan drops; after a failed one, maybe outputs that are not there."""
+        lost = [key for key in dict.fromkeys(self._lost) if key not in self._sizes]
+        frees = (*self._frees, *lost)
+        self._frees, self._lost = [], []
         return frees
 
     def check(self) -> None:
