@@ -60,6 +60,9 @@ class Choices:
             self.keep_room(sequence)
             return False
         match = self._match(sequence)
+        if match is not None and self._is_one_too_many(sequence, match):
+            self.keep_room(sequence)
+            return False
         while match is None:
             if siblings:  # they will end, and then there is room
                 self._wait(request, 1)
@@ -71,6 +74,15 @@ class Choices:
         planner.announce(sequence)
         planner.published += planner.state.cache.adopt(sequence, match)
         return True
+
+    def _is_one_too_many(self, sequence: Sequence, match: Match) -> bool:
+        """Whether the choice would be computed in parts, and enough sequences are already."""
+        planner, cap = self.planner, self.planner.state.limits.max_partial_prefills
+        todo = sequence.num_known - match.num_tokens
+        if not cap or planner.chunk(todo) == todo:
+            return False
+        running = (one for request in planner.state.running.requests for one in request.sequences)
+        return sum(one.is_entered and one.num_scheduled < one.num_committed for one in running) >= cap
 
     def keep_room(self, sequence: Sequence) -> None:
         """Keep blocks for a choice that is still to come from those who might be let in: at least its own tail."""

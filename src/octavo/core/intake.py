@@ -47,7 +47,7 @@ class Intake:
         planner, num_waiting = self.planner, len(self.state.waiting)
         if not num_waiting:
             return
-        if planner.num_preempted and planner.rows:
+        if planner.has_cleared or (planner.num_preempted and planner.rows):
             planner.count_waits(WaitReason.PREEMPTED_THIS_STEP, num_waiting)
         elif self.state.is_paused:
             planner.count_waits(WaitReason.PAUSED, num_waiting)
@@ -57,7 +57,7 @@ class Intake:
             self._pass(named)
         elif planner.turn.is_decoding:
             planner.count_waits(WaitReason.COMPOSITION, num_waiting)
-        elif self.state.policy.lookahead > 1 and planner.tokens.left and self.state.sequence_budget.left:
+        elif self.state.judge.lookahead > 1 and planner.tokens.left and self.state.sequence_budget.left:
             self._run_preferred()
         else:
             self._run_queue()
@@ -77,7 +77,7 @@ class Intake:
         """The first candidates in the order that the policy prefers, knowing what is cached of each."""
         waiting, judge, cache = self.state.waiting, self.state.judge, self.state.cache
         candidates: list[RequestState] = []
-        while len(candidates) < min(self.state.policy.lookahead, MAX_CANDIDATES) and waiting.peek() is not None:
+        while len(candidates) < min(self.state.judge.lookahead, MAX_CANDIDATES) and waiting.peek() is not None:
             candidates.append(waiting.pop())
         for request in candidates:
             waiting.add(request)
@@ -108,17 +108,18 @@ class Intake:
         if reason is None:
             self._count_bypasses()
             return True
-        if request.num_bypassed >= self.state.limits.max_bypass and reason not in _NO_LACK:
-            self._clear_way(request, WaitReason.BARRIER)  # nobody later passes
+        if request.num_bypassed >= self.state.limits.max_bypass and reason != WaitReason.UNCOMMITTED:
+            if reason not in _NO_LACK:
+                self._clear_way(request, WaitReason.BARRIER)  # nobody later passes
             behind = len(self.state.waiting) - sum(self.planner.waits.values())
             self.planner.count_waits(WaitReason.BARRIER, max(0, behind))
             return False
-        if self.state.policy.preempt_on_arrival and reason in _ROOM and self._clear_way(request, reason):
+        if self.state.judge.preempt_on_arrival and reason in _ROOM and self._clear_way(request, reason):
             return False
         self.skipped.append((request, reason))
         if not self.planner.tokens.left or not self.state.sequence_budget.left:
             return False
-        return reason in _SKIPPED or (self.state.policy.skip_ahead and reason in _ROOM)
+        return reason in _SKIPPED or (self.state.judge.skip_ahead and reason in _ROOM)
 
     def _count_bypasses(self) -> None:
         """Somebody was admitted past those examined before: once per step and request."""
@@ -141,6 +142,7 @@ class Intake:
         victims = [other for rank, other in ranked if rank > own]
         if not victims or not self._fits(request, victims):
             return False
+        self.planner.has_cleared = True
         while victims and not self._fits(request, []):
             self.planner.preempt(victims.pop(), request, reason)
         return True
@@ -244,13 +246,28 @@ class Intake:
         """Blocks per group for all known tokens of all sequences, what they share counted once."""
         cache = self.state.cache
         if request.is_swapped:
-            return [count + len(request.sequences) for count in cache.host.num_swapped_blocks(request.sequences)]
+            return self._num_swapped_blocks(request, 1)
         root = request.sequences[0]
         total = cache.peak_blocks(root.num_known)
         shared = (root.num_prompt - 1) // cache.block_size if cache.sharing else 0
         for sequence in request.sequences[1:]:
             for group, peak in enumerate(cache.peak_blocks(sequence.num_known)):
                 total[group] += max(1, peak - shared)
+        return total
+
+    def _num_swapped_blocks(self, request: RequestState, growth: int) -> list[int]:
+        """Blocks per group to bring a request back: what it has on the host, and what its next rows write.
+
+        That is at least `growth` for each sequence.
+        """
+        cache = self.state.cache
+        total = cache.host.num_swapped_blocks(request.sequences)
+        for sequence in request.sequences:
+            wanted = cache.num_blocks_for(sequence.num_known)
+            for group, peak in enumerate(cache.peak_blocks(sequence.num_known)):
+                kept = sequence.host_tables[group]
+                live = sum(1 for block in kept if block != NO_BLOCK)
+                total[group] += max(growth, min(wanted - len(kept), peak - live))
         return total
 
     def _lacks_room(
@@ -282,7 +299,7 @@ class Intake:
         state.totals.num_host_hit_tokens += len(match.loads) * state.cache.block_size // state.cache.num_groups
         if not is_resumed:
             request.cached_tokens = match.num_tokens
-        state.judge.tell(state.policy.admitted, request, root.num_known - match.num_tokens)
+        state.judge.tell("admitted", request, root.num_known - match.num_tokens)
         planner.announce(root)
         kind = EventKind.RESUMED if is_resumed else EventKind.ADMITTED
         planner.event(kind, request, num_tokens=count, cached_tokens=match.num_tokens)
@@ -314,9 +331,7 @@ class Intake:
     def _try_swap_in(self, request: RequestState, has_company: bool) -> WaitReason | None:
         """Bring a request back from the host: its blocks, one more for each sequence, and the headroom (S09)."""
         state, planner = self.state, self.planner
-        needed = self._num_blocks(request)
-        if not has_company:
-            needed = [count - len(request.sequences) for count in needed]
+        needed = self._num_swapped_blocks(request, 1 if has_company else 0)
         if planner.effects.swap_outs:
             state.cache.host.is_load_wanted = True
             return self._defer(request, WaitReason.HOST_LOAD, sum(needed), 0)
@@ -338,7 +353,7 @@ class Intake:
         for sequence in sequences:
             planner.announce(sequence)
             state.cache.announce(sequence)
-        state.judge.tell(state.policy.admitted, request, 0)
+        state.judge.tell("admitted", request, 0)
         planner.event(EventKind.RESUMED, request, cached_tokens=num_tokens)
         planner.grant_sequences(request, sequences)
         return None

@@ -35,8 +35,9 @@ class Planner:
     """One step in the making. Made anew for every plan; `finish` hands the plan over."""
 
     __slots__ = (
-        "choices", "counts", "effects", "flags", "held", "is_careful", "new", "now", "num_admitted", "num_preempted",
-        "only", "outstanding", "published", "reads", "rows", "starts", "state", "tokens", "turn", "waits",
+        "choices", "counts", "effects", "flags", "has_cleared", "held", "is_careful", "new", "now", "num_admitted",
+        "num_preempted", "only", "outstanding", "published", "reads", "rows", "starts", "state", "tokens", "turn",
+        "waits",
     )  # fmt: skip
 
     def __init__(self, state: State, now: float, only: frozenset[str] | None) -> None:
@@ -59,6 +60,7 @@ class Planner:
         self.reads.renew()
         self.choices = Choices(self)
         self.num_preempted = 0
+        self.has_cleared = False  # somebody had to go for a waiting request: nobody takes the room meanwhile
         self.num_admitted = 0
         self.outstanding = [0] * state.cache.num_groups  # blocks that sequences not caught up will still need
         # Whether each row has more to be asked than its blocks and tokens.

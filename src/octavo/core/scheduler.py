@@ -52,7 +52,7 @@ class Scheduler:
         self._make_sequences(entry)
         state.requests[request.request_id] = entry
         entry.lane = state.judge.lane(entry)
-        state.judge.tell(state.policy.arrived, entry)
+        state.judge.tell("arrived", entry)
         rerank(entry, state.judge)
         state.waiting.add(entry)
         state.deadlines.add(entry)

@@ -85,7 +85,7 @@ class State:
         self.sequence_budget = Budget(limits.max_sequences)
         self.partial_budget = Budget(limits.max_partial_prefills or UNBOUNDED)
         self.read_budget = ReadBudget(limits.max_kv_read, limits.groups)
-        share = self.policy.headroom if limits.headroom is None else limits.headroom
+        share = self.judge.headroom if limits.headroom is None else limits.headroom
         self.headroom = Headroom(share, limits.num_blocks)
         self.encoder = EncoderCache(limits.encoder_budget, limits.encoder_cache)
         self.adapters = AdapterSlots(limits.adapter_slots)
@@ -138,7 +138,7 @@ class State:
             outputs += sum(sequence.num_outputs for sequence in request.sequences)
         del self.requests[request.name]
         self.totals.finished[reason.name.lower()] += 1
-        self.judge.tell(self.policy.finished, request)
+        self.judge.tell("finished", request)
         self.tell(
             EventKind.FINISHED,
             request,
@@ -256,7 +256,7 @@ class State:
         self.waiting.add(request)
         self.preempted_ids.append(request.name)
         self.totals.num_preemptions += 1
-        self.judge.tell(self.policy.preempted, request)
+        self.judge.tell("preempted", request)
         recompute = 0 if is_swapped else num_tokens
         self.tell(EventKind.PREEMPTED, request, now, reason=reason, num_tokens=recompute, by=by)
         if is_swapped:

@@ -200,8 +200,8 @@ class KVCache:
 
     # --- tables that grow, slide, fork and go -----------------------------------------------------------
 
-    def slide(self, sequence: Sequence) -> None:
-        """Give back blocks that the next position no longer reads."""
+    def slide(self, sequence: Sequence, is_leaving: bool = False) -> None:
+        """Give back blocks that the next position no longer reads; one that leaves needs no edits."""
         if not self.has_windows:
             return
         for group, (spec, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
@@ -211,7 +211,8 @@ class KVCache:
                 if table[index] != NO_BLOCK:
                     pool.release(table[index])
                     table[index] = NO_BLOCK
-                    self.effects.edits.extend((sequence.slot, group, index, DROP_BLOCK))
+                    if not is_leaving:
+                        self.effects.edits.extend((sequence.slot, group, index, DROP_BLOCK))
                 sequence.first_live[group] = index + 1
 
     def extend(self, sequence: Sequence, end: int) -> None:
@@ -265,6 +266,8 @@ class KVCache:
 
     def swap_out(self, sequences: list[Sequence]) -> bool:
         """Move all blocks of these sequences to the host tier. False, and nothing changed, when that can't be."""
+        for sequence in sequences:
+            self.slide(sequence, is_leaving=True)
         if not self.host.swap_out(sequences, self.effects):
             return False
         for sequence in sequences:

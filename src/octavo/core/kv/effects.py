@@ -36,7 +36,7 @@ class Effects:
     copy_slots: list[int] = field(default_factory=list)
     swap_outs: array[int] = field(default_factory=_ints)
     host_loads: array[int] = field(default_factory=_ints)
-    swapped: dict[tuple[int, int], None] = field(default_factory=dict)  # (group, device block) of swapped requests
+    swapped: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, device block) -> its host block
     saved: list[tuple[int, int]] = field(default_factory=list)  # (group, host block) made findable on the host
     pinned: list[tuple[int, int]] = field(default_factory=list)  # (group, host block) held until the plan is made
 

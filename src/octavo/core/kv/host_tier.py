@@ -76,18 +76,19 @@ class HostTier:
         if not self.pools or effects.host_loads:
             return False
         unique = _unique_blocks(sequences)
+        fresh = [place for place in unique if place not in effects.swapped]  # another victim may share the rest
         for group, host in enumerate(self.pools):
-            if sum(1 for place in unique if place[0] == group) > host.num_free:
+            if sum(1 for place in fresh if place[0] == group) > host.num_free:
                 return False
-        for group, block in unique:
-            unique[group, block] = kept = self.pools[group].allocate()
+        for group, block in fresh:
+            kept = self.pools[group].allocate()
             effects.pinned.append((group, kept))  # the allocation's own reference
             effects.swap_outs.extend((group, block, kept))
-            effects.swapped[group, block] = None
+            effects.swapped[group, block] = kept
         for sequence in sequences:
             sequence.host_tables = []
             for group, table in enumerate(sequence.tables):
-                kept_table = [NO_BLOCK if block == NO_BLOCK else unique[group, block] for block in table]
+                kept_table = [NO_BLOCK if block == NO_BLOCK else effects.swapped[group, block] for block in table]
                 for kept in kept_table:
                     if kept != NO_BLOCK:
                         self.pools[group].share(kept)
@@ -116,10 +117,10 @@ class HostTier:
         return sum(pool.num_blocks - len(pool.free.plain) for pool in self.pools)
 
 
-def _unique_blocks(sequences: list[Sequence]) -> dict[tuple[int, int], int]:
-    """(group, device block) of everything that these sequences hold, each once; no host block yet."""
-    unique: dict[tuple[int, int], int] = {}
+def _unique_blocks(sequences: list[Sequence]) -> list[tuple[int, int]]:
+    """(group, device block) of everything that these sequences hold, each once."""
+    unique: dict[tuple[int, int], None] = {}
     for sequence in sequences:
         for group, table in enumerate(sequence.tables):
-            unique.update(((group, block), NO_BLOCK) for block in table if block != NO_BLOCK)
-    return unique
+            unique.update(((group, block), None) for block in table if block != NO_BLOCK)
+    return list(unique)

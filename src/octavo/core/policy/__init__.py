@@ -7,7 +7,6 @@ Invariant: whatever a policy answers, Judge gives plain tuples of floats (no NaN
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from octavo.core.limits import Limits
@@ -160,12 +159,12 @@ class Judge:
             self._note(f"lane_key: {type(error).__name__}: {_text(error)}")
         return 0.0
 
-    def tell(self, hook: Callable[..., Any], *args: Any) -> None:
-        """Tell the policy that something happened."""
+    def tell(self, hook: str, *args: Any) -> None:
+        """Tell the policy that something happened, by the name of its hook."""
         try:
-            hook(*args)
+            getattr(self.policy, hook)(*args)
         except Exception as error:
-            self._note(f"{type(error).__name__}: {_text(error)}")
+            self._note(f"{hook}: {type(error).__name__}: {_text(error)}")
 
     def _key(self, name: str, *args: Any) -> tuple[float, ...]:
         try:
