@@ -2,6 +2,7 @@
 //
 // Owns: the C ABI octavo_paged_attention_{f32,bf16}. Decode rows and prompt chunks are the same to it.
 // Does not: write keys and values, allocate, or start threads of its own (OpenMP's pool is shared with torch).
+// With a window, parts and positions before it are not read at all, nor their table entries: these may be anything.
 // Invariants: a token's result depends on its row alone, not on the tokens beside it, the threads or the instruction
 // set: a context is cut into parts of kPart positions, whatever the batch; parts are computed in 16 lanes, in float,
 // without fused multiply-add, and joined in order. Each key and value is read once for all heads that share it.
@@ -29,7 +30,7 @@ struct Call {
     const void *query, *keys, *values;  // query [token, head, size]; pools [block, position, KV head, size]
     const int64_t *table, *rows;        // blocks [row, index]; the row of each token
     const int64_t *contexts;            // positions that each token sees, its own included
-    const int64_t *first_part;          // parts of token t: [first_part[t], first_part[t + 1])
+    const int64_t *first_part;          // parts of token t within its window: [first_part[t], first_part[t + 1])
     const int64_t *work;                // [part, 2]: token and place in its context, in the order of computing
     float* partial;                     // [part, head, size + 2]: weighted values, then maximum and sum
     void* output;                       // [token, head, size], contiguous
@@ -243,13 +244,15 @@ INLINE void find_rows(const Call& d, int64_t index, Part<T>& part) {
         part.values[part.count++] = static_cast<const T*>(d.values) + place;
     }
     part.query = static_cast<const T*>(d.query) + token * d.query_stride;
-    part.partial = d.partial + (d.first_part[token] + place_in_context) * d.num_heads * (kVectors * kLanes + 2);
+    const int64_t index_in_token = place_in_context - low / kPart;  // parts before the window are no work
+    part.partial = d.partial + (d.first_part[token] + index_in_token) * d.num_heads * (kVectors * kLanes + 2);
 }
 
 template <typename T, int kVectors, bool kWide>
 INLINE void attend_all(const Call& d, const Part<T>& part, const Part<T>* next, float* scores) {
     // as many heads of a group at once as their queries and sums fit into 32 registers
-    constexpr int kMost = !kWide ? 1 : (kVectors <= 4 ? 4 : 2), kThree = kMost == 4 ? 3 : 1, kTwo = kMost >= 2 ? 2 : 1;
+    constexpr int kMost = !kWide || kVectors > 8 ? 1 : (kVectors <= 4 ? 4 : 2);
+    constexpr int kThree = kMost == 4 ? 3 : 1, kTwo = kMost >= 2 ? 2 : 1;
     const int64_t group = d.num_heads / d.num_kv_heads;
     for (int64_t head = 0; head < d.num_heads;) {
         const int64_t left = group - head % group;
@@ -367,6 +370,7 @@ void attend(const Call& d, int64_t head_dim, int64_t num_tokens, int32_t num_thr
         case 64: return attend_size<T, 4>(d, num_tokens, num_threads);
         case 96: return attend_size<T, 6>(d, num_tokens, num_threads);
         case 128: return attend_size<T, 8>(d, num_tokens, num_threads);
+        case 256: return attend_size<T, 16>(d, num_tokens, num_threads);
     }
 }
 
@@ -376,7 +380,7 @@ void attend(const Call& d, int64_t head_dim, int64_t num_tokens, int32_t num_thr
 EXPORT int32_t octavo_paged_attention_part() { return kPart; }
 
 // Sizes are in elements. `sizes`: query_stride, table_stride, block_size, num_heads, num_kv_heads, head_dim, window
-// (0 = none), num_tokens. head_dim is one of 32, 64, 96, 128; anything else does nothing.
+// (0 = none), num_tokens. head_dim is one of 32, 64, 96, 128, 256; anything else does nothing.
 #define DEFINE_PAGED_ATTENTION(name, type)                                                                             \
     EXPORT void octavo_paged_attention_##name(const void* query, const void* keys, const void* values,                 \
                                               const int64_t* table, const int64_t* rows, const int64_t* contexts,      \

@@ -118,7 +118,7 @@ void norm_rows(const Rows& rows, int64_t num_rows, int32_t num_threads) {
 }  // namespace
 
 // Version of this ABI; the loader refuses another one.
-EXPORT int32_t octavo_kernels_abi() { return 3; }
+EXPORT int32_t octavo_kernels_abi() { return 4; }
 
 // Instruction set in use: 0 portable, 1 AVX2, 2 AVX-512.
 EXPORT int32_t octavo_kernels_isa() { return isa; }

@@ -22,7 +22,13 @@ if cpu.status().is_loaded:
 
 
 class Rig:
-    """Rows with random keys and values for their whole context; the part before the step is already in the pool."""
+    """Rows with random keys and values for their whole context; the part before the step is already in the pool.
+
+    With `drop` a row's blocks that left the window of its first query are gone: their table entries are a block of
+    NaNs, another row's blocks, or the null block.
+    """
+
+    drop: str | None = None
 
     def __init__(self, contexts: list[int], counts: list[int], dtype: torch.dtype = torch.float32, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
@@ -64,10 +70,12 @@ class Rig:
         pool = KVPool(self.shape, torch.device("cpu"))
         for layer in range(LAYERS):
             for row, (context, count) in enumerate(zip(self.contexts, self.counts, strict=True)):
-                for position in range(context - count):
+                for position in range(self.kept(row, window), context - count):
                     block = self.table[row, position // BLOCK]
                     pool.keys[layer][block, position % BLOCK] = self.keys[layer][row][position]
                     pool.values[layer][block, position % BLOCK] = self.values[layer][row][position]
+        if self.drop:
+            self.drop_blocks(pool, window)
         backend = backend_class(pool, HEADS, window)
         outputs = []
         for _ in range(2):  # the second time finds the step's keys and values in the pool already, and must not care
@@ -80,6 +88,21 @@ class Rig:
             ]
         assert not pool.keys[0][pool.null_block].any(), "the null block was written"
         return outputs
+
+    def kept(self, row: int, window: int | None) -> int:
+        """The first position of the first block that the row still holds."""
+        if not self.drop or window is None:
+            return 0
+        return max(0, self.contexts[row] - self.counts[row] - window + 1) // BLOCK * BLOCK
+
+    def drop_blocks(self, pool: KVPool, window: int | None) -> None:
+        poison = pool.shape.num_blocks - 1  # which no row holds
+        for layer in range(LAYERS):
+            pool.keys[layer][poison] = pool.values[layer][poison] = float("nan")
+        dropped = [self.kept(row, window) // BLOCK for row in range(len(self.contexts))]
+        others = self.table[-1, dropped[-1]]
+        for row, count in enumerate(dropped):
+            self.table[row, :count] = {"nan": poison, "null": pool.null_block, "others": others}[self.drop]
 
     def new(self, whole: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part[len(part) - count :] for part, count in zip(whole, self.counts, strict=True)])
@@ -126,6 +149,39 @@ def test_bug_7_a_window_keeps_the_newest_token_in_a_prompt_longer_than_it() -> N
         newest = rig.new(rig.values[0]).repeat_interleave(HEADS // KV_HEADS, 1)
         torch.testing.assert_close(output, newest)  # a window of one token sees just itself
         assert alone.run(backend, window=1)[0].isfinite().all()
+
+
+FAR = ([5, 40, 41, 42, 43, 44, 97, 300, 30, 64, 200, 333], [1] * 8 + [30, 9, 200, 70])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("drop", ["nan", "null", "others"])
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 8, 9, 33, 64, 299])
+def test_K07_blocks_that_left_the_window_are_not_read(backend: Callable, drop: str, window: int) -> None:
+    """Decodes, whole prompts and chunks far longer than the window; every offset of a context in its block."""
+    rig = Rig(*FAR)
+    rig.drop = drop
+    for layer, output in enumerate(rig.run(backend, window)):
+        torch.testing.assert_close(output.double(), rig.dense(layer, window), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_K07_a_window_as_long_as_the_context_is_full_attention(backend: Callable) -> None:
+    rig = Rig(*FAR)
+    for slid, full in zip(rig.run(backend, 333), rig.run(backend), strict=True):
+        torch.testing.assert_close(slid, full, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_K07_a_windowed_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
+    contexts = [7, 40, 61, 90, 133, 401]
+    together = Rig(contexts, [1] * 6, dtype).run(BatchedAttention, 21)[0]
+    for row, context in enumerate(contexts):
+        alone = Rig(contexts, [1] * 6, dtype)
+        alone.contexts, alone.counts, alone.table = [context], [1], alone.table[row : row + 1]
+        alone.queries = [q[row : row + 1] for q in alone.queries]
+        alone.keys, alone.values = [k[row : row + 1] for k in alone.keys], [v[row : row + 1] for v in alone.values]
+        assert torch.equal(alone.run(BatchedAttention, 21)[0][0], together[row])
 
 
 @pytest.mark.parametrize("name", SHAPES)

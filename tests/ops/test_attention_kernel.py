@@ -88,6 +88,33 @@ def test_windows_and_block_sizes(window: int, block: int) -> None:
     torch.testing.assert_close(rig.run(WHOLE, window), rig.reference(window), atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("window", [1, 17, 255, 256, 257, 600])
+def test_K07_windowed_tokens_have_the_same_bits_in_any_chunk_and_whatever_lies_before(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(torch.bfloat16)
+    together = rig.run(WHOLE, window).split([count for _, count in ROWS])
+    for row, (context, count) in enumerate(ROWS):
+        for chunk in {7, count}:
+            starts = range(context - count, context, chunk)
+            parts = [rig.run([(row, start, min(start + chunk, context))], window) for start in starts]
+            assert torch.equal(torch.cat(parts), together[row])
+    monkeypatch.setattr("octavo.ops.attention_kernel.MAX_PARTS", 3)
+    size, null = rig.pool.shape.block_size, rig.pool.null_block
+    for row, (context, count) in enumerate(ROWS):  # the blocks before the window are gone, and the null block is poison
+        rig.table[row, : max(0, context - count - window + 1) // size] = null
+    rig.pool.keys[0][null] = rig.pool.values[0][null] = float("nan")
+    assert torch.equal(rig.run(WHOLE, window), torch.cat(together))
+
+
+def test_K07_parts_before_the_window_are_no_work() -> None:
+    rig = Rig(torch.float32)
+    for window, parts in ((None, 3), (1, 1), (188, 1), (189, 2), (444, 2), (445, 3), (700, 3), (999, 3)):
+        backend = KernelAttention(rig.pool, rig.heads, window)
+        backend.begin(rig.batch([(9, 699, 700)]))
+        assert sum(call.num_parts for call in backend._calls) == parts, window
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype) -> None:
     rig = Rig(dtype)

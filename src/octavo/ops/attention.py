@@ -25,7 +25,8 @@ class AttentionBatch:
 
     `slot_mapping_T` is block * block_size + offset, the flat pool position that each token's KV goes to.
     `context_len_N` counts KV positions including this step's. `block_table_NM` holds block numbers;
-    entries behind a row's last block are the pool's null block. Index tensors are int64.
+    entries behind a row's last block are the pool's null block, those before a window may be any block of the pool,
+    with any content. Index tensors are int64.
     `counts` and `contexts` are host copies per row; rows [0, num_decodes) have one token each.
     """
 

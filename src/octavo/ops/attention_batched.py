@@ -3,8 +3,9 @@
 Owns: buckets of decode rows by padded context, gather buffers, masks; all built once per step.
 Does not: own the pool. Longer rows (prompt chunks) take one call each: they are few and large.
 Shapes: T tokens, N rows, H query heads = K KV heads x G, D head size, S block size, C padded context.
-Invariants: padding reads the null block or zeros and is masked, so a row's values do not depend on it;
-C is a multiple of 32, so the vector loops of the kernels below see the same lanes for any padding.
+Invariants: blocks before a row's window are not read. Padding reads the null block or zeros and is masked, so a
+row's values do not depend on it; C is a multiple of 32, so the vector loops of the kernels below see the same lanes
+for any padding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.ops.attention import AttentionBatch
+from octavo.ops.attention import AttentionBatch, HostColumn
 from octavo.ops.attention_pool import KVPool
 
 PAD_TOKENS = 32  # contexts are padded to multiples of this, for equal vector lanes
@@ -99,13 +100,13 @@ class BatchedAttention:
     def begin(self, batch: AttentionBatch) -> None:
         """Build buckets, masks and index tensors for all layers of the step."""
         self._slots_T = batch.slot_mapping_T
-        longest = batch.max_context
+        # positions to gather for each row, ascending for decodes as contexts are
+        spans = batch.contexts if self._window is None else self._spans(batch, self._window)
+        longest = int(spans.max(initial=0))
         if self._levels[-1] < longest:
             self._levels = padded_levels(longest, self._pool.shape.block_size)
-        buckets = decode_buckets(batch.contexts[: batch.num_decodes], self._levels)
-        padded_chunks = [
-            int(self._levels[i]) for i in np.searchsorted(self._levels, batch.contexts[batch.num_decodes :])
-        ]
+        buckets = decode_buckets(spans[: batch.num_decodes], self._levels)
+        padded_chunks = [int(self._levels[i]) for i in np.searchsorted(self._levels, spans[batch.num_decodes :])]
         self._reserve(max([(end - first) * padded for first, end, padded in buckets] + padded_chunks, default=0))
         self._decodes = [self._begin_decodes(batch, *bucket) for bucket in buckets]
         ends = np.cumsum(batch.counts).tolist()
@@ -120,17 +121,37 @@ class BatchedAttention:
         if self._buffers.shape[1] < size:
             self._buffers = torch.empty((2, size + size // 4), dtype=shape.dtype, device=self._pool.device)
 
-    def _table(self, batch: AttentionBatch, first: int, end: int, padded: int) -> Tensor:
-        """Block numbers of rows [first, end) for `padded` positions, flat; null blocks behind the table's width."""
-        width = padded // self._pool.shape.block_size
-        table_NM = batch.block_table_NM[first:end, :width]
-        if table_NM.shape[1] < width:
-            table_NM = functional.pad(table_NM, (0, width - table_NM.shape[1]), value=self._pool.null_block)
-        return table_NM.reshape(-1)
+    def _spans(self, batch: AttentionBatch, window: int) -> HostColumn:
+        """Most positions from the first block that a row's window touches to its context's end."""
+        size = self._pool.shape.block_size
+        return np.minimum(batch.contexts, batch.counts + window - 1 + size - 1)
 
-    def _mask(self, positions: Tensor, padded: int) -> Tensor:
-        """Additive mask [..., padded] of what a query at each of positions [..., 1] may not see."""
+    def _table(
+        self, batch: AttentionBatch, first: int, end: int, padded: int, queries_N1: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Block numbers of rows [first, end) for `padded` positions, flat, and where each row's begin.
+
+        Without a window all begin at 0 (None); with one, at the first block that the window of the row's first query
+        touches: blocks before it are not the row's any more. Behind the table's width there are null blocks.
+        """
+        size = self._pool.shape.block_size
+        width = padded // size
+        if self._window is None:
+            table_NM = batch.block_table_NM[first:end, :width]
+            if table_NM.shape[1] < width:
+                table_NM = functional.pad(table_NM, (0, width - table_NM.shape[1]), value=self._pool.null_block)
+            return table_NM.reshape(-1), None
+        begin_N1 = (queries_N1 - (self._window - 1)).clamp_(min=0) // size
+        index_NM = begin_N1 + torch.arange(width, device=begin_N1.device)
+        num_columns = batch.block_table_NM.shape[1]
+        table_NM = batch.block_table_NM[first:end].gather(1, index_NM.clamp(max=num_columns - 1))
+        return table_NM.masked_fill_(index_NM >= num_columns, self._pool.null_block).reshape(-1), begin_N1 * size
+
+    def _mask(self, positions: Tensor, padded: int, begin: Tensor | None) -> Tensor:
+        """Additive mask [..., padded] of what a query at each of positions [..., 1] may not see from `begin` on."""
         where_C = torch.arange(padded, device=positions.device)
+        if begin is not None:
+            where_C = where_C + begin
         hidden = where_C > positions
         if self._window is not None:
             hidden |= where_C <= positions - self._window
@@ -151,11 +172,13 @@ class BatchedAttention:
         )
 
     def _begin_decodes(self, batch: AttentionBatch, first: int, end: int, padded: int) -> _Decodes:
-        mask_NC = self._mask(batch.positions_T[first:end, None], padded)
+        positions_N1 = batch.positions_T[first:end, None]
+        blocks, begin_N1 = self._table(batch, first, end, padded, positions_N1)
+        mask_NC = self._mask(positions_N1, padded, begin_N1)
         return _Decodes(
             first,
             end,
-            self._table(batch, first, end, padded),
+            blocks,
             mask_NC[:, None, None],
             *self._gathered(end - first, padded),
         )
@@ -164,9 +187,9 @@ class BatchedAttention:
         context = int(batch.contexts[row])
         if context == end - first and (self._window is None or context <= self._window):
             return _Chunk(first, end, None, None)
-        return _Chunk(
-            first, end, self._table(batch, row, row + 1, padded), self._mask(batch.positions_T[first:end, None], padded)
-        )
+        positions_T1 = batch.positions_T[first:end, None]
+        blocks, begin_11 = self._table(batch, row, row + 1, padded, positions_T1[:1])
+        return _Chunk(first, end, blocks, self._mask(positions_T1, padded, begin_11))
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """Write the step's keys and values into the pool, then attend all buckets and chunks."""

@@ -2,9 +2,10 @@
 
 Owns: the call, its per-step index columns and buffers. Its torch twin is attention_batched.
 Does not: own the pool. Decode rows and prompt chunks are the same to it: each token is a unit of work.
-Shapes: T tokens, N rows, H query heads, K KV heads, D head size, P parts of all tokens' contexts.
+Shapes: T tokens, N rows, H query heads, K KV heads, D head size, P parts of all tokens' contexts or windows.
 Invariants: a token's result depends on its row alone, by bits: not on the rows beside it, on how the prompt was
 cut into chunks, on a cache hit or on threads, because parts are cut at fixed positions and joined in order.
+Parts before a token's window are no work, and table entries before it are not read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from octavo.ops import cpu
 from octavo.ops.attention import AttentionBatch
 from octavo.ops.attention_pool import KVPool
 
-HEAD_DIMS = (32, 64, 96, 128)
+HEAD_DIMS = (32, 64, 96, 128, 256)
 MAX_HEADS = 128  # kMaxHeads of csrc/paged_attention.cpp
 PART = 256  # kPart of csrc/paged_attention.cpp
 MAX_PARTS = 2048  # of one call, which bounds its scratch memory: 5 MiB at 9 heads of 64
@@ -75,6 +76,7 @@ class KernelAttention:
         self._kernel = kernel
         self._shape = pool.shape
         self._num_heads = num_heads
+        self._window = window
         self._scale = pool.shape.head_dim**-0.5
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(pool.keys, pool.values, strict=True)]
         self._pools = [(keys.data_ptr(), values.data_ptr()) for keys, values in self._slots]
@@ -90,28 +92,30 @@ class KernelAttention:
         row_T = np.repeat(np.arange(batch.num_rows), batch.counts)
         ends_N = np.cumsum(batch.counts)
         context_T = (batch.contexts - ends_N)[row_T] + np.arange(1, batch.num_tokens + 1)
-        parts_T = -(-context_T // PART)
+        skipped_T = np.maximum(context_T - (self._window or batch.max_context), 0) // PART
+        parts_T = -(-context_T // PART) - skipped_T
         call_T = np.cumsum(parts_T) // MAX_PARTS
         firsts = np.flatnonzero(np.diff(call_T, prepend=-1)).tolist()
         self._calls = [
-            self._begin_call(first, row_T[first:end], context_T[first:end], parts_T[first:end])
+            self._begin_call(first, row_T[first:end], context_T[first:end], parts_T[first:end], skipped_T[first:end])
             for first, end in zip(firsts, [*firsts[1:], batch.num_tokens], strict=True)
         ]
         size = max(call.num_parts for call in self._calls) * self._num_heads * (self._shape.head_dim + 2)
         if self._partial.numel() < size:
             self._partial = torch.empty(size + size // 4)
 
-    def _begin_call(self, first: int, row_T: Ints, context_T: Ints, parts_T: Ints) -> _Call:
+    def _begin_call(self, first: int, row_T: Ints, context_T: Ints, parts_T: Ints, skipped_T: Ints) -> _Call:
         first_part_T1 = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(parts_T)))
         token_P = np.repeat(np.arange(len(row_T)), parts_T)
-        place_P = np.arange(first_part_T1[-1]) - first_part_T1[token_P]
+        place_P = np.arange(first_part_T1[-1]) - (first_part_T1[:-1] - skipped_T)[token_P]
         if parts_T[-1] > 1:
             # tokens of one row side by side on the same part: its keys and values are still in the cache
             order_P = np.lexsort((place_P, row_T[token_P]))
             token_P, place_P = token_P[order_P], place_P[order_P]
         columns = (row_T, context_T, first_part_T1, np.stack((token_P, place_P), axis=1))
         addresses = tuple(column.ctypes.data for column in columns)
-        elements = int(context_T.sum()) * self._shape.num_kv_heads * self._shape.head_dim
+        seen_T = context_T if self._window is None else np.minimum(context_T, self._window)
+        elements = int(seen_T.sum()) * self._shape.num_kv_heads * self._shape.head_dim
         return _Call(first, first + len(row_T), columns, addresses, int(first_part_T1[-1]), cpu.num_threads(elements))
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:

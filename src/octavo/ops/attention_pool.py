@@ -58,9 +58,9 @@ class KVPool:
         """Give a copy of blocks of every layer, [2, L, len(blocks), S, K, D]."""
         return self._both_2LBSKD.index_select(2, blocks)
 
-    def write_blocks(self, blocks: Tensor, content_2LNSKD: Tensor) -> None:
+    def write_blocks(self, blocks: Tensor, content: Tensor) -> None:
         """Overwrite blocks in every layer; no block may be named twice."""
-        self._both_2LBSKD.index_copy_(2, blocks, content_2LNSKD)
+        self._both_2LBSKD.index_copy_(2, blocks, content)
 
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy blocks in every layer; all sources are read before a destination is written."""

@@ -37,7 +37,9 @@ class ReferenceAttention:
         start = 0
         for row, (count, context) in enumerate(zip(batch.counts.tolist(), batch.contexts.tolist(), strict=True)):
             end = start + count
-            where_C = torch.arange(context, device=keys.device)
+            # what lies before the first query's window is not even read: its blocks may be anyone's
+            first = 0 if self._window is None else max(0, context - count - self._window + 1)
+            where_C = torch.arange(first, context, device=keys.device)
             size = self._pool.shape.block_size
             slots_C = batch.block_table_NM[row][where_C // size] * size + where_C % size
             k_KCD = keys[slots_C].float().transpose(0, 1).repeat_interleave(self._group, dim=0)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 3
+ABI = 4
 ISA_NAMES = ("portable", "avx2", "avx512")
 LIBRARY_PATH = Path(__file__).with_name("libkernels.so")
 MIN_ELEMENTS_PER_THREAD = 32_768  # below this, waking a second thread costs more than it saves
