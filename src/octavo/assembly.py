@@ -55,7 +55,7 @@ def build_local(config: Config) -> LocalEngine:
         loop, capacity = open_engine(config, files)
         text = loading.result()
     client = LocalClient(loop)
-    return LocalEngine(loop, client, Sessions(client, text, config.execution.seed), text, capacity)
+    return LocalEngine(loop, client, Sessions(client, text, config.execution.seed, capacity=capacity), text, capacity)
 
 
 def find_files(config: Config) -> ModelFiles:

@@ -25,7 +25,7 @@ from octavo.core.plan import Event, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted
-from octavo.engine.delivery import Delivery, End
+from octavo.engine.delivery import ChoiceEnd, Delivery, End
 from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
 from octavo.engine.sessions import Sessions
@@ -92,14 +92,15 @@ class GatedExecutor(FakeExecutor):
 
 
 class ScriptedExecutor(GatedExecutor):
-    """Says what `script` says: text of a request by its id, then end-of-sequence. Needs no oracle."""
+    """Says what `script` says: ids of a request by its id, or of a choice by "id/choice"; then end-of-sequence."""
 
     def __init__(self, script: dict[str, list[int]], **options: Any) -> None:
         super().__init__(**options)
         self.script = script
 
     def draw_next(self, state: Slot, cell: int) -> int:
-        ids = self.script[state.request_id]
+        name = f"{state.request_id}/{state.choice}"
+        ids = self.script[name if name in self.script else state.request_id]
         index = len(state.ids) - state.num_prompt
         token_id = ids[index] if index < len(ids) else EOS
         state.num_sampled += 1
@@ -123,20 +124,20 @@ def make_request(
     return Request(request_id, ids, params, arrival, eos_token_ids=options.pop("eos", ()), **options)
 
 
-def expected(request: Request) -> list[int]:
+def expected(request: Request, choice: int = 0) -> list[int]:
     assert request.prompt_token_ids is not None and request.params.max_tokens is not None
-    return oracle(
-        request.prompt_token_ids, request.params.max_tokens, VOCAB_SIZE, request.eos_token_ids, request.params
-    )
+    params = request.params
+    return oracle(request.prompt_token_ids, params.max_tokens, VOCAB_SIZE, request.eos_token_ids, params, choice=choice)
 
 
 @dataclass
 class Inbox:
-    """What one request got."""
+    """What one choice got; the ends of its request are with choice 0."""
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
+    choice_ends: list[ChoiceEnd] = field(default_factory=list)
 
 
 class Harness:
@@ -150,7 +151,7 @@ class Harness:
         self.loop = EngineLoop(self.scheduler, self.executor, **options)
         self.loop.attach(self.receive)
         self.requests: dict[str, Request] = {}
-        self.inboxes: dict[str, Inbox] = {}
+        self.inboxes: dict[tuple[str, int], Inbox] = {}
         self.num_deliveries = 0
         self._changed = threading.Condition()
 
@@ -170,25 +171,31 @@ class Harness:
     def check_end(self) -> None:
         for request_id in self.requests:
             assert len(self.inbox(request_id).ends) == 1, f"{request_id} got {self.inbox(request_id).ends}"
-            assert self.inbox(request_id).positions == list(range(len(self.inbox(request_id).ids)))
+        for key, inbox in self.inboxes.items():
+            assert inbox.positions == list(range(len(inbox.ids))), key
+            assert len(inbox.choice_ends) <= 1, key
         if self.loop.failure is None:
             invariants.check_no_leaks(self.scheduler)
 
     def receive(self, delivery: Delivery) -> None:
         with self._changed:
             self.num_deliveries += 1
-            for request_id, position, token_id in zip(
-                delivery.request_ids, delivery.positions, delivery.token_ids, strict=True
+            for request_id, choice, position, token_id in zip(
+                delivery.request_ids, delivery.choices, delivery.positions, delivery.token_ids, strict=True
             ):
-                assert not self.inbox(request_id).ends, "a token came after the end"
-                self.inbox(request_id).ids.append(token_id)
-                self.inbox(request_id).positions.append(position)
+                inbox = self.inbox(request_id, choice)
+                assert not self.inbox(request_id).ends and not inbox.choice_ends, "a token came after the end"
+                inbox.ids.append(token_id)
+                inbox.positions.append(position)
+            for choice_end in delivery.choice_ends:
+                assert not self.inbox(choice_end.request_id).ends, "a choice ended after its request"
+                self.inbox(choice_end.request_id, choice_end.choice).choice_ends.append(choice_end)
             for end in delivery.ends:
                 self.inbox(end.request_id).ends.append(end)
             self._changed.notify_all()
 
-    def inbox(self, request_id: str) -> Inbox:
-        return self.inboxes.setdefault(request_id, Inbox())
+    def inbox(self, request_id: str, choice: int = 0) -> Inbox:
+        return self.inboxes.setdefault((request_id, choice), Inbox())
 
     def wait(self, condition: Callable[[], bool]) -> None:
         with self._changed:
@@ -277,8 +284,8 @@ def is_cancelled(end: End) -> bool:
 def make_sessions(executor: FakeExecutor | None = None, limits: Limits | None = None, depth: int = 1) -> Sessions:
     """Sessions over a fake engine in this process; close its client when done."""
     executor, limits = executor or GatedExecutor(), limits or make_limits()
-    open_fake(executor, limits)
-    return Sessions(LocalClient(EngineLoop(Scheduler(limits), executor, depth=depth)), make_text())
+    capacity = open_fake(executor, limits)
+    return Sessions(LocalClient(EngineLoop(Scheduler(limits), executor, depth=depth)), make_text(), capacity=capacity)
 
 
 @asynccontextmanager

@@ -59,7 +59,7 @@ async def _serve(config: Config, is_quiet: bool) -> int:
             raise
         try:
             warn_limits(config, engine.capacity)
-            sessions = Sessions(engine.client, await text, config.execution.seed)
+            sessions = Sessions(engine.client, await text, config.execution.seed, capacity=engine.capacity)
             lifecycle = Lifecycle()
             app = create_app(sessions, sessions.text, config, engine.client.statistics, lifecycle=lifecycle)
             server = HttpServer(app, listener, lifecycle, config.serving.drain_timeout_s)
