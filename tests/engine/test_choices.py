@@ -99,7 +99,10 @@ async def test_P05_a_stop_string_cuts_one_choice_and_frees_it(depth: int) -> Non
     assert ends_of(deltas) == {choice: [FinishReason.STOP] for choice in range(3)}
     reasons = {delta.choice: delta.stop_reason for delta in deltas if delta.finish_reason is not None}
     assert reasons == {0: "END", 1: None, 2: "END"}
-    assert deltas[-1].usage is not None and deltas[-1].usage.completion_tokens == len("one ENDit goes on and onthe END") + 1
+    assert (
+        deltas[-1].usage is not None
+        and deltas[-1].usage.completion_tokens == len("one ENDit goes on and onthe END") + 1
+    )
     assert statistics["scheduler"]["num_blocks_used"] == 0 and statistics["loop"]["open_requests"] == 0
 
 
