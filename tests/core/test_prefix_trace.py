@@ -89,7 +89,7 @@ def test_K03_hit_rates_of_a_production_trace(num_blocks: int, rate: float) -> No
     assert round(found / asked, 3) == rate
 
 
-@pytest.mark.parametrize("num_blocks", [300, 1_000])
+@pytest.mark.parametrize("num_blocks", [1_000, 3_000])
 def test_K03_the_trace_hits_what_a_list_of_keys_hits(num_blocks: int) -> None:
-    trace = read_trace()[:1500]
+    trace = read_trace()[:3000]
     assert replay(trace, num_blocks)[0] == slow_replay(trace, num_blocks)
