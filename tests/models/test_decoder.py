@@ -82,10 +82,11 @@ def test_step_by_step_equals_one_step(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype, family: str, tmp_path: Path) -> None:
     """The reason for fixing the arithmetic of each weight at load."""
-    decoder = load_decoder(make_tiny_model("qwen2", tmp_path), dtype)
+    decoder = load_decoder(make_tiny_model(family, tmp_path), dtype)
     rows = [prompt(length, length) for length in (1, 5, 1, 33, 64)]
     together = all_logits(decoder, rows)
     for row, logits in zip(rows, together, strict=True):
