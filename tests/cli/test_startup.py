@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from octavo.artifacts.resolve import ModelFiles
 from octavo.cli.startup import call_report, limit_remarks, startup_report
-from octavo.core.kv.group import GroupSpec
+from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.engine.pulse import Pulse
 from octavo.executors.protocol import Capacity
 from octavo.settings import load_config
 
 FILES = ModelFiles("smollm2", "gguf", Path("/m"), (Path("/m/a.gguf"),), None)
 CAPACITY = Capacity(
-    (GroupSpec(),), (128,), 16, 4, 1024, 300, weight_bytes=2**20, kv_bytes_per_token=2**10, num_threads=2
+    (GroupSpec(block_bytes=2**14),),
+    (128,),
+    16,
+    4,
+    1024,
+    300,
+    weight_bytes=2**20,
+    kv_bytes_per_token=2**10,
+    num_threads=2,
 )
+
+
+def test_K07_K10_report_counts_every_group_and_the_host_tier() -> None:
+    groups = (GroupSpec(block_bytes=2**14), GroupSpec(GroupKind.SLIDING, 64, 2**16))
+    capacity = replace(CAPACITY, groups=groups, num_blocks=(128, 32), host_blocks=(64, 16))
+    lines = "\n".join(startup_report(load_config({}), FILES, capacity, 1.25))
+    assert "KV pool   2,048 tokens, 4 MiB: 2.0 requests of full length" in lines
+    assert "host KV   1,024 tokens, 2 MiB" in lines
 
 
 def test_report_names_what_a_user_asks_for() -> None:

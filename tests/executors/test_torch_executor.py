@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo import machine
 from octavo.config import ExecutionConfig, ModelConfig
-from octavo.core.plan import StepPlan
+from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, EncodeJob, StepPlan
 from octavo.errors import CapacityError, ConfigError, EngineError
+from octavo.executors import host_pool
 from octavo.executors.protocol import Executor, ExecutorSpec
 from octavo.executors.torch_executor import TorchExecutor
 from tests.executors.conformance import SPEC, Conformance, Dense, Driver, make_prompt, open_files
+from tests.executors.effects_conformance import BLOCK_BYTES
 from tests.tiny_models import make_tiny_model
 
 
@@ -132,6 +135,45 @@ def test_K11_sizes_in_bytes_and_tokens_and_by_default(tiny_folder: Path) -> None
     assert opened == [4 * 256 // 8, 12, 10]
 
 
+def test_K10_host_blocks_lie_in_slabs_and_move_in_parts(tiny_folder: Path, monkeypatch) -> None:
+    executor = make(tiny_folder)
+    monkeypatch.setattr(host_pool, "SLAB_BYTES", 3 * BLOCK_BYTES)
+    monkeypatch.setattr(host_pool, "STAGING_BYTES", 2 * BLOCK_BYTES)
+    capacity = executor.open(replace(SPEC, host_bytes=11 * BLOCK_BYTES + 5))
+    assert capacity.host_blocks == (11,)
+    assert [len(slab) for slab in executor._cache._hosts[0]._slabs] == [3, 3, 3, 2]
+    driver = Driver(executor, capacity)
+    prompt = make_prompt(30, seed=4)
+    for slot in (0, 1):
+        driver.add(slot, prompt)
+        first = driver.prefill(slot, 30)
+    straight = driver.decode([0], [31], 4)
+    hosts = driver.swap_out(1)
+    driver.add(2, make_prompt(30, seed=5))
+    driver.row(2, 0, 30, 0)
+    driver.run()
+    driver.add(3, [*prompt, *(first.token_ids or ())], num_prompt=30)
+    driver.load(3, hosts)
+    driver.row(3, 30, 1)
+    back = list(driver.run().token_ids or ())
+    for position in (31, 32, 33):
+        driver.row(3, position, 1, ROW_SAMPLE | ROW_CARRY)
+        back += driver.run().token_ids or ()
+    assert [back] == straight
+    executor.close()
+
+
+def test_K11_K10_the_host_tier_comes_out_of_the_same_memory_on_a_cpu(tiny_folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "usable_memory", lambda: (10**9, 100 * BLOCK_BYTES))
+    spec = replace(SPEC, num_blocks=None, memory_fraction=1.0, max_model_len=64)
+    assert make(tiny_folder).open(spec).num_blocks == (100,)
+    executor = make(tiny_folder)
+    capacity = executor.open(replace(spec, host_bytes=30 * BLOCK_BYTES))
+    assert (capacity.num_blocks, capacity.host_blocks) == ((70,), (30,))
+    with pytest.raises(CapacityError, match="of the host's memory are free"):
+        make(tiny_folder).open(replace(spec, host_bytes=101 * BLOCK_BYTES))
+
+
 def test_dtype_auto_and_wrong_names(tiny_folder: Path) -> None:
     assert make(tiny_folder, dtype="auto")._dtype in (torch.float32, torch.bfloat16)
     with pytest.raises(ConfigError, match="dtype is 'int3'"):
@@ -147,6 +189,10 @@ def test_what_it_cannot_do_raises(driver: Driver) -> None:
         driver.executor.submit(StepPlan(0, 0.0, num_drafts=array("i", [2])))
     with pytest.raises(EngineError, match="host tier"):
         driver.executor.submit(StepPlan(0, 0.0, swap_outs=array("i", [0, 1, 2])))
+    with pytest.raises(EngineError, match="encodes no media"):
+        driver.executor.submit(StepPlan(0, 0.0, encode_jobs=(EncodeJob(0, 0, b"key", 4),)))
+    with pytest.raises(EngineError, match="encodes no media"):
+        driver.executor.submit(StepPlan(0, 0.0, encoder_frees=(b"key",)))
     with pytest.raises(EngineError, match="masks"):
         driver.executor.supply(None, None)
     driver.executor.close()

@@ -26,8 +26,8 @@ def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startu
     """Model, machine, memory, what is off, and how to call."""
     revision = f" at {files.revision[:12]}" if files.revision else ""
     threads = f", {capacity.num_threads} threads" if capacity.device == "cpu" else ""
-    tokens = min(capacity.num_blocks) * capacity.block_size
-    pool_bytes = tokens * capacity.kv_bytes_per_token
+    tokens = capacity.num_blocks[0] * capacity.block_size
+    pool_bytes = _bytes_of(capacity, capacity.num_blocks)
     yield f"model     {files.name}{revision}, {capacity.dtype}, {capacity.device}{threads}"
     place = files.weights[0] if files.kind == "gguf" else files.root
     yield f"weights   {capacity.weight_bytes / 2**20:,.0f} MiB from {place}"
@@ -36,9 +36,17 @@ def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startu
         f"{tokens / capacity.max_model_len:.1f} requests of full length ({capacity.max_model_len:,}), "
         f"{capacity.num_slots} running at most"
     )
+    if capacity.host_blocks:
+        host_tokens = capacity.host_blocks[0] * capacity.block_size
+        host_bytes = _bytes_of(capacity, capacity.host_blocks)
+        yield f"host KV   {host_tokens:,} tokens, {host_bytes / 2**20:,.0f} MiB"
     for off in _features_off(config):
         yield f"off       {off}"
     yield f"started   in {startup_s:.1f} s"
+
+
+def _bytes_of(capacity: Capacity, num_blocks: tuple[int, ...]) -> int:
+    return sum(count * group.block_bytes for count, group in zip(num_blocks, capacity.groups, strict=True))
 
 
 def _features_off(config: Config) -> Iterator[str]:
