@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,29 @@ def test_P02_a_seed_repeats_itself_whatever_runs_beside_it(llm: LLM) -> None:
     first = llm.generate("hello", seeded)[0].outputs[0].token_ids
     beside = llm.generate(["x", "hello", "y"], [other, seeded, other])[1].outputs[0].token_ids
     assert first == beside
+
+
+def test_P03_choice_0_is_what_one_choice_would_be_and_best_of_keeps_the_likeliest(llm: LLM) -> None:
+    def params(**options: Any) -> SamplingParams:
+        return SamplingParams(max_tokens=8, seed=11, ignore_eos=True, **options)
+
+    (one,) = llm.generate("hello", params())
+    (four,) = llm.generate("hello", params(n=4, logprobs=0))
+    ids = [choice.token_ids for choice in four.outputs]
+    assert ids[0] == one.outputs[0].token_ids and len({tuple(each) for each in ids}) == 4
+    assert four.metrics is not None and four.metrics.completion_tokens == 32
+    (best,) = llm.generate("hello", params(n=2, best_of=4))
+    ranked = sorted(four.outputs, key=lambda choice: -(choice.cumulative_logprob or 0.0))
+    assert [choice.token_ids for choice in best.outputs] == [choice.token_ids for choice in ranked[:2]]
+
+
+def test_P04_one_beam_is_greedy_and_several_come_best_first(llm: LLM) -> None:
+    (greedy,) = llm.generate("hello", GREEDY)
+    (one,) = llm.generate("hello", SamplingParams(max_tokens=8, beam_width=1, ignore_eos=True))
+    assert one.outputs[0].token_ids == greedy.outputs[0].token_ids
+    (beams,) = llm.generate("hello", SamplingParams(max_tokens=8, n=3, beam_width=4, ignore_eos=True))
+    assert [choice.index for choice in beams.outputs] == [0, 1, 2]
+    assert len({tuple(choice.token_ids) for choice in beams.outputs}) == 3
 
 
 def test_logprobs_and_chat(llm: LLM) -> None:

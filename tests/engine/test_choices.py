@@ -249,6 +249,17 @@ async def test_K02_prompt_keys_are_made_before_submit_and_the_scheduler_hashes_n
     assert len(hashed) == 11  # what it costs without
 
 
+async def test_K02_keys_of_a_long_prompt_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.engine.sessions.OFF_LOOP_TOKENS", 8)
+    prompt = list(range(5, 25))
+    async with running() as sessions:
+        engine = AsyncEngine(sessions)
+        await engine.generate(prompt, sampled(max_tokens=2))
+        monkeypatch.undo()
+        again = await engine.generate(prompt, sampled(max_tokens=2))
+    assert again.num_cached_tokens >= 16
+
+
 async def test_K02_keys_made_in_front_hit_what_the_engine_made() -> None:
     """A second turn: its prompt holds blocks that the first turn generated, whose keys the scheduler made."""
     async with running() as sessions:

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.fakes import GatedExecutor, expected, make_limits, make_request, make_text, open_fake
+from tests.engine.fakes import (
+    GatedExecutor,
+    ScriptedExecutor,
+    expected,
+    make_limits,
+    make_request,
+    make_text,
+    open_fake,
+)
 
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.core.scheduler import Scheduler
@@ -143,6 +151,39 @@ async def test_text_sessions_run_over_a_socket() -> None:
         session = await sessions.submit([5, 6], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
         (delta,) = await session.collect()
         assert len(delta.token_ids) == 9 and delta.usage is not None
+
+
+async def test_P05_choices_end_one_by_one_over_a_socket() -> None:
+    said = {"a/0": "the END" + "x" * 60, "a/1": "it goes on and on", "a/2": "no"}
+    text = make_text()
+    executor = ScriptedExecutor({name: text.tokenizer.encode(words) for name, words in said.items()})
+    async with connected(executor) as (client, server):
+        sessions = Sessions(client, text, capacity=await client.ready())
+        params = SamplingParams(n=3, max_tokens=90, stop=("END",))
+        session = await sessions.submit(text.tokenizer.encode("Say something:"), params, request_id="a")
+        deltas = [delta async for delta in session]
+        statistics: Any = await client.statistics()
+    texts = ["".join(delta.text for delta in deltas if delta.choice == choice) for choice in range(3)]
+    assert texts == ["the ", "it goes on and on", "no"]
+    ended = [delta.choice for delta in deltas if delta.finish_reason is not None]
+    assert sorted(ended) == [0, 1, 2] and deltas[-1].usage is not None
+    assert (
+        statistics["scheduler"]["num_blocks_used"] == 0 and client.num_malformed == server.server.dropped.malformed == 0
+    )
+
+
+async def test_an_engine_of_another_version_is_refused(tmp_path: Path) -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        capacity = open_fake(GatedExecutor(), make_limits())
+        writer.write(wire.frame(wire.Ready(1, wire.VERSION - 1, capacity)))
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_unix_server(greet, str(tmp_path / "engine.sock")):
+        client = await SocketClient.connect(tmp_path / "engine.sock", 1)
+        with pytest.raises(EngineError, match=f"version {wire.VERSION - 1}"):
+            await client.ready()
+        await client.ended()
 
 
 async def test_L04_close_answers_open_requests_and_ends_the_server() -> None:

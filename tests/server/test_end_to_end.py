@@ -16,6 +16,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
 from octavo.executors.protocol import ExecutorSpec
+from tests.beam_oracle import beam_oracle
 from tests.fake_model import FakeExecutor, oracle
 from tests.server.fakes import EOS, Harness, Wire, events, make_text
 
@@ -84,6 +85,49 @@ async def test_many_at_once_with_clients_that_leave_lose_nothing() -> None:
             else:
                 got = response.json()["choices"][0]["text"]
             assert got == text
+        await asyncio.gather(*tasks)
+        async with asyncio.timeout(5):
+            while (await harness.engine.statistics())["loop"]["open_requests"]:  # type: ignore[index]
+                await asyncio.sleep(0.005)
+
+
+async def test_P03_choices_and_beams_are_the_oracles_whole_and_streamed() -> None:
+    tokenizer, prompt = make_text().tokenizer, "several of them"
+    params = SamplingParams(seed=SEED, n=3)
+    said = []
+    for choice in range(3):
+        ids = oracle(tokenizer.encode(prompt), 20, VOCAB, (EOS,), params, choice=choice)
+        said.append((ids, tokenizer.decode(array("i", ids[:-1] if ids[-1] == EOS else ids))))
+    async with served() as (harness, _):
+        fields: dict[str, Any] = {"prompt": prompt, "seed": SEED, "max_tokens": 20, "n": 3}
+        body = (await harness.complete(**fields)).json()
+        assert [choice["text"] for choice in body["choices"]] == [text for _, text in said]
+        assert body["usage"]["completion_tokens"] == sum(len(ids) for ids, _ in said)
+        texts = ["", "", ""]
+        for chunk in events((await harness.complete(stream=True, **fields)).text)[:-1]:
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert texts == [text for _, text in said]
+        stop = said[1][1][3:5]
+        cut = (await harness.complete(stop=stop, **fields)).json()
+        assert [choice["text"] for choice in cut["choices"]] == [text.split(stop)[0] for _, text in said]
+        beams = (await harness.complete(prompt=prompt, use_beam_search=True, n=3, max_tokens=12)).json()
+        wanted = beam_oracle(tokenizer.encode(prompt), 12, VOCAB, (EOS,), SamplingParams(n=3, beam_width=3))
+        assert beams["usage"]["completion_tokens"] == sum(map(len, wanted))
+        shown = [tokenizer.decode(array("i", ids[:-1] if ids[-1] == EOS else ids)) for ids in wanted]
+        assert [choice["text"] for choice in beams["choices"]] == shown
+
+
+async def test_L03_clients_of_several_choices_that_leave_free_all_of_them() -> None:
+    async with served() as (harness, _):
+        bodies = [
+            {"prompt": f"go {i}", "max_tokens": 200, "ignore_eos": True, "n": 1 + i % 4, "stream": True}
+            for i in range(6)
+        ]
+        leavers = [Wire(harness.app, "/v1/completions", body) for body in bodies]
+        tasks = [wire.start() for wire in leavers]
+        for wire in leavers:
+            await wire.until(lambda wire=wire: wire.text.count("data:") > 3)
+            wire.leave()
         await asyncio.gather(*tasks)
         async with asyncio.timeout(5):
             while (await harness.engine.statistics())["loop"]["open_requests"]:  # type: ignore[index]

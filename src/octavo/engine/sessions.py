@@ -9,6 +9,7 @@ request sent has a seed.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 import time
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Prompt", "Session", "Sessions", "Terms", "TextDelta", "Usage", "check_stream"]
 
 Prompt = str | Sequence[int]
+OFF_LOOP_TOKENS = 16_384  # beyond this, hashing a prompt's blocks takes over a millisecond
 
 
 class Terms(TypedDict, total=False):
@@ -236,7 +238,7 @@ class Sessions:
         ids = self._check(prompt_ids, params)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
-        request = self._request(request_id, ids, params, terms)
+        request = await self._with_keys(self._request(request_id, ids, params, terms))
         accepted = await self.client.submit(request)
 
         def make_transcript() -> Transcript:
@@ -254,7 +256,7 @@ class Sessions:
                 shown = name.removesuffix("_s")
                 raise InvalidRequestError(f"{shown} is {value!r}; give seconds above 0", shown)
         arrival, timeout_s = self._now(), terms.get("timeout_s")
-        request = Request(
+        return Request(
             request_id if request_id is not None else secrets.token_hex(12),
             ids,
             params,
@@ -268,9 +270,16 @@ class Sessions:
             ttft_objective=terms.get("ttft_objective"),
             tpot_objective=terms.get("tpot_objective"),
         )
+
+    async def _with_keys(self, request: Request) -> Request:
+        """The request with the keys of its prompt's blocks; a long prompt's do not hold up the event loop."""
         if self.capacity is None:
             return request
-        return replace(request, block_keys=prompt_keys(request, self.capacity.block_size))
+        if request.num_prompt_tokens > OFF_LOOP_TOKENS:
+            keys = await asyncio.to_thread(prompt_keys, request, self.capacity.block_size)
+        else:
+            keys = prompt_keys(request, self.capacity.block_size)
+        return replace(request, block_keys=keys)
 
     def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> array[int]:
         if not prompt_ids:
