@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.core.kv.group import GroupSpec
-from octavo.core.plan import ROW_CARRY, ROW_FORK, ROW_SAMPLE, NewSequence, Row, StepPlan, StepResult
+from octavo.core.plan import DROP_BLOCK, ROW_CARRY, ROW_FORK, ROW_SAMPLE, NewSequence, Row, StepPlan, StepResult
 from octavo.executors.protocol import Capacity, ExecutorSpec
 from tests import fake_sampling
 from tests.fake_encoder import FakeEncoder
@@ -160,7 +160,7 @@ class FakeExecutor:
         """Apply the effects in their order, then the rows."""
         if len(set(plan.slots)) != plan.num_rows:
             raise FakeModelError("a slot has two rows in one step")
-        for slot in dict.fromkeys(plan.freed_slots):  # a failed step's frees may come again
+        for slot in plan.freed_slots:  # freeing a free slot is harmless
             self.free_slot(slot)
         for new in plan.new_sequences:
             self.enter(new)
@@ -171,6 +171,7 @@ class FakeExecutor:
             if entry[0] not in self.slots:
                 raise FakeModelError(f"edit {entry} of slot {entry[0]}, which is empty")
             self.pool.edit(self.slots[entry[0]], entry, fresh)
+        self.pool.check_filled(plan, fresh)
         self.encoder.encode(plan, self.slots)
         rows = [row for row in plan.rows() if not self.is_baseless(row)]
         self.check_rows(rows)
@@ -186,8 +187,6 @@ class FakeExecutor:
         state = self.slots.pop(slot, None)
         if state is not None:
             self.pool.release(state)
-        elif slot not in self.void_slots and self.strict:
-            raise FakeModelError(f"slot {slot} is freed but nobody is in it")
         self.void_slots.discard(slot)
 
     def enter(self, new: NewSequence) -> None:
@@ -278,12 +277,14 @@ class FakeExecutor:
             heads = {tuple(tables[index][:num_blocks]) for index in indices}
             if num_blocks < 1 or len(indices) < 2 or len(heads) != 1 or len(min(heads)) < num_blocks:
                 raise FakeModelError(f"rows {indices} are said to share {num_blocks} blocks: {heads}")
-        common = 0
-        for column in zip(*tables, strict=False):
-            if len(set(column)) > 1:
+        common, reading = 0, [table for table, count in zip(tables, plan.counts, strict=True) if count]
+        for column in zip(*reading, strict=False):
+            if len(set(column)) > 1 or (not common and column[0] == DROP_BLOCK):
                 break
             common += 1
-        if plan.num_common_blocks > common or (self.names_all_prefixes and plan.num_common_blocks != common):
+        if plan.num_common_blocks > common or (
+            self.names_all_prefixes and len(reading) > 1 and plan.num_common_blocks != common
+        ):
             raise FakeModelError(f"{plan.num_common_blocks} blocks are said to be common, {common} are")
 
     def row_error_chance(self, row: Row) -> float:

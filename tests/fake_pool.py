@@ -9,6 +9,7 @@ with `strict` anything else is reported at once, with its place; without, only t
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -85,9 +86,7 @@ class FakePool:
     def _content(self, group: int, block: int) -> Content:
         return self.cells[group][block][:], self.is_written[group][block][:], self.is_bad[group][block]
 
-    def _fill(self, group: int, block: int, content: Content, what: str) -> None:
-        if self.strict and self.holders[group][block]:
-            raise FakeModelError(f"a {what} overwrites block {block} of group {group}, which a live table holds")
+    def _fill(self, group: int, block: int, content: Content) -> None:
         cells, is_written, is_bad = content
         self.cells[group][block], self.is_written[group][block] = cells[:], is_written[:]
         self.is_bad[group][block] = is_bad
@@ -106,10 +105,10 @@ class FakePool:
             loaded = self.host[group][host]
             if loaded is None:
                 raise FakeModelError(f"host block {host} of group {group} is loaded, but nothing was put there")
-            self._fill(group, device, loaded, "load")
+            self._fill(group, device, loaded)
         contents = [self._content(group, source) for group, source, _ in triples(plan.copies)]
         for (group, _, to), content in zip(triples(plan.copies), contents, strict=True):
-            self._fill(group, to, content, "copy")
+            self._fill(group, to, content)
         return {(group, to) for column in (plan.copies, plan.host_loads) for group, _, to in triples(column)}
 
     def _check_moves(self, plan: StepPlan) -> None:
@@ -130,6 +129,13 @@ class FakePool:
         loaded = {(group, to) for group, _, to in triples(plan.host_loads)}
         if any((group, to) in loaded for group, _, to in triples(plan.copies)):
             raise FakeModelError("a block is loaded and copied into in one step")
+
+    def check_filled(self, plan: StepPlan, fresh: set[Place]) -> None:
+        """Blocks filled in this step belong to the tables that this step put them in, and to no other."""
+        given = Counter((group, block) for _, group, _, block in quads(plan.edits))
+        for group, block in sorted(fresh):
+            if self.strict and self.holders[group][block] > given[group, block]:
+                raise FakeModelError(f"block {block} of group {group} is overwritten, which a live table holds")
 
     # -- tables
 
@@ -157,7 +163,12 @@ class FakePool:
         old = table[index]
         if old == DROP_BLOCK:
             raise FakeModelError(f"slot {slot}: entry {index} of group {group} was dropped and is set again")
-        same = block == DROP_BLOCK or (group, block) in fresh or self.cells[group][block] == self.cells[group][old]
+        same = (
+            block == DROP_BLOCK
+            or (group, block) in fresh
+            or (group, old) in fresh
+            or self.cells[group][block] == self.cells[group][old]
+        )
         if self.strict and not same and not self.is_bad[group][block] and not self.is_bad[group][old]:
             raise FakeModelError(f"slot {slot}: block {old} is replaced by {block}, which holds something else")
         self.holders[group][old] -= 1
@@ -169,11 +180,11 @@ class FakePool:
         for group, index, is_fresh, was_held in pending:
             if index >= len(state.tables[group]) or (block := state.tables[group][index]) == DROP_BLOCK:
                 continue
-            if index * size >= start and was_held and self.strict:
+            if index * size >= start and was_held and self.holders[group][block] > 1 and self.strict:
                 raise FakeModelError(
                     f"block {block} of group {group} is given to slot {slot} to write while a live table holds it"
                 )
-            if index * size >= start or (is_fresh and self.holders[group][block] == 1):
+            if index * size >= start or is_fresh:
                 keep = max(0, start - index * size)
                 written = self.is_written[group][block]
                 self.is_written[group][block] = written[:keep] + [False] * (size - keep)

@@ -181,6 +181,16 @@ class Run:
                 self.records[name].is_cancelled = True
         return self.scheduler.cancel(request_ids, self.now, reason)
 
+    def pause(self) -> None:
+        """Let nobody in until resume()."""
+        self.is_paused = True
+        self.scheduler.pause()
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.is_paused = False
+        self.scheduler.resume()
+
     def fill(self, only: Iterable[str] | None = None) -> StepPlan:
         """Submit plans until `depth` are in flight or one is empty; give the last plan made."""
         while len(self.flight) < self.depth:
@@ -305,10 +315,9 @@ class Run:
         if has_preempted and admitted:
             owners = {self.checks.mirror.seats[slot].request_id for slot in plan.slots}
             assert owners == admitted, "an admission in a step that preempted and still had rows"
-        if is_whole and plan.is_empty and not self.flight and not self.is_paused:
-            assert not self.scheduler.has_work, (
-                f"work is pending, nothing is in flight, and the plan is empty: {plan.waits}"
-            )
+        if is_whole and plan.is_empty and not self.flight:
+            has_work = self.scheduler.num_running if self.is_paused else self.scheduler.has_work
+            assert not has_work, f"work is pending, nothing is in flight, and the plan is empty: {plan.waits}"
         if plan.is_empty:
             assert plan.waits, "an empty plan without a reason"
         self.check_order(plan, is_whole)
@@ -327,6 +336,7 @@ class Run:
 
     def check_end(self) -> None:
         """Everyone has ended once, errors have a cause, and nothing is held."""
+        self.absorb(self.scheduler.take_events())
         open_ids = [name for name, record in self.records.items() if record.finished is None]
         assert not open_ids, f"not ended: {open_ids}, {[self.scheduler.explain(name) for name in open_ids[:3]]}"
         assert not self.scheduler.has_work and self.scheduler.num_waiting == self.scheduler.num_running == 0

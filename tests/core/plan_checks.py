@@ -13,11 +13,12 @@ from tests.fake_pool import quads, triples
 
 from octavo.core.plan import ROW_FORK, EventKind, StepPlan, WaitReason
 from octavo.core.policy import POLICIES
+from octavo.core.request import Status
 
 if TYPE_CHECKING:
     from tests.core.harness import Run
 
-ROOM = (WaitReason.KV_BLOCKS, WaitReason.HEADROOM, WaitReason.SEQUENCE_CAP)
+NO_LACK = (WaitReason.MODALITY, WaitReason.COMPOSITION, WaitReason.UNCOMMITTED)  # not for want of room
 Rank = tuple[tuple[float, ...], int]
 
 
@@ -26,21 +27,28 @@ class PlanChecks:
 
     def __init__(self, run: Run) -> None:
         self.run, self.sizes = run, run.limits
-        self.mirror = Mirror(run.limits)
+        self.mirror = Mirror(run.limits, lambda name: len(run.records[name].token_ids))
         self.num_prefills = 0  # plans in a row that were all prefill
         self.num_bypasses = 0  # the most that any request saw
-        self.has_sane_policy = getattr(POLICIES[run.limits.policy], "is_sane", True)
+        policy = POLICIES[run.limits.policy]
+        self.has_sane_policy = getattr(policy, "is_sane", True)
+        self.has_fixed_order = self.has_sane_policy and policy.lookahead == 1
         self.victim_ranks: dict[str, Rank] = {}
-        self.places: dict[str, int] = {}
+        self.places: dict[str, tuple[str, Rank]] = {}  # the order within a line does not change during a plan
+        self.num_passed: dict[str, int] = {}
 
     def before(self) -> None:
         """Note the order before a plan is made."""
         state = self.run.scheduler.state
         judge = state.judge
+        self.num_passed = {name: entry.num_bypassed for name, entry in state.requests.items()}
         if self.has_sane_policy:
             self.victim_ranks = {entry.name: judge.victim_rank(entry) for entry in state.requests.values()}
-            waiting = state.waiting.in_order() if len(state.waiting) else ()
-            self.places = {entry.name: place for place, entry in enumerate(waiting)}
+            self.places = {
+                entry.name: (entry.lane, entry.rank)
+                for entry in state.requests.values()
+                if entry.status == Status.WAITING
+            }
 
     def check(self, plan: StepPlan, is_whole: bool) -> None:
         """Check a plan and take it in."""
@@ -112,13 +120,14 @@ class PlanChecks:
             assert self.num_prefills <= self.sizes.max_prefill_run, f"{self.num_prefills} prefill steps in a row"
 
     def check_partials(self, plan: StepPlan, is_whole: bool) -> None:
-        """S02: prompts cut short in one step."""
+        """S02: requests whose prompts are cut short in one step."""
         cap = self.sizes.max_partial_prefills
         if cap and is_whole and plan.new_sequences:
             seats = self.mirror.seats
-            cut = [row.slot for row in plan.rows() if row.count and row.start + row.count < seats[row.slot].known]
-            fresh = {new.slot for new in plan.new_sequences}
-            assert len(cut) <= cap or not fresh.intersection(cut), f"{len(cut)} partial prefills, the cap is {cap}"
+            rows = [(seats[row.slot], row) for row in plan.rows() if row.count]
+            cut = {seat.request_id for seat, row in rows if row.start + row.count < seat.known}
+            fresh = {new.request_id for new in plan.new_sequences}
+            assert len(cut) <= cap or not fresh & cut, f"{sorted(cut)} are partial prefills, the cap is {cap}"
 
     def check_headroom(self, plan: StepPlan) -> None:
         """S05: an admission leaves blocks free, but for an empty batch, or one that was passed over too often."""
@@ -126,7 +135,7 @@ class PlanChecks:
         running = {seat.request_id for seat in self.mirror.seats.values()}
         if not admitted or not running.difference(admitted[-1:]):
             return
-        if any(self.run.records[name].num_bypassed >= self.sizes.max_bypass for name in admitted):
+        if any(self.num_passed.get(name, 0) >= self.sizes.max_bypass for name in admitted):
             return
         share = self.sizes.headroom
         if share is None:
@@ -142,7 +151,7 @@ class PlanChecks:
         for event in plan.events:
             if event.kind == EventKind.PREEMPTED and event.by is not None and event.by != event.request_id:
                 by, victim = self.victim_ranks[event.by], self.victim_ranks[event.request_id]
-                was_passed = self.run.records[event.by].num_bypassed >= self.sizes.max_bypass
+                was_passed = self.num_passed.get(event.by, 0) >= self.sizes.max_bypass
                 assert by <= victim or was_passed, f"preempted for later work: {event}"
 
     def check_bypasses(self, plan: StepPlan, is_whole: bool) -> None:
@@ -150,17 +159,20 @@ class PlanChecks:
         records = self.run.records
         for event in plan.events:
             if event.kind == EventKind.DEFERRED:
-                records[event.request_id].lacks_room = event.reason in ROOM
+                records[event.request_id].lacks_room = event.reason not in NO_LACK
             elif _is_admission(event.kind) or event.kind == EventKind.PREEMPTED:
                 records[event.request_id].num_bypassed, records[event.request_id].lacks_room = 0, False
-        if not is_whole or not self.has_sane_policy:
+        if not is_whole or not self.has_fixed_order:
             return
-        admitted = [self.places.get(event.request_id, -1) for event in plan.events if _is_admission(event.kind)]
-        if not admitted:
-            return
-        for name, place in self.places.items():
+        latest: dict[str, Rank] = {}
+        for event in plan.events:
+            if _is_admission(event.kind) and event.request_id in self.places:
+                lane, rank = self.places[event.request_id]
+                latest[lane] = max(latest.get(lane, rank), rank)
+        for name, (lane, rank) in self.places.items() if latest else ():
             record = records[name]
-            if place < max(admitted) and record.lacks_room and not record.is_running and record.finished is None:
+            was_passed = lane in latest and rank < latest[lane] and record.lacks_room
+            if was_passed and not record.is_running and record.finished is None:
                 record.num_bypassed += 1
                 self.num_bypasses = max(self.num_bypasses, record.num_bypassed)
                 assert record.num_bypassed <= self.sizes.max_bypass, f"{name} was bypassed {record.num_bypassed} times"

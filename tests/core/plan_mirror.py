@@ -5,6 +5,7 @@ Owns: who is in which slot, with which tables, and how far; blocks that tables h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.fake_pool import quads, triples
@@ -31,7 +32,8 @@ class Seat:
 class Mirror:
     """Slots and blocks as the plans say."""
 
-    def __init__(self, sizes: Limits) -> None:
+    def __init__(self, sizes: Limits, num_outputs: Callable[[str], int]) -> None:
+        self.num_outputs = num_outputs  # of a request known by length only
         self.seats: dict[int, Seat] = {}
         self.holders = [[0] * count for count in sizes.num_blocks]
 
@@ -40,7 +42,8 @@ class Mirror:
         for slot in plan.freed_slots:
             self.leave(slot)
         for new in plan.new_sequences:
-            known = new.num_prompt if new.token_ids is None else len(new.token_ids)
+            outputs = self.num_outputs(new.request_id) if new.token_ids is None else 0
+            known = new.num_prompt + outputs if new.token_ids is None else len(new.token_ids)
             self.leave(new.slot)
             self.seats[new.slot] = Seat(new.request_id, new.choice, known, [[] for _ in self.holders])
         for slot, group, index, block in quads(plan.edits):

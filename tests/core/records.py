@@ -114,7 +114,8 @@ class Record:
         assert choice.finished is None, f"{event} after {choice.finished}"
         assert event.num_tokens == len(choice.token_ids), f"{event} after {len(choice.token_ids)} tokens"
         choice.finished = event
-        self._check_choice(event, event.choice, sizes)
+        if not self.request.params.beam_width:
+            self._check_choice(event, event.choice, sizes)
 
     def end(self, event: Event, sizes: Limits) -> None:
         """The request ended, and with it every choice that had not."""
@@ -153,3 +154,6 @@ class Record:
             return
         expected = self.expected_beams(sizes)
         assert got == expected, f"{event}: beams gave {got}, not {expected}"
+        for choice, ids in zip(self.choices, got, strict=False):
+            ended = choice.finished or event
+            assert (ended.finish_reason == FinishReason.STOP) == (ids[-1] in self.ends), ended

@@ -1,4 +1,4 @@
-"""The slow beam search over the fake model and the scheduler's bookkeeping of beams agree, step by step and at the end."""
+"""The slow beam search over the fake model and the scheduler's bookkeeping of beams agree."""
 
 from __future__ import annotations
 

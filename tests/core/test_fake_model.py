@@ -100,7 +100,6 @@ def test_stale_content_gives_wrong_text_without_strict_and_is_reported_with_it()
         (plan([(0, 8, 1, 1)], (0, 0, 2, 1), copies=array("i", (0, 3, 5))), "which a live table holds"),
         (plan([(0, 8, 1, 1)], (0, 0, 2, 1), copies=array("i", (0, 3, 6, 0, 5, 6))), "one destination"),
         (plan([(1, 4, 4, 1)], (1, 0, 0, 1, 1, 0, 1, 2), new_sequences=(new(1, "b"),)), "nobody wrote"),
-        (plan([], (), freed_slots=array("i", (3,))), "nobody is in it"),
     ],
 )
 def test_a_wrong_plan_is_noticed(bad: StepPlan, message: str) -> None:
