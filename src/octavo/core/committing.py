@@ -45,7 +45,7 @@ class Committer:
     def commit(self, result: StepResult) -> Events:
         """Append tokens, end what is done, confirm what was published."""
         state, flight, plan = self.state, self.flight, self.flight.plan
-        bad = dict(result.errors)
+        bad = self._bad_rows(result)
         for index in sorted(bad):
             recovery.poison(state, flight, flight.rows[index], self.now)
         state.cache.confirm(flight.published, plan.step)
@@ -71,6 +71,17 @@ class Committer:
         totals.num_computed_tokens += plan.num_query_tokens
         totals.num_output_tokens += len(self.events.token_ids)
         return self._close()
+
+    def _bad_rows(self, result: StepResult) -> dict[int, str]:
+        """Rows without a usable result, and the forks behind them: they stand on the same KV and logits."""
+        bad = dict(result.errors)
+        flags = self.flight.plan.flags
+        for index, reason in result.errors:
+            fork = index + 1
+            while fork < len(flags) and flags[fork] & ROW_FORK:
+                bad.setdefault(fork, reason)
+                fork += 1
+        return bad
 
     def _is_plain(self, plan: StepPlan) -> bool:
         """Every row samples: results and rows go in step."""

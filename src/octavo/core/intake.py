@@ -183,15 +183,15 @@ class Intake:
         state, planner = self.state, self.planner
         if request.in_flight:
             return self._defer(request, WaitReason.UNCOMMITTED, request.in_flight, 0)
-        if not state.sequence_budget.fits(request.num_slots):
-            return self._defer(request, WaitReason.SEQUENCE_CAP, request.num_slots, state.sequence_budget.left)
+        for gate in state.gates:
+            lack = gate.lack(request)
+            if lack is not None:
+                return self._defer(request, gate.reason, *lack)
         if not planner.tokens.left:
             return self._defer(request, WaitReason.TOKEN_BUDGET, 1, 0)
         refusal = planner.turn.refusal(request, is_decoding=False)
         if refusal is not None:
             return self._defer(request, refusal, 0, 0)
-        if request.request.adapter_id and not state.adapters.fits(request.request.adapter_id):
-            return self._defer(request, WaitReason.ADAPTER_SLOTS, 1, 0)
         return None
 
     def _try_start(self, request: RequestState, has_company: bool) -> WaitReason | None:
@@ -205,14 +205,26 @@ class Intake:
         if reason is None:
             reason = self._lacks_room(request, self._room_for(request, match), has_company)
         if reason is None and request.request.spans:
-            slot = state.free_slots[-1]  # the one it will get
-            count = state.encoder.grant(request.name, slot, request.request.spans, match.num_tokens, count)
-            if not count:
-                reason = self._defer(request, WaitReason.ENCODER_BUDGET, 1, 0)
+            count, reason = self._encode(request, match, count)
         if reason is None:
             state.waiting.remove(request)
             self._admit(request, match, count)
         return reason
+
+    def _encode(self, request: RequestState, match: Match, count: int) -> tuple[int, WaitReason | None]:
+        """Have the media of the first chunk encoded; the chunk ends before an item that has to wait."""
+        state, spans = self.state, request.request.spans
+        todo = request.sequences[0].num_known - match.num_tokens
+        slot = state.free_slots[-1]  # the one it will get
+        granted = state.encoder.grant(request.name, slot, spans, match.num_tokens, count)
+        if granted == count:
+            return count, None
+        is_whole = not state.limits.chunked_prefill and todo <= state.limits.max_batch_tokens
+        if granted and not is_whole and state.partial_budget.left:
+            return granted, None
+        state.encoder.release(request.name)
+        reason = WaitReason.PARTIAL_PREFILL_CAP if granted and not is_whole else WaitReason.ENCODER_BUDGET
+        return 0, self._defer(request, reason, 1, 0)
 
     def _match_cap(self, request: RequestState, sequence: Sequence) -> int:
         """Longest usable match: a score needs the logits in front of the first position it still owes."""
@@ -342,6 +354,9 @@ class Intake:
         lack = self._lacks_room(request, (needed, left), has_company)
         if lack is not None:
             return lack
+        left_over = max(sequence.num_known - sequence.num_scheduled for sequence in request.sequences)
+        if planner.chunk(left_over) < left_over and not state.partial_budget.left:
+            return self._defer(request, WaitReason.PARTIAL_PREFILL_CAP, 1, 0)
         state.waiting.remove(request)
         self._enter(request)
         sequences = [sequence for sequence in request.sequences if sequence.host_tables]

@@ -104,7 +104,7 @@ class Planner:
                 start = sequence.num_scheduled
                 pending = sequence.num_pending
                 todo = sequence.num_committed + pending - start
-                if todo == 1 and start < sequence.hot_end and request.is_decoding and not is_careful:
+                if todo == 1 and left and start < sequence.hot_end and request.is_decoding and not is_careful:
                     sequence.num_scheduled = start + 1
                     sequence.num_pending = pending + 1
                     sequence.in_flight += 1

@@ -16,6 +16,7 @@ from octavo.core.adapter_slots import AdapterSlots
 from octavo.core.budget import UNBOUNDED, Budget, Headroom, ReadBudget
 from octavo.core.composition import Composition
 from octavo.core.encoder_cache import EncoderCache
+from octavo.core.gates import AdapterGate, Gate, SequenceGate
 from octavo.core.kv.cache import KVCache, Publication
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
@@ -66,7 +67,7 @@ class State:
 
     __slots__ = (
         "adapters", "announced", "cache", "composition", "deadlines", "encoder", "events", "finished_ids", "flight",
-        "free_slots", "freed_slots", "headroom", "id_edits", "is_draining", "is_paused", "judge", "limits",
+        "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining", "is_paused", "judge", "limits",
         "next_order", "num_swapped", "partial_budget", "policy", "preempted_ids", "read_budget", "requests",
         "running", "sequence_budget", "slot_owner", "step", "swapped_now", "table_edits", "token_budget", "totals",
         "waiting",
@@ -89,6 +90,7 @@ class State:
         self.headroom = Headroom(share, limits.num_blocks)
         self.encoder = EncoderCache(limits.encoder_budget, limits.encoder_cache)
         self.adapters = AdapterSlots(limits.adapter_slots)
+        self.gates: tuple[Gate, ...] = (SequenceGate(self.sequence_budget), AdapterGate(self.adapters))
         self.composition = Composition(limits)
         self.flight: deque[Flight] = deque()
         self.free_slots = list(range(limits.max_sequences - 1, -1, -1))
@@ -184,6 +186,7 @@ class State:
         sequence.stale = sequence.in_flight
         sequence.num_pending = 0
         self.cache.release(sequence)
+        self.encoder.release(request.name)  # the other choices take again what they need
         if sequence.slot >= 0:
             slot = sequence.slot
             self._leave_slot(sequence)
@@ -198,13 +201,12 @@ class State:
     def enter_running(self, request: RequestState) -> None:
         """Give the request's sequences their slots and its place among the running."""
         request.status = Status.RUNNING
-        self.sequence_budget.take(request.num_slots)
+        for gate in self.gates:
+            gate.take(request)
         slots = [self.free_slots.pop() for _ in range(request.num_slots)]
         for sequence, slot in zip(request.sequences, slots, strict=False):
             self.seat(sequence, slot)
         request.spare_slots = slots[len(request.sequences) :]
-        if request.request.adapter_id:
-            self.adapters.take(request.request.adapter_id)
         rerank(request, self.judge)
         self.running.add(request)
 
@@ -296,7 +298,8 @@ class State:
 
     def _leave_running(self, request: RequestState) -> None:
         self.running.remove(request)
-        self.sequence_budget.give_back(request.num_slots)
+        for gate in self.gates:
+            gate.give_back(request)
         for sequence in request.sequences:
             if sequence.tables[0]:  # not swapped out just now
                 self.cache.release(sequence)
@@ -305,8 +308,6 @@ class State:
         self.free_slots.extend(request.spare_slots)
         request.spare_slots = []
         self.encoder.release(request.name)
-        if request.request.adapter_id:
-            self.adapters.give_back(request.request.adapter_id)
 
     def _leave_slot(self, sequence: Sequence) -> None:
         """The executor forgets the sequence with the next plan, and what was still to be told of it is void."""
