@@ -66,6 +66,9 @@ def test_it_answers_and_drains(model, flags) -> None:
         body = {"model": "tiny", "prompt": "the cat", "max_tokens": 3, "temperature": 0}
         answer = server.post("/v1/completions", body)
         assert answer["usage"]["completion_tokens"] <= 3
+        several = server.post("/v1/completions", {**body, "n": 3, "temperature": 1, "seed": 4})
+        assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
+        assert answer["usage"]["prompt_tokens"] == several["usage"]["prompt_tokens"]
         code, rest = server.end(signal.SIGTERM)
     assert code == 0, rest
     assert "Traceback" not in rest

@@ -256,7 +256,7 @@ class Ledger:
             if entry is None:
                 self.rejections.unknown += 1
                 continue
-            page = entry.page(choice)
+            page = entry.pages.get(choice) or entry.page(choice)
             if page is None:
                 self.rejections.unknown += 1
                 continue
