@@ -167,7 +167,8 @@ class Planner:
         limits, start, count = self.state.limits, sequence.num_scheduled, self.chunk(todo)
         if count < todo and not limits.chunked_prefill and todo <= limits.max_batch_tokens:
             return WaitReason.TOKEN_BUDGET, 0
-        refusal = self.turn.refusal(request, request.is_decoding)
+        is_decoding = request.is_decoding or (todo == 1 and sequence.num_known > sequence.num_prompt)
+        refusal = self.turn.refusal(request, is_decoding)
         if refusal is not None:
             return refusal, 0
         if self.is_careful and not self.reads.fits(self.reads.cost(start, count)):
