@@ -38,7 +38,9 @@ def _check_ids(request: Request, limits: Limits) -> None:
         if ids:
             _check_range(name, (min(ids), max(ids)), limits.vocab_size)
     params = request.params
-    _check_range("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    for name in ("stop_token_ids", "allowed_token_ids", "dry_breaker_ids"):
+        _check_range(name, getattr(params, name), limits.vocab_size)
+    _check_range("bad_words_ids", (token for word in params.bad_words_ids for token in word), limits.vocab_size)
     _check_range("logit_bias", (token for token, _ in params.logit_bias), limits.vocab_size)
     if request.block_keys is not None and len(request.block_keys) > request.num_prompt_tokens // limits.block_size:
         raise InvalidRequestError(

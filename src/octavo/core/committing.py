@@ -316,6 +316,7 @@ class Committer:
         return self._close()
 
     def _close(self) -> Events:
+        self.state.settle()
         self.events.logprobs = self.logprobs
         self.events.decisions = tuple(self.state.events)
         self.state.events = []

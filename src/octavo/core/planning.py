@@ -35,9 +35,9 @@ class Planner:
     """One step in the making. Made anew for every plan; `finish` hands the plan over."""
 
     __slots__ = (
-        "choices", "counts", "effects", "flags", "has_cleared", "held", "is_careful", "new", "now", "num_admitted",
-        "num_preempted", "only", "outstanding", "published", "reads", "rows", "starts", "state", "tokens", "turn",
-        "waits",
+        "choices", "counts", "effects", "flags", "has_cleared", "held", "is_careful", "moved", "new", "now",
+        "num_admitted", "num_preempted", "only", "outstanding", "published", "reads", "rows", "starts", "state",
+        "tokens", "turn", "waits",
     )  # fmt: skip
 
     def __init__(self, state: State, now: float, only: frozenset[str] | None) -> None:
@@ -71,6 +71,7 @@ class Planner:
     def _tell_changes(self) -> None:
         """Enter what commits decided since the last plan: sequences that moved, ids chosen, tables mended."""
         state = self.state
+        self.moved = frozenset(sequence.slot for sequence in state.announced)
         for sequence in state.announced:
             self.announce(sequence)
             state.cache.announce(sequence)
@@ -292,7 +293,7 @@ class Planner:
         self.num_preempted += 1
         slots = frozenset(sequence.slot for sequence in victim.sequences)
         mine = [sequence for sequence in victim.sequences if sequence in self.rows]
-        is_fresh = any(new.slot in slots for new in self.new)
+        is_fresh = any(new.slot in slots and new.slot not in self.moved for new in self.new)
         for sequence in mine:
             self._withdraw(sequence)
         self.new = [new for new in self.new if new.slot not in slots]

@@ -106,6 +106,7 @@ class Scheduler:
         for sequence in entry.sequences:
             if sequence.choice == choice:
                 self.state.end_choice(sequence, now, reason, message=message)
+                self.state.settle()
                 return True
         return False
 
@@ -123,6 +124,7 @@ class Scheduler:
             if entry is not None:
                 self.state.finish(entry, now, reason, message=message)
                 count += 1
+        self.state.settle()
         return count
 
     def plan(self, now: float, only: frozenset[str] | None = None) -> StepPlan:
@@ -132,6 +134,7 @@ class Scheduler:
         """
         while (late := self.state.deadlines.expired(now)) is not None:
             self._expire(late[0], late[1], now)
+        self.state.settle()
         composition = self.state.composition
         planner = Planner(self.state, now, only)
         for turn in composition.turns():

@@ -66,11 +66,11 @@ class State:
     """The scheduler's memory."""
 
     __slots__ = (
-        "adapters", "announced", "cache", "composition", "deadlines", "encoder", "events", "finished_ids", "flight",
-        "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining", "is_paused", "judge", "limits",
-        "next_order", "num_swapped", "partial_budget", "policy", "preempted_ids", "read_budget", "requests",
-        "running", "sequence_budget", "slot_owner", "step", "swapped_now", "table_edits", "token_budget", "totals",
-        "waiting",
+        "adapters", "announced", "cache", "composition", "deadlines", "encoder", "ended", "events", "finished_ids",
+        "flight", "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining", "is_paused", "judge",
+        "limits", "next_order", "num_swapped", "partial_budget", "policy", "preempted_ids", "read_budget",
+        "requests", "running", "sequence_budget", "slot_owner", "step", "swapped_now", "table_edits", "token_budget",
+        "totals", "waiting",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
@@ -103,6 +103,7 @@ class State:
         self.num_swapped = 0  # requests on the host
         self.finished_ids: list[str] = []
         self.preempted_ids: list[str] = []
+        self.ended: list[RequestState] = []  # of which the policy has not been told yet
         self.events: list[Event] = []
         self.totals = Totals()
         self.step = 0
@@ -113,6 +114,12 @@ class State:
     def tell(self, kind: EventKind, request: RequestState, now: float, **fields: Any) -> None:
         """Log a decision."""
         self.events.append(Event(kind, request.name, now, self.step, **fields))
+
+    def settle(self) -> None:
+        """Tell the policy who ended; after what they were given has been charged."""
+        for request in self.ended:
+            self.judge.tell("finished", request)
+        self.ended.clear()
 
     # --- ends ----------------------------------------------------------------------------------------
 
@@ -140,7 +147,7 @@ class State:
             outputs += sum(sequence.num_outputs for sequence in request.sequences)
         del self.requests[request.name]
         self.totals.finished[reason.name.lower()] += 1
-        self.judge.tell("finished", request)
+        self.ended.append(request)
         self.tell(
             EventKind.FINISHED,
             request,
