@@ -13,17 +13,23 @@ import pytest
 from tests.core.harness import EOS, Run, limits, prompt
 from tests.fake_model import Faults
 
+from octavo.core.kv.group import GroupKind, GroupSpec
+from octavo.core.request import Span
+
 ROOT = Path(__file__).resolve().parents[2]
 
-# Chained digest of every plan of `scenario`, by policy and depth. A change here is a change of scheduling:
+# Chained digest of every plan of each scenario. A change here is a change of scheduling:
 # make it on purpose, say why in the commit, and print the new table with `python -m tests.core.test_determinism`.
 GOLDEN = {
-    "fcfs 1": "115a11e3f1daaed2",
-    "fcfs 2": "c1bebeaa10e80e5c",
-    "fcfs 3": "a29a19351ce6323e",
-    "fifo 1": "1e0ee535a6a25461",
-    "fifo 2": "25bc05a0d329e3d7",
-    "fifo 3": "eb95abac4a9ff005",
+    "fcfs 1": "950753d677646187",
+    "fcfs 2": "69aa7032e6c85b32",
+    "fcfs 3": "307cbd72b9a57ca4",
+    "fifo 1": "91b43a2656c46a4f",
+    "fifo 2": "dafd58b4f6e994ea",
+    "fifo 3": "764930ac51587375",
+    "rich fcfs 1": "e083175356766043",
+    "rich fair 2": "528852b075139e8e",
+    "rich fifo 3": "1d678f5259764270",
 }
 
 
@@ -43,20 +49,77 @@ def scenario(policy: str, depth: int) -> Run:
     return run.finish()
 
 
+def rich_scenario(policy: str, depth: int) -> Run:
+    """Choices, beams, a window, the host tier, media, adapters, tenants and a read budget, all from one seed."""
+    rng = random.Random(12)
+    sizes = limits(
+        policy=policy,
+        groups=(GroupSpec(), GroupSpec(GroupKind.SLIDING, 9)),
+        num_blocks=(22, 22),
+        host_blocks=(60, 60),
+        host_load_min_tokens=1,
+        preemption="swap",
+        max_batch_tokens=16,
+        max_sequences=6,
+        vocab_size=23,
+        max_kv_read=90,
+        encoder_budget=8,
+        encoder_cache=8,
+        adapter_slots=2,
+        tenant_weights=(("b", 2.0),),
+        find_shared_prefixes=True,
+    )
+    run = Run(sizes, depth=depth, faults=Faults(random.Random(5), collect_failure=0.02, row_error=0.005))
+    run.is_ordered = False
+    shapes: tuple[dict[str, int], ...] = ({}, {"n": 3}, {"beam_width": 3, "n": 2}, {"n": 2, "best_of": 3}, {})
+    for index in range(60):
+        if index < 40:
+            ids = [*prompt(rng.choice((0, 4, 8)), index % 5, 23), *prompt(rng.randrange(3, 10), index, 23)]
+            spans = (Span(1, 2 + index % 3, bytes((index,))),) if index % 4 == 3 else ()
+            fields = {"tenant": "ab"[index % 2], "priority": index % 3, "adapter_id": index % 7 % 3, "spans": spans}
+            run.admit(ids, rng.choice((2, 6, 12)), eos_token_ids=(EOS,), **shapes[index % 5], **fields)
+        if index % 9 == 8:
+            run.cancel(f"r{index - 3}")
+        run.step()
+    return run.finish()
+
+
+SCENARIOS = {
+    **{f"{policy} {depth}": (scenario, policy, depth) for policy in ("fcfs", "fifo") for depth in (1, 2, 3)},
+    **{
+        f"rich {policy} {depth}": (rich_scenario, policy, depth)
+        for policy, depth in (("fcfs", 1), ("fair", 2), ("fifo", 3))
+    },
+}
+
+
 def chained(run: Run) -> str:
     """Digest over what every plan asks for; not over parameters' spelling, which may gain fields."""
     state = blake2b(digest_size=8)
     for plan in run.plans:
-        columns = (plan.slots, plan.starts, plan.counts, plan.flags, plan.edits, plan.copies, plan.freed_slots)
-        entered = [(new.slot, new.request_id, list(new.token_ids or ())) for new in plan.new_sequences]
-        state.update(
-            repr(([list(column) for column in columns], entered, plan.finished_ids, plan.preempted_ids)).encode()
-        )
+        columns = [
+            list(getattr(plan, name))
+            for name in (
+                "slots",
+                "starts",
+                "counts",
+                "flags",
+                "edits",
+                "copies",
+                "freed_slots",
+                "id_edits",
+                "swap_outs",
+            )
+        ]
+        entered = [(new.slot, new.request_id, new.choice, list(new.token_ids or ())) for new in plan.new_sequences]
+        jobs = [(job.slot, job.span, job.key) for job in plan.encode_jobs]
+        ids = (plan.finished_ids, plan.preempted_ids, plan.encoder_frees, plan.shared_prefixes)
+        state.update(repr((columns, list(plan.host_loads), entered, jobs, ids)).encode())
     return state.hexdigest()
 
 
 def table() -> dict[str, str]:
-    return {f"{policy} {depth}": chained(scenario(policy, depth)) for policy in ("fcfs", "fifo") for depth in (1, 2, 3)}
+    return {name: chained(make(policy, depth)) for name, (make, policy, depth) in SCENARIOS.items()}
 
 
 def test_the_scenario_is_worth_comparing() -> None:
@@ -66,10 +129,17 @@ def test_the_scenario_is_worth_comparing() -> None:
     assert all(count > 0 for reason, count in statistics.finished.items() if reason != "error")
 
 
+def test_the_rich_scenario_uses_what_it_is_there_for() -> None:
+    run = rich_scenario("fifo", 3)
+    for name in ("copies", "swap_outs", "host_loads", "id_edits", "encode_jobs", "encoder_frees"):
+        assert any(getattr(plan, name) for plan in run.plans), name
+    assert run.scheduler.statistics().num_preemptions > 3 and run.num_failures > 0
+
+
 def test_equal_calls_make_equal_plans() -> None:
-    for policy in ("fcfs", "fifo"):
-        runs = [scenario(policy, 2) for _ in range(2)]
-        assert runs[0].digests == runs[1].digests and table() == table()
+    for make, policy, depth in SCENARIOS.values():
+        runs = [make(policy, depth) for _ in range(2)]
+        assert runs[0].digests == runs[1].digests
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4242"])

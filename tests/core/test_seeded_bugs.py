@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_SEEDS = 400
+MAX_SEEDS = 100  # each bug is found long before; the runs without a bug see the same seeds
 
 
 class Mutant(NamedTuple):
@@ -56,9 +56,9 @@ for seed in range({seeds}):
 """
 
 
-def search(package: Path, limits: dict[str, object]) -> subprocess.CompletedProcess[str]:
+def search(package: Path, limits: dict[str, Any], num_seeds: int = MAX_SEEDS) -> subprocess.CompletedProcess[str]:
     """Drive the package found first on the path until a check notices something: exit code 3."""
-    command = [sys.executable, "-c", SEARCH.format(seeds=MAX_SEEDS), json.dumps(limits)]
+    command = [sys.executable, "-c", SEARCH.format(seeds=num_seeds), json.dumps(limits)]
     environment = {"PYTHONPATH": f"{package}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, cwd=package, env=environment, capture_output=True, text=True, timeout=100, check=False
@@ -86,11 +86,11 @@ def test_R13_a_planted_bug_is_found_by_a_named_check(name: str, package: Path) -
     print(found.stdout.strip())
 
 
-def test_R13_without_a_planted_bug_nothing_is_noticed(package: Path) -> None:
-    different = {json.dumps(mutant.limits): mutant.limits for mutant in MUTANTS.values()}
-    for limits in different.values():
-        found = search(package, limits)
-        assert found.returncode == 0, found.stdout + found.stderr
+@pytest.mark.slow
+@pytest.mark.parametrize("limits", sorted({json.dumps(mutant.limits) for mutant in MUTANTS.values()}))
+def test_R13_without_a_planted_bug_nothing_is_noticed(limits: str, package: Path) -> None:
+    found = search(package, json.loads(limits), 100)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_R13_there_are_enough_bugs() -> None:
