@@ -95,7 +95,7 @@ class Choices:
     def _match(self, sequence: Sequence) -> Match | None:
         """What a choice finds in the cache, if there is room for its next chunk behind that."""
         planner, cache = self.planner, self.planner.state.cache
-        match = cache.match(sequence, sequence.num_known, use_host=not planner.effects.swap_outs)
+        match = cache.match(sequence, sequence.num_known, use_host=cache.may_load)
         end = match.num_tokens + planner.chunk(sequence.num_known - match.num_tokens)
         return match if min(cache.room_after(match, cache.peak_blocks(end))) >= 0 else None
 

@@ -198,7 +198,7 @@ class Intake:
         """Let a request in by what the cache has of it, or say why not."""
         state, planner, root = self.state, self.planner, request.sequences[0]
         match = state.cache.match(root, self._match_cap(request, root))
-        if match.loads and planner.effects.swap_outs:
+        if match.loads and not state.cache.may_load:
             state.cache.host.is_load_wanted = True
             return self._defer(request, WaitReason.HOST_LOAD, len(match.loads), 0)
         count, reason = self._first_chunk(request, match)
@@ -344,7 +344,7 @@ class Intake:
         """Bring a request back from the host: its blocks, one more for each sequence, and the headroom (S09)."""
         state, planner = self.state, self.planner
         needed = self._num_swapped_blocks(request, 1 if has_company else 0)
-        if planner.effects.swap_outs:
+        if not state.cache.may_load:
             state.cache.host.is_load_wanted = True
             return self._defer(request, WaitReason.HOST_LOAD, sum(needed), 0)
         left = [

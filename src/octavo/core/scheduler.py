@@ -140,7 +140,7 @@ class Scheduler:
         for turn in composition.turns():
             planner.grant_running(turn)
             Intake(planner).run()
-            if planner.rows:
+            if planner.rows or planner.num_admitted:  # what came back from the host may have its row in another turn
                 composition.took(turn)
                 break
         return planner.finish()

@@ -303,6 +303,16 @@ class KVCache:
             self._resize(sequence)
             sequence.hot_end = 0  # its tail may be shared
 
+    @property
+    def may_load(self) -> bool:
+        """Whether this plan may still load from the host.
+
+        Not beside swap-outs; nor while the source of a copy is free, for a load into it would come before the copy.
+        """
+        copies = self.effects.copies
+        sources = zip(copies[::3], copies[1::3], strict=True)
+        return not self.effects.swap_outs and all(self.pools[group].references[block] for group, block in sources)
+
     def _allocate(self, group: int, is_load: bool = False) -> int:
         """Take a block; the prefix that it held, if any, moves to the host tier."""
         pool = self.pools[group]
