@@ -1,7 +1,7 @@
-"""What the scheduler costs by itself: plan and commit of a decode step, admission, with many waiting beside.
+"""What a scheduler costs by itself: plan and commit of a step, and admission.
 
-Owns: the set-up (as vLLM's scheduler is measured: prompts of 120, block size 16, 8192 tokens a step) and the medians.
-Does not: run a model; results are made up, one id a row.
+Owns: the medians, the targets, and the least that plain Python could do for so many rows. Does not: set loads up.
+Invariant: several schedulers under one load are stepped in turn, so that they see the same machine.
 """
 
 from __future__ import annotations
@@ -9,27 +9,42 @@ from __future__ import annotations
 import statistics
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
-from octavo.core.limits import Limits
-from octavo.core.plan import ROW_SAMPLE, StepPlan, StepResult
-from octavo.core.request import Request, SamplingParams
-from octavo.core.scheduler import Scheduler
-from octavo.errors import InvariantError
-from octavo.plugins import find_policy
+from octavo.bench.scheduler_loads import SPARE_STEPS, Setting, StepTime
+from octavo.errors import ConfigError
 
 RUNNING = (32, 256, 1024)
-WAITING = (0, 10_000, 100_000)
-NUM_PROMPT = 120
-NUM_OUTPUT = 2000
-BLOCKS_PER_SEQUENCE = 40  # room for 640 positions: no sequence runs out while it is measured
-MAX_FILL_STEPS = 10_000
+WAITING = (0, 100_000)
+TARGET_US = {256: 300.0, 1024: 1000.0}  # plan and commit of a decode step
+ADMIT_TARGET_US = 30.0  # without the keys of the prompt
+WARM_UP = 4
+
+
+class Subject(Protocol):
+    """A scheduler under a load."""
+
+    name: str
+    setting: Setting
+    admit_s: list[float]
+
+    def step(self) -> StepTime:
+        """Plan and commit one step."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Medians in microseconds: a decode step's plan and commit, and one admission."""
+    """Medians in microseconds of a step's plan and commit, and of one admission.
 
+    `bare_us`: a bare loop over as many rows in the same process. `target_us`: of the whole step, where there is one.
+    """
+
+    scheduler: str
+    load: str
+    policy: str
     running: int
     waiting: int
     plan_us: float
@@ -37,64 +52,93 @@ class Cost:
     step_us: float
     step_p99_us: float
     admit_us: float
+    bare_us: float
+    target_us: float | None
 
-    def as_dict(self) -> dict[str, float]:
-        """Plain numbers."""
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the step is within its target; None without one."""
+        return None if self.target_us is None else self.step_us <= self.target_us
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values, for JSON."""
         return asdict(self)
 
 
-def measure_one(running: int, waiting: int, steps: int, policy: str = "fcfs") -> Cost:
-    """Fill a scheduler with `running` decoding sequences and `waiting` queued requests, then time its steps."""
-    limits = Limits(
-        block_size=16,
-        num_blocks=(running * BLOCKS_PER_SEQUENCE + 100,),
-        max_model_len=4096,
-        vocab_size=49152,
-        max_batch_tokens=8192,
-        max_sequences=running,
-        policy=find_policy(policy),
-    )
-    scheduler = Scheduler(limits)
-    admit_s = _admit(scheduler, "r", running)
-    now = 1.0
-    for _ in range(MAX_FILL_STEPS):
-        plan = _step(scheduler, now)[0]
-        now += 0.01
-        if plan.num_query_tokens == running and plan.num_rows == running:
-            break
-    else:
-        raise InvariantError(f"{running} sequences are not all decoding after {MAX_FILL_STEPS} steps")
-    admit_s += _admit(scheduler, "w", waiting)
-    times = [_step(scheduler, now + 0.01 * index)[1:] for index in range(steps + 4)][4:]
-    totals = sorted(plan_s + commit_s for plan_s, commit_s in times)
+def measure(subjects: Sequence[Subject]) -> list[Cost]:
+    """Step all of them in turn, until each has its steps, and sum up; all have the same setting.
+
+    Raises ConfigError when a scheduler makes no steps of the load's kind.
+    """
+    setting = subjects[0].setting
+    taken: list[list[StepTime]] = [[] for _ in subjects]
+    bare, bare_s = BareLoop(setting.num_rows), []
+    for _ in range(setting.steps + SPARE_STEPS):
+        bare_s.append(bare.time())
+        for subject, times in zip(subjects, taken, strict=True):
+            if len(times) < setting.steps + WARM_UP and (one := subject.step()).is_typical:
+                times.append(one)
+    for subject, times in zip(subjects, taken, strict=True):
+        if len(times) < setting.steps + WARM_UP:
+            raise ConfigError(
+                f"{subject.name} under {setting.policy} made {len(times)} steps of load {setting.load.name}, not "
+                f"{setting.steps + WARM_UP}; measure this load under fcfs"
+            )
+    bare_us = _us(statistics.median(bare_s))
+    return [_sum_up(subject, times[WARM_UP:], bare_us) for subject, times in zip(subjects, taken, strict=True)]
+
+
+def _sum_up(subject: Subject, times: list[StepTime], bare_us: float) -> Cost:
+    setting = subject.setting
+    totals = sorted(one.plan_s + one.commit_s for one in times)
     return Cost(
-        running=running,
-        waiting=waiting,
-        plan_us=round(statistics.median(plan_s for plan_s, _ in times) * 1e6, 1),
-        commit_us=round(statistics.median(commit_s for _, commit_s in times) * 1e6, 1),
-        step_us=round(statistics.median(totals) * 1e6, 1),
-        step_p99_us=round(totals[min(len(totals) - 1, len(totals) * 99 // 100)] * 1e6, 1),
-        admit_us=round(statistics.median(admit_s) * 1e6, 1),
+        scheduler=subject.name,
+        load=setting.load.name,
+        policy=setting.policy,
+        running=setting.num_rows,
+        waiting=setting.waiting,
+        plan_us=_us(statistics.median(one.plan_s for one in times)),
+        commit_us=_us(statistics.median(one.commit_s for one in times)),
+        step_us=_us(statistics.median(totals)),
+        step_p99_us=_us(totals[min(len(totals) - 1, len(totals) * 99 // 100)]),
+        admit_us=_us(statistics.median(subject.admit_s)),
+        bare_us=bare_us,
+        target_us=TARGET_US.get(setting.num_rows) if setting.load.name == "decode" else None,
     )
 
 
-def _admit(scheduler: Scheduler, tag: str, count: int) -> list[float]:
-    params = SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.0, ignore_eos=True, seed=0)
-    seconds = []
-    for index in range(count):
-        ids = array("i", ((index * 131 + place) % 40_000 for place in range(NUM_PROMPT)))
-        request = Request(f"{tag}{index}", ids, params)
+class _Counters:
+    __slots__ = ("computed", "known", "scheduled")
+
+    def __init__(self) -> None:
+        self.computed = self.known = self.scheduled = 0
+
+
+class BareLoop:
+    """The least that a plan and a commit are in plain Python: visit each row, fill four columns, count, take one id."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._rows = [_Counters() for _ in range(num_rows)]
+
+    def time(self) -> float:
+        """Go through all rows once; seconds."""
         start = time.perf_counter()
-        scheduler.admit(request, 0.0)
-        seconds.append(time.perf_counter() - start)
-    return seconds
+        slots, starts, counts, flags = [], [], [], []
+        for index, row in enumerate(self._rows):
+            slots.append(index)
+            starts.append(row.scheduled)
+            counts.append(1)
+            flags.append(1)
+            row.scheduled += 1
+        columns = array("i", slots), array("i", starts), array("i", counts), array("i", flags)
+        ids, positions = array("i"), array("i")
+        for row, token in zip(self._rows, columns[2], strict=True):
+            row.computed += 1
+            row.known += 1
+            ids.append(token)
+            positions.append(row.known)
+        return time.perf_counter() - start
 
 
-def _step(scheduler: Scheduler, now: float) -> tuple[StepPlan, float, float]:
-    start = time.perf_counter()
-    plan = scheduler.plan(now)
-    planned = time.perf_counter()
-    result = StepResult(array("i", [7]) * sum(flag & ROW_SAMPLE for flag in plan.flags))
-    made = time.perf_counter()
-    scheduler.commit(plan, result, now)
-    return plan, planned - start, time.perf_counter() - made
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
