@@ -8,6 +8,7 @@ from array import array
 from types import ModuleType
 
 import pytest
+from tests.bench import fake_vllm
 
 from octavo import cli
 from octavo.bench import vllm_scheduler
@@ -208,6 +209,22 @@ def test_a_vllm_of_another_build_is_told_and_ours_is_measured_all_the_same(capsy
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [cost["scheduler"] for cost in report["costs"]] == ["octavo", "octavo"]
     assert "could not be built (ModuleNotFoundError" in report["peer"]
+
+
+def test_the_peer_is_stepped_in_turn_and_filled_as_ours_is(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(vllm_scheduler, "is_installed", lambda: True)
+    for name, module in fake_vllm.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    trial = vllm_scheduler.VllmTrial(setting("decode", 100, 7))
+    assert (len(trial._scheduler.running), len(trial._scheduler.waiting)) == (100, 7)
+    assert trial.step().is_typical and len(trial.admit_s) == 107
+    words = ["--load", "decode", "edges", "--running", "2", "--waiting", "0", "1", "--steps", "3"]
+    assert cli.main(["bench", "scheduler", *words]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    pairs = [("octavo", "decode"), ("vllm", "decode")] * 2 + [("octavo", "edges")] * 2
+    assert [(cost["scheduler"], cost["load"]) for cost in report["costs"]] == pairs
+    assert "measured in turn" in report["peer"] and "measured in turn" in out
 
 
 def test_only_the_decode_load_has_a_peer() -> None:

@@ -58,9 +58,11 @@ class VllmTrial:
         self.setting = setting
         self.admit_s: list[float] = []
         try:
-            self._scheduler = self._build()
+            with tempfile.TemporaryDirectory() as folder:
+                (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
+                self._scheduler = self._build(folder)
             self._fill()
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
+        except (ImportError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
             raise ConfigError(f"vLLM's scheduler could not be built ({type(error).__name__}: {error})") from error
 
     def step(self) -> StepTime:
@@ -84,13 +86,9 @@ class VllmTrial:
         is_typical = output.total_num_scheduled_tokens == num_rows == len(names)
         return StepTime(planned - start, ended - made, is_typical)
 
-    def _build(self) -> Any:
+    def _build(self, folder: str) -> Any:
         config, interface = _vllm("config"), _vllm("v1.kv_cache_interface")
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
-            model = config.ModelConfig(
-                model=folder, dtype="bfloat16", seed=0, skip_tokenizer_init=True, max_model_len=4096
-            )
+        model = config.ModelConfig(model=folder, dtype="bfloat16", seed=0, skip_tokenizer_init=True, max_model_len=4096)
         scheduling = config.SchedulerConfig(
             max_num_seqs=self.setting.num_rows,
             max_num_batched_tokens=BATCH_TOKENS,
