@@ -126,15 +126,20 @@ def test_bug_19_a_host_tier_filled_by_one_swap_makes_the_next_victim_recompute()
 def test_S17_a_token_in_flight_when_its_request_is_swapped_is_kept_and_not_computed_again(depth: int) -> None:
     run = Run(limits(num_blocks=8, host_blocks=(16,), preemption="swap"), depth=depth)
     run.admit(prompt(8, 1), 17)
-    record = run.admit(prompt(9, 2), 9)
+    record = run.admit(prompt(9, 2), 12)
     num_delivered = 0
     while not record.of_kind(EventKind.SWAPPED):
         num_delivered = len(record.token_ids)
         run.step()
     (swapped,) = record.of_kind(EventKind.SWAPPED)
     assert 9 + num_delivered < swapped.num_tokens + 1  # some are still to come
+    run.finish_all()
+    assert run.num_scheduled == 8 + 17 - 1 + 9 + 12 - 1
+    # All 20 positions are known to be computed, those too that were in flight: five blocks are found again.
+    again = run.admit([*prompt(9, 2), *record.token_ids], 1)
+    run.step()
+    assert again.of_kind(EventKind.ADMITTED)[0].cached_tokens == 20
     run.finish()
-    assert run.num_scheduled == 8 + 17 - 1 + 9 + 9 - 1
 
 
 # -- the way back
