@@ -180,15 +180,43 @@ def test_K07_a_hit_is_a_hit_in_every_group(sizes: tuple[int, int]) -> None:
     run.finish()
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("window", [1, 4, 5, 6, 8, 9, 13])
 @pytest.mark.parametrize("length", [8, 9, 12, 20])
-def test_K07_hits_at_the_corners_of_blocks_and_windows_give_the_right_text(window: int, length: int) -> None:
-    run = Run(limits(groups=of_windows(0, window), num_blocks=(16, 16), max_batch_tokens=5))
-    for extra in range(3):
-        run.admit([*prompt(length, 1), *prompt(extra, 2)], 6)
+def test_K07_hits_at_the_corners_of_blocks_and_windows_give_the_right_text(
+    length: int, window: int, block_size: int
+) -> None:
+    num_blocks = (64 // block_size, 64 // block_size)
+    run = Run(limits(groups=of_windows(0, window), block_size=block_size, num_blocks=num_blocks, max_batch_tokens=5))
+    said = 0
+    for extra in range(3):  # behind the prompt each goes another way
+        first = run.admit([*prompt(length, 1), *[(said + extra) % 97] * extra], 6)
         run.finish_all()
-        assert cached(run, f"r{extra}") == (length // 4 * 4 if extra else 0)
+        said = said or first.token_ids[0]
+        assert cached(run, f"r{extra}") == (length // block_size * block_size if extra else 0)
     run.finish()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("windows", [(5,), (0, 3), (4, 0, 9)])
+def test_K07_choices_and_beams_in_windows_survive_preemption(
+    windows: tuple[int, ...], preemption: str, depth: int
+) -> None:
+    num_blocks = (15 if 0 in windows else 9,) * len(windows)
+    num_preempted = 0
+    for seed in range(3):
+        run = Run(
+            limits(groups=of_windows(*windows), num_blocks=num_blocks, host_blocks=num_blocks, preemption=preemption,
+                   max_batch_tokens=9),
+            depth=depth,
+        )  # fmt: skip
+        for turn in range(5):
+            several = ({}, {"n": 2}, {"beam_width": 2, "n": 2})[(turn + seed) % 3]
+            run.admit(prompt(6 + turn, seed + turn), 10, **several)
+        run.finish()  # the texts are the oracle's
+        num_preempted += run.scheduler.statistics().num_preemptions
+    assert num_preempted >= 1
 
 
 # -- K08

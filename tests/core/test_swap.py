@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 from tests.core.harness import Run, limits, prompt
 from tests.core.records import Record
+from tests.core.test_groups import of_windows
 from tests.fake_model import quads, triples
 
 from octavo.core.plan import ROW_SAMPLE, EventKind, StepPlan, WaitReason
@@ -119,6 +120,20 @@ def test_bug_19_a_host_tier_filled_by_one_swap_makes_the_next_victim_recompute()
     second, third = run.admit(prompt(8, 2), 24), run.admit(prompt(8, 3), 24)
     run.until(lambda: bool(second.of_kind(EventKind.PREEMPTED)))
     assert len(third.of_kind(EventKind.SWAPPED)) == 1 and not second.of_kind(EventKind.SWAPPED)
+    run.finish()
+
+
+def test_S09_what_left_a_window_does_not_go_to_the_host() -> None:
+    run, record = squeezed(
+        "swap", groups=of_windows(0, 5), num_blocks=(8, 12), host_blocks=(8, 8), prefix_caching=False
+    )
+    (swapped,) = record.of_kind(EventKind.SWAPPED)
+    assert swapped.num_tokens == 16  # the next one, at position 16, reads 12 to 16
+    out = [group for group, _, _ in triples(swapping_plan(run).swap_outs)]
+    assert (out.count(0), out.count(1)) == (4, 1)
+    run.until(lambda: bool(record.of_kind(EventKind.RESUMED)))
+    back = [group for group, _, _ in triples(run.plans[-1].host_loads)]
+    assert sorted(back) == sorted(out)
     run.finish()
 
 
