@@ -166,7 +166,8 @@ class PlanChecks:
             return
         latest: dict[str, Rank] = {}
         for event in plan.events:
-            if _is_admission(event.kind) and event.request_id in self.places:
+            goes_first = self.num_passed.get(event.request_id, 0) >= self.sizes.max_bypass  # that passes nobody unduly
+            if _is_admission(event.kind) and event.request_id in self.places and not goes_first:
                 lane, rank = self.places[event.request_id]
                 latest[lane] = max(latest.get(lane, rank), rank)
         for name, (lane, rank) in self.places.items() if latest else ():

@@ -60,7 +60,7 @@ class Choices:
             self.keep_room(sequence)
             return False
         match = self._match(sequence)
-        if match is not None and self._is_one_too_many(sequence, match):
+        if match is not None and (self._is_one_too_many(sequence, match) or self._is_promised(request, match)):
             self.keep_room(sequence)
             return False
         while match is None:
@@ -83,6 +83,13 @@ class Choices:
             return False
         running = (one for request in planner.state.running.requests for one in request.sequences)
         return sum(one.is_entered and one.num_scheduled < one.num_committed for one in running) >= cap
+
+    def _is_promised(self, request: RequestState, match: Match) -> bool:
+        """Whether another row of this very plan is to write what was found: that row may still be taken back."""
+        promised = {
+            (entry.group, entry.block) for entry in self.planner.published if entry.owner.request is not request
+        }
+        return any((group, block) in promised for group, blocks in enumerate(match.blocks) for block in blocks)
 
     def keep_room(self, sequence: Sequence) -> None:
         """Keep blocks for a choice that is still to come from those who might be let in: at least its own tail."""

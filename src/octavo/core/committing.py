@@ -8,6 +8,7 @@ was put back with its results void changes nothing; a failed step leaves no bloc
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 from octavo.core import recovery, searching
 from octavo.core.kv.cache import Publication
@@ -25,6 +26,8 @@ from octavo.core.plan import (
 from octavo.core.request import FinishReason, RequestState, Sequence, Status
 from octavo.core.state import Flight, State
 from octavo.errors import InvariantError
+
+_CARRIED = ROW_SAMPLE | ROW_CARRY
 
 
 class Committer:
@@ -53,8 +56,10 @@ class Committer:
         recovery.release(state, flight)
         if result.scores or result.pooled:
             self._take_outputs(result, bad)
-        if result.num_token_ids is None and not bad and self._is_plain(plan):
-            self._commit_plain(result)
+        if result.logprobs is not None:
+            self.logprobs = []
+        if result.num_token_ids is None and not bad:
+            self._commit_regular(result)
         else:
             self._commit_rows(result, bad)
         self._adopt_twins(flight.published)
@@ -83,25 +88,48 @@ class Committer:
                 fork += 1
         return bad
 
-    def _is_plain(self, plan: StepPlan) -> bool:
-        """Every row samples: results and rows go in step."""
+    def _commit_regular(self, result: StepResult) -> None:
+        """Take a step in which every sampling row gave one token: plain rows together, others each by itself."""
+        plan, rows, logprobs = self.flight.plan, self.flight.rows, result.logprobs
         flags = plan.flags
-        return flags.count(ROW_SAMPLE) + flags.count(ROW_SAMPLE | ROW_CARRY) == len(flags)
+        if flags.count(ROW_SAMPLE) + flags.count(_CARRIED) == len(flags):  # rows and results go in step
+            self._commit_plain(rows, plan.counts, self._sampled(result, len(rows)), logprobs)
+            return
+        plain, picks, odd, at = [], [], [], 0
+        for index, flag in enumerate(flags):
+            if flag in (ROW_SAMPLE, _CARRIED):
+                plain.append(index)
+                picks.append(at)
+            else:
+                odd.append((index, at))
+            at += flag & ROW_SAMPLE
+        ids = self._sampled(result, at)
+        self._commit_plain(
+            [rows[index] for index in plain],
+            [plan.counts[index] for index in plain],
+            [ids[pick] for pick in picks],
+            None if logprobs is None else [logprobs[pick] for pick in picks],
+        )
+        for index, at in odd:
+            end = at + (flags[index] & ROW_SAMPLE)
+            self._commit_row(index, rows[index], ids[at:end], None if logprobs is None else logprobs[at:end], None)
 
-    def _commit_plain(self, result: StepResult) -> None:
+    def _commit_plain(
+        self,
+        rows: list[Sequence],
+        counts: Iterable[int],
+        ids: Iterable[int],
+        logprobs: list[TokenLogprobs | None] | None,
+    ) -> None:
         """Take one sampled token per row: the hot path, with the common case entered right here.
 
         Rows that close a block, may stop, or are no longer wanted take the general way.
         """
-        plan, rows, events = self.flight.plan, self.flight.rows, self.events
-        ids = self._sampled(result, len(rows))
-        logprobs = result.logprobs
-        if logprobs is not None:
-            self.logprobs = []
+        events = self.events
         add_name, add_choice = events.request_ids.append, events.choices.append
         add_position, add_id = events.positions.append, events.token_ids.append
         running, size = Status.RUNNING, self.state.cache.block_size
-        for index, (sequence, count, token) in enumerate(zip(rows, plan.counts, ids, strict=True)):
+        for index, (sequence, count, token) in enumerate(zip(rows, counts, ids, strict=True)):
             sequence.in_flight -= 1
             request = sequence.request
             if request.status is not running or sequence.stale:
@@ -144,8 +172,6 @@ class Committer:
         if lengths is not None and len(lengths) != num_sampling:
             raise InvariantError(f"step {plan.step}: {len(lengths)} result lengths for {num_sampling} sampling rows")
         ids = self._sampled(result, num_sampling if lengths is None else sum(lengths))
-        if result.logprobs is not None:
-            self.logprobs = []
         at = sampling = 0
         for index, sequence in enumerate(rows):
             count = 0
@@ -229,7 +255,7 @@ class Committer:
     def _adopt_twins(self, made: list[Publication]) -> None:
         """A full block equal to a cached one gives way to it; the edit goes with the next plan (K04)."""
         for entry in made:
-            if not (entry.is_duplicate and isinstance(entry.owner, Sequence) and entry.owner.slot >= 0):
+            if not entry.is_duplicate or entry.owner.slot < 0:
                 continue
             twin = self.state.cache.twin_of(entry)
             if twin is not None:
@@ -307,8 +333,7 @@ class Committer:
         counts: dict[str, int] = {}
         for name in self.events.request_ids:
             counts[name] = counts.get(name, 0) + 1
-        for name, count in counts.items():
-            self.state.judge.tell("served", requests[name], count)
+        self.state.judge.tell_served((requests[name], count) for name, count in counts.items())
 
     def fail(self) -> Events:
         """Undo this plan and every later one."""

@@ -9,10 +9,14 @@ empty; nobody is admitted past the barrier.
 
 from __future__ import annotations
 
-from octavo.core.kv.cache import NO_BLOCK, Match
+from dataclasses import replace
+
+from octavo.core import room
+from octavo.core.kv.cache import Match
+from octavo.core.kv.swapping import swap_in
 from octavo.core.plan import EventKind, WaitReason
 from octavo.core.planning import Planner
-from octavo.core.request import RequestState, Sequence, Status
+from octavo.core.request import Lack, RequestState, Sequence, Status
 
 MAX_CANDIDATES = 64  # how far admission looks past a request that does not fit (S23)
 
@@ -57,10 +61,20 @@ class Intake:
             self._pass(named)
         elif planner.turn.is_decoding:
             planner.count_waits(WaitReason.COMPOSITION, num_waiting)
+        elif not self._pass_overdue():
+            return
         elif self.state.judge.lookahead > 1 and planner.tokens.left and self.state.sequence_budget.left:
             self._run_preferred()
         else:
             self._run_queue()
+
+    def _pass_overdue(self) -> bool:
+        """Requests that were passed over too often go first; until the first of them is in, nobody else is."""
+        state, bound = self.state, self.state.limits.max_bypass
+        if not state.overdue:
+            return True
+        state.overdue = [r for r in state.overdue if r.status == Status.WAITING and r.num_bypassed >= bound]
+        return all(r.in_flight or self._consider(r) for r in sorted(state.overdue, key=lambda r: r.rank))
 
     def _run_queue(self) -> None:
         waiting = self.state.waiting
@@ -81,12 +95,16 @@ class Intake:
             candidates.append(waiting.pop())
         for request in candidates:
             waiting.add(request)
-        bound = self.state.limits.max_bypass
         ranked = []
         for request in candidates:
-            root = request.sequences[0]
-            cached = 0 if request.is_swapped else cache.match(root, self._match_cap(request, root)).num_tokens
-            ranked.append(((request.num_bypassed < bound, judge.preference(request, cached)), request))
+            seen = request.seen
+            if request.is_swapped:
+                cached = 0
+            elif seen is None or cache.may_find_more(seen[1], seen[2]):
+                cached = self._look(request).num_tokens
+            else:
+                cached = seen[0]
+            ranked.append((judge.preference(request, cached), request))
         ranked.sort(key=lambda entry: entry[0])
         self._pass([request for _, request in ranked])
 
@@ -109,8 +127,8 @@ class Intake:
             self._count_bypasses()
             return True
         if request.num_bypassed >= self.state.limits.max_bypass and reason != WaitReason.UNCOMMITTED:
-            if reason not in _NO_LACK:
-                self._clear_way(request, WaitReason.BARRIER)  # nobody later passes
+            if reason in _ROOM:
+                self._clear_way(request, WaitReason.BARRIER)
             behind = len(self.state.waiting) - sum(self.planner.waits.values())
             self.planner.count_waits(WaitReason.BARRIER, max(0, behind))
             return False
@@ -126,6 +144,8 @@ class Intake:
         for request, reason in self.skipped:
             if reason not in _NO_LACK:
                 request.num_bypassed += 1
+                if request.num_bypassed == self.state.limits.max_bypass:
+                    self.state.overdue.append(request)
                 self.state.totals.num_bypasses += 1
         self.skipped = []
 
@@ -140,27 +160,12 @@ class Intake:
         own = judge.victim_rank(request)
         ranked = sorted(((judge.victim_rank(other), other) for other in running), key=lambda entry: entry[0])
         victims = [other for rank, other in ranked if rank > own]
-        if not victims or not self._fits(request, victims):
+        if not victims or not room.fits_without(self.state, request, victims):
             return False
         self.planner.has_cleared = True
-        while victims and not self._fits(request, []):
+        while victims and not room.fits_without(self.state, request, []):
             self.planner.preempt(victims.pop(), request, reason)
         return True
-
-    def _fits(self, request: RequestState, victims: list[RequestState]) -> bool:
-        """Whether a waiting request's blocks and slots would be free without these running ones."""
-        slots = self.state.sequence_budget.left + sum(victim.num_slots for victim in victims)
-        freed = [0] * self.state.cache.num_groups
-        for group, pool in enumerate(self.state.cache.pools):
-            held: dict[int, int] = {}
-            for victim in victims:
-                for sequence in victim.sequences:
-                    for block in sequence.tables[group]:
-                        held[block] = held.get(block, 0) + 1
-            held.pop(NO_BLOCK, None)
-            freed[group] = pool.num_free + sum(1 for block, count in held.items() if pool.references[block] == count)
-        blocks = self._num_blocks(request)
-        return slots >= request.num_slots and all(have >= need for have, need in zip(freed, blocks, strict=True))
 
     # --- one request ----------------------------------------------------------------------------------
 
@@ -170,10 +175,11 @@ class Intake:
         if reason is not None:
             return reason
         has_company = bool(self.planner.rows or self.state.running.requests)
-        if has_company and request.deferred_version == self.state.cache.version:
-            reason = WaitReason(request.wait_reason)
+        if has_company and request.lack is not None and self._still_lacks(request, request.lack):
+            reason = WaitReason(request.lack.reason)
             self.planner.count_waits(reason, 1)
             return reason
+        request.lack = None
         if request.is_swapped:
             return self._try_swap_in(request, has_company)
         return self._try_start(request, has_company)
@@ -196,8 +202,8 @@ class Intake:
 
     def _try_start(self, request: RequestState, has_company: bool) -> WaitReason | None:
         """Let a request in by what the cache has of it, or say why not."""
-        state, planner, root = self.state, self.planner, request.sequences[0]
-        match = state.cache.match(root, self._match_cap(request, root))
+        state = self.state
+        match = self._look(request)
         if match.loads and not state.cache.may_load:
             state.cache.host.is_load_wanted = True
             return self._defer(request, WaitReason.HOST_LOAD, len(match.loads), 0)
@@ -226,6 +232,30 @@ class Intake:
         reason = WaitReason.PARTIAL_PREFILL_CAP if granted and not is_whole else WaitReason.ENCODER_BUDGET
         return 0, self._defer(request, reason, 1, 0)
 
+    def _look(self, request: RequestState) -> Match:
+        """What the cache has of a request."""
+        cache, root = self.state.cache, request.sequences[0]
+        match = cache.match(root, self._match_cap(request, root))
+        request.seen = (match.num_tokens, match.missing, cache.num_published)
+        return match
+
+    def _still_lacks(self, request: RequestState, lack: Lack) -> bool:
+        """Whether too little can have changed since a request lacked room, so that nothing is to be looked up."""
+        if request.num_bypassed >= self.state.limits.max_bypass:
+            return False
+        cache = self.state.cache
+        gained = cache.pools[lack.group].num_freed - lack.freed + lack.kept - self._kept(request, lack)
+        if gained >= lack.deficit:
+            return False
+        return request.seen is None or not cache.may_find_more(request.seen[1], request.seen[2])
+
+    def _kept(self, request: RequestState, lack: Lack) -> int:
+        """Blocks that must stay free beside a newcomer in the group that it lacked."""
+        kept = self.planner.outstanding[lack.group]
+        if lack.reason == WaitReason.HEADROOM:
+            kept += self.state.headroom.floors[lack.group] + room.growth(self.state, request)
+        return kept
+
     def _match_cap(self, request: RequestState, sequence: Sequence) -> int:
         """Longest usable match: a score needs the logits in front of the first position it still owes."""
         if request.scores and request.num_scored < sequence.num_prompt:
@@ -249,59 +279,39 @@ class Intake:
     def _room_for(self, request: RequestState, match: Match) -> tuple[list[int], list[int]]:
         """(blocks needed, blocks left free) per group if the request came in with this match."""
         cache = self.state.cache
-        peaks = self._num_blocks(request)
-        room = cache.room_after(match, peaks)
+        peaks = room.num_blocks(self.state.cache, request)
+        free = cache.room_after(match, peaks)
         needed = [peak - held for peak, held in zip(peaks, match.num_held, strict=True)]
-        return needed, [left - kept for left, kept in zip(room, self.planner.outstanding, strict=True)]
-
-    def _num_blocks(self, request: RequestState) -> list[int]:
-        """Blocks per group for all known tokens of all sequences, what they share counted once."""
-        cache = self.state.cache
-        if request.is_swapped:
-            return self._num_swapped_blocks(request, 1)
-        root = request.sequences[0]
-        total = cache.peak_blocks(root.num_known)
-        shared = (root.num_prompt - 1) // cache.block_size if cache.sharing else 0
-        for sequence in request.sequences[1:]:
-            for group, peak in enumerate(cache.peak_blocks(sequence.num_known)):
-                total[group] += max(1, peak - shared)
-        return total
-
-    def _num_swapped_blocks(self, request: RequestState, growth: int) -> list[int]:
-        """Blocks per group to bring a request back: what it has on the host, and what its next rows write.
-
-        That is at least `growth` for each sequence.
-        """
-        cache = self.state.cache
-        total = cache.host.num_swapped_blocks(request.sequences)
-        for sequence in request.sequences:
-            wanted = cache.num_blocks_for(sequence.num_known)
-            for group, peak in enumerate(cache.peak_blocks(sequence.num_known)):
-                kept = sequence.host_tables[group]
-                live = sum(1 for block in kept if block != NO_BLOCK)
-                total[group] += max(growth, min(wanted - len(kept), peak - live))
-        return total
+        return needed, [left - kept for left, kept in zip(free, self.planner.outstanding, strict=True)]
 
     def _lacks_room(
-        self, request: RequestState, room: tuple[list[int], list[int]], has_company: bool
+        self, request: RequestState, blocks: tuple[list[int], list[int]], has_company: bool
     ) -> WaitReason | None:
         """Check blocks and headroom; None when the request fits."""
-        needed, left = room
+        needed, left = blocks
         group = left.index(min(left))
         if left[group] < 0:
-            available = max(0, left[group] + needed[group])
             reason = WaitReason.SWAP_SPACE if request.is_swapped else WaitReason.KV_BLOCKS
-            return self._defer(request, reason, needed[group], available, has_company)
+            return self._defer_for_room(request, reason, (group, -left[group], needed[group]), has_company)
         if not has_company or request.num_bypassed >= self.state.limits.max_bypass:
             return None
-        # A request that was preempted comes back only when those running can grow by a block each (by two
-        # after the second time), or it would be preempted again at once.
-        growth = min(request.num_preemptions, 2) * self.state.sequence_budget.used
+        growth = room.growth(self.state, request)
         for group, floor in enumerate(self.state.headroom.floors):
-            if left[group] < floor + growth:
+            short = floor + growth - left[group]
+            if short > 0:
                 wanted = needed[group] + floor + growth
-                return self._defer(request, WaitReason.HEADROOM, wanted, left[group] + needed[group], has_company)
+                return self._defer_for_room(request, WaitReason.HEADROOM, (group, short, wanted), has_company)
         return None
+
+    def _defer_for_room(
+        self, request: RequestState, reason: WaitReason, short: tuple[int, int, int], has_company: bool
+    ) -> WaitReason:
+        """Defer a request that is `short` of blocks: (group, how many, how many it needs in all)."""
+        group, deficit, needed = short
+        if has_company:
+            lack = Lack(reason, group, deficit, self.state.cache.pools[group].num_freed, 0)
+            request.lack = replace(lack, kept=self._kept(request, lack))
+        return self._defer(request, reason, needed, max(0, needed - deficit))
 
     def _admit(self, request: RequestState, match: Match, count: int) -> None:
         state, planner, root = self.state, self.planner, request.sequences[0]
@@ -331,7 +341,8 @@ class Intake:
         state.enter_running(request)
         self.planner.num_admitted += 1
         request.num_bypassed = 0
-        request.wait_reason = request.deferred_version = -1
+        request.wait_reason = -1
+        request.lack = request.seen = None
         if not is_resumed:
             request.first_scheduled_at = self.planner.now
             state.totals.num_admitted += 1
@@ -343,7 +354,7 @@ class Intake:
     def _try_swap_in(self, request: RequestState, has_company: bool) -> WaitReason | None:
         """Bring a request back from the host: its blocks, one more for each sequence, and the headroom (S09)."""
         state, planner = self.state, self.planner
-        needed = self._num_swapped_blocks(request, 1 if has_company else 0)
+        needed = room.num_swapped_blocks(state.cache, request, 1 if has_company else 0)
         if not state.cache.may_load:
             state.cache.host.is_load_wanted = True
             return self._defer(request, WaitReason.HOST_LOAD, sum(needed), 0)
@@ -361,7 +372,7 @@ class Intake:
         self._enter(request)
         sequences = [sequence for sequence in request.sequences if sequence.host_tables]
         num_tokens = sum(sequence.num_scheduled for sequence in sequences)
-        state.cache.swap_in(sequences)
+        swap_in(state.cache, sequences)
         request.is_swapped = False
         state.num_swapped -= 1
         state.totals.num_swapped_in_tokens += num_tokens
@@ -373,11 +384,8 @@ class Intake:
         planner.grant_sequences(request, sequences)
         return None
 
-    def _defer(
-        self, request: RequestState, reason: WaitReason, needed: int, available: int, remember: bool = False
-    ) -> WaitReason:
+    def _defer(self, request: RequestState, reason: WaitReason, needed: int, available: int) -> WaitReason:
         self.planner.count_waits(reason, 1)
-        request.deferred_version = self.state.cache.version if remember else -1
         if request.wait_reason != reason:
             request.wait_reason = reason
             self.planner.event(EventKind.DEFERRED, request, reason=reason, needed=needed, available=available)

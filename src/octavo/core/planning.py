@@ -223,12 +223,17 @@ class Planner:
         """What the row of positions [start, end) gives and takes; the token it samples becomes pending."""
         request = sequence.request
         flag = ROW_CARRY if start >= sequence.num_committed else 0
-        if request.scores and start < sequence.num_prompt - 1 and end >= request.num_scored:
+        if (
+            request.scores
+            and request.num_scored < sequence.num_prompt
+            and start < sequence.num_prompt - 1
+            and end >= request.num_scored
+        ):
             flag |= ROW_SCORE
         if end == sequence.num_known:
             if not request.is_decoding and is_caught_up(request, sequence, self.state.cache.sharing):
                 self.state.start_decoding(request)
-            if request.pools and end == sequence.num_prompt:  # the prompt's, once
+            if request.pools and end == sequence.num_prompt and sequence is request.sequences[0]:  # the prompt's, once
                 flag |= ROW_POOL
             if request.samples:
                 flag |= ROW_SAMPLE if request.beams is None else ROW_SAMPLE | ROW_BEAM

@@ -177,19 +177,33 @@ class Sequence:
         return child
 
 
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Why a request was not let in for want of room, in numbers: `deficit` blocks in `group`.
+
+    `freed` is the pool's count of freed blocks then, `kept` the blocks that had to stay free beside it.
+    """
+
+    reason: int
+    group: int
+    deficit: int
+    freed: int
+    kept: int
+
+
 class RequestState:
     """Where one request stands. `rank` = (the policy's key, order of arrival), unique among live requests.
 
     `sequences` are those that have not ended, oldest choice first. `num_scored` is the first prompt position whose
-    log-probability is still owed. `deferred_version` is the pool's version when the request last lacked blocks:
-    unless it moved, there is nothing to look at again. `num_bypassed` counts the steps since its last admission in
-    which somebody later was let in past it.
+    log-probability is still owed. `seen` is the last match: tokens, the key that ended it, blocks published then;
+    `lack` is what it lacked: until that can have changed, there is nothing to look at again. `num_bypassed` counts
+    the steps since its last admission in which somebody later was let in past it.
     """
 
     __slots__ = (
-        "ahead_ok", "beams", "cached_tokens", "deferred_version", "first_scheduled_at", "has_several", "is_decoding",
-        "is_swapped", "lane", "max_tokens", "name", "num_bypassed", "num_ended_outputs", "num_preemptions",
-        "num_scored", "order", "pools", "rank", "request", "samples", "scores", "sequences", "spare_slots", "status",
+        "ahead_ok", "beams", "cached_tokens", "first_scheduled_at", "has_several", "is_decoding", "is_swapped",
+        "lack", "lane", "max_tokens", "name", "num_bypassed", "num_ended_outputs", "num_preemptions", "num_scored",
+        "order", "pools", "rank", "request", "samples", "scores", "seen", "sequences", "spare_slots", "status",
         "stop_ids", "ticket", "wait_reason",
     )  # fmt: skip
 
@@ -221,7 +235,8 @@ class RequestState:
         self.num_ended_outputs = 0  # of choices that ended
         self.first_scheduled_at: float | None = None
         self.wait_reason = -1
-        self.deferred_version = -1
+        self.seen: tuple[int, bytes | None, int] | None = None
+        self.lack: Lack | None = None
 
     @property
     def in_flight(self) -> int:

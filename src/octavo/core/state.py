@@ -18,6 +18,7 @@ from octavo.core.composition import Composition
 from octavo.core.encoder_cache import EncoderCache
 from octavo.core.gates import AdapterGate, Gate, SequenceGate
 from octavo.core.kv.cache import KVCache, Publication
+from octavo.core.kv.swapping import swap_out
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
 from octavo.core.policy import Judge, create_policy
@@ -68,7 +69,7 @@ class State:
     __slots__ = (
         "adapters", "announced", "cache", "composition", "deadlines", "encoder", "ended", "events", "finished_ids",
         "flight", "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining", "is_paused", "judge",
-        "limits", "next_order", "num_swapped", "partial_budget", "policy", "preempted_ids", "read_budget",
+        "limits", "next_order", "num_swapped", "overdue", "partial_budget", "policy", "preempted_ids", "read_budget",
         "requests", "running", "sequence_budget", "slot_owner", "step", "swapped_now", "table_edits", "token_budget",
         "totals", "waiting",
     )  # fmt: skip
@@ -93,6 +94,7 @@ class State:
         self.gates: tuple[Gate, ...] = (SequenceGate(self.sequence_budget), AdapterGate(self.adapters))
         self.composition = Composition(limits)
         self.flight: deque[Flight] = deque()
+        self.overdue: list[RequestState] = []  # passed over too often: nobody is let in before them (S10)
         self.free_slots = list(range(limits.max_sequences - 1, -1, -1))
         self.slot_owner: list[Sequence | None] = [None] * limits.max_sequences
         self.freed_slots: array[int] = array("i")  # these four are told to the executor with the next plan:
@@ -247,14 +249,14 @@ class State:
         With `may_swap`, and where the configuration and the host tier allow it, its KV moves to the host.
         """
         num_tokens = sum(sequence.num_scheduled for sequence in request.sequences)
-        is_swapped = may_swap and self._swaps(request) and self.cache.swap_out(request.sequences)
+        is_swapped = may_swap and self._swaps(request) and swap_out(self.cache, request.sequences)
         self._leave_running(request)
         request.status = Status.WAITING
         request.is_decoding = False
         request.is_swapped = is_swapped
         request.num_preemptions += 1
         request.num_bypassed = 0
-        request.deferred_version = -1
+        request.lack = request.seen = None
         request.wait_reason = -1
         for sequence in request.sequences:
             sequence.candidates = None

@@ -42,11 +42,6 @@ class KVCache:
         self.queried_tokens = 0
         self.hit_tokens = 0
 
-    @property
-    def version(self) -> int:
-        """Moves whenever a waiting request might find more room or a longer match."""
-        return sum(pool.version for pool in self.pools)
-
     def begin_plan(self, step: int) -> Effects:
         """Start a plan: what happens to blocks from now on belongs to it."""
         self.effects = Effects(step)
@@ -117,7 +112,20 @@ class KVCache:
             if match is not None:
                 return match
             length, with_host = finder.length(length - 1, self.host_load_min_tokens)
-        return finder.collect(length, length * size, with_host) if length else empty_match(self.num_groups)
+        match = finder.collect(length, length * size, with_host) if length else empty_match(self.num_groups)
+        match.missing = sequence.keys[length] if length < min(max_blocks, len(sequence.keys)) else None
+        return match
+
+    @property
+    def num_published(self) -> int:
+        """Blocks made findable since the start."""
+        return sum(pool.num_published for pool in self.pools)
+
+    def may_find_more(self, missing: bytes | None, num_published: int) -> bool:
+        """Whether a match that ended for a missing key, when so many blocks had been published, may be longer now."""
+        if self.has_windows:
+            return self.num_published != num_published
+        return missing is not None and any(missing in pool.block_of for pool in (*self.pools, *self.host.pools))
 
     def _match_whole(self, finder: Finder, known: int, length: int) -> Match | None:
         """Every known token is cached: copy the last block, compute the last token alone. None if that can't be."""
@@ -162,10 +170,10 @@ class KVCache:
         self.announce(sequence)
         if match.sources:
             self._copy_last(sequence, match.sources)
-        self._find_live(sequence)
+        self.find_live(sequence)
         sequence.num_published = match.num_tokens // self.block_size
         sequence.num_scheduled = sequence.num_computed = match.num_tokens
-        self._resize(sequence)
+        self.resize(sequence)
         return made
 
     def _load(self, sequence: Sequence, match: Match) -> list[Publication]:
@@ -174,7 +182,7 @@ class KVCache:
         for group, _, host_block in match.loads:
             self.host.pin(self.effects, group, host_block)
         for group, index, host_block in match.loads:
-            block = self._allocate(group, is_load=True)
+            block = self.allocate(group, is_load=True)
             self.effects.host_loads.extend((group, host_block, block))
             sequence.tables[group][index] = block
             if self.pools[group].publish(block, sequence.keys[index], self._ids_of(sequence, index), self.effects.step):
@@ -182,7 +190,8 @@ class KVCache:
         return made
 
     @staticmethod
-    def _find_live(sequence: Sequence) -> None:
+    def find_live(sequence: Sequence) -> None:
+        """Note where the tables of a sequence begin to have blocks."""
         for group, table in enumerate(sequence.tables):
             while sequence.first_live[group] < len(table) and table[sequence.first_live[group]] == NO_BLOCK:
                 sequence.first_live[group] += 1
@@ -191,7 +200,7 @@ class KVCache:
         for group, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
             # Held while the copy is allocated, so that a block is never copied onto itself.
             pool.share(source)
-            block = self._allocate(group)
+            block = self.allocate(group)
             pool.release(source)
             table = sequence.tables[group]
             self.effects.copy(sequence.slot, group, source, block)
@@ -223,14 +232,14 @@ class KVCache:
             index = start // size
             if index < len(table) and self._is_protected(pool, table[index]):
                 source = table[index]
-                table[index] = block = self._allocate(group)
+                table[index] = block = self.allocate(group)
                 pool.release(source)
                 self.effects.copy(slot, group, source, block)
                 edits.extend((slot, group, index, block))
             for index in range(len(table), wanted):
-                table.append(block := self._allocate(group))
+                table.append(block := self.allocate(group))
                 edits.extend((slot, group, index, block))
-        self._resize(sequence)
+        self.resize(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a sequence without blocks share all of its parent's; whoever writes the tail first copies it."""
@@ -255,53 +264,18 @@ class KVCache:
                     self.effects.edits.extend((sequence.slot, group, index, block))
 
     def release(self, sequence: Sequence) -> None:
-        """Give back all blocks, on the host too, the tail first, so that the head of a chain is evicted last."""
+        """Give back all blocks, on the host too."""
+        self.release_device(sequence)
+        self.host.release(sequence)
+        sequence.reset_tables()
+
+    def release_device(self, sequence: Sequence) -> None:
+        """Give back the device's blocks, the tail first, so that the head of a chain is evicted last."""
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             while table:
                 block = table.pop()
                 if block != NO_BLOCK:
                     pool.release(block)
-        self.host.release(sequence)
-        sequence.reset_tables()
-
-    def swap_out(self, sequences: list[Sequence]) -> bool:
-        """Move all blocks of these sequences to the host tier. False, and nothing changed, when that can't be."""
-        for sequence in sequences:
-            self.slide(sequence, is_leaving=True)
-        if not self.host.swap_out(sequences, self.effects):
-            return False
-        for sequence in sequences:
-            for pool, table in zip(self.pools, sequence.tables, strict=True):
-                while table:
-                    block = table.pop()
-                    if block != NO_BLOCK:
-                        pool.release(block)
-            sequence.capacity = sequence.hot_end = sequence.num_published = 0
-            sequence.first_live = [0] * self.num_groups
-        return True
-
-    def swap_in(self, sequences: list[Sequence]) -> None:
-        """Bring swapped sequences back. The caller made sure that there is room (see host.num_swapped_blocks)."""
-        placed: dict[tuple[int, int], int] = {}
-        for sequence in sequences:
-            for group, kept in enumerate(sequence.host_tables):
-                table = sequence.tables[group]
-                for host_block in kept:
-                    if host_block == NO_BLOCK:
-                        table.append(NO_BLOCK)
-                        continue
-                    place = (group, host_block)
-                    if place in placed:
-                        self.pools[group].share(placed[place])
-                    else:
-                        self.host.pin(self.effects, group, host_block)
-                        placed[place] = self._allocate(group, is_load=True)
-                        self.effects.host_loads.extend((group, host_block, placed[place]))
-                    table.append(placed[place])
-            self._find_live(sequence)
-            self.host.release(sequence)
-            self._resize(sequence)
-            sequence.hot_end = 0  # its tail may be shared
 
     @property
     def may_load(self) -> bool:
@@ -313,15 +287,16 @@ class KVCache:
         sources = zip(copies[::3], copies[1::3], strict=True)
         return not self.effects.swap_outs and all(self.pools[group].references[block] for group, block in sources)
 
-    def _allocate(self, group: int, is_load: bool = False) -> int:
-        """Take a block; the prefix that it held, if any, moves to the host tier."""
+    def allocate(self, group: int, is_load: bool = False) -> int:
+        """Take a block; the prefix that it held, if any, moves to the host tier, unless this is a load from there."""
         pool = self.pools[group]
         victim = pool.free.next_cached()
         if victim is not None and not is_load:
             self.host.save(group, pool, victim, self.effects)
         return pool.allocate()
 
-    def _resize(self, sequence: Sequence) -> None:
+    def resize(self, sequence: Sequence) -> None:
+        """Note how far a sequence's tables reach."""
         sequence.capacity = len(sequence.tables[0]) * self.block_size
         sequence.hot_end = min(sequence.capacity, sequence.limit - 1)
 
@@ -361,7 +336,6 @@ class KVCache:
     def twin_of(self, entry: Publication) -> int | None:
         """The cached block that equals a duplicate one, if the sequence that wrote the duplicate still holds it."""
         sequence = entry.owner
-        assert isinstance(sequence, Sequence)
         table = sequence.tables[entry.group]
         if entry.index >= len(table) or table[entry.index] != entry.block or entry.index >= len(sequence.keys):
             return None
@@ -372,7 +346,6 @@ class KVCache:
 
     def adopt_twin(self, entry: Publication, twin: int) -> None:
         """Put the cached block into the table in the duplicate's place; the caller releases the duplicate."""
-        assert isinstance(entry.owner, Sequence)
         self.pools[entry.group].share(twin)
         entry.owner.tables[entry.group][entry.index] = twin
 

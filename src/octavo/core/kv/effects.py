@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.core.request import Sequence
 
 
 def _ints() -> array[int]:
@@ -22,7 +26,7 @@ class Publication:
     group: int
     block: int
     index: int
-    owner: object  # the Sequence that writes it
+    owner: Sequence  # that writes it
     is_duplicate: bool = False
 
 

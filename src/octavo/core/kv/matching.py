@@ -32,6 +32,7 @@ class Match:
     loads: list[tuple[int, int, int]]
     num_unreferenced: list[int]
     num_held: list[int]
+    missing: bytes | None = None  # the key whose lack ended the search; None when nothing longer is to be found
 
 
 def empty_match(num_groups: int) -> Match:

@@ -15,7 +15,17 @@ from octavo.errors import InvariantError
 class BlockPool:
     """A fixed pool of blocks. Every operation is O(1)."""
 
-    __slots__ = ("block_of", "free", "ids_of", "key_of", "num_blocks", "pending", "references", "version")
+    __slots__ = (
+        "block_of",
+        "free",
+        "ids_of",
+        "key_of",
+        "num_blocks",
+        "num_freed",
+        "num_published",
+        "pending",
+        "references",
+    )
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -25,7 +35,8 @@ class BlockPool:
         self.ids_of: list[bytes | None] = [None] * num_blocks
         self.block_of: dict[bytes, int] = {}
         self.pending: dict[int, int] = {}
-        self.version = 0  # moves whenever a waiting request might find more room or a longer match
+        self.num_freed = 0  # since the start: room can have grown by no more than this did
+        self.num_published = 0  # likewise for what can be found
 
     @property
     def num_free(self) -> int:
@@ -54,7 +65,7 @@ class BlockPool:
         self.references[block] = count
         if count == 0:
             self.free.add(block, self.key_of[block] is not None)
-            self.version += 1
+            self.num_freed += 1
 
     def touch(self, block: int) -> None:
         """Count a cached, unreferenced block as just used."""
@@ -80,7 +91,7 @@ class BlockPool:
         self.ids_of[block] = ids
         if step is not None:
             self.pending[block] = step
-        self.version += 1
+        self.num_published += 1
         return True
 
     def confirm(self, block: int, step: int) -> None:
@@ -115,4 +126,3 @@ class BlockPool:
         self.key_of[block] = None
         self.ids_of[block] = None
         self.pending.pop(block, None)
-        self.version += 1

@@ -7,6 +7,7 @@ Invariant: whatever a policy answers, Judge gives plain tuples of floats (no NaN
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from octavo.core.limits import Limits
@@ -165,6 +166,15 @@ class Judge:
             getattr(self.policy, hook)(*args)
         except Exception as error:
             self._note(f"{hook}: {type(error).__name__}: {_text(error)}")
+
+    def tell_served(self, served: Iterable[tuple[RequestState, int]]) -> None:
+        """Tell the policy what requests were given: (request, output tokens)."""
+        hook = self.policy.served
+        for request, count in served:
+            try:
+                hook(request, count)
+            except Exception as error:
+                self._note(f"served: {type(error).__name__}: {_text(error)}")
 
     def _key(self, name: str, *args: Any) -> tuple[float, ...]:
         try:

@@ -1,0 +1,63 @@
+"""How much room a waiting request needs, in blocks and slots.
+
+Owns: pure functions of the state. Does not: let anybody in, or make anybody go (see intake).
+"""
+
+from __future__ import annotations
+
+from octavo.core.kv.cache import NO_BLOCK, KVCache
+from octavo.core.request import RequestState
+from octavo.core.state import State
+
+
+def num_blocks(cache: KVCache, request: RequestState) -> list[int]:
+    """Blocks per group for all known tokens of all sequences, what they share counted once."""
+    if request.is_swapped:
+        return num_swapped_blocks(cache, request, 1)
+    root = request.sequences[0]
+    total = cache.peak_blocks(root.num_known)
+    shared = (root.num_prompt - 1) // cache.block_size if cache.sharing else 0
+    for sequence in request.sequences[1:]:
+        for group, peak in enumerate(cache.peak_blocks(sequence.num_known)):
+            total[group] += max(1, peak - shared)
+    return total
+
+
+def num_swapped_blocks(cache: KVCache, request: RequestState, growth: int) -> list[int]:
+    """Blocks per group to bring a request back: what it has on the host, and what its next rows write.
+
+    That is at least `growth` for each sequence.
+    """
+    total = cache.host.num_swapped_blocks(request.sequences)
+    for sequence in request.sequences:
+        wanted = cache.num_blocks_for(sequence.num_known)
+        for group, peak in enumerate(cache.peak_blocks(sequence.num_known)):
+            kept = sequence.host_tables[group]
+            live = sum(1 for block in kept if block != NO_BLOCK)
+            total[group] += max(growth, min(wanted - len(kept), peak - live))
+    return total
+
+
+def growth(state: State, request: RequestState) -> int:
+    """Blocks by which those running must be able to grow before a request that was preempted comes back.
+
+    A block each, and two after the second time, or it would be preempted again at once.
+    """
+    return min(request.num_preemptions, 2) * state.sequence_budget.used
+
+
+def fits_without(state: State, request: RequestState, victims: list[RequestState]) -> bool:
+    """Whether a waiting request's blocks and slots would be free if these running ones left."""
+    cache = state.cache
+    slots = state.sequence_budget.left + sum(victim.num_slots for victim in victims)
+    free = []
+    for group, pool in enumerate(cache.pools):
+        held: dict[int, int] = {}
+        for victim in victims:
+            for sequence in victim.sequences:
+                for block in sequence.tables[group]:
+                    held[block] = held.get(block, 0) + 1
+        held.pop(NO_BLOCK, None)
+        free.append(pool.num_free + sum(1 for block, count in held.items() if pool.references[block] == count))
+    needed = num_blocks(cache, request)
+    return slots >= request.num_slots and all(have >= need for have, need in zip(free, needed, strict=True))
