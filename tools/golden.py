@@ -1,8 +1,10 @@
 """Make tests/data/golden_smollm2.json: transformers' greedy output of the default model, in float32.
 
-Usage: python tools/golden.py [--check N]
+Usage: python tools/golden.py [--beams] [--check N]
 Weights are the embedded GGUF's, dequantised by transformers. 32 prompts x 64 tokens, EOS ignored, one at a
-time. `--check N` recomputes the first N prompts and compares instead of writing.
+time. `--beams` makes golden_beams_smollm2.json instead: beam search over 4 beams, the best 2 of up to 32 tokens,
+under every length penalty and way of stopping named here. `--check N` recomputes the first N entries and compares
+instead of writing.
 """
 
 from __future__ import annotations
@@ -13,14 +15,19 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-PATH = Path(__file__).parent.parent / "tests" / "data" / "golden_smollm2.json"
+DATA = Path(__file__).parent.parent / "tests" / "data"
 NUM_TOKENS = 64
+NUM_BEAMS, NUM_RETURNED, NUM_BEAM_TOKENS, EOS_ID = 4, 2, 32, 2
+BEAM_PROMPTS = (0, 3, 6, 8, 10, 18)  # of the 32: three chats, of which two end early; prose, code, Spanish
+LENGTH_PENALTIES = (1.0, 0.0, 2.0, -1.0)
+EARLY_STOPPING = (False, True, "never")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 CHATS = [
@@ -62,10 +69,13 @@ LONG = (
 )
 
 
-def prompts(tokenizer: object) -> list[dict[str, object]]:
+Entry = dict[str, Any]
+
+
+def prompts(tokenizer: object) -> list[Entry]:
     """Return 32 prompts as ids: chats, texts, one of a single token, one of 900 tokens, one of four full blocks."""
     encode = tokenizer.encode  # type: ignore[attr-defined]
-    made: list[dict[str, object]] = []
+    made: list[Entry] = []
     for text in CHATS:
         chat = tokenizer.apply_chat_template(  # type: ignore[attr-defined]
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
@@ -80,9 +90,44 @@ def prompts(tokenizer: object) -> list[dict[str, object]]:
     return made
 
 
+def greedy(model: Any, entry: Entry) -> list[int]:
+    """One prompt's greedy output."""
+    out = model.generate(
+        **_inputs(entry), max_new_tokens=NUM_TOKENS, min_new_tokens=None, do_sample=False, eos_token_id=[-1],
+        pad_token_id=2,
+    )  # fmt: skip
+    return out[0, len(entry["prompt"]) :].tolist()  # type: ignore[no-any-return]
+
+
+def beams(model: Any, entry: Entry) -> list[list[int]]:
+    """One prompt's best beams, best first, each up to its end id."""
+    out = model.generate(
+        **_inputs(entry), max_new_tokens=NUM_BEAM_TOKENS, do_sample=False, num_beams=NUM_BEAMS,
+        num_return_sequences=NUM_RETURNED, length_penalty=entry["length_penalty"],
+        early_stopping=entry["early_stopping"], eos_token_id=EOS_ID, pad_token_id=EOS_ID,
+    )  # fmt: skip
+    made = out[:, len(entry["prompt"]) :].tolist()
+    return [ids[: ids.index(EOS_ID) + 1] if EOS_ID in ids else ids for ids in made]
+
+
+def _inputs(entry: Entry) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([entry["prompt"]])
+    return {"inputs": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def beam_entries(entries: list[Entry]) -> list[Entry]:
+    """Every prompt of BEAM_PROMPTS with every length penalty and way of stopping; neighbours differ in the prompt."""
+    return [
+        {"name": entries[index]["name"], "prompt": entries[index]["prompt"], "length_penalty": penalty,
+         "early_stopping": early}
+        for penalty in LENGTH_PENALTIES for early in EARLY_STOPPING for index in BEAM_PROMPTS
+    ]  # fmt: skip
+
+
 def main() -> int:
     """Write the file, or check its first entries."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--beams", action="store_true")
     parser.add_argument("--check", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -95,28 +140,21 @@ def main() -> int:
         root, gguf_file=GGUF, dtype=torch.float32, quantization_config=config
     ).eval()
     entries = prompts(AutoTokenizer.from_pretrained(root, gguf_file=GGUF))
+    path = DATA / ("golden_beams_smollm2.json" if arguments.beams else "golden_smollm2.json")
+    if arguments.beams:
+        entries = beam_entries(entries)
     if arguments.check:
         entries = entries[: arguments.check]
     for entry in entries:
-        ids = torch.tensor([entry["prompt"]])
         with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=NUM_TOKENS,
-                min_new_tokens=None,
-                do_sample=False,
-                eos_token_id=[-1],
-                pad_token_id=2,
-            )
-        entry["output"] = out[0, ids.shape[1] :].tolist()
-        print(entry["name"], entry["output"][:6], flush=True)
+            entry["output"] = beams(model, entry) if arguments.beams else greedy(model, entry)
+        print(entry["name"], str(entry["output"])[:60], flush=True)
     if arguments.check:
-        golden = json.loads(PATH.read_text())[: arguments.check]
+        golden = json.loads(path.read_text())[: arguments.check]
         wrong = [a["name"] for a, b in zip(golden, entries, strict=True) if a["output"] != b["output"]]
         print("equal" if not wrong else f"different: {wrong}")
         return bool(wrong)
-    PATH.write_text("[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")
+    path.write_text("[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")
     return 0
 
 
