@@ -314,7 +314,7 @@ class Run:
         admitted = {event.request_id for event in plan.events if event.kind in (EventKind.ADMITTED, EventKind.RESUMED)}
         if has_preempted and admitted:
             owners = {self.checks.mirror.seats[slot].request_id for slot in plan.slots}
-            assert owners == admitted, "an admission in a step that preempted and still had rows"
+            assert owners <= admitted, "an admission in a step that preempted and still had rows"
         if is_whole and plan.is_empty and not self.flight:
             has_work = self.scheduler.num_running if self.is_paused else self.scheduler.has_work
             assert not has_work, f"work is pending, nothing is in flight, and the plan is empty: {plan.waits}"

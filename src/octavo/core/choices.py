@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octavo.core.eviction import evict, is_release_due
 from octavo.core.kv.cache import Match
 from octavo.core.plan import ROW_FORK, ROW_SAMPLE, EventKind, WaitReason
 from octavo.core.request import RequestState, Sequence
@@ -52,6 +53,19 @@ class Choices:
         planner.state.totals.num_forks += len(children)
         return True
 
+    def ready(self, request: RequestState) -> list[Sequence]:
+        """The sequences of a running request, with room for the next token of each made at once.
+
+        So a request that has to go for lack of room goes whole, before any of its rows is made. None if it went.
+        """
+        planner, cache = self.planner, self.planner.state.cache
+        next_ones = [one for one in request.sequences if one.is_entered and one.num_known == one.num_scheduled + 1]
+        if request.is_decoding and any(one.num_scheduled >= one.hot_end for one in next_ones):
+            while not cache.fits_together(next_ones):
+                if is_release_due(planner) or not evict(planner, request):
+                    return []
+        return request.sequences[:]
+
     def enter(self, request: RequestState, sequence: Sequence) -> bool:
         """Let in a choice that was not forked, once its siblings have computed what it shares with them."""
         planner = self.planner
@@ -68,7 +82,7 @@ class Choices:
                 self._wait(request, 1)
                 self.keep_room(sequence)
                 return False
-            if not planner.evict(request):
+            if not evict(planner, request):
                 return False
             match = self._match(sequence)
         planner.announce(sequence)
@@ -102,7 +116,7 @@ class Choices:
     def _match(self, sequence: Sequence) -> Match | None:
         """What a choice finds in the cache, if there is room for its next chunk behind that."""
         planner, cache = self.planner, self.planner.state.cache
-        match = cache.match(sequence, sequence.num_known, use_host=cache.may_load)
+        match = cache.match(sequence, sequence.request.match_cap(sequence), use_host=cache.may_load)
         end = match.num_tokens + planner.chunk(sequence.num_known - match.num_tokens)
         return match if min(cache.room_after(match, cache.peak_blocks(end))) >= 0 else None
 

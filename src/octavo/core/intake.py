@@ -12,11 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.core import room
+from octavo.core.eviction import preempt
 from octavo.core.kv.cache import Match
 from octavo.core.kv.swapping import swap_in
 from octavo.core.plan import EventKind, WaitReason
 from octavo.core.planning import Planner
-from octavo.core.request import Lack, RequestState, Sequence, Status
+from octavo.core.request import Lack, RequestState, Status
 
 MAX_CANDIDATES = 64  # how far admission looks past a request that does not fit (S23)
 
@@ -52,7 +53,10 @@ class Intake:
         if not num_waiting:
             return
         if planner.has_cleared or (planner.num_preempted and planner.rows):
-            planner.count_waits(WaitReason.PREEMPTED_THIS_STEP, num_waiting)
+            head = self.state.waiting.peek()
+            if head is not None:
+                self._defer(head, WaitReason.PREEMPTED_THIS_STEP, 0, 0)
+            planner.count_waits(WaitReason.PREEMPTED_THIS_STEP, num_waiting - 1)
         elif self.state.is_paused:
             planner.count_waits(WaitReason.PAUSED, num_waiting)
         elif planner.only is not None:
@@ -164,7 +168,7 @@ class Intake:
             return False
         self.planner.has_cleared = True
         while victims and not room.fits_without(self.state, request, []):
-            self.planner.preempt(victims.pop(), request, reason)
+            preempt(self.planner, victims.pop(), request, reason)
         return True
 
     # --- one request ----------------------------------------------------------------------------------
@@ -235,7 +239,7 @@ class Intake:
     def _look(self, request: RequestState) -> Match:
         """What the cache has of a request."""
         cache, root = self.state.cache, request.sequences[0]
-        match = cache.match(root, self._match_cap(request, root))
+        match = cache.match(root, request.match_cap(root))
         request.seen = (match.num_tokens, match.missing, cache.num_published)
         return match
 
@@ -255,12 +259,6 @@ class Intake:
         if lack.reason == WaitReason.HEADROOM:
             kept += self.state.headroom.floors[lack.group] + room.growth(self.state, request)
         return kept
-
-    def _match_cap(self, request: RequestState, sequence: Sequence) -> int:
-        """Longest usable match: a score needs the logits in front of the first position it still owes."""
-        if request.scores and request.num_scored < sequence.num_prompt:
-            return request.num_scored - 1
-        return sequence.num_known
 
     def _first_chunk(self, request: RequestState, match: Match) -> tuple[int, WaitReason | None]:
         """Tokens that the request would be granted now; or why it has to wait for another step."""
@@ -363,6 +361,10 @@ class Intake:
             for pool, count, kept in zip(state.cache.pools, needed, planner.outstanding, strict=True)
         ]
         lack = self._lacks_room(request, (needed, left), has_company)
+        if lack is not None and not has_company:
+            # Alone, and its copies still need more than there is: computed anew it fits, as was proved.
+            state.unswap(request)
+            return self._try_start(request, has_company)
         if lack is not None:
             return lack
         left_over = max(sequence.num_known - sequence.num_scheduled for sequence in request.sequences)

@@ -12,6 +12,7 @@ from typing import Any
 
 from octavo.core.choices import Choices, is_caught_up
 from octavo.core.composition import ANY, Turn
+from octavo.core.eviction import make_room
 from octavo.core.kv.cache import Effects, Publication
 from octavo.core.plan import (
     ROW_BEAM,
@@ -63,8 +64,7 @@ class Planner:
         self.has_cleared = False  # somebody had to go for a waiting request: nobody takes the room meanwhile
         self.num_admitted = 0
         self.outstanding = [0] * state.cache.num_groups  # blocks that sequences not caught up will still need
-        # Whether each row has more to be asked than its blocks and tokens.
-        self.is_careful = bool(state.limits.max_kv_read or not state.composition.is_mixed)
+        self.is_careful = bool(state.limits.max_kv_read)  # whether each row has to ask what it may read
         state.encoder.renew()
         self._tell_changes()
 
@@ -91,21 +91,33 @@ class Planner:
         self.held = {}
         self.outstanding = [0] * self.state.cache.num_groups
         self.state.partial_budget.renew()
-        only, tokens, is_careful = self.only, self.tokens, self.is_careful
+        tokens, is_careful = self.tokens, self.is_careful
+        is_choosy = self.only is not None or turn is not ANY
         rows, starts, counts, flags = self.rows, self.starts, self.counts, self.flags
         left = tokens.left
         for request in self._in_order() if is_careful else tuple(self.state.running.requests):
             if not left:
                 break
-            if only is not None and request.name not in only:
+            if is_choosy and self._skips(request):
                 continue
             if not request.ahead_ok and request.in_flight:
                 continue
-            for sequence in tuple(request.sequences) if request.has_several else request.sequences:
+            sequences = request.sequences
+            if request.has_several:
+                tokens.left = left
+                sequences = self.choices.ready(request)
+                left = tokens.left
+            for sequence in sequences:
                 start = sequence.num_scheduled
                 pending = sequence.num_pending
                 todo = sequence.num_committed + pending - start
-                if todo == 1 and left and start < sequence.hot_end and request.is_decoding and not is_careful:
+                if (
+                    todo == 1
+                    and left
+                    and start < sequence.hot_end
+                    and request.is_decoding
+                    and (not is_careful or self._may_read(request, start))
+                ):
                     sequence.num_scheduled = start + 1
                     sequence.num_pending = pending + 1
                     sequence.in_flight += 1
@@ -129,6 +141,25 @@ class Planner:
             if todo > 0 and self._grant(request, sequence, todo):
                 return
 
+    def _skips(self, request: RequestState) -> bool:
+        """Whether nothing of a request may be in this step; one that is still prefilling keeps its room meanwhile."""
+        if self.only is not None and request.name not in self.only:
+            return True
+        reason = self.turn.refusal(request, request.is_decoding)
+        if reason is None or not request.is_decoding:
+            return False
+        self.held[reason] = self.held.get(reason, 0) + 1
+        return True
+
+    def _may_read(self, request: RequestState, start: int) -> bool:
+        """Take what the next token of a row reads, if that may be read in this step."""
+        cost = self.reads.cost(start, 1)
+        if not self.reads.fits(cost):
+            return False
+        self.reads.take(cost)
+        request.num_bypassed = 0
+        return True
+
     def _in_order(self) -> list[RequestState]:
         """Running requests by rank; those that were passed over too often come first."""
         bound = self.state.limits.max_bypass
@@ -145,14 +176,14 @@ class Planner:
                 return False
             todo = sequence.num_known - sequence.num_scheduled
         count = 1
-        if todo > 1 or self.is_careful or request.request.spans:
+        if todo > 1 or self.is_careful or self.turn is not ANY or request.request.spans:
             reason, count = self._cut(request, sequence, todo)
             if reason is not None:
                 self.held[reason] = self.held.get(reason, 0) + 1
                 self.count_rest(sequence)
                 return False
         has_forked = False
-        if self._make_room(request, sequence, sequence.num_scheduled + count):
+        if make_room(self, request, sequence, sequence.num_scheduled + count):
             has_forked = self.enter(sequence, count)
             request.num_bypassed = 0
             if sequence.num_scheduled < sequence.num_committed:
@@ -272,55 +303,6 @@ class Planner:
             )
         )
 
-    # --- room ------------------------------------------------------------------------------------------
-
-    def _make_room(self, request: RequestState, sequence: Sequence, end: int) -> bool:
-        """Preempt until positions up to `end` fit. False when the request itself had to go, or waits for a release."""
-        state = self.state
-        if end <= sequence.capacity and sequence.num_scheduled < sequence.hot_end:
-            return True
-        state.cache.slide(sequence)
-        while not state.cache.fits(sequence, end):
-            if any(flight.releases for flight in state.flight):
-                return False  # blocks come back with the next commit; nobody has to go for them
-            if not self.evict(request):
-                return False
-        return True
-
-    def evict(self, request: RequestState) -> bool:
-        """Preempt the last in the policy's order for a running request. False when that was the request itself."""
-        victim = max(self.state.running.requests, key=self.state.judge.victim_rank)
-        self.preempt(victim, request, WaitReason.KV_BLOCKS)
-        return victim is not request
-
-    def preempt(self, victim: RequestState, by: RequestState, reason: WaitReason) -> None:
-        """Take everything from a victim, its rows and promises in this very plan too."""
-        self.num_preempted += 1
-        slots = frozenset(sequence.slot for sequence in victim.sequences)
-        mine = [sequence for sequence in victim.sequences if sequence in self.rows]
-        is_fresh = any(new.slot in slots and new.slot not in self.moved for new in self.new)
-        for sequence in mine:
-            self._withdraw(sequence)
-        self.new = [new for new in self.new if new.slot not in slots]
-        self.effects.drop(slots)
-        # What has begun to change in this plan is not whole yet: it can be recomputed, not swapped.
-        self.state.preempt(victim, self.now, by.name, reason, may_swap=not (mine or is_fresh))
-
-    def _withdraw(self, sequence: Sequence) -> None:
-        """Take a row back out of the plan, with what it promised to write."""
-        index = self.rows.index(sequence)
-        self.tokens.give_back(self.counts[index])
-        if self.is_careful:
-            self.reads.give_back(self.reads.cost(self.starts[index], self.counts[index]))
-        sequence.in_flight -= 1
-        if self.flags[index] & ROW_SAMPLE:
-            sequence.num_pending -= 1
-        for column in (self.rows, self.starts, self.counts, self.flags):
-            del column[index]
-        mine = [entry for entry in self.published if entry.owner is sequence]
-        self.state.cache.unpublish(mine, self.state.step)
-        self.published = [entry for entry in self.published if entry.owner is not sequence]
-
     def count_waits(self, reason: WaitReason, count: int) -> None:
         """Enter `count` requests that wait for `reason`."""
         if count:
@@ -391,5 +373,5 @@ class Planner:
         for reason, count in self.held.items():
             self.count_waits(reason, count)
         if not self.waits:
-            return ((WaitReason.IDLE, 0),)
+            return ((WaitReason.DRAINING if self.state.is_draining else WaitReason.IDLE, 0),)
         return tuple(self.waits.items())

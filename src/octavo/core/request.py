@@ -248,6 +248,12 @@ class RequestState:
         """Slots that it takes while it runs: one for each sequence, and for each beam that is still to come."""
         return max(len(self.sequences), self.request.params.beam_width)
 
+    def match_cap(self, sequence: Sequence) -> int:
+        """Longest usable prefix match: a score needs the logits in front of the first position that is still owed."""
+        if self.scores and self.num_scored < sequence.num_prompt:
+            return self.num_scored - 1
+        return sequence.num_known
+
     @property
     def num_tokens_to_compute(self) -> int:
         """Known tokens without KV, over all sequences."""

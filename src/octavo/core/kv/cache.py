@@ -82,6 +82,23 @@ class KVCache:
                 return False
         return True
 
+    def fits_together(self, sequences: list[Sequence]) -> bool:
+        """Whether each of these can write its next position: new blocks, and copies of tails that they share."""
+        for group, pool in enumerate(self.pools):
+            needed, writers = 0, dict[int, int]()
+            for sequence in sequences:
+                index, table = sequence.num_scheduled // self.block_size, sequence.tables[group]
+                if index >= len(table):
+                    needed += 1
+                else:
+                    writers[table[index]] = writers.get(table[index], 0) + 1
+            for block, count in writers.items():  # the last holder of an unpublished block writes it in place
+                is_last = count == pool.references[block] and pool.key_of[block] is None
+                needed += count - 1 if is_last else count
+            if needed > pool.num_free:
+                return False
+        return True
+
     @staticmethod
     def _is_protected(pool: BlockPool, block: int) -> bool:
         return pool.references[block] > 1 or pool.key_of[block] is not None
@@ -183,7 +200,7 @@ class KVCache:
             self.host.pin(self.effects, group, host_block)
         for group, index, host_block in match.loads:
             block = self.allocate(group, is_load=True)
-            self.effects.host_loads.extend((group, host_block, block))
+            self.effects.load(sequence.slot, group, host_block, block)
             sequence.tables[group][index] = block
             if self.pools[group].publish(block, sequence.keys[index], self._ids_of(sequence, index), self.effects.step):
                 made.append(Publication(group, block, index, sequence))

@@ -40,6 +40,7 @@ class Effects:
     copy_slots: list[int] = field(default_factory=list)
     swap_outs: array[int] = field(default_factory=_ints)
     host_loads: array[int] = field(default_factory=_ints)
+    load_slots: list[int] = field(default_factory=list)
     swapped: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, device block) -> its host block
     saved: list[tuple[int, int]] = field(default_factory=list)  # (group, host block) made findable on the host
     pinned: list[tuple[int, int]] = field(default_factory=list)  # (group, host block) held until the plan is made
@@ -49,12 +50,23 @@ class Effects:
         self.copies.extend((group, source, destination))
         self.copy_slots.append(slot)
 
+    def load(self, slot: int, group: int, host_block: int, block: int) -> None:
+        """Enter a load from the host for the sequence in `slot`."""
+        self.host_loads.extend((group, host_block, block))
+        self.load_slots.append(slot)
+
     def drop(self, slots: frozenset[int]) -> None:
-        """Take out the edits and copies of sequences that leave before the plan is made."""
+        """Take out the edits, copies and loads of sequences that leave before the plan is made."""
         flat = self.edits
         kept = [i for i in range(0, len(flat), 4) if flat[i] not in slots]
         self.edits = array("i", [flat[i + k] for i in kept for k in range(4)])
-        if any(slot in slots for slot in self.copy_slots):
-            stay = [i for i, slot in enumerate(self.copy_slots) if slot not in slots]
-            self.copies = array("i", [self.copies[3 * i + k] for i in stay for k in range(3)])
-            self.copy_slots = [self.copy_slots[i] for i in stay]
+        self.copies, self.copy_slots = _without(self.copies, self.copy_slots, slots)
+        self.host_loads, self.load_slots = _without(self.host_loads, self.load_slots, slots)
+
+
+def _without(flat: array[int], owners: list[int], slots: frozenset[int]) -> tuple[array[int], list[int]]:
+    """Triples and the slots they are for, without those of some slots."""
+    if not any(slot in slots for slot in owners):
+        return flat, owners
+    stay = [i for i, slot in enumerate(owners) if slot not in slots]
+    return array("i", [flat[3 * i + k] for i in stay for k in range(3)]), [owners[i] for i in stay]

@@ -30,22 +30,23 @@ def swap_in(cache: KVCache, sequences: list[Sequence]) -> None:
     for sequence in sequences:
         for group, kept in enumerate(sequence.host_tables):
             for host_block in kept:
-                sequence.tables[group].append(_place(cache, group, host_block, placed))
+                sequence.tables[group].append(_place(cache, sequence.slot, (group, host_block), placed))
         cache.find_live(sequence)
         cache.host.release(sequence)
         cache.resize(sequence)
         sequence.hot_end = 0  # its tail may be shared
 
 
-def _place(cache: KVCache, group: int, host_block: int, placed: dict[tuple[int, int], int]) -> int:
-    """The device block for a host block: loaded at its first sight, shared from then on."""
+def _place(cache: KVCache, slot: int, place: tuple[int, int], placed: dict[tuple[int, int], int]) -> int:
+    """The device block for a (group, host block): loaded at its first sight, shared from then on."""
+    group, host_block = place
     if host_block == NO_BLOCK:
         return NO_BLOCK
-    block = placed.get((group, host_block))
+    block = placed.get(place)
     if block is not None:
         cache.pools[group].share(block)
         return block
     cache.host.pin(cache.effects, group, host_block)
-    block = placed[group, host_block] = cache.allocate(group, is_load=True)
-    cache.effects.host_loads.extend((group, host_block, block))
+    block = placed[place] = cache.allocate(group, is_load=True)
+    cache.effects.load(slot, group, host_block, block)
     return block
