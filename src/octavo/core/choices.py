@@ -71,22 +71,24 @@ class Choices:
         planner = self.planner
         siblings = [other for other in request.sequences if other.is_entered]
         if any(other.num_scheduled < other.num_committed for other in siblings):
-            self.keep_room(sequence)
+            self.keep_room(request, sequence)
             return False
         match = self._match(sequence)
         if match is not None and (self._is_one_too_many(sequence, match) or self._is_promised(request, match)):
-            self.keep_room(sequence)
+            self.keep_room(request, sequence)
             return False
         while match is None:
             if siblings:  # they will end, and then there is room
                 self._wait(request, 1)
-                self.keep_room(sequence)
+                self.keep_room(request, sequence)
                 return False
             if not evict(planner, request):
                 return False
             match = self._match(sequence)
         planner.announce(sequence)
         planner.published += planner.state.cache.adopt(sequence, match)
+        planner.state.cache.count_hit(sequence.num_known, match.num_tokens)
+        request.wait_reason = -1
         return True
 
     def _is_one_too_many(self, sequence: Sequence, match: Match) -> bool:
@@ -105,13 +107,12 @@ class Choices:
         }
         return any((group, block) in promised for group, blocks in enumerate(match.blocks) for block in blocks)
 
-    def keep_room(self, sequence: Sequence) -> None:
+    def keep_room(self, request: RequestState, sequence: Sequence) -> None:
         """Keep blocks for a choice that is still to come from those who might be let in: at least its own tail."""
         cache = self.planner.state.cache
         shared = sequence.num_prompt - 1 if cache.sharing else 0
         own = cache.num_blocks_for(sequence.num_known) - shared // cache.block_size
-        for group in range(cache.num_groups):
-            self.planner.outstanding[group] += max(1, own)
+        self.planner.keep(request, [max(1, own)] * cache.num_groups)
 
     def _match(self, sequence: Sequence) -> Match | None:
         """What a choice finds in the cache, if there is room for its next chunk behind that."""

@@ -259,9 +259,9 @@ class Committer:
                 continue
             twin = self.state.cache.twin_of(entry)
             if twin is not None:
-                self.state.cache.adopt_twin(entry, twin)
-                self.state.table_edits.extend((entry.owner.slot, entry.group, entry.index, twin))
-                self.state.defer_release(entry.group, entry.block)
+                for sequence in self.state.cache.adopt_twin(entry, twin):
+                    self.state.table_edits.extend((sequence.slot, entry.group, entry.index, twin))
+                    self.state.defer_release(entry.group, entry.block)
                 self.state.totals.num_adopted_blocks += 1
 
     # --- beams --------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class Intake:
         planner, num_waiting = self.planner, len(self.state.waiting)
         if not num_waiting:
             return
-        if planner.has_cleared or (planner.num_preempted and planner.rows):
+        if planner.num_preempted and (planner.rows or planner.has_cleared):
             head = self.state.waiting.peek()
             if head is not None:
                 self._defer(head, WaitReason.PREEMPTED_THIS_STEP, 0, 0)
@@ -130,13 +130,16 @@ class Intake:
         if reason is None:
             self._count_bypasses()
             return True
-        if request.num_bypassed >= self.state.limits.max_bypass and reason != WaitReason.UNCOMMITTED:
-            if reason in _ROOM:
-                self._clear_way(request, WaitReason.BARRIER)
+        is_overdue = request.num_bypassed >= self.state.limits.max_bypass and reason != WaitReason.UNCOMMITTED
+        has_cleared = False
+        if reason in _ROOM and (is_overdue or self.state.judge.preempt_on_arrival):
+            has_cleared = self._clear_way(request, WaitReason.BARRIER if is_overdue else reason)
+            if has_cleared and not self.planner.rows:
+                self._try_admit(request)  # the step would be empty without it
+        if is_overdue and request.status == Status.WAITING:
             behind = len(self.state.waiting) - sum(self.planner.waits.values())
             self.planner.count_waits(WaitReason.BARRIER, max(0, behind))
-            return False
-        if self.state.judge.preempt_on_arrival and reason in _ROOM and self._clear_way(request, reason):
+        if is_overdue or has_cleared:
             return False
         self.skipped.append((request, reason))
         if not self.planner.tokens.left or not self.state.sequence_budget.left:
@@ -164,12 +167,15 @@ class Intake:
         own = judge.victim_rank(request)
         ranked = sorted(((judge.victim_rank(other), other) for other in running), key=lambda entry: entry[0])
         victims = [other for rank, other in ranked if rank > own]
-        if not victims or not room.fits_without(self.state, request, victims):
+        floors = [0] * self.state.cache.num_groups
+        if reason != WaitReason.BARRIER:
+            floors = [floor + room.growth(self.state, request) for floor in self.state.headroom.floors]
+        if not victims or not room.fits_without(self.planner, request, victims, floors):
             return False
-        self.planner.has_cleared = True
-        while victims and not room.fits_without(self.state, request, []):
+        while victims and not room.fits_without(self.planner, request, [], floors):
+            self.planner.has_cleared = True
             preempt(self.planner, victims.pop(), request, reason)
-        return True
+        return self.planner.has_cleared
 
     # --- one request ----------------------------------------------------------------------------------
 
@@ -330,7 +336,7 @@ class Intake:
         planner.count_rest(root)
         for sequence in request.sequences[1:]:
             if not sequence.is_entered:
-                planner.choices.keep_room(sequence)
+                planner.choices.keep_room(request, sequence)
 
     def _enter(self, request: RequestState) -> bool:
         """Move a request from the queue to the running list; whether it has run before."""

@@ -36,7 +36,7 @@ class Planner:
     """One step in the making. Made anew for every plan; `finish` hands the plan over."""
 
     __slots__ = (
-        "choices", "counts", "effects", "flags", "has_cleared", "held", "is_careful", "moved", "new", "now",
+        "choices", "counts", "effects", "flags", "has_cleared", "held", "is_careful", "kept", "moved", "new", "now",
         "num_admitted", "num_preempted", "only", "outstanding", "published", "reads", "rows", "starts", "state",
         "tokens", "turn", "waits",
     )  # fmt: skip
@@ -64,6 +64,7 @@ class Planner:
         self.has_cleared = False  # somebody had to go for a waiting request: nobody takes the room meanwhile
         self.num_admitted = 0
         self.outstanding = [0] * state.cache.num_groups  # blocks that sequences not caught up will still need
+        self.kept: dict[str, list[int]] = {}  # the same by request
         self.is_careful = bool(state.limits.max_kv_read)  # whether each row has to ask what it may read
         state.encoder.renew()
         self._tell_changes()
@@ -90,6 +91,7 @@ class Planner:
         self.waits = {}
         self.held = {}
         self.outstanding = [0] * self.state.cache.num_groups
+        self.kept = {}
         self.state.partial_budget.renew()
         tokens, is_careful = self.tokens, self.is_careful
         is_choosy = self.only is not None or turn is not ANY
@@ -281,9 +283,15 @@ class Planner:
     def count_outstanding(self, sequence: Sequence) -> None:
         """Keep blocks for the known tokens of a sequence from those who might be let in."""
         cache = self.state.cache
-        held = cache.held_blocks(sequence)
-        for group, peak in enumerate(cache.peak_blocks(sequence.num_known)):
-            self.outstanding[group] += max(0, peak - held[group])
+        held, peaks = cache.held_blocks(sequence), cache.peak_blocks(sequence.num_known)
+        self.keep(sequence.request, [max(0, peak - have) for peak, have in zip(peaks, held, strict=True)])
+
+    def keep(self, request: RequestState, blocks: list[int]) -> None:
+        """Keep so many blocks of each group for a running request."""
+        mine = self.kept.setdefault(request.name, [0] * len(blocks))
+        for group, count in enumerate(blocks):
+            self.outstanding[group] += count
+            mine[group] += count
 
     def announce(self, sequence: Sequence) -> None:
         """Tell the executor a sequence in full; its table goes with the edits."""

@@ -253,8 +253,3 @@ class RequestState:
         if self.scores and self.num_scored < sequence.num_prompt:
             return self.num_scored - 1
         return sequence.num_known
-
-    @property
-    def num_tokens_to_compute(self) -> int:
-        """Known tokens without KV, over all sequences."""
-        return sum(sequence.num_known - sequence.num_scheduled for sequence in self.sequences)

@@ -5,9 +5,14 @@ Owns: pure functions of the state. Does not: let anybody in, or make anybody go 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from octavo.core.kv.cache import NO_BLOCK, KVCache
 from octavo.core.request import RequestState
 from octavo.core.state import State
+
+if TYPE_CHECKING:
+    from octavo.core.planning import Planner
 
 
 def num_blocks(cache: KVCache, request: RequestState) -> list[int]:
@@ -46,11 +51,13 @@ def growth(state: State, request: RequestState) -> int:
     return min(request.num_preemptions, 2) * state.sequence_budget.used
 
 
-def fits_without(state: State, request: RequestState, victims: list[RequestState]) -> bool:
-    """Whether a waiting request's blocks and slots would be free if these running ones left."""
-    cache = state.cache
-    slots = state.sequence_budget.left + sum(victim.num_slots for victim in victims)
-    free = []
+def fits_without(planner: Planner, request: RequestState, victims: list[RequestState], floors: list[int]) -> bool:
+    """Whether a waiting request would fit beside the floors, by admission's measure, if these running ones left."""
+    state, cache = planner.state, planner.state.cache
+    if state.sequence_budget.left + sum(victim.num_slots for victim in victims) < request.num_slots:
+        return False
+    needed = num_blocks(cache, request)
+    match = None if request.is_swapped else cache.match(request.sequences[0], request.match_cap(request.sequences[0]))
     for group, pool in enumerate(cache.pools):
         held: dict[int, int] = {}
         for victim in victims:
@@ -58,6 +65,12 @@ def fits_without(state: State, request: RequestState, victims: list[RequestState
                 for block in sequence.tables[group]:
                     held[block] = held.get(block, 0) + 1
         held.pop(NO_BLOCK, None)
-        free.append(pool.num_free + sum(1 for block, count in held.items() if pool.references[block] == count))
-    needed = num_blocks(cache, request)
-    return slots >= request.num_slots and all(have >= need for have, need in zip(free, needed, strict=True))
+        left = pool.num_free + sum(1 for block, count in held.items() if pool.references[block] == count)
+        left -= needed[group] + planner.outstanding[group]
+        left += sum(planner.kept[victim.name][group] for victim in victims if victim.name in planner.kept)
+        # What it shares is not needed anew; what nobody else holds is not free any more then.
+        for block in match.blocks[group] if match is not None else ():
+            left += block != NO_BLOCK and pool.references[block] > held.get(block, 0)
+        if left < floors[group]:
+            return False
+    return True

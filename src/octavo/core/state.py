@@ -254,7 +254,7 @@ class State:
         request.status = Status.WAITING
         request.is_decoding = False
         request.is_swapped = is_swapped
-        request.num_preemptions += 1
+        request.num_preemptions += by is not None  # a failed step is not the pool's doing
         request.num_bypassed = 0
         request.lack = request.seen = None
         request.wait_reason = -1

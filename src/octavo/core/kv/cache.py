@@ -361,10 +361,19 @@ class KVCache:
         is_usable = twin is not None and twin != entry.block and twin not in pool.pending
         return twin if is_usable and pool.key_of[entry.block] is None else None
 
-    def adopt_twin(self, entry: Publication, twin: int) -> None:
-        """Put the cached block into the table in the duplicate's place; the caller releases the duplicate."""
-        self.pools[entry.group].share(twin)
-        entry.owner.tables[entry.group][entry.index] = twin
+    def adopt_twin(self, entry: Publication, twin: int) -> list[Sequence]:
+        """Put the cached block in the duplicate's place, in every table of the request that has it there.
+
+        Returns the sequences changed; the caller releases the duplicate for each.
+        """
+        changed = []
+        for sequence in entry.owner.request.sequences:
+            table = sequence.tables[entry.group]
+            if entry.index < len(table) and table[entry.index] == entry.block:
+                self.pools[entry.group].share(twin)
+                table[entry.index] = twin
+                changed.append(sequence)
+        return changed
 
     def reset(self) -> bool:
         """Forget all cached prefixes, the host's too. False, and nothing changed, while blocks are held."""
