@@ -293,10 +293,15 @@ def of_two_kinds() -> Run:
 
 @provokes(WaitReason.HOST_LOAD)
 def loads_wait_for_swaps() -> Run:
-    """r1 may come back in the very step in which an evicted prefix is saved."""
-    run = Run(limits(num_blocks=9, host_blocks=(16,)))
-    run.admit(prompt(8, 1), 25)
-    run.admit(prompt(9, 2), 9, n=2)
+    """A prefix on the host is wanted in the very step in which growth evicts, and so saves, another."""
+    run = Run(limits(num_blocks=9, host_blocks=(32,), host_load_min_tokens=4))
+    for seed in range(6):
+        run.admit(prompt(13, seed), 1)
+        run.finish_all()
+    run.admit(prompt(4, 9), 12)
+    run.step()
+    for seed in range(3):
+        run.admit([*prompt(13, seed), 5], 6)
     return run
 
 
@@ -339,9 +344,25 @@ def excluded() -> Run:
 
 provokes(WaitReason.IDLE)(lambda: Run())
 
-# No structured outputs in this core, so nobody waits for a grammar's mask; draining refuses at submit, so nobody waits
-# for it; and a step that preempted has effects, so its plan is never empty, which alone would name the reason.
-NEVER = {WaitReason.GRAMMAR, WaitReason.DRAINING, WaitReason.PREEMPTED_THIS_STEP}
+
+@provokes(WaitReason.DRAINING)
+def drained() -> Run:
+    run = Run()
+    run.scheduler.drain()
+    return run
+
+
+@provokes(WaitReason.PREEMPTED_THIS_STEP)
+def behind_a_preemption() -> Run:
+    run = Run(limits(num_blocks=9))
+    run.admit(prompt(8, 1), 25)
+    run.admit(prompt(9, 2), 9)
+    run.admit(prompt(9, 3), 9)
+    return run
+
+
+# There are no structured outputs in this core yet, so nobody waits for a grammar's mask.
+NEVER = {WaitReason.GRAMMAR}
 
 
 @pytest.mark.parametrize("reason", sorted(PROVOKED))
@@ -361,8 +382,9 @@ def test_S20_no_reason_is_left_out() -> None:
 
 
 def test_S20_every_kind_of_decision_can_be_provoked() -> None:
-    run = loads_wait_for_swaps()
-    run.admit(prompt(33, 3), 1)
+    run = Run(limits(num_blocks=9, host_blocks=(16,), max_batch_tokens=8))
+    run.admit(prompt(8, 1), 25)
+    run.admit(prompt(9, 2), 9, n=2)
     run.finish()
     assert {event.kind for record in run.records.values() for event in record.events} == set(EventKind)
 

@@ -198,8 +198,8 @@ def test_S09_the_block_for_each_sequence_is_waived_for_an_empty_batch() -> None:
     run.admit(prompt(2, 1), 12)
     record = run.admit(prompt(9, 2), 4, n=2)
     run.until(lambda: bool(record.of_kind(EventKind.RESUMED)))
-    (deferred,) = record.of_kind(EventKind.DEFERRED)
-    assert (deferred.reason, deferred.needed) == (WaitReason.SWAP_SPACE, 4 + 2)  # of a pool of 5
+    told = [event for event in record.of_kind(EventKind.DEFERRED) if event.reason != WaitReason.PREEMPTED_THIS_STEP]
+    assert [(event.reason, event.needed) for event in told] == [(WaitReason.SWAP_SPACE, 4 + 2)]  # of a pool of 5
     assert run.records["r0"].finished and len(run.plans[-1].host_loads) == 3 * 4
     run.finish()
 

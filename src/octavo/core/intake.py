@@ -134,8 +134,9 @@ class Intake:
         has_cleared = False
         if reason in _ROOM and (is_overdue or self.state.judge.preempt_on_arrival):
             has_cleared = self._clear_way(request, WaitReason.BARRIER if is_overdue else reason)
-            if has_cleared and not self.planner.rows:
-                self._try_admit(request)  # the step would be empty without it
+            # The step would be empty without it, so it may come in at once (S07).
+            if has_cleared and not self.planner.rows and self._try_admit(request) is None:
+                self._count_bypasses()
         if is_overdue and request.status == Status.WAITING:
             behind = len(self.state.waiting) - sum(self.planner.waits.values())
             self.planner.count_waits(WaitReason.BARRIER, max(0, behind))
