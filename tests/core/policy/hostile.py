@@ -72,6 +72,8 @@ class Hostile(Policy):
         if rng.random() < 0.2:
             raise rng.choice((ValueError("no"), KeyError(1), RecursionError(), StopIteration()))
         self.shared[0] = rng.random()
+        if rng.random() < 0.05:
+            self.change()
         kinds: tuple[Any, ...] = (
             None, (), (None,), (float("nan"),), (float("inf"),), (-float("inf"), 1), ("a", 1), (1, "a"), [3], {},
             "text", (10**400,), (1j,), object(), (rng.random(),), (rng.randrange(3),), (rng.random(), rng.random(), 3),
@@ -79,6 +81,11 @@ class Hostile(Policy):
             rng.choice("abc"), rng.choice("abc"), float("nan"), -float("inf"), rng.random(), -rng.random() * 1e300,
         )  # fmt: skip
         return rng.choice(kinds)
+
+    def change(self) -> None:
+        """Change what a policy is."""
+        names = ("headroom", "skip_ahead", "preempt_on_arrival", "lookahead", "tracks_service", "served", "finished")
+        setattr(self, self.rng.choice(names), self.rng.choice((None, -1, float("nan"), "x", 10**9)))
 
     def key(self, request: Any) -> Any:
         """Garbage."""

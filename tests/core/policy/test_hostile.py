@@ -95,9 +95,10 @@ def test_S06_a_lane_key_that_is_no_number_is_zero(answer: Any) -> None:
 def test_S06_a_hook_that_raises_is_counted_and_goes_no_further() -> None:
     policy = Saying(ValueError("my words"))
     judge = Judge(policy)
-    judge.tell(policy.arrived, REQUEST)
-    judge.tell(None, REQUEST)  # type: ignore[arg-type]
-    assert judge.num_errors == 2 and judge.first_error == "ValueError: my words"
+    judge.tell("arrived", REQUEST)
+    policy.finished = None  # type: ignore[assignment,method-assign]
+    judge.tell("finished", REQUEST)
+    assert judge.num_errors == 2 and judge.first_error == "arrived: ValueError: my words"
 
 
 @pytest.mark.parametrize(

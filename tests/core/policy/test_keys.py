@@ -63,7 +63,7 @@ def test_S06_equal_requests_go_by_arrival_and_the_latest_is_the_victim(name: str
     policy = judge(name)
     states = [asked(order, arrival=1.0) for order in range(5)]
     for state in states:
-        policy.tell(policy.policy.arrived, state)
+        policy.tell("arrived", state)
     assert order_of(policy, states[::-1]) == [0, 1, 2, 3, 4]
     assert max(states, key=policy.victim_rank).order == 4
     assert policy.num_errors == 0
@@ -73,15 +73,15 @@ def test_S06_equal_requests_go_by_arrival_and_the_latest_is_the_victim(name: str
 def test_S08_a_preempted_request_is_ranked_where_it_was(name: str) -> None:
     policy = judge(name)
     state = asked(3, length=20, priority=2, ttft_objective=0.5)
-    policy.tell(policy.policy.arrived, state)
+    policy.tell("arrived", state)
     before, lane = policy.rank(state), policy.lane(state)
-    policy.tell(policy.policy.admitted, state, 20)
+    policy.tell("admitted", state, 20)
     running(state)
     state.sequences[0].num_committed += 7
-    policy.tell(policy.policy.served, state, 7)
+    policy.tell("served", state, 7)
     state.status, state.is_decoding = Status.WAITING, False
     state.num_preemptions += 1
-    policy.tell(policy.policy.preempted, state)
+    policy.tell("preempted", state)
     assert (policy.rank(state), policy.lane(state)) == (before, lane)
 
 

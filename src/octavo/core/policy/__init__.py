@@ -169,10 +169,10 @@ class Judge:
 
     def tell_served(self, served: Iterable[tuple[RequestState, int]]) -> None:
         """Tell the policy what requests were given: (request, output tokens)."""
-        hook = self.policy.served
+        hook = getattr(self.policy, "served", None)
         for request, count in served:
             try:
-                hook(request, count)
+                hook(request, count)  # type: ignore[misc]  # whatever it is: what goes wrong is noted
             except Exception as error:
                 self._note(f"served: {type(error).__name__}: {_text(error)}")
 
