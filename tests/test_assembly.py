@@ -39,6 +39,17 @@ def llm(tiny: Path) -> Iterator[LLM]:
         yield engine
 
 
+def test_tenant_weights_are_read_or_refused() -> None:
+    capacity = Capacity((GroupSpec(),), (8,), 16, 4, 64, 100)
+    weights = limits(config_from("m", {"tenant_weight": ["a=b=2", "c=0.5"]}), capacity, "cpu").tenant_weights
+    assert weights == (("a=b", 2.0), ("c", 0.5))
+    for wrong in ("a", "=2", "a=x"):
+        with pytest.raises(ConfigError, match="TENANT=WEIGHT"):
+            limits(config_from("m", {"tenant_weight": [wrong]}), capacity, "cpu")
+    with pytest.raises(ConfigError, match="above 0"):
+        limits(config_from("m", {"tenant_weight": ["a=0"]}), capacity, "cpu")
+
+
 def test_settings_are_known_by_field_and_by_flag() -> None:
     config = config_from("m", {"max_num_seqs": 4, "max_batch_tokens": "1K", "gpu_memory_utilization": 0.5})
     assert (config.model.model, config.scheduling.max_sequences, config.scheduling.max_batch_tokens) == ("m", 4, 1024)

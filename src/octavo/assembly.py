@@ -143,7 +143,19 @@ def limits(config: Config, capacity: Capacity, device: str) -> Limits:
         separate_modalities=scheduling.separate_modalities,
         composition=scheduling.composition,
         max_prefill_run=scheduling.max_prefill_run,
+        tenant_weights=tuple(_tenant_weight(spelled) for spelled in config.serving.tenant_weight),
     )
+
+
+def _tenant_weight(spelled: str) -> tuple[str, float]:
+    """Read TENANT=WEIGHT. Raises ConfigError."""
+    tenant, is_pair, weight = spelled.rpartition("=")
+    try:
+        if is_pair and tenant:
+            return tenant, float(weight)
+    except ValueError:
+        pass
+    raise ConfigError(f"--tenant-weight is {spelled!r}; give TENANT=WEIGHT, such as batch=0.5")
 
 
 def config_from(model: str, values: dict[str, Any]) -> Config:

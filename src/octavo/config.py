@@ -185,6 +185,11 @@ class ServingConfig:
     api_key: tuple[str, ...] = option(
         (), "key that clients must present; give several for any of them", "--api-key", secret=True
     )
+    tenant_weight: tuple[str, ...] = option(
+        (),
+        "TENANT=WEIGHT, its share under the fair policy; a key's tenant is the key's SHA-256 in hex; give several",
+        "--tenant-weight",
+    )
     insecure: bool = option(False, "allow an address other than loopback without a key", "--insecure")
     in_process: bool = option(False, "run the engine inside the API process (no crash protection)", "--in-process")
     max_waiting: int = option(

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from octavo.core import recovery, searching
 from octavo.core.kv.cache import Publication
+from octavo.core.kv.twins import adopt_twin, twin_of
 from octavo.core.plan import (
     ROW_BEAM,
     ROW_CARRY,
@@ -257,9 +258,9 @@ class Committer:
         for entry in made:
             if not entry.is_duplicate or entry.owner.slot < 0:
                 continue
-            twin = self.state.cache.twin_of(entry)
+            twin = twin_of(self.state.cache, entry)
             if twin is not None:
-                for sequence in self.state.cache.adopt_twin(entry, twin):
+                for sequence in adopt_twin(self.state.cache, entry, twin):
                     self.state.table_edits.extend((sequence.slot, entry.group, entry.index, twin))
                     self.state.defer_release(entry.group, entry.block)
                 self.state.totals.num_adopted_blocks += 1

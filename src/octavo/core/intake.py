@@ -186,7 +186,7 @@ class Intake:
         if reason is not None:
             return reason
         has_company = bool(self.planner.rows or self.state.running.requests)
-        if has_company and request.lack is not None and self._still_lacks(request, request.lack):
+        if has_company and request.lack is not None and room.still_lacks(self.planner, request, request.lack):
             reason = WaitReason(request.lack.reason)
             self.planner.count_waits(reason, 1)
             return reason
@@ -250,23 +250,6 @@ class Intake:
         request.seen = (match.num_tokens, match.missing, cache.num_published)
         return match
 
-    def _still_lacks(self, request: RequestState, lack: Lack) -> bool:
-        """Whether too little can have changed since a request lacked room, so that nothing is to be looked up."""
-        if request.num_bypassed >= self.state.limits.max_bypass:
-            return False
-        cache = self.state.cache
-        gained = cache.pools[lack.group].num_freed - lack.freed + lack.kept - self._kept(request, lack)
-        if gained >= lack.deficit:
-            return False
-        return request.seen is None or not cache.may_find_more(request.seen[1], request.seen[2])
-
-    def _kept(self, request: RequestState, lack: Lack) -> int:
-        """Blocks that must stay free beside a newcomer in the group that it lacked."""
-        kept = self.planner.outstanding[lack.group]
-        if lack.reason == WaitReason.HEADROOM:
-            kept += self.state.headroom.floors[lack.group] + room.growth(self.state, request)
-        return kept
-
     def _first_chunk(self, request: RequestState, match: Match) -> tuple[int, WaitReason | None]:
         """Tokens that the request would be granted now; or why it has to wait for another step."""
         planner, limits = self.planner, self.state.limits
@@ -315,7 +298,7 @@ class Intake:
         group, deficit, needed = short
         if has_company:
             lack = Lack(reason, group, deficit, self.state.cache.pools[group].num_freed, 0)
-            request.lack = replace(lack, kept=self._kept(request, lack))
+            request.lack = replace(lack, kept=room.kept_beside(self.planner, request, lack))
         return self._defer(request, reason, needed, max(0, needed - deficit))
 
     def _admit(self, request: RequestState, match: Match, count: int) -> None:

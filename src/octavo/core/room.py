@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.core.kv.cache import NO_BLOCK, KVCache
-from octavo.core.request import RequestState
+from octavo.core.plan import WaitReason
+from octavo.core.request import Lack, RequestState
 from octavo.core.state import State
 
 if TYPE_CHECKING:
@@ -49,6 +50,25 @@ def growth(state: State, request: RequestState) -> int:
     A block each, and two after the second time, or it would be preempted again at once.
     """
     return min(request.num_preemptions, 2) * state.sequence_budget.used
+
+
+def still_lacks(planner: Planner, request: RequestState, lack: Lack) -> bool:
+    """Whether too little can have changed since a request lacked room, so that nothing is to be looked up."""
+    state, cache = planner.state, planner.state.cache
+    if request.num_bypassed >= state.limits.max_bypass:
+        return False
+    gained = cache.pools[lack.group].num_freed - lack.freed + lack.kept - kept_beside(planner, request, lack)
+    if gained >= lack.deficit:
+        return False
+    return request.seen is None or not cache.may_find_more(request.seen[1], request.seen[2])
+
+
+def kept_beside(planner: Planner, request: RequestState, lack: Lack) -> int:
+    """Blocks that must stay free beside a newcomer, in the group that it lacked."""
+    kept = planner.outstanding[lack.group]
+    if lack.reason == WaitReason.HEADROOM:
+        kept += planner.state.headroom.floors[lack.group] + growth(planner.state, request)
+    return kept
 
 
 def fits_without(planner: Planner, request: RequestState, victims: list[RequestState], floors: list[int]) -> bool:

@@ -120,7 +120,7 @@ class KVCache:
             self.pools,
             self.host.pools if use_host else [],
             sequence.keys,
-            lambda index: self._ids_of(sequence, index),
+            lambda index: self.ids_of(sequence, index),
             size,
         )
         length, with_host = finder.length(max_blocks, self.host_load_min_tokens)
@@ -202,7 +202,7 @@ class KVCache:
             block = self.allocate(group, is_load=True)
             self.effects.load(sequence.slot, group, host_block, block)
             sequence.tables[group][index] = block
-            if self.pools[group].publish(block, sequence.keys[index], self._ids_of(sequence, index), self.effects.step):
+            if self.pools[group].publish(block, sequence.keys[index], self.ids_of(sequence, index), self.effects.step):
                 made.append(Publication(group, block, index, sequence))
         return made
 
@@ -327,7 +327,7 @@ class KVCache:
             return made
         self._extend_keys(sequence)
         for index in range(sequence.num_published, min(num_full, len(sequence.keys))):
-            ids = self._ids_of(sequence, index)
+            ids = self.ids_of(sequence, index)
             for group, pool in enumerate(self.pools):
                 block = sequence.tables[group][index]
                 if block == NO_BLOCK:
@@ -349,31 +349,6 @@ class KVCache:
         for entry in made:
             if not entry.is_duplicate:
                 self.pools[entry.group].unpublish(entry.block, step)
-
-    def twin_of(self, entry: Publication) -> int | None:
-        """The cached block that equals a duplicate one, if the sequence that wrote the duplicate still holds it."""
-        sequence = entry.owner
-        table = sequence.tables[entry.group]
-        if entry.index >= len(table) or table[entry.index] != entry.block or entry.index >= len(sequence.keys):
-            return None
-        pool = self.pools[entry.group]
-        twin = pool.lookup(sequence.keys[entry.index], self._ids_of(sequence, entry.index))
-        is_usable = twin is not None and twin != entry.block and twin not in pool.pending
-        return twin if is_usable and pool.key_of[entry.block] is None else None
-
-    def adopt_twin(self, entry: Publication, twin: int) -> list[Sequence]:
-        """Put the cached block in the duplicate's place, in every table of the request that has it there.
-
-        Returns the sequences changed; the caller releases the duplicate for each.
-        """
-        changed = []
-        for sequence in entry.owner.request.sequences:
-            table = sequence.tables[entry.group]
-            if entry.index < len(table) and table[entry.index] == entry.block:
-                self.pools[entry.group].share(twin)
-                table[entry.index] = twin
-                changed.append(sequence)
-        return changed
 
     def reset(self) -> bool:
         """Forget all cached prefixes, the host's too. False, and nothing changed, while blocks are held."""
@@ -399,7 +374,8 @@ class KVCache:
         if len(sequence.keys) < known // size:
             extend_keys(sequence.keys, sequence.token_ids, known, size, request.request, root)
 
-    def _ids_of(self, sequence: Sequence, index: int) -> bytes | None:
+    def ids_of(self, sequence: Sequence, index: int) -> bytes | None:
+        """The ids of one block, packed; None for a sequence known by length only."""
         if sequence.token_ids is None:
             return None
         return sequence.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
