@@ -150,6 +150,19 @@ def test_K07_growth_that_one_group_lacks_takes_nothing_from_the_other() -> None:
     run.finish()
 
 
+@pytest.mark.parametrize("scarce", [0, 1])
+def test_bug_06_a_fork_needs_blocks_of_every_group(scarce: int) -> None:
+    sizes = [40, 40]
+    sizes[scarce] = 9
+    run = Run(limits(groups=of_windows(0, 60), num_blocks=tuple(sizes), max_batch_tokens=10))
+    for seed in range(3):
+        run.admit(prompt(3, seed), 3)
+    record = run.admit(prompt(12, 9), 2, n=2)
+    run.finish()
+    deferred = [event for event in record.of_kind(EventKind.DEFERRED) if event.reason == WaitReason.FORK_BLOCKS]
+    assert [(event.needed, event.available) for event in deferred] == [(1, 0)]
+
+
 def hit_after_eviction(sizes: tuple[int, int], evicting: int, window: int = 5) -> tuple[Run, StepPlan]:
     """A prompt of 20 tokens was computed, then another took `evicting` blocks of each group; then it comes again."""
     run = Run(limits(groups=of_windows(0, window), num_blocks=sizes, max_batch_tokens=4))
@@ -190,9 +203,9 @@ def test_K07_hits_at_the_corners_of_blocks_and_windows_give_the_right_text(
     run = Run(limits(groups=of_windows(0, window), block_size=block_size, num_blocks=num_blocks, max_batch_tokens=5))
     said = 0
     for extra in range(3):  # behind the prompt each goes another way
-        first = run.admit([*prompt(length, 1), *[(said + extra) % 97] * extra], 6)
+        record = run.admit([*prompt(length, 1), *[(said + extra) % 97] * extra], 6)
         run.finish_all()
-        said = said or first.token_ids[0]
+        said = said or record.token_ids[0]
         assert cached(run, f"r{extra}") == (length // block_size * block_size if extra else 0)
     run.finish()
 
