@@ -250,13 +250,16 @@ def test_P03_eight_choices_of_512_tokens_on_the_default_model(model: Opened) -> 
     """The same ids as the request with one choice, and as itself swapped in and out beside another."""
     executor, capacity = model
     prompt = GOLDEN[30]["prompt"][:512]
-    eight, one = seeded(3, n=8, max_tokens=24), seeded(3, n=1, max_tokens=24)
+    # Hot, as the prompt repeats itself; cut to 20 ids, as float32 logits move by 1e-5 with the batch, and a draw from
+    # all 49152 ids at once then often lands on the neighbouring id.
+    options = {"max_tokens": 24, "temperature": 2.0, "top_k": 20}
+    eight, one = seeded(3, n=8, **options), seeded(3, n=1, **options)
     roomy = serve(executor, limits_of(capacity), requests_of([prompt], [eight]), 1, 3)
     assert roomy.max_blocks == 32 + 8 * 2 and roomy.num_forks == 7
     single = serve(executor, limits_of(capacity), requests_of([prompt], [one]))
     assert roomy.choices[0][0] == single.choices[0][0] and len({tuple(ids) for ids in roomy.choices[0]}) == 8
     others = [GOLDEN[index]["prompt"] for index in (31, 0)]
-    pair = requests_of([*others, prompt], [replace(one, max_tokens=40)] * 2 + [eight])
+    pair = requests_of([*others, prompt], [replace(one, max_tokens=72)] * 2 + [eight])
     for preemption in ("recompute", "swap"):
-        got = serve_way(model, pair, (preemption, 3), 50)
+        got = serve_way(model, pair, (preemption, 3), 56)
         assert got.choices[2] == roomy.choices[0], preemption
