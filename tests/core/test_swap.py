@@ -124,11 +124,13 @@ def test_bug_19_a_host_tier_filled_by_one_swap_makes_the_next_victim_recompute()
 
 
 def test_S09_what_left_a_window_does_not_go_to_the_host() -> None:
-    run, record = squeezed(
-        "swap", groups=of_windows(0, 5), num_blocks=(8, 12), host_blocks=(8, 8), prefix_caching=False
-    )
+    sizes = {"groups": of_windows(0, 4), "num_blocks": (8, 12), "host_blocks": (8, 8), "prefix_caching": False}
+    run = Run(limits(preemption="swap", **sizes))
+    run.admit(prompt(9, 1), 17)
+    record = run.admit(prompt(8, 2), 9)
+    run.until(lambda: bool(record.of_kind(EventKind.SWAPPED)))
     (swapped,) = record.of_kind(EventKind.SWAPPED)
-    assert swapped.num_tokens == 16  # the next one, at position 16, reads 12 to 16
+    assert (swapped.num_tokens, swapped.by) == (15, "r0")  # the next one, at position 15, reads 12 to 15
     out = [group for group, _, _ in triples(swapping_plan(run).swap_outs)]
     assert (out.count(0), out.count(1)) == (4, 1)
     run.until(lambda: bool(record.of_kind(EventKind.RESUMED)))
