@@ -17,7 +17,7 @@ import pytest
 from octavo.artifacts.model_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.config import ExecutionConfig, ModelConfig
-from octavo.core.policy import POLICIES
+from octavo.core.policy import POLICIES as REGISTERED
 from octavo.core.request import Request, SamplingParams
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
 from octavo.executors.torch_executor import TorchExecutor
@@ -25,6 +25,9 @@ from tests.exactness import Run, assert_equal, limits_of, requests_of, serve
 from tests.executors.driver import GREEDY, SPEC, Dense, make_prompt
 from tests.executors.test_torch_executor import make
 from tests.tiny_models import make_tiny_model
+
+# Other tests register policies of their own.
+POLICIES = [name for name, policy in REGISTERED.items() if policy.__module__.startswith("octavo.")]
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_smollm2.json").read_text())
 Opened = tuple[Executor, Capacity]
