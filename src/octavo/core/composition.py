@@ -52,6 +52,8 @@ class Composition:
 
     def turns(self) -> list[Turn]:
         """Kinds of step in the order to try them: the first that has a row is taken."""
+        if self.is_mixed:
+            return [ANY]
         media = (self._media_next, not self._media_next) if self._separates_media else (None,)
         decode_first = self._num_prefills >= self._max_prefill_run
         phases = (decode_first, not decode_first) if self._separates_phases else (None,)
