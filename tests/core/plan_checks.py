@@ -146,7 +146,8 @@ class PlanChecks:
 
     def check_victims(self, plan: StepPlan) -> None:
         """S06, S07: nobody is preempted for work of later rank, and whoever goes is the last."""
-        if not self.has_sane_policy:
+        # A policy of what tenants were given may rank anew within a plan: a preemption is one of the things it counts.
+        if not self.has_sane_policy or POLICIES[self.sizes.policy].tracks_service:
             return
         for event in plan.events:
             if event.kind == EventKind.PREEMPTED and event.by is not None and event.by != event.request_id:

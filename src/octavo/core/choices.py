@@ -58,6 +58,8 @@ class Choices:
 
         So a request that has to go for lack of room goes whole, before any of its rows is made. None if it went.
         """
+        if not request.ahead_ok and request.in_flight:
+            return []
         planner, cache = self.planner, self.planner.state.cache
         next_ones = [one for one in request.sequences if one.is_entered and one.num_known == one.num_scheduled + 1]
         if request.is_decoding and any(one.num_scheduled >= one.hot_end for one in next_ones):

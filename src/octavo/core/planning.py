@@ -102,8 +102,6 @@ class Planner:
                 break
             if is_choosy and self._skips(request):
                 continue
-            if not request.ahead_ok and request.in_flight:
-                continue
             sequences = request.sequences
             if request.has_several:
                 tokens.left = left

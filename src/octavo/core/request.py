@@ -217,7 +217,7 @@ class RequestState:
         self.sequences: list[Sequence] = []
         self.beams: BeamGroup | None = None
         self.spare_slots: list[int] = []  # slots of beams that do not exist yet, or no longer
-        self.has_several = request.params.num_sequences > 1
+        self.has_several = request.params.num_sequences > 1 or request.params.beam_width > 0
         # Looked at for every row, and a flag of an enum costs ten times as much.
         self.samples = bool(request.wants & Want.SAMPLE)
         self.scores = bool(request.wants & Want.SCORE)
