@@ -134,7 +134,7 @@ class Choices:
 
 def is_caught_up(request: RequestState, sequence: Sequence, may_fork: bool) -> bool:
     """Whether, with this sequence's row, every choice has all it knows scheduled, or will fork from this one."""
-    at_fork = may_fork and sequence.num_committed == sequence.num_prompt
+    at_fork = may_fork and sequence.num_known == sequence.num_prompt  # nothing sampled yet, in flight neither
     return all(
         other is sequence
         or (other.is_entered and other.num_scheduled >= other.num_committed)

@@ -183,6 +183,8 @@ def _check_slots(state: State) -> None:
 
 def _check_running(state: State, entry: RequestState, sequence: Sequence) -> None:
     name, size = entry.name, state.limits.block_size
+    is_told = sequence.is_entered or sequence in state.announced
+    _require(is_told or not entry.is_decoding, f"{name} decodes, but a choice of it has not come in")
     _require(entry.status == Status.RUNNING, f"{name} runs with status {entry.status}")
     _require(
         sequence.num_computed <= sequence.num_scheduled <= sequence.num_known,
