@@ -52,6 +52,8 @@ def preempt(planner: Planner, victim: RequestState, by: RequestState, reason: Wa
     promised = [entry for entry in planner.published if entry.owner.request is victim]
     planner.state.cache.unpublish(promised, planner.state.step)
     planner.published = [entry for entry in planner.published if entry.owner.request is not victim]
+    for group, count in enumerate(planner.kept.pop(victim.name, ())):
+        planner.outstanding[group] -= count
     planner.new = [new for new in planner.new if new.slot not in slots]
     planner.effects.drop(slots)
     # What has begun to change in this plan is not whole yet: it can be recomputed, not swapped.
