@@ -55,7 +55,7 @@ class PlanChecks:
         self.check_columns(plan)
         self.mirror.apply(plan)
         self.check_reads(plan)
-        self.check_company(plan)
+        self.check_company(plan, is_whole)
         self.check_partials(plan, is_whole)
         self.check_headroom(plan)
         self.check_victims(plan)
@@ -94,7 +94,7 @@ class PlanChecks:
         if self.sizes.max_kv_read and num_reading > 1:
             assert read <= self.sizes.max_kv_read, f"{read} tokens of context are read by {num_reading} rows"
 
-    def check_company(self, plan: StepPlan) -> None:
+    def check_company(self, plan: StepPlan, is_whole: bool) -> None:
         """S12, S13 and adapters: who may be in one step with whom."""
         run, seats = self.run, self.mirror.seats
         names = list(dict.fromkeys(seats[slot].request_id for slot in plan.slots))
@@ -116,7 +116,8 @@ class PlanChecks:
         assert not (decodes and prefills), "prefill and decode in one step"
         others = [seat for seat in seats.values() if seat.request_id not in names and seat.end and seat.is_caught_up]
         self.num_prefills = self.num_prefills + 1 if prefills and others else 0
-        if run.depth == 1 and not self.sizes.max_kv_read and not self.sizes.separate_modalities:
+        # A plan of some requests alone may have no decodes to give a turn to; the next whole one must.
+        if is_whole and run.depth == 1 and not self.sizes.max_kv_read and not self.sizes.separate_modalities:
             assert self.num_prefills <= self.sizes.max_prefill_run, f"{self.num_prefills} prefill steps in a row"
 
     def check_partials(self, plan: StepPlan, is_whole: bool) -> None:
