@@ -304,6 +304,8 @@ class Run:
         if is_due or self.num_unchecked >= self.check_every:
             self.num_unchecked = 0
             invariants.check(scheduler)
+        else:
+            invariants.check_cheap(scheduler)
 
     def check_plan(self, plan: StepPlan, is_whole: bool) -> None:
         """Progress, and who may be let in."""
