@@ -214,3 +214,30 @@ def test_S10_who_was_passed_too_often_goes_before_whoever_ranks_first_now() -> N
     run.step()
     assert passed.is_running and not first.is_running
     run.finish()
+
+
+class Urgent(Policy):
+    """Order of priority, for victims and arrivals alike."""
+
+    name = "test_urgent"
+    headroom = 0.0
+    preempt_on_arrival = True
+
+    def key(self, request: RequestState) -> tuple[float, ...]:
+        return (float(request.request.priority),)
+
+    victim_key = key
+
+
+register_policy(Urgent)
+
+
+def test_S07_what_was_kept_for_a_victim_counts_as_free_once_it_has_gone() -> None:
+    run = Run(limits(policy="test_urgent", num_blocks=12, max_batch_tokens=64, long_prefill_threshold=8))
+    kept = run.admit(prompt(8, 1), 8, priority=1)
+    partial = run.admit(prompt(24, 2), 2, priority=2)  # has 2 blocks, and 4 are kept for it
+    run.step()
+    urgent = run.admit(prompt(30, 3), 2, priority=0)  # 8 blocks
+    run.plan()
+    assert partial.of_kind(EventKind.PREEMPTED) and not kept.of_kind(EventKind.PREEMPTED)
+    assert not urgent.of_kind(EventKind.ADMITTED)  # nobody comes in by a plan that preempted and still has rows
