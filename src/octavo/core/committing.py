@@ -345,7 +345,8 @@ class Committer:
         counts: dict[str, int] = {}
         for name in self.events.request_ids:
             counts[name] = counts.get(name, 0) + 1
-        self.state.judge.tell_served((requests[name], count) for name, count in counts.items())
+        for name, count in counts.items():
+            self.state.judge.tell("served", requests[name], count)
 
     def fail(self) -> Events:
         """Undo this plan and every later one."""

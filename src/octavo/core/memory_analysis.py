@@ -14,7 +14,6 @@ from octavo.core.kv.pool import BlockPool
 from octavo.core.plan import DROP_BLOCK
 from octavo.core.request import Sequence
 from octavo.core.state import State
-from octavo.core.statistics import host_pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class MemoryAnalysis:
 def analyse(state: State) -> MemoryAnalysis:
     """Look at every table of every running sequence, and at the pools."""
     sequences = [sequence for request in state.running.requests for sequence in request.sequences]
-    size, host = state.limits.block_size, host_pools(state)
+    size, host = state.limits.block_size, state.cache.host.pools
     groups = tuple(
         _group(index, pool, host[index] if host else None, sequences, size)
         for index, pool in enumerate(state.cache.pools)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.core.kv.pool import BlockPool
 from octavo.core.plan import WaitReason
 from octavo.core.request import Status
 from octavo.core.state import State
@@ -57,13 +56,13 @@ class Statistics:
 
 def snapshot(state: State) -> Statistics:
     """Read the statistics off the state."""
-    pools, totals, host = state.cache.pools, state.totals, host_pools(state)
+    pools, totals, host = state.cache.pools, state.totals, state.cache.host.pools
     return Statistics(
         step=state.step,
         num_running=state.sequence_budget.used,
         num_waiting=len(state.waiting),
         waiting_by_reason=_waiting_by_reason(state),
-        num_swapped=num_swapped(state),
+        num_swapped=state.num_swapped,
         num_in_flight=len(state.flight),
         num_blocks=sum(pool.num_blocks for pool in pools),
         num_blocks_used=sum(pool.num_blocks - pool.num_free for pool in pools),
@@ -91,16 +90,6 @@ def snapshot(state: State) -> Statistics:
         first_policy_error=state.judge.first_error,
         finished=dict(totals.finished),
     )
-
-
-def host_pools(state: State) -> list[BlockPool]:
-    """The pools of the host tier, one per group; none without such a tier."""
-    return state.cache.host.pools if state.limits.host_blocks else []
-
-
-def num_swapped(state: State) -> int:
-    """Requests that wait with their KV on the host."""
-    return state.num_swapped if state.limits.host_blocks else 0
 
 
 def _waiting_by_reason(state: State) -> dict[str, int]:

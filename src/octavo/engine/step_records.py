@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
 from octavo.core.state import State
-from octavo.core.statistics import host_pools, num_swapped
 from octavo.engine.step_times import PARTS, StepTimes
 from octavo.metrics.export import Table
 from octavo.metrics.rings import RecordRing
@@ -65,7 +64,7 @@ class StepRecords:
     def __init__(self, size: int, state: State, times: StepTimes) -> None:
         self._state = state
         self._times = times
-        self._host = host_pools(state)
+        self._host = state.cache.host.pools
         self._ring = RecordRing(_LAYOUT, size + 1)  # the oldest is what the next one's differences are taken from
         self._waits: list[dict[str, int]] = [{}] * (size + 1)
         self._base = self._totals()
@@ -100,7 +99,7 @@ class StepRecords:
             len(plan.new_sequences),
             state.sequence_budget.used,
             len(state.waiting),
-            num_swapped(state),
+            state.num_swapped,
             used - cached,
             cached,
             host_used,

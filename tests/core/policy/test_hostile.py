@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.core.harness import limits
+from tests.core.harness import Run, limits, prompt
 from tests.core.policy.hostile import BadInt, BadText, BadTuple, Hostile
 from tests.core.random_driver import Driver
 
@@ -168,3 +168,25 @@ def test_S06_a_hostile_run_replays_bit_for_bit(registry: None) -> None:
         driver.drive(150)
         digests.append(driver.run.digests)
     assert digests[0] == digests[1]
+
+
+class Unservable(Policy):
+    """Its hook cannot even be looked up."""
+
+    name = "test_unservable"
+    tracks_service = True
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "served":
+            raise ValueError("no such thing")
+        return super().__getattribute__(name)
+
+
+register_policy(Unservable)
+
+
+def test_S06_a_hook_that_cannot_be_looked_up_ends_nobody() -> None:
+    run = Run(limits(policy="test_unservable"))
+    record = run.admit(prompt(5), 4)
+    run.finish()
+    assert record.finished is not None and "no such thing" in run.scheduler.statistics().first_policy_error

@@ -7,7 +7,6 @@ Invariant: whatever a policy answers, Judge gives plain tuples of floats (no NaN
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from octavo.core.limits import Limits
@@ -166,15 +165,6 @@ class Judge:
             getattr(self.policy, hook)(*args)
         except Exception as error:
             self._note(f"{hook}: {type(error).__name__}: {_text(error)}")
-
-    def tell_served(self, served: Iterable[tuple[RequestState, int]]) -> None:
-        """Tell the policy what requests were given: (request, output tokens)."""
-        hook = getattr(self.policy, "served", None)
-        for request, count in served:
-            try:
-                hook(request, count)  # type: ignore[misc]  # whatever it is: what goes wrong is noted
-            except Exception as error:
-                self._note(f"served: {type(error).__name__}: {_text(error)}")
 
     def _key(self, name: str, *args: Any) -> tuple[float, ...]:
         try:
