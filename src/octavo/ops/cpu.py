@@ -9,6 +9,7 @@ mapped every kernel runs on one thread (two pools fight for the cores).
 from __future__ import annotations
 
 import ctypes
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 
 ABI = 4
 ISA_NAMES = ("portable", "avx2", "avx512")
-LIBRARY_PATH = Path(__file__).with_name("libkernels.so")
+LIBRARY_PATH = Path(os.environ.get("OCTAVO_KERNELS") or Path(__file__).with_name("libkernels.so"))  # for developers
 MIN_ELEMENTS_PER_THREAD = 32_768  # below this, waking a second thread costs more than it saves
 
 
