@@ -16,7 +16,7 @@ from setuptools.errors import CompileError, LinkError
 LIBRARY = "octavo.ops.libkernels"
 SOURCES = sorted(path.as_posix() for path in Path("csrc").glob("*.cpp"))
 # No -march: features are chosen at run time. No contraction: every path must round alike.
-FLAGS = ["-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall"]
+FLAGS = ["-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
 WITHOUT_KERNELS = "octavo: WARNING: no C++ compiler; built without the CPU kernels, the torch twins are used"
 
 
@@ -53,6 +53,6 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension(LIBRARY, SOURCES, depends=["csrc/kernel.h"], language="c++", optional=True)],
+    ext_modules=[Extension(LIBRARY, SOURCES, depends=sorted(path.as_posix() for path in Path("csrc").glob("*.h")), language="c++", optional=True)],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
 )
