@@ -15,6 +15,7 @@ from octavo.bench.offline import OfflineBench
 from octavo.bench.report import Measured, make_report, show_report
 from octavo.bench.steps import StepRecorder
 from octavo.bench.workload import Item, Workload, draw_workload
+from octavo.config import Config
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.local_client import LocalClient
@@ -37,7 +38,7 @@ def _engine(steps):
         max_sequences=4,
     )
     loop = EngineLoop(Scheduler(limits), executor)
-    loop.watch(steps)
+    steps.watch(loop)
     return LocalClient(loop), capacity
 
 
@@ -107,11 +108,11 @@ def test_report_has_every_number_and_is_one_line() -> None:
         runs = []
         for _ in range(3):
             record = await bench.run(workload)
-            runs.append((record, bench.steps.take().floor_s(floor)))
+            runs.append((record, bench.steps.take()))
         return runs
 
     runs, _, capacity = asyncio.run(_bench(work))
-    report = make_report(Measured("fake", capacity, workload, 4, floor, runs, 1.5, 2**30))
+    report = make_report(Measured("fake", Config(), capacity, workload, 4, floor, runs, 1.5, 2**30))
     line = json.dumps(report)
     assert "\n" not in line
     wanted = {"model", "dtype", "device", "threads", "workload", "requests", "prompt_tokens", "output_tokens"}
@@ -119,8 +120,10 @@ def test_report_has_every_number_and_is_one_line() -> None:
     wanted |= {"steps", "floor_ms_per_step", "floor_fraction", "peak_memory_bytes", "startup_s", "prefix_hit_tokens"}
     assert wanted | {"preemptions"} <= set(report)
     assert report["output_tokens_per_s"] == sorted(report["runs_output_tokens_per_s"])[1]
-    assert set(report["ttft_ms"]) == {"p50", "p90", "p99"}
+    assert set(report["ttft_ms"]) == {"p50", "p90", "p95", "p99"}
     assert set(report["step_share"]) == {"schedule", "prepare", "forward", "sample", "emit", "other"}
+    assert report["decode_steps"][-1]["rows_up_to"] == 4
+    assert all(0 <= step["host_share"] <= 1 and step["floor_fraction"] >= 0 for step in report["decode_steps"])
     assert sum(report["step_share"].values()) == pytest.approx(1, abs=1e-3)
     out = io.StringIO()
     show_report(Console(file=out, width=120), report)

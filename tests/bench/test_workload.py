@@ -72,7 +72,7 @@ def test_percentile_is_nearest_rank(point, value) -> None:
 
 
 def test_no_values_have_percentile_zero() -> None:
-    assert spread_ms([]) == {"p50": 0.0, "p90": 0.0, "p99": 0.0}
+    assert spread_ms([]) == {"p50": 0.0, "p90": 0.0, "p95": 0.0, "p99": 0.0}
 
 
 def test_floor_is_the_larger_of_memory_and_arithmetic_plus_cache() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-POINTS = (50, 90, 99)
+POINTS = (50, 90, 95, 99)
 
 
 def percentile(values: Iterable[float], point: float) -> float:

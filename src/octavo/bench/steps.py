@@ -1,25 +1,37 @@
-"""What every step computed and read, noted as it is committed: the input of the memory floor.
+"""What every step computed, read and took, noted as it is committed: the input of the memory floor and the step split.
 
-Owns: the counts of the steps since they were last taken. Does not: measure times (the loop does).
+Owns: the counts of the steps since they were last taken, and their sums by the number of rows. Does not: measure
+times (the loop does).
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from octavo.bench.floor import StepFloor
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
+from octavo.engine.loop import EngineLoop
+from octavo.engine.step_records import make_up
+from octavo.engine.step_times import PARTS, StepTimes
+
+DEVICE_PARTS = ("forward", "sample")  # the rest of a step is the host's: schedule, prepare, emit, and between them
+_NOT_TIMED = (0.0,) * len(PARTS)
 
 
 class StepCounts:
-    """Query tokens and KV positions read, one entry per step."""
+    """One entry per step: rows, query tokens, KV positions read, whether it only decodes, seconds of its parts."""
 
-    __slots__ = ("num_kv_read", "num_query_tokens")
+    __slots__ = ("is_decode", "num_kv_read", "num_query_tokens", "num_rows", "seconds")
 
     def __init__(self) -> None:
+        self.num_rows = array("q")
         self.num_query_tokens = array("q")
         self.num_kv_read = array("q")
+        self.is_decode = array("b")
+        self.seconds: list[tuple[float, ...]] = []
 
     def __len__(self) -> int:
         return len(self.num_query_tokens)
@@ -28,12 +40,47 @@ class StepCounts:
         """The sum of all steps' floors, in seconds."""
         return sum(map(floor.seconds, self.num_query_tokens, self.num_kv_read))
 
+    def by_rows(self, floor: StepFloor | None = None) -> list[dict[str, Any]]:
+        """Means over the timed steps that only decode, by rows: 1, 2, up to 4, up to 8, and so on."""
+        groups: dict[int, list[int]] = {}
+        for index, rows in enumerate(self.num_rows):
+            if self.is_decode[index] and self.seconds[index] is not _NOT_TIMED:
+                groups.setdefault(1 << (rows - 1).bit_length(), []).append(index)
+        return [self._summary(rows, groups[rows], floor) for rows in sorted(groups)]
+
+    def _summary(self, rows: int, steps: Sequence[int], floor: StepFloor | None) -> dict[str, Any]:
+        totals = dict(zip(PARTS, map(sum, zip(*(self.seconds[step] for step in steps), strict=True)), strict=True))
+        whole_s = totals["step"]
+        host_s = max(0.0, whole_s - sum(totals[part] for part in DEVICE_PARTS))
+        summary: dict[str, Any] = {
+            "rows_up_to": rows,
+            "steps": len(steps),
+            "step_ms": round(whole_s / len(steps) * 1e3, 4),
+            "host_ms": round(host_s / len(steps) * 1e3, 4),
+            "host_share": round(host_s / whole_s, 4) if whole_s else 0.0,
+        }
+        if floor is not None:
+            floor_s = sum(floor.seconds(self.num_query_tokens[step], self.num_kv_read[step]) for step in steps)
+            summary["floor_ms"] = round(floor_s / len(steps) * 1e3, 4)
+            summary["floor_fraction"] = round(floor_s / whole_s, 4) if whole_s else 0.0
+        return summary
+
 
 class StepRecorder:
-    """An EventSink that counts what each successful step with rows computes and reads."""
+    """An EventSink that counts what each successful step with rows computes and reads.
+
+    A sink hears of a step just before its times are noted, so they are fetched when the next one comes.
+    """
 
     def __init__(self) -> None:
         self.counts = StepCounts()
+        self._times: StepTimes | None = None
+        self._find: Callable[[], tuple[float, ...]] | None = None  # the times of the step heard of last
+
+    def watch(self, loop: EngineLoop) -> None:
+        """Be told of a loop's steps, with their times. Call before it starts."""
+        self._times = loop.step_times
+        loop.watch(self)
 
     def admitted(self, request: Request) -> None:
         """Nothing to note."""
@@ -43,11 +90,29 @@ class StepRecorder:
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
         """Note one step; one without rows costs no pass over the weights."""
+        self._settle()
         if plan.num_rows and isinstance(outcome, StepResult):
-            self.counts.num_query_tokens.append(plan.num_query_tokens)
-            self.counts.num_kv_read.append(plan.num_kv_read)
+            counts = self.counts
+            counts.num_rows.append(plan.num_rows)
+            counts.num_query_tokens.append(plan.num_query_tokens)
+            counts.num_kv_read.append(plan.num_kv_read)
+            counts.is_decode.append(plan.num_query_tokens == plan.num_rows or not make_up(plan)[0])
+            self._find = self._finder()
 
     def take(self) -> StepCounts:
-        """Hand over the steps noted since the last time."""
+        """Hand over the steps noted since the last time. Call while the engine is idle."""
+        self._settle()
         counts, self.counts = self.counts, StepCounts()
         return counts
+
+    def _finder(self) -> Callable[[], tuple[float, ...]]:
+        times = self._times
+        if times is None:
+            return lambda: _NOT_TIMED
+        number = times.num_steps
+        return lambda: times.get(number) or _NOT_TIMED
+
+    def _settle(self) -> None:
+        if self._find is not None:
+            self.counts.seconds.append(self._find())
+            self._find = None

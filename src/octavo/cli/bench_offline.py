@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import resource
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -17,16 +15,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from octavo import machine
 from octavo.assembly import LocalEngine, build_local
-from octavo.bench.floor import StepFloor
+from octavo.bench.engine_facts import peak_memory_bytes, probe_floor
 from octavo.bench.offline import OfflineBench, RunRecord
 from octavo.bench.report import Measured, make_report, show_report
 from octavo.bench.steps import StepCounts, StepRecorder
 from octavo.bench.workload import Workload, draw_workload, read_workload
 from octavo.cli.flags import UsageError, add_settings, config_from
 from octavo.cli.terminal import loading, warn_limits
-from octavo.executors.protocol import Capacity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,13 +58,19 @@ def run(args: argparse.Namespace) -> int:
         vocab_size, seed = engine.capacity.vocab_size, config.execution.seed
         workload = draw_workload(args.num_prompts, args.input_len, args.output_len, vocab_size, seed)
     steps = StepRecorder()
-    engine.loop.watch(steps)
+    steps.watch(engine.loop)
     records = asyncio.run(_run_all(engine, workload, steps, args.runs))
     peak_bytes = peak_memory_bytes()
-    floor = _floor(engine.capacity)
-    runs = [(record, counts.floor_s(floor)) for record, counts in records]
     measured = Measured(
-        engine.text.name, engine.capacity, workload, engine.capacity.num_slots, floor, runs, startup_s, peak_bytes
+        engine.text.name,
+        config,
+        engine.capacity,
+        workload,
+        engine.capacity.num_slots,
+        probe_floor(engine.capacity),
+        records,
+        startup_s,
+        peak_bytes,
     )
     report = make_report(measured)
     if not args.json:
@@ -95,17 +97,3 @@ async def _run_all(
     finally:
         await engine.client.close()
     return records
-
-
-def _floor(capacity: Capacity) -> StepFloor:
-    """Probe the machine, as the model's device and type use it."""
-    from octavo.bench.machine_probe import probe  # loads torch
-
-    rates = probe(capacity.device, capacity.dtype, machine.look().cache_bytes)
-    return StepFloor(rates, capacity.weight_bytes, capacity.linear_flops_per_token, capacity.kv_bytes_per_token)
-
-
-def peak_memory_bytes() -> int:
-    """The most host memory that this process ever held."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
