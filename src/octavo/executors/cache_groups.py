@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.core.kv.group import GroupKind, GroupSpec
@@ -21,7 +20,7 @@ from octavo.core.plan import StepPlan
 from octavo.errors import EngineError
 from octavo.executors.columns import from_packed
 from octavo.executors.host_pool import HostPool
-from octavo.ops.attention import AttentionBackend, AttentionBatch
+from octavo.ops.attention import AttentionBackend, AttentionBatch, GroupedAttention
 from octavo.ops.attention_pool import KVPool, PoolShape
 from octavo.sampling.columns import Ints
 from octavo.sampling.upload import upload
@@ -71,7 +70,7 @@ class CacheGroups:
         backends = [make_attention(pool, group.window or None) for pool, group in zip(pools, groups, strict=True)]
         self._backends = backends
         # one group's layers are the model's: the backend itself, at no cost per layer
-        self.attention = backends[0] if len(backends) == 1 else _GroupedAttention(groups, backends)
+        self.attention = backends[0] if len(backends) == 1 else _by_layer(groups, backends)
 
     def begin(self, batches: Sequence[AttentionBatch]) -> None:
         """Tell each group's attention about the step."""
@@ -107,25 +106,14 @@ class CacheGroups:
         return [(group, (part[:, 1], part[:, 2])) for group, part in parts if len(part)]
 
 
-class _GroupedAttention:
-    """An AttentionBackend over several: a model's layer goes to its group's backend, under its number there."""
-
-    def __init__(self, groups: Sequence[GroupSpec], backends: Sequence[AttentionBackend]) -> None:
-        places = {
-            layer: (backend, local)
-            for group, backend in zip(groups, backends, strict=True)
-            for local, layer in enumerate(group.layers)
-        }
-        self._places = [places[layer] for layer in range(len(places))]
-
-    def begin(self, batch: AttentionBatch) -> None:
-        """Refuse: each group has a batch of its own (CacheGroups.begin)."""
-        raise AssertionError("several groups begin through CacheGroups")
-
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """Attend in the layer's group."""
-        backend, local = self._places[layer]
-        return backend.attend(local, q_THD, k_TKD, v_TKD)
+def _by_layer(groups: Sequence[GroupSpec], backends: Sequence[AttentionBackend]) -> GroupedAttention:
+    """Give each of the model's layers its group's backend and its number there."""
+    places = {
+        layer: (backend, local)
+        for group, backend in zip(groups, backends, strict=True)
+        for local, layer in enumerate(group.layers)
+    }
+    return GroupedAttention([places[layer] for layer in range(len(places))])
 
 
 def allocate(

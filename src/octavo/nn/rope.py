@@ -26,7 +26,7 @@ class RopeTable:
     2 * max_len * D elements.
     """
 
-    __slots__ = ("_table_P2D",)
+    __slots__ = ("table_P2D",)
 
     def __init__(
         self, spec: ModelSpec, max_len: int, dtype: torch.dtype, device: torch.device, factors: Tensor | None = None
@@ -37,16 +37,16 @@ class RopeTable:
         angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse
         cos, sin = angles.cos(), angles.sin()
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-        self._table_P2D = table.to(device=device, dtype=dtype)
+        self.table_P2D = table.to(device=device, dtype=dtype)
 
     @property
     def max_len(self) -> int:
         """Positions in the table."""
-        return self._table_P2D.shape[0]
+        return self.table_P2D.shape[0]
 
     def lookup(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return (cos_T1D, signed_sin_T1D) of each position in [0, max_len)."""
-        rows_T2D = self._table_P2D.index_select(0, positions_T)
+        rows_T2D = self.table_P2D.index_select(0, positions_T)
         return rows_T2D[:, 0:1], rows_T2D[:, 1:2]
 
 

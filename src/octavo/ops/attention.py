@@ -9,6 +9,7 @@ row n is at row_start[n] + t; its query sees exactly the positions <= its own (a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,3 +66,19 @@ class AttentionBackend(Protocol):
         The scale is D ** -0.5. The result may be a buffer that the next call overwrites.
         """
         ...
+
+
+class GroupedAttention:
+    """An AttentionBackend over several cache groups: `places` has each model layer's backend and its number there."""
+
+    def __init__(self, places: Sequence[tuple[AttentionBackend, int]]) -> None:
+        self.places = list(places)
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """Refuse: each group has a batch of its own."""
+        raise AssertionError("each cache group's attention begins by itself")
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Attend in the layer's group."""
+        backend, local = self.places[layer]
+        return backend.attend(local, q_THD, k_TKD, v_TKD)

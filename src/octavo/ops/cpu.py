@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -75,14 +76,14 @@ def status() -> KernelStatus:
     return _load()[1]
 
 
-def function(name: str, *argument_types: type) -> Callable[..., None] | None:
-    """Return a kernel that returns nothing, or None without the library. Look it up once, not per call."""
+def function(name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any] | None:
+    """Return a kernel, or None without the library; `result` is its C type. Look it up once, not per call."""
     library, _ = _load()
     if library is None:
         return None
     kernel = getattr(library, name)
     kernel.argtypes = argument_types
-    kernel.restype = None
+    kernel.restype = result
     return kernel  # type: ignore[no-any-return]
 
 
