@@ -1,6 +1,6 @@
 // What the kernels share: exported names, bfloat16, rounding.
 //
-// Owns: the conversions between bfloat16 and float. Does not: hold state (rms_norm.cpp holds the instruction set).
+// Owns: the conversions between bfloat16 and float. Does not: hold state (cpu_features.cpp holds the instruction set).
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // Residual addition and RMSNorm over rows, in one pass over memory.
 //
-// Owns: the C ABI octavo_add_rms_norm_{f32,bf16}, and the choice of instructions at run time.
+// Owns: the C ABI octavo_add_rms_norm_{f32,bf16}.
 // Does not: allocate, know torch or Python, or start threads of its own (OpenMP's pool is shared with torch).
 // Invariants: a row's result depends on that row alone, not on the row count, the threads or the instruction set:
 // every path sums in the same 16 lanes and the same tree, without fused multiply-add (-ffp-contract=off).
@@ -8,7 +8,7 @@
 
 #include <cmath>
 
-#include "kernel.h"
+#include "cpu_features.h"
 
 namespace {
 
@@ -81,23 +81,10 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) void norm_row_avx5
 }
 #endif
 
-Isa detect() {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        return kAvx512;
-    if (__builtin_cpu_supports("avx2")) return kAvx2;
-#endif
-    return kPortable;
-}
-
-const Isa best_isa = detect();
-Isa isa = best_isa;
-
 template <typename T>
 auto choose_norm_row() {
 #if defined(__x86_64__)
+    const Isa isa = octavo::isa_in_use();
     if (isa == kAvx512) return norm_row_avx512<T>;
     if (isa == kAvx2) return norm_row_avx2<T>;
 #endif
@@ -116,27 +103,6 @@ void norm_rows(const Rows& rows, int64_t num_rows, int32_t num_threads) {
 }
 
 }  // namespace
-
-// Version of this ABI; the loader refuses another one.
-EXPORT int32_t octavo_kernels_abi() { return 4; }
-
-// Instruction set in use: 0 portable, 1 AVX2, 2 AVX-512.
-EXPORT int32_t octavo_kernels_isa() { return isa; }
-
-// Use an instruction set up to the best that this machine has (for tests); returns the one in use.
-EXPORT int32_t octavo_kernels_use_isa(int32_t wanted) {
-    isa = static_cast<Isa>(wanted < 0 ? 0 : (wanted < best_isa ? wanted : best_isa));
-    return isa;
-}
-
-// Whether the build has OpenMP.
-EXPORT int32_t octavo_kernels_has_openmp() {
-#if defined(_OPENMP)
-    return 1;
-#else
-    return 0;
-#endif
-}
 
 #define DEFINE_ADD_RMS_NORM(name, type)                                                                                \
     EXPORT void octavo_add_rms_norm_##name(const void* x, int64_t x_stride, const void* residual,                      \

@@ -1,0 +1,64 @@
+// Detection by cpuid, and the C ABI octavo_kernels_{abi,isa,use_isa,has_openmp}.
+
+#include "cpu_features.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace {
+
+struct Features {
+    Isa isa = kPortable;
+    bool vnni = false, bf16 = false;
+};
+
+Features detect() {
+    Features found;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c) found.isa = kAvx2;
+    if (found.isa == kAvx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        found.isa = kAvx512;
+    if (found.isa == kAvx512 && __get_cpuid_count(7, 0, &a, &b, &c, &d)) found.vnni = (c >> 11 & 1u) != 0;
+    if (found.isa == kAvx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.bf16 = (a >> 5 & 1u) != 0;
+#endif
+    return found;
+}
+
+const Features features = detect();
+Isa isa = features.isa;
+
+}  // namespace
+
+namespace octavo {
+
+Isa isa_in_use() { return isa; }
+bool has_vnni() { return isa == kAvx512 && features.vnni; }
+bool has_bf16() { return isa == kAvx512 && features.bf16; }
+
+}  // namespace octavo
+
+// Version of this ABI; the loader refuses another one.
+EXPORT int32_t octavo_kernels_abi() { return 4; }
+
+// Instruction set in use: 0 portable, 1 AVX2 (with FMA and F16C), 2 AVX-512 (F, BW, DQ, VL).
+EXPORT int32_t octavo_kernels_isa() { return isa; }
+
+// Use an instruction set up to the best that this machine has (for tests); returns the one in use.
+EXPORT int32_t octavo_kernels_use_isa(int32_t wanted) {
+    isa = static_cast<Isa>(wanted < 0 ? 0 : (wanted < features.isa ? wanted : features.isa));
+    return isa;
+}
+
+// Whether the build has OpenMP.
+EXPORT int32_t octavo_kernels_has_openmp() {
+#if defined(_OPENMP)
+    return 1;
+#else
+    return 0;
+#endif
+}

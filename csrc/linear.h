@@ -1,0 +1,39 @@
+// Linear layers over packed weights: float32, bfloat16, and int8 or int4 codes with a scale per group of inputs.
+//
+// Owns: what others may call. linear_layout.h owns the bytes, linear_kernels.h the instruction sets' tables.
+// Does not: allocate, start threads (only the C ABI's own parallel regions do), or know torch.
+// Invariants: an output depends on its row of activations and its row of the weight alone, by bits: not on the number
+// of rows, the threads, or neighbours. For the quantised kinds not on the instruction set either: integer products are
+// exact, and one float accumulator takes a fused multiply-add per group, in ascending order.
+
+#pragma once
+
+#include <cstdint>
+
+namespace octavo {
+
+enum WeightKind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
+
+// Filled from Python: 8-byte fields only.
+struct Weight {
+    int64_t kind, outputs, inputs, group;  // group: inputs per scale; int8: 16 or 32, int4: 32, floats: 0
+    const void* packed;                    // octavo_linear_packed_bytes bytes, 64-byte aligned; equal for all machines
+    const float* bias;                     // [outputs] or null
+};
+
+// Bytes of one prepared row: a multiple of 64. Depends on the instruction set in use, as the form does.
+int64_t prepared_bytes(int64_t kind, int64_t inputs);
+
+// Bring a row of activations into the form that `linear` reads: int8 codes with a scale per 32, bfloat16, or a copy.
+// `out` is 64-byte aligned. A group that holds a NaN or an infinity makes all outputs of the row NaN.
+void prepare_row(int64_t kind, const float* x, int64_t inputs, void* out);
+
+// A phase: out[t * out_stride + f] = (accumulate ? out : 0) + (prepared[t] . weight[f] + bias[f]) for this thread's
+// outputs f and all rows t. No barrier inside.
+void linear(const Weight& weight, const void* prepared, int64_t rows, float* out, int64_t out_stride, bool accumulate,
+            int thread, int threads);
+
+// Row `output` of the weight, dequantised: out[inputs]. The embedding lookup of a tied table.
+void unpack_row(const Weight& weight, int64_t output, float* out);
+
+}  // namespace octavo

@@ -1,0 +1,32 @@
+// The seam between linear.cpp, which chooses, and the files of one instruction set each, which compute.
+//
+// Owns: the tables' type. A kind's three functions belong together: `panels` reads what its own `prepare` wrote.
+
+#pragma once
+
+#include "kernel.h"
+#include "linear_layout.h"
+
+namespace octavo {
+
+struct LinearJob {
+    const uint8_t* prepared;
+    int64_t prepared_stride;  // bytes between rows
+    int64_t rows;
+    float* out;
+    int64_t out_stride;
+    bool accumulate;
+};
+
+struct LinearKernels {
+    int64_t (*bytes)(int64_t inputs);  // of one prepared row
+    void (*prepare)(const float* x, int64_t inputs, void* out);
+    void (*panels)(const Weight& weight, const LinearJob& job, int64_t begin, int64_t end);
+};
+
+extern const LinearKernels kPortableLinear[4];  // by kind
+extern const LinearKernels kAvx2Linear[4];
+extern const LinearKernels kAvx512Linear[4];  // the bfloat16 entry widens, the quantised ones need VNNI
+extern const LinearKernels kBf16Linear;       // AVX512_BF16
+
+}  // namespace octavo

@@ -1,0 +1,100 @@
+// Quantising rows of activations: one source for all instruction sets, compiled into each of their files.
+//
+// Invariants: the same codes, scales and sums everywhere: one multiplication by 127 / max, rounded to nearest even.
+
+#pragma once
+
+#include <cstring>
+
+#include "linear_kernels.h"
+
+namespace {
+
+constexpr float kSmallestScaled = 1e-30f;   // below, 127 / max could overflow: such a group counts as zeros
+constexpr float kRoundingMagic = 12582912;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
+constexpr float kNotANumber = __builtin_nanf("");
+
+// Codes of 32 activations as int32, and their scale. A non-finite one makes the scale NaN and the codes zeros.
+INLINE float quantise_group(const float* x, int32_t* codes) {
+    int32_t largest_bits = 0;  // of absolute values: ordered as integers, infinities and NaNs last
+    for (int i = 0; i < octavo::kGroup; ++i) {
+        int32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7fffffff;
+        largest_bits = bits > largest_bits ? bits : largest_bits;
+    }
+    float largest;
+    std::memcpy(&largest, &largest_bits, sizeof largest);
+    const bool is_finite = largest_bits < 0x7f800000;
+    const bool is_scaled = is_finite && largest >= kSmallestScaled;
+    if (!is_scaled) {
+        for (int i = 0; i < octavo::kGroup; ++i) codes[i] = 0;
+        return is_finite ? 0.0f : kNotANumber;
+    }
+    const float factor = 127.0f / largest;
+    for (int i = 0; i < octavo::kGroup; ++i) {
+        const float rounded = (x[i] * factor + kRoundingMagic) - kRoundingMagic;
+        codes[i] = static_cast<int32_t>(rounded);
+    }
+    return largest / 127.0f;
+}
+
+// Group after group: GroupHead, then 32 codes. `kIsSwapped` puts quads as 0 2 1 3, for 16-bit multiplications.
+template <typename Code, bool kIsInt4, bool kIsSwapped>
+INLINE void prepare_codes(const float* x, int64_t inputs, void* out) {
+    uint8_t* to = static_cast<uint8_t*>(out);
+    for (int64_t begin = 0; begin < inputs; begin += octavo::kGroup) {
+        int32_t codes[octavo::kGroup];
+        octavo::GroupHead head;
+        head.scale = quantise_group(x + begin, codes);
+        int32_t sums[2] = {0, 0};
+        for (int i = 0; i < 16; ++i) sums[0] += codes[i];
+        for (int i = 0; i < 16; ++i) sums[1] += codes[16 + i];
+        if (kIsInt4)
+            head.scaled_sum = head.scale * static_cast<float>(sums[0] + sums[1]);
+        else
+            head.offset = -128 * (sums[0] + sums[1]);
+        head.half_offset[0] = -128 * sums[0], head.half_offset[1] = -128 * sums[1];
+        std::memcpy(to, &head, sizeof head);
+        to += sizeof head;
+        Code narrow_codes[octavo::kGroup];
+        for (int i = 0; i < octavo::kGroup; ++i) {
+            const int from = !kIsSwapped ? i : (i & ~3) | (i & 1) << 1 | (i & 2) >> 1;
+            narrow_codes[i] = static_cast<Code>(codes[from]);
+        }
+        std::memcpy(to, narrow_codes, sizeof narrow_codes);
+        to += sizeof narrow_codes;
+    }
+}
+
+template <typename Code>
+constexpr int64_t group_bytes() {
+    return static_cast<int64_t>(sizeof(octavo::GroupHead)) + octavo::kGroup * static_cast<int64_t>(sizeof(Code));
+}
+
+template <typename Code>
+int64_t codes_bytes(int64_t inputs) {
+    return octavo::padded_row(inputs / octavo::kGroup * group_bytes<Code>());
+}
+
+INLINE int64_t floats_bytes(int64_t inputs) { return octavo::padded_row((inputs + 1) / 2 * 8); }
+
+// float32 as they are, padded to an even number with a zero.
+INLINE void prepare_floats(const float* x, int64_t inputs, void* out) {
+    std::memcpy(out, x, static_cast<size_t>(inputs) * sizeof *x);
+    if (inputs % 2 != 0) static_cast<float*>(out)[inputs] = 0.0f;
+}
+
+// Bias, addition and storing of one panel of one row: the same order everywhere.
+INLINE void finish_row(const octavo::Weight& weight, const octavo::LinearJob& job, int64_t panel, int64_t row,
+                       const float* sums) {
+    const int64_t first = panel * octavo::kPanel;
+    const int64_t count = weight.outputs - first < octavo::kPanel ? weight.outputs - first : octavo::kPanel;
+    float* out = job.out + row * job.out_stride + first;
+    for (int64_t i = 0; i < count; ++i) {
+        const float sum = weight.bias == nullptr ? sums[i] : sums[i] + weight.bias[first + i];
+        out[i] = job.accumulate ? out[i] + sum : sum;
+    }
+}
+
+}  // namespace
