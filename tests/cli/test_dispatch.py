@@ -37,7 +37,7 @@ def test_a_family_lists_its_members(capsys) -> None:
     [
         (["srve"], "srve is no command; did you mean serve?"),
         (["qqq"], "qqq is no command; see octavo --help"),
-        (["bench", "online"], "octavo bench has no online; give one of offline, scheduler"),
+        (["bench", "onlin"], "octavo bench has no onlin; give one of offline, online"),
         (["config", "show", "--max-num-seq", "3"], "--max-num-seq is not understood; did you mean --max-num-seqs?"),
         (["config", "show", "--thread=3"], "--thread is not understood; did you mean --threads?"),
         (["config", "show", "extra"], "extra is not understood; see octavo config show --help"),

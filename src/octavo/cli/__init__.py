@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("octavo.cli.serve", "serve a model over HTTP, with OpenAI's interface"),
     "run": ("octavo.cli.run", "answer one prompt in the terminal"),
     "bench offline": ("octavo.cli.bench_offline", "measure this engine on a workload, beside the memory floor"),
+    "bench online": ("octavo.cli.bench_online", "measure a server under requests that arrive when they do"),
     "bench scheduler": ("octavo.cli.bench_scheduler", "measure the scheduler alone: plan, commit, admission"),
     "doctor": ("octavo.cli.doctor", "check this installation and machine, with remedies"),
     "pull": ("octavo.cli.pull", "download a model"),

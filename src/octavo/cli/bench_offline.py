@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from octavo.assembly import LocalEngine, build_local
 from octavo.bench.engine_facts import peak_memory_bytes, probe_floor
@@ -21,22 +20,15 @@ from octavo.bench.offline import OfflineBench, RunRecord
 from octavo.bench.report import Measured, make_report, show_report
 from octavo.bench.steps import StepCounts, StepRecorder
 from octavo.bench.workload import Workload, draw_workload, read_workload
-from octavo.cli.flags import UsageError, add_settings, config_from
+from octavo.cli.bench_arguments import add_workload, check_at_least, token_progress
+from octavo.cli.flags import add_settings, config_from
 from octavo.cli.terminal import loading, warn_limits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="what to run [smollm2]")
-    group = parser.add_argument_group("workload")
-    group.add_argument(
-        "--workload", metavar="FILE", help="JSON list of {prompt_token_ids, max_tokens}, or of such lists"
-    )
-    group.add_argument(
-        "--num-prompts", type=int, default=64, metavar="N", help="random prompts, without --workload [64]"
-    )
-    group.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens of each random prompt [128]")
-    group.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens produced for each [128]")
+    group = add_workload(parser)
     group.add_argument("--runs", type=int, default=1, metavar="N", help="passes; the median one is reported [1]")
     group.add_argument("--json", action="store_true", help="print only the JSON line")
     add_settings(parser, ("model", "cache", "scheduling", "execution"))
@@ -44,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print tables, and as the last line one JSON object."""
-    for name in ("num_prompts", "input_len", "output_len", "runs"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give at least 1")
+    check_at_least(args, 1, "num_prompts", "input_len", "output_len", "runs")
     config = config_from(args, model=args.model)
     workload = read_workload(Path(args.workload)) if args.workload else None
     begun = time.perf_counter()
@@ -83,13 +73,10 @@ async def _run_all(
     engine: LocalEngine, workload: Workload, steps: StepRecorder, runs: int
 ) -> list[tuple[RunRecord, StepCounts]]:
     bench = OfflineBench(engine.client, steps, engine.capacity.num_slots)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens"))
-    shown = Console(stderr=True)
-    progress = Progress(*columns, TimeRemainingColumn(), console=shown, transient=True, disable=not shown.is_terminal)
     records = []
     try:
         await bench.warm_up(workload)
-        with progress:
+        with token_progress() as progress:
             for number in range(runs):
                 task = progress.add_task(f"pass {number + 1} of {runs}", total=workload.num_output_tokens)
                 record = await bench.run(workload, partial(progress.advance, task))

@@ -108,6 +108,20 @@ def settings_given(args: argparse.Namespace) -> dict[str, object]:
     return {name.removeprefix(_DEST): value for name, value in vars(args).items() if name.startswith(_DEST)}
 
 
+def respell(args: argparse.Namespace) -> list[str]:
+    """The words that give another command the same settings: the flags given here, and --config."""
+    words = ["--config", args.config] if args.config else []
+    flags = {setting.name: setting.flags[0] for setting in SETTINGS}
+    for name, value in settings_given(args).items():
+        flag = flags[name]
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            values = value if isinstance(value, list) else [value]
+            words += [f"{flag}={one}" for one in values]
+    return words
+
+
 def resolve_args(args: argparse.Namespace, **extra: object) -> Resolved:
     """Merge flags, environment, --config and defaults; print remarks. `extra` are further flags by field name."""
     given = settings_given(args)

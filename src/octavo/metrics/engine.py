@@ -61,6 +61,7 @@ _LABELLED = {
         _Row("", "octavo_requests_waiting_by_reason", "requests that wait, by what for"),
         "reason",
     ),
+    ("steps", "total_s"): (_Row("", "octavo_step_seconds", "seconds of steps; step is all", is_total=True), "part"),
     ("collected", "choice_ends"): (
         _Row("", "octavo_choices_finished", "choices that ended before their request", is_total=True),
         "finished_reason",

@@ -1,0 +1,191 @@
+"""One streamed completion of any server with OpenAI's interface, and when its tokens came.
+
+Owns: the request's body and bytes, the connection, what became of it. Does not: decide when to send, or judge.
+Invariant: whatever the server does, send() returns an Answer; only bad addresses and cancellation raise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from octavo.bench.event_parser import EventParser, ProtocolError
+from octavo.errors import ConfigError
+
+READ_BYTES = 65_536
+MAX_ERROR_CHARACTERS = 300
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+    prompt_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_DECODE = msgspec.json.Decoder(_Chunk).decode
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request as its client saw it: perf_counter seconds of sending and of each chunk with a token.
+
+    `error` is empty when the server finished it; `kind` of an error: refused, lost, failed, timeout.
+    """
+
+    sent: float
+    chunk_times: array[float] = field(default_factory=lambda: array("d"))
+    num_prompt_tokens: int = 0
+    usage_tokens: int | None = None
+    is_finished: bool = False
+    kind: str = ""
+    error: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens as the server counts them, else the chunks."""
+        return len(self.chunk_times) if self.usage_tokens is None else self.usage_tokens
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it counts as lost or failed."""
+        return bool(self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server: its address, the model's name there, a key, and what every body gets beside the usual."""
+
+    base_url: str
+    model: str = ""
+    api_key: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = 600.0
+
+    def address(self) -> tuple[str, int, bool, str]:
+        """Host, port, whether TLS, and the path before /v1. Raises ConfigError."""
+        try:
+            parts = urlsplit(self.base_url)
+            port = parts.port
+        except ValueError:
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--base-url is {self.base_url!r}; give the server's, such as http://127.0.0.1:8000")
+        is_tls = parts.scheme == "https"
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        return parts.hostname, port or (443 if is_tls else 80), is_tls, path
+
+
+class CompletionClient:
+    """Sends completions to one server, each over a connection of its own."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._host, self._port, is_tls, path = target.address()
+        self._tls = ssl.create_default_context() if is_tls else None
+        key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._head = (
+            "{method} " + path + "{path} HTTP/1.1\r\n"
+            f"Host: {host}:{self._port}\r\n{key}Connection: close\r\n"
+            "Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+        )
+
+    def body(self, prompt: array[int] | str, max_tokens: int) -> bytes:
+        """The JSON of one request: greedy, end-of-sequence ignored, streamed with the usage at its end."""
+        body: dict[str, Any] = {
+            "model": self._target.model,
+            "prompt": prompt if isinstance(prompt, str) else prompt.tolist(),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "seed": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        body |= self._target.extra
+        return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
+
+    async def send(self, body: bytes, advance: Callable[[int], object] = lambda tokens: None) -> Answer:
+        """Send one body of body(); give what came."""
+        answer = Answer(time.perf_counter())
+        try:
+            async with asyncio.timeout(self._target.timeout_s):
+                await self._exchange(body, answer, advance)
+        except TimeoutError:
+            _fail(answer, "timeout", f"no end within {self._target.timeout_s:g} s")
+        except ConnectionRefusedError as error:
+            _fail(answer, "refused", str(error))
+        except (OSError, ProtocolError, msgspec.MsgspecError) as error:
+            _fail(answer, "lost", f"{type(error).__name__}: {error}")
+        if not (answer.kind or answer.is_finished):
+            _fail(answer, "lost", "the stream ended without a finish reason")
+        return answer
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Fetch a path that lies beside /v1. Raises OSError, ProtocolError, TimeoutError."""
+        parser = EventParser()
+        async with asyncio.timeout(self._target.timeout_s):
+            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+            try:
+                writer.write(self._head.format(method="GET", path=path, length=0).encode())
+                while not parser.is_ended and (data := await reader.read(READ_BYTES)):
+                    parser.feed(data)
+            finally:
+                writer.close()
+        return parser.status, parser.body
+
+    async def _exchange(self, body: bytes, answer: Answer, advance: Callable[[int], object]) -> None:
+        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+        try:
+            writer.write(self._head.format(method="POST", path="/v1/completions", length=len(body)).encode() + body)
+            parser = EventParser()
+            while not parser.is_ended and (data := await reader.read(READ_BYTES)):
+                now, before = time.perf_counter(), len(answer.chunk_times)
+                for event in parser.feed(data):
+                    _note(answer, event, now)
+                if len(answer.chunk_times) > before:
+                    advance(len(answer.chunk_times) - before)
+            if not parser.is_stream and parser.status:
+                text = parser.body.decode("utf-8", "replace")
+                _fail(answer, "failed", f"status {parser.status}: {text}")
+        finally:
+            writer.close()
+
+
+def _note(answer: Answer, event: bytes, now: float) -> None:
+    """Enter one event. A chunk without text and with a finish reason is an end that brings no token."""
+    if event == b"[DONE]":
+        return
+    chunk = _DECODE(event)
+    if chunk.error is not None:
+        _fail(answer, "failed", str(chunk.error))
+    if chunk.usage is not None:
+        answer.usage_tokens = chunk.usage.completion_tokens
+        answer.num_prompt_tokens = chunk.usage.prompt_tokens
+    for choice in chunk.choices:
+        if choice.text or choice.finish_reason is None:
+            answer.chunk_times.append(now)
+        if choice.finish_reason is not None:
+            answer.is_finished = True
+
+
+def _fail(answer: Answer, kind: str, message: str) -> None:
+    answer.kind, answer.error = kind, message[:MAX_ERROR_CHARACTERS]
