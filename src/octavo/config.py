@@ -13,6 +13,7 @@ from typing import Any
 from octavo.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
 
 def option(
@@ -38,6 +39,19 @@ class ModelConfig:
         None, "name under which clients address the model", "--served-model-name", "--alias", "-a"
     )
     dtype: str = option("auto", "type of weights and activations", "--dtype", choices=DTYPES)
+    quantization: str = option(
+        "auto",
+        "bits of the weights on a CPU: auto keeps those of the files (with --dtype given, none), none makes them "
+        "floats, int8 and int4 shorten longer ones",
+        "--quantization",
+        choices=QUANTIZATIONS,
+    )
+    weight_cache_dir: str | None = option(
+        None, "folder of weights made ready for this machine (default: ~/.cache/octavo/weights)", "--cache-dir"
+    )
+    weight_cache_bytes: int = option(
+        20 << 30, "most bytes kept in that folder, such as 20G; 0 = keep none", "--weight-cache-bytes", within=(0, None)
+    )
     max_model_len: int | None = option(
         None,
         "longest prompt + output in tokens (default: the model's own)",
