@@ -1,14 +1,18 @@
 """The weights of a native decoder: packed multiplications, float32 vectors.
 
-Owns: what a layer consists of, and which packed weights stand for its multiplications.
-Does not: compute, or know a packed layout. It lies here and not under nn because it reads the families.
+Owns: what a layer consists of, which packed weights stand for its multiplications, packing them or mapping them from
+the cache. It lies here and not under nn because it reads the families.
+Does not: compute, or know a packed layout.
 Invariants: a multiplication is one or more packed weights over consecutive runs of output rows, in order: more than
 one only where its parts have different types. Vectors are contiguous float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +20,26 @@ import torch
 
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
-from octavo.nn.packed_weight import PackedWeight
-from octavo.nn.weight_cache import WeightCache
+from octavo.errors import ModelFileError
+from octavo.models import families
+from octavo.models.families import FAMILIES
+from octavo.nn.packed_weight import Bytes, PackedWeight, WeightKind, WeightShape
+from octavo.nn.safetensors_weights import INDEX_FILE
+from octavo.nn.weight_cache import CacheKey, Stored, WeightCache
+from octavo.nn.weight_runs import NoCodesError, Run, Wanted, pack_runs, packing_version, plan_runs
+from octavo.nn.weights import open_weights
 
 Vector = npt.NDArray[np.float32]
+
+_MULTIPLICATIONS = {
+    "qkv": families.QKV,
+    "output": families.OUTPUT,
+    "gate_up": families.GATE_UP,
+    "down": families.DOWN,
+}
+_NORMS = ("attention_norm", "mlp_norm", "after_attention", "after_mlp", "q_norm", "k_norm")
+_TABLES = {"int4": "int8"}  # the embedding and the head lose too much at 4 bits
+_NOT_OF_WEIGHTS = ("generation", "eos_token_ids", "bos_token_id", "max_model_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +76,9 @@ class NativeWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of all packed weights; a tied head counts once."""
-        raise NotImplementedError
+        tables = self.embedding.nbytes + (0 if self.head is self.embedding else self.head.nbytes)
+        layers = ((*layer.qkv, *layer.output, *layer.gate_up, *layer.down) for layer in self.layers)
+        return tables + sum(weight.nbytes for weights in layers for weight in weights)
 
 
 def load_native_weights(
@@ -64,6 +86,191 @@ def load_native_weights(
 ) -> NativeWeights:
     """Pack the model's weights, or map them from `cache` (None: pack, keep in memory). Raises ModelFileError.
 
-    `quantization` is one of nn.quantize.choose_quantization's results; `dtype` is for what stays float.
+    `quantization` is "none", "int8", "int4", or "auto" for what the files have (see quantize.choose_quantization);
+    `dtype` is for what stays float: bfloat16, else float32, which holds float16 exactly.
     """
-    raise NotImplementedError
+    wanted = Wanted(quantization, WeightKind.BFLOAT16 if dtype == torch.bfloat16 else WeightKind.FLOAT32)
+    key = None if cache is None else _cache_key(files, spec, wanted)
+    if cache is not None and key is not None:
+        stored = cache.open(key)
+        if stored is not None:
+            return _from_stored(spec, stored, (f"weights mapped from {cache.path(key)}",))
+    packer = _Packer(files, spec, wanted)
+    while True:
+        try:
+            return packer.pack(cache, key)
+        except NoCodesError as error:
+            packer.keep_float(error.name)
+
+
+def _cache_key(files: ModelFiles, spec: ModelSpec, wanted: Wanted) -> CacheKey:
+    """Make the key from the files and from all of the specification that says something about tensors."""
+    facts = [(entry.name, getattr(spec, entry.name)) for entry in fields(spec) if entry.name not in _NOT_OF_WEIGHTS]
+    paths = [*files.weights, *(files.root.glob(INDEX_FILE) if files.kind == "hf" else ())]
+    try:
+        return CacheKey.of(paths, facts, wanted.quantization, int(wanted.float_kind), sys.byteorder, packing_version())
+    except OSError as error:
+        raise ModelFileError(files.weights[0], f"cannot be read ({error.strerror or error})") from error
+
+
+def _section(name: str, index: int) -> str:
+    return f"{name}.{index}"
+
+
+def _from_stored(spec: ModelSpec, stored: Stored, notes: tuple[str, ...]) -> NativeWeights:
+    """Take the weights from a mapped file. Nothing is copied."""
+    packed: dict[str, list[tuple[WeightShape, Bytes]]] = {}
+    for name, shapes in stored.about["shapes"].items():
+        packed[name] = [
+            (WeightShape(WeightKind(kind), *sizes), stored.sections[_section(name, index)])
+            for index, (kind, *sizes) in enumerate(shapes)
+        ]
+    vectors = {name: stored.sections[name].view(np.float32) for name in stored.about["vectors"]}
+    return _assemble(spec, packed, vectors, (*stored.about["notes"], *notes))
+
+
+def _assemble(
+    spec: ModelSpec,
+    packed: Mapping[str, list[tuple[WeightShape, Bytes]]],
+    vectors: Mapping[str, Vector],
+    notes: tuple[str, ...],
+) -> NativeWeights:
+    """Give names their places."""
+
+    def matrix(name: str) -> tuple[PackedWeight, ...]:
+        bias, start, weights = vectors.get(f"{name}.bias"), 0, []
+        for shape, buffer in packed[name]:
+            weights.append(PackedWeight(shape, buffer, None if bias is None else bias[start : start + shape.outputs]))
+            start += shape.outputs
+        return tuple(weights)
+
+    layers = []
+    for index in range(spec.num_layers):
+        prefix = f"layers.{index}."
+        matrices = {name: matrix(prefix + name) for name in _MULTIPLICATIONS}
+        norms = {name: vectors[prefix + name] for name in _NORMS if prefix + name in vectors}
+        layers.append(NativeLayer(**matrices, **norms))  # type: ignore[arg-type]
+    (embedding,) = matrix("embedding")
+    (head,) = (embedding,) if spec.tie_word_embeddings else matrix("head")
+    return NativeWeights(tuple(layers), embedding, head, vectors["final_norm"], vectors.get("rope_factors"), notes)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What will be packed: runs by the multiplication's name, in the order of packing; and every vector, read."""
+
+    runs: dict[str, tuple[Run, ...]]
+    vectors: dict[str, Vector]
+    notes: tuple[str, ...] = ()
+
+
+class _Packer:
+    """The way from open files to packed weights."""
+
+    def __init__(self, files: ModelFiles, spec: ModelSpec, wanted: Wanted) -> None:
+        self._spec = spec
+        self._family = FAMILIES[spec.family]
+        self._weights = open_weights(files, spec)
+        self._wanted = wanted
+
+    def keep_float(self, name: str) -> None:
+        """Leave this tensor as it is: it has no codes."""
+        self._wanted = replace(self._wanted, float_names=self._wanted.float_names | {name})
+
+    def pack(self, cache: WeightCache | None, key: CacheKey | None) -> NativeWeights:
+        """Pack into a file and map it; into memory where there can be no file. Raises NoCodesError."""
+        plan = self._plan()
+        if cache is None or key is None:
+            return self._in_memory(plan, ())
+        shapes = {name: [run.shape for run in runs] for name, runs in plan.runs.items()}
+        about = {
+            "shapes": {name: [astuple(shape) for shape in list_] for name, list_ in shapes.items()},
+            "vectors": list(plan.vectors),
+            "notes": plan.notes,
+        }
+        sizes = {
+            _section(name, index): shape.nbytes for name, list_ in shapes.items() for index, shape in enumerate(list_)
+        }
+        sizes |= {name: vector.nbytes for name, vector in plan.vectors.items()}
+        stored = cache.write(key, about, sizes, partial(self._sections, plan))
+        if stored is None:
+            return self._in_memory(plan, tuple(cache.notes))
+        return _from_stored(self._spec, stored, (f"weights packed into {cache.path(key)}", *cache.notes))
+
+    def _in_memory(self, plan: _Plan, notes: tuple[str, ...]) -> NativeWeights:
+        buffers = self._buffers(plan)
+        packed = {name: [(run.shape, next(buffers)) for run in runs] for name, runs in plan.runs.items()}
+        return _assemble(self._spec, packed, plan.vectors, (*plan.notes, *notes))
+
+    def _sections(self, plan: _Plan) -> Iterator[Bytes]:
+        yield from self._buffers(plan)
+        for vector in plan.vectors.values():
+            yield vector.view(np.uint8)
+
+    def _buffers(self, plan: _Plan) -> Iterator[Bytes]:
+        runs = [run for list_ in plan.runs.values() for run in list_]
+        return pack_runs(self._weights, runs, torch.get_num_threads())
+
+    def _plan(self) -> _Plan:
+        """Choose every weight's kind and read every vector. Raises ModelFileError for what does not fit the spec."""
+        spec, wanted = self._spec, self._wanted
+        plan = _Plan({}, {})
+        table = replace(wanted, quantization=_TABLES.get(wanted.quantization, wanted.quantization))
+        tables = {"embedding": families.EMBEDDING, "head": families.HEAD}
+        if spec.tie_word_embeddings:
+            del tables["head"]
+        for place, name in tables.items():
+            plan.runs[place] = plan_runs(self._weights, {name: spec.vocab_size}, spec.hidden_size, table)
+        for index in range(spec.num_layers):
+            self._plan_layer(plan, f"layers.{index}.", families.LAYER.format(index))
+        plan.vectors["final_norm"] = self._norm(families.FINAL_NORM, spec.hidden_size)
+        if spec.rope_factors_tensor is not None:
+            plan.vectors["rope_factors"] = self._vector(spec.rope_factors_tensor, spec.head_dim // 2)
+        self._weights.check_all_read(frozenset({families.HEAD}) if spec.tie_word_embeddings else frozenset())
+        plan.notes = self._notes(plan)
+        return plan
+
+    def _plan_layer(self, plan: _Plan, place: str, prefix: str) -> None:
+        spec, family = self._spec, self._family
+        for name, fused in _MULTIPLICATIONS.items():
+            modules = [f"{prefix}{fused.module}.{part}" for part in fused.parts]
+            rows = dict(zip(modules, families.fused_rows(spec, fused), strict=True))
+            matrices = {f"{module}.weight": count for module, count in rows.items()}
+            plan.runs[place + name] = plan_runs(self._weights, matrices, families.columns(spec, fused), self._wanted)
+            if fused is families.QKV and (family.qkv_bias or spec.attention_bias):
+                biases = [self._vector(f"{module}.bias", count) for module, count in rows.items()]
+                plan.vectors[f"{place}{name}.bias"] = np.concatenate(biases)
+        norms = {
+            "attention_norm": families.ATTENTION_NORM,
+            "mlp_norm": family.mlp_norm,
+            "after_attention": family.norm_after_attention,
+            "after_mlp": family.norm_after_mlp,
+        }
+        for name, tensor in norms.items():
+            if tensor is not None:
+                plan.vectors[place + name] = self._norm(prefix + tensor, spec.hidden_size)
+        if family.qk_norm or spec.qk_norm:
+            query = self._norm(prefix + families.Q_NORM, spec.head_dim)
+            if spec.query_scalar is not None:  # attention divides by the root of the head size
+                query = query * np.float32((spec.head_dim / spec.query_scalar) ** 0.5)
+            plan.vectors[place + "q_norm"] = query
+            plan.vectors[place + "k_norm"] = self._norm(prefix + families.K_NORM, spec.head_dim)
+
+    def _vector(self, name: str, size: int) -> Vector:
+        self._weights.check_shape(name, (size,))
+        values = torch.empty(size, dtype=torch.float32)
+        self._weights.read_into(name, values)
+        return values.numpy()
+
+    def _norm(self, name: str, size: int) -> Vector:
+        return self._vector(name, size) + np.float32(self._family.norm_offset)
+
+    def _notes(self, plan: _Plan) -> tuple[str, ...]:
+        """Say which multiplications stay float though codes were asked for."""
+        if self._wanted.quantization not in ("int8", "int4"):
+            return ()
+        floats = [name for name, runs in plan.runs.items() for run in runs if run.shape.group == 0]
+        if not floats:
+            return ()
+        kind = self._wanted.float_kind.name.lower()
+        return (f"{len(floats)} of {len(plan.runs)} weights stay {kind}, {floats[0]} the first: they have no codes",)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from torch import Tensor
 
 from octavo.artifacts.gguf_file import GGUFFile, GGUFTensor
@@ -86,24 +86,33 @@ class GGUFWeights:
         """The tensor's file; the first one when none has it."""
         return self._entries[name][0].path if name in self._entries else self._first
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
         """Dequantise a few rows at a time into `out`, in canonical row order."""
         file, tensor = self._entries[name]
-        raw = file.raw(tensor.name)
-        heads = self._paired_heads.get(name.split(".")[-2])
         if len(tensor.shape) == 1:
-            values = dequantize(raw, tensor.type)
+            heads = self._paired_heads.get(name.split(".")[-2])
+            values = dequantize(file.raw(tensor.name), tensor.type)
             if self._norm_offset and name.endswith("norm.weight"):
                 values = values - np.float32(self._norm_offset)
-            out.copy_(torch.from_numpy(values if heads is None else _unpaired(values[:, None], heads)[:, 0]))
+            values = values if heads is None else _unpaired(values[:, None], heads)[:, 0]
+            out.copy_(torch.from_numpy(values[first_row : first_row + len(out)]))
             return
-        rows = raw.reshape(tensor.shape[0], -1)
-        if heads is not None:
-            rows = _unpaired(rows, heads)
+        rows = self._rows(name)[first_row : first_row + out.shape[0]]
         step = max(1, _CHUNK // out.shape[1])
         for start in range(0, rows.shape[0], step):
             values = dequantize(rows[start : start + step], tensor.type)
             out[start : start + step].copy_(torch.from_numpy(values))
+
+    def raw_rows(self, name: str) -> tuple[npt.NDArray[np.uint8], GGMLQuantizationType] | None:
+        """Return a matrix's blocks in canonical row order: a view of the file, or a copy where rows were paired."""
+        kind = self._entries[name][1].type
+        return None if GGML_QUANT_SIZES[kind][0] == 1 else (self._rows(name), kind)
+
+    def _rows(self, name: str) -> npt.NDArray[np.uint8]:
+        file, tensor = self._entries[name]
+        rows = file.raw(tensor.name).reshape(tensor.shape[0], -1)
+        heads = self._paired_heads.get(name.split(".")[-2])
+        return rows if heads is None else _unpaired(rows, heads)
 
 
 def canonical_name(name: str, family: str = "llama") -> str:

@@ -1,18 +1,34 @@
 """A weight in the form that the C++ multiplication reads.
 
-Owns: the buffer (fresh memory or a piece of a mapped file), the bias, the descriptor.
-Does not: know the layout inside the buffer (csrc/linear.h), quantise, or read files.
-Invariants: the buffer starts at a multiple of 64 bytes, is contiguous and never changes once packed.
+Owns: the buffer (fresh memory or a piece of a mapped file), the bias, the descriptor, and reading the packed bytes
+back with torch, the slow twin.
+Does not: quantise, read files, or pack by itself (csrc/linear_pack.cpp does; the bytes are csrc/linear_layout.h's).
+Invariants: the buffer starts at a multiple of 64 bytes and is contiguous; once packed it never changes.
+Shapes: F outputs, E inputs, P panels of 16 outputs, G groups of inputs.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+
+from octavo.ops import cpu
+
+Bytes = npt.NDArray[np.uint8]
+
+ALIGNMENT = 64
+_PANEL = 16
+_INT4_RECORD = 320  # bytes of a group of one int4 panel: scales, minima, codes
 
 
 class WeightKind(IntEnum):
@@ -28,34 +44,184 @@ class WeightDescriptor(ctypes.Structure):
     """csrc/linear.h's struct Weight."""
 
     _fields_ = (
-        ("kind", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("packed", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        ("kind", c_int64),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("group", c_int64),
+        ("packed", c_void_p),
+        ("bias", c_void_p),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Rows of a weight before packing: value_FE = codes_FE * scales_FG + minima_FG, each scale over `group` inputs.
+
+    Codes are uint8 in 0..15 for INT4, int8 for INT8 (no minima). The float kinds have the values themselves,
+    BFLOAT16 as the bits (uint16), and neither scales nor minima; their group is 0.
+    """
+
+    kind: WeightKind
+    group: int
+    codes: npt.NDArray[np.generic]
+    scales: npt.NDArray[np.float16] | None = None
+    minima: npt.NDArray[np.float16] | None = None
+
+    def dequantize(self) -> Tensor:
+        """Return float32 values [F, E] as a new tensor."""
+        if self.kind == WeightKind.FLOAT32:
+            return torch.from_numpy(self.codes).clone()
+        if self.kind == WeightKind.BFLOAT16:
+            return torch.from_numpy(self.codes.view(np.int16)).view(torch.bfloat16).float()
+        assert self.scales is not None, "quantised kinds have scales"
+        rows, groups = self.scales.shape
+        values = torch.from_numpy(self.codes).float().view(rows, groups, self.group)
+        values *= torch.from_numpy(self.scales).float()[..., None]
+        if self.minima is not None:
+            values += torch.from_numpy(self.minima).float()[..., None]
+        return values.view(rows, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShape:
+    """What a packed weight is, but for its bytes. `group`: inputs that share a scale, 0 for the float kinds."""
+
+    kind: WeightKind
+    outputs: int
+    inputs: int
+    group: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed form."""
+        return int(_packing()[0](self.kind, self.outputs, self.inputs, self.group))
 
 
 class PackedWeight:
     """y_TF = x_TE W_FE^T + b_F with W packed. Keeps its memory alive; so must whoever uses the descriptor."""
 
-    kind: WeightKind
-    outputs: int
-    inputs: int
-    group: int
-    buffer: npt.NDArray[np.uint8]
-    bias: npt.NDArray[np.float32] | None
+    __slots__ = ("bias", "buffer", "shape")
+
+    def __init__(self, shape: WeightShape, buffer: Bytes, bias: npt.NDArray[np.float32] | None = None) -> None:
+        assert len(buffer) == shape.nbytes and buffer.ctypes.data % ALIGNMENT == 0, "a packed buffer, aligned"
+        assert bias is None or (bias.shape == (shape.outputs,) and bias.dtype == np.float32), "a bias of float32"
+        self.shape = shape
+        self.buffer = buffer
+        self.bias = bias
+
+    @classmethod
+    def pack(cls, codes: Codes, bias: npt.NDArray[np.float32] | None = None) -> PackedWeight:
+        """Pack all rows of a weight at once."""
+        outputs, inputs = codes.codes.shape
+        shape = WeightShape(codes.kind, outputs, inputs, codes.group)
+        buffer = empty_buffer(shape.nbytes)
+        pack_rows(shape, buffer, 0, codes)
+        return cls(shape, buffer, bias)
+
+    @property
+    def kind(self) -> WeightKind:
+        """How values are represented."""
+        return self.shape.kind
+
+    @property
+    def outputs(self) -> int:
+        """Output rows, F."""
+        return self.shape.outputs
+
+    @property
+    def inputs(self) -> int:
+        """Inputs, E."""
+        return self.shape.inputs
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale; 0 for the float kinds."""
+        return self.shape.group
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed buffer."""
-        raise NotImplementedError
+        return len(self.buffer)
 
     def descriptor(self) -> WeightDescriptor:
         """Return the struct that the kernels take; it holds addresses into this object's memory."""
-        raise NotImplementedError
+        bias = None if self.bias is None else self.bias.ctypes.data
+        return WeightDescriptor(self.kind, self.outputs, self.inputs, self.group, self.buffer.ctypes.data, bias)
 
-    def dequantize(self) -> torch.Tensor:
-        """Return the float32 weight [F, E] as a new tensor."""
-        raise NotImplementedError
+    def dequantize(self) -> Tensor:
+        """Return the float32 weight [F, E] as a new tensor, read from the packed bytes. Slow."""
+        values_PE = _UNPACK[self.kind](self.buffer.reshape(-(-self.outputs // _PANEL), -1), self.shape)
+        return values_PE.reshape(-1, self.inputs)[: self.outputs].contiguous()
+
+
+def empty_buffer(nbytes: int) -> Bytes:
+    """Return zeroed bytes at a multiple of 64; untouched pages take no memory."""
+    whole = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -whole.ctypes.data % ALIGNMENT
+    return whole[start : start + nbytes]
+
+
+def pack_rows(shape: WeightShape, buffer: Bytes, first_row: int, codes: Codes) -> None:
+    """Pack these rows into a weight's buffer, as `first_row` on. Different rows may be packed by several threads."""
+    num_rows, inputs = codes.codes.shape
+    assert (codes.kind, codes.group, inputs) == (shape.kind, shape.group, shape.inputs), "rows of this weight"
+    assert first_row >= 0 and first_row + num_rows <= shape.outputs, "rows inside the weight"
+    parts = [None if part is None else np.ascontiguousarray(part) for part in (codes.codes, codes.scales, codes.minima)]
+    addresses = (None if part is None else part.ctypes.data for part in parts)
+    _packing()[1](
+        shape.kind, shape.outputs, shape.inputs, shape.group, *addresses, buffer.ctypes.data, first_row, num_rows
+    )
+
+
+@cache
+def _packing() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    size = cpu.function("octavo_linear_packed_bytes", c_int64, c_int64, c_int64, c_int64, result=c_int64)
+    pack = cpu.function(
+        "octavo_linear_pack",
+        *(c_int64, c_int64, c_int64, c_int64),
+        *(c_void_p, c_void_p, c_void_p, c_void_p),
+        *(c_int64, c_int64),
+    )
+    assert size is not None and pack is not None, "weights are packed only where the kernels are"
+    return size, pack
+
+
+def _unpack_float32(panels: Bytes, shape: WeightShape) -> Tensor:
+    values_PEF = torch.from_numpy(panels.view(np.float32)).view(-1, shape.inputs, _PANEL)
+    return values_PEF.transpose(1, 2)
+
+
+def _unpack_bfloat16(panels: Bytes, shape: WeightShape) -> Tensor:
+    pairs = torch.from_numpy(panels.view(np.int16)).view(torch.bfloat16).view(len(panels), -1, _PANEL, 2)
+    return pairs.transpose(1, 2).reshape(len(panels), _PANEL, -1)[..., : shape.inputs].float()
+
+
+def _unpack_int8(panels: Bytes, shape: WeightShape) -> Tensor:
+    groups = shape.inputs // shape.group
+    scale_bytes = groups * 2 * _PANEL
+    scales = np.ascontiguousarray(panels[:, :scale_bytes]).view(np.float16).reshape(-1, groups, _PANEL)
+    quads = panels[:, -shape.inputs * _PANEL :].reshape(-1, shape.inputs // 4, _PANEL, 4)
+    codes = torch.from_numpy(np.ascontiguousarray(quads.swapaxes(1, 2))).float().sub_(128)
+    codes = codes.view(len(panels), _PANEL, groups, shape.group)
+    return codes * torch.from_numpy(np.ascontiguousarray(scales.swapaxes(1, 2))).float()[..., None]
+
+
+def _unpack_int4(panels: Bytes, shape: WeightShape) -> Tensor:
+    records = panels.reshape(len(panels), -1, _INT4_RECORD)
+    heads = np.ascontiguousarray(records[..., : 4 * _PANEL]).view(np.float16)  # [panel, group, scales then minima]
+    scales, minima = (
+        torch.from_numpy(np.ascontiguousarray(part.swapaxes(1, 2))).float()[..., None]
+        for part in (heads[..., :_PANEL], heads[..., _PANEL:])
+    )
+    quads = records[..., 4 * _PANEL :].reshape(len(panels), -1, 4, _PANEL, 4)
+    lanes = quads.transpose(0, 3, 1, 2, 4).reshape(len(panels), _PANEL, -1, 16)
+    codes = torch.from_numpy(np.concatenate((lanes & 15, lanes >> 4), axis=-1)).float()
+    return codes * scales + minima
+
+
+_UNPACK = {
+    WeightKind.FLOAT32: _unpack_float32,
+    WeightKind.BFLOAT16: _unpack_bfloat16,
+    WeightKind.INT8: _unpack_int8,
+    WeightKind.INT4: _unpack_int4,
+}

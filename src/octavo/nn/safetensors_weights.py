@@ -48,13 +48,17 @@ class SafetensorsWeights:
         """The tensor's file; the folder when no file has it."""
         return self._paths.get(name, self._folder)
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
         """Copy from the mapped file, converting."""
         path = self._paths[name]
         try:
-            out.copy_(self._handles[path].get_tensor(name))
+            out.copy_(self._handles[path].get_slice(name)[first_row : first_row + out.shape[0]])
         except (SafetensorError, OSError) as error:
             raise ModelFileError(path, f"cannot be read ({error})", name) from error
+
+    def raw_rows(self, name: str) -> None:
+        """Nothing here is quantised."""
+        return None
 
 
 def _open(path: Path) -> Any:

@@ -1,17 +1,217 @@
 """Packed weights in files, mapped by every process that runs the same model.
 
-Owns: the folder, the file format, what makes a file fit, the bound on the folder's size.
-Does not: pack.
+Owns: the file format, what makes a file fit, writing it so that nobody ever sees half of one.
+Does not: pack, or know what the sections mean. The folder and its bound: artifacts/cache_folder.py.
+Invariants: a file that is opened has the identity asked for, an unharmed header, sections inside it, and the first
+and last bytes of every section as they were written. Whatever is wrong with file, folder or disk costs time, no more.
+
+Format: magic, length and CRC-32 of the header; the header in JSON; sections at multiples of 64 bytes. A section's
+edges are checked and not the whole: that is what a crash leaves unwritten, and reading all would undo the mapping.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
+import json
+import mmap
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.artifacts.cache_folder import SUFFIX, UNFINISHED, cache_folder, make_room, touch
+from octavo.config import ModelConfig
+
+Bytes = npt.NDArray[np.uint8]
+Sections = Mapping[str, Bytes]
+
+_MAGIC = b"OCTWGT\x001"
+_PREAMBLE = struct.Struct("<8sQI")
+_MAX_HEADER = 1 << 26
+_ALIGNMENT = 64
+_PAGE = 4096
+_EDGE = 512  # bytes checked at each end of a section
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """`place` names the file; `identity` is what must be equal for it to fit: one file for each place."""
+
+    place: str
+    identity: str
+
+    @classmethod
+    def of(cls, paths: Iterable[Path], *facts: object) -> CacheKey:
+        """Make the key of these source files, converted as the facts (of stable repr) say. Raises OSError."""
+        resolved = [path.resolve() for path in paths]
+        place = hashlib.sha256(repr(([str(path) for path in resolved], facts)).encode()).hexdigest()[:32]
+        states = [(status.st_size, status.st_mtime_ns) for status in map(os.stat, resolved)]
+        return cls(place, hashlib.sha256(repr((place, states)).encode()).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A mapped file: its sections, read-only, and what the writer said about them."""
+
+    sections: Sections
+    about: Any
+
+
+class _UnfitError(Exception):
+    """The file is not what it should be; the text says how."""
 
 
 class WeightCache:
-    """A folder of packed models, at most `max_bytes` of them, the least recently used leaving first."""
+    """A folder of packed models, at most `max_bytes` of them; models below `min_bytes` are not worth a file.
 
-    def __init__(self, folder: Path | None = None, max_bytes: int = 20 << 30) -> None:
-        self.folder = folder
+    Without a folder: the user's.
+    """
+
+    def __init__(self, folder: Path | None = None, max_bytes: int = 20 << 30, min_bytes: int = 16 << 20) -> None:
+        self.folder = cache_folder(None) if folder is None else folder
         self.max_bytes = max_bytes
+        self.min_bytes = min_bytes
+        self.notes: list[str] = []  # what went wrong, for the user
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> WeightCache | None:
+        """Make the cache that the settings ask for; None where they ask for none."""
+        if not model.weight_cache_bytes:
+            return None
+        return cls(cache_folder(model.weight_cache_dir), model.weight_cache_bytes)
+
+    def path(self, key: CacheKey) -> Path:
+        """Where the file of this key is, if it is."""
+        return self.folder / (key.place + SUFFIX)
+
+    def open(self, key: CacheKey) -> Stored | None:
+        """Map the file of this key; None where there is none that fits."""
+        path = self.path(key)
+        try:
+            stored = _map(path, key.identity)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self.notes.append(f"cached weights cannot be read: {path}: {error.strerror or error}")
+            return None
+        except _UnfitError as error:
+            self.notes.append(f"cached weights are made again: {path}: {error}")
+            return None
+        touch(path)
+        return stored
+
+    def write(
+        self, key: CacheKey, about: Any, sizes: Mapping[str, int], make: Callable[[], Iterable[Bytes]]
+    ) -> Stored | None:
+        """Write the sections that `make` gives, in the order of `sizes`, and map them; None where that failed.
+
+        Each array is written when it comes and not kept. What `make` raises passes through.
+        """
+        header, offsets, total = _lay_out(key, about, sizes)
+        if not self.min_bytes <= total <= self.max_bytes:
+            return None
+        path = self.path(key)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor, name = tempfile.mkstemp(UNFINISHED, key.place + ".", self.folder)
+        except OSError as error:
+            self.notes.append(f"weights are not cached: {self.folder}: {error.strerror or error}")
+            return None
+        unfinished = Path(name)
+        try:
+            _allocate(descriptor, total)
+            edges = [_write_section(descriptor, array, offset) for array, offset in zip(make(), offsets, strict=True)]
+            _write_header(descriptor, header, edges)
+            os.fsync(descriptor)  # else a crash may leave the name without the contents
+            os.replace(unfinished, path)
+            make_room(self.folder, self.max_bytes, keep=path)
+            return _map(path, key.identity)
+        except (OSError, _UnfitError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            self.notes.append(f"weights are not cached: {path}: {reason}")
+            return None
+        finally:
+            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+
+
+def _lay_out(key: CacheKey, about: Any, sizes: Mapping[str, int]) -> tuple[dict[str, Any], list[int], int]:
+    """Place the sections behind a header of unknown checksums; give header, offsets and the file's size."""
+    sections = {name: [0, nbytes, 0] for name, nbytes in sizes.items()}
+    header = {"identity": key.identity, "about": about, "size": 0, "sections": sections}
+    room = _PREAMBLE.size + len(json.dumps(header)) + 32 * (len(sections) + 1)  # for numbers that are 0 yet
+    position = -(-room // _PAGE) * _PAGE
+    for entry in sections.values():
+        entry[0] = position
+        position += -(-entry[1] // _ALIGNMENT) * _ALIGNMENT
+    header["size"] = position
+    return header, [entry[0] for entry in sections.values()], position
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Take the whole space now: a full disk is found before the work, and never through a mapping."""
+    os.ftruncate(descriptor, size)
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # some file systems cannot
+                raise
+
+
+def _write_section(descriptor: int, array: Bytes, offset: int) -> int:
+    """Write all of it; give the checksum of its edges."""
+    view = array.data
+    while view:
+        written = os.pwrite(descriptor, view[: 1 << 30], offset)
+        view, offset = view[written:], offset + written
+    return _edges(array)
+
+
+def _write_header(descriptor: int, header: dict[str, Any], edges: list[int]) -> None:
+    for entry, edge in zip(header["sections"].values(), edges, strict=True):
+        entry[2] = edge
+    text = json.dumps(header).encode()
+    os.pwrite(descriptor, _PREAMBLE.pack(_MAGIC, len(text), zlib.crc32(text)) + text, 0)
+
+
+def _edges(array: Bytes) -> int:
+    return zlib.crc32(array[-_EDGE:].data, zlib.crc32(array[:_EDGE].data))
+
+
+def _map(path: Path, identity: str) -> Stored:
+    """Map a file and check it. Raises OSError and _UnfitError."""
+    with path.open("rb") as file:
+        preamble = file.read(_PREAMBLE.size)
+        if len(preamble) < _PREAMBLE.size or preamble[:8] != _MAGIC:
+            raise _UnfitError("is no file of this cache")
+        _, length, checksum = _PREAMBLE.unpack(preamble)
+        text = file.read(length) if length <= _MAX_HEADER else b""
+        if len(text) < length or zlib.crc32(text) != checksum:
+            raise _UnfitError("its header is damaged")
+        header = json.loads(text)
+        if header["identity"] != identity:
+            raise _UnfitError("the model's files have changed")
+        size = os.fstat(file.fileno()).st_size
+        if header["size"] != size:
+            raise _UnfitError(f"has {size} bytes, {header['size']} were written")
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_WILLNEED"):
+        data.madvise(mmap.MADV_WILLNEED)  # one long read ahead instead of page by page in the first step
+    whole = np.frombuffer(data, dtype=np.uint8)
+    sections: dict[str, Bytes] = {}
+    for name, (offset, nbytes, edge) in header["sections"].items():
+        sections[name] = whole[offset : offset + nbytes]
+        if _edges(sections[name]) != edge:
+            raise _UnfitError(f"section {name} is damaged")
+    return Stored(sections, header["about"])

@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from octavo.artifacts.model_spec import ModelSpec
@@ -19,6 +22,8 @@ from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import ModelFileError
 from octavo.nn.gguf_weights import GGUFWeights
 from octavo.nn.safetensors_weights import SafetensorsWeights
+
+RawRows = tuple[npt.NDArray[np.uint8], GGMLQuantizationType]
 
 
 class WeightSource(Protocol):
@@ -33,8 +38,12 @@ class WeightSource(Protocol):
         """The file that holds the tensor, or where a missing one would be expected."""
         ...
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Convert the tensor into `out`, of equal shape, whatever its dtype and device."""
+    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
+        """Convert the rows from `first_row` on into `out`, as many as it has, whatever its dtype and device."""
+        ...
+
+    def raw_rows(self, name: str) -> RawRows | None:
+        """Return a matrix as quantised blocks, [rows, bytes of a row]; None where the file holds plain numbers."""
         ...
 
 
@@ -73,6 +82,20 @@ class Weights:
         self._read.add(name)
         with torch.no_grad():
             self._source.read_into(name, out)
+
+    def claim(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check the shape of a tensor that will be read by rows."""
+        self.check_shape(name, shape)
+        self._read.add(name)
+
+    def read_rows(self, name: str, first_row: int, out: Tensor) -> None:
+        """Convert some rows of a claimed tensor into `out`."""
+        with torch.no_grad():
+            self._source.read_into(name, out, first_row)
+
+    def raw_rows(self, name: str) -> RawRows | None:
+        """Return a claimed matrix as quantised blocks in canonical row order, or None."""
+        return self._source.raw_rows(name)
 
     def check_all_read(self, ignored: frozenset[str] = frozenset()) -> None:
         """Refuse tensors that nobody asked for: a model that has them computes something else."""

@@ -1,0 +1,61 @@
+"""The folder of the files that Octavo makes for itself and may lose at any time: weights packed for this machine.
+
+Owns: where it is, how much is in it, and its bound: the least recently used files leave first.
+Does not: read or write the files' contents.
+Invariants: removing a file disturbs nobody who has it mapped; nothing that has not the suffix of a cache file, or of
+one being written, is ever removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+SUFFIX = ".octavo"
+UNFINISHED = ".unfinished"
+_ABANDONED_S = 3600.0  # a file not finished after an hour has no writer any more
+
+
+def cache_folder(given: str | None) -> Path:
+    """Return the folder in force: the one given, else $OCTAVO_CACHE_DIR, else one below the user's cache folder."""
+    if given := given or os.environ.get("OCTAVO_CACHE_DIR"):
+        return Path(given).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "octavo" / "weights"
+
+
+def used_bytes(folder: Path) -> int:
+    """Return the bytes of all cache files, unfinished ones included; 0 where there is no such folder."""
+    return sum(size for _, size, _ in _files(folder))
+
+
+def make_room(folder: Path, max_bytes: int, keep: Path) -> None:
+    """Remove what is too much, oldest use first, but never `keep`; and what a dead writer left."""
+    files = _files(folder)
+    excess = sum(size for _, size, _ in files) - max_bytes
+    for used, size, path in sorted(files):
+        is_abandoned = path.suffix == UNFINISHED and time.time() - used > _ABANDONED_S
+        if path != keep and (is_abandoned or (excess > 0 and path.suffix == SUFFIX)):
+            with contextlib.suppress(OSError):  # another process may have been quicker
+                path.unlink()
+                excess -= size
+
+
+def touch(path: Path) -> None:
+    """Note that the file was used now; where it may not be changed, its age is that of its writing."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def _files(folder: Path) -> list[tuple[float, int, Path]]:
+    """Time of last use, size and path of each cache file."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            if entry.name.endswith((SUFFIX, UNFINISHED)):
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_mtime, status.st_size, Path(entry.path)))
+    return found

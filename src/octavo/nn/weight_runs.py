@@ -1,0 +1,160 @@
+"""From tensors of a checkpoint to packed weights: which kind each gets, and the work of packing, by several threads.
+
+Owns: the choice for each tensor, stacking parts of one kind into one weight, pieces of rows as jobs.
+Does not: know layers or families, convert (quantize.py does), or keep what it packed.
+Invariants: weights come out in the order planned; beside them, memory for a few pieces of rows is taken.
+Torch runs in the calling thread only: in another it would start a pool of OpenMP threads of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+
+from octavo.nn.packed_weight import Bytes, Codes, PackedWeight, WeightKind, WeightShape, empty_buffer, pack_rows
+from octavo.nn.quantize import GROUP, block_kind, codes_of_blocks, codes_of_floats
+from octavo.nn.weights import Weights
+
+_PIECE = 1 << 18  # values converted by one job: what it touches stays in a core's own cache
+_AHEAD = 2  # weights whose jobs are handed out before the first one must be done
+_CONVERSIONS = 1  # raise it when the codes of GGUF blocks change
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the user wants of matrices: "auto", "none", "int8" or "int4", and the kind of what stays float."""
+
+    quantization: str
+    float_kind: WeightKind
+    float_names: frozenset[str] = frozenset()  # tensors found to have no codes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor and its number of rows; `is_raw` where its blocks are taken as they are."""
+
+    name: str
+    num_rows: int
+    is_raw: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive output rows of one multiplication, of one kind."""
+
+    shape: WeightShape
+    parts: tuple[Part, ...]
+
+
+class NoCodesError(Exception):
+    """The values of this tensor cannot be coded: they are not finite, or float16 cannot hold their scales."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def plan_runs(weights: Weights, rows: dict[str, int], inputs: int, wanted: Wanted) -> tuple[Run, ...]:
+    """Choose a kind for each tensor of one multiplication; neighbours of one kind become one run."""
+    chosen = []
+    for name, num_rows in rows.items():
+        weights.claim(name, (num_rows, inputs))
+        (kind, group), is_raw = _choose(weights, name, inputs, wanted)
+        chosen.append(((kind, group), Part(name, num_rows, is_raw)))
+    runs = []
+    for (kind, group), entries in itertools.groupby(chosen, key=lambda entry: entry[0]):
+        parts = tuple(part for _, part in entries)
+        runs.append(Run(WeightShape(kind, sum(part.num_rows for part in parts), inputs, group), parts))
+    return tuple(runs)
+
+
+def _choose(weights: Weights, name: str, inputs: int, wanted: Wanted) -> tuple[tuple[WeightKind, int], bool]:
+    """Give kind and group, and whether the file's own blocks are taken. Codes are never made of finer ones."""
+    plain = ((wanted.float_kind, 0), False)
+    if wanted.quantization == "none" or name in wanted.float_names:
+        return plain
+    raw = weights.raw_rows(name)
+    own = block_kind(raw[1]) if raw is not None else None
+    if wanted.quantization == "auto":
+        return (own, True) if own is not None else plain
+    kind = WeightKind.INT4 if wanted.quantization == "int4" else WeightKind.INT8
+    if own is not None and own[0] >= kind:
+        return own, True
+    return ((kind, GROUP), False) if inputs % GROUP == 0 else plain
+
+
+def pack_runs(weights: Weights, runs: Iterable[Run], num_threads: int) -> Iterator[Bytes]:
+    """Pack the runs in order, giving each one's buffer. Raises NoCodesError."""
+    with ThreadPoolExecutor(num_threads, "octavo-pack") as pool:
+        begun: deque[tuple[Bytes, list[Future[None]]]] = deque()
+        open_jobs: deque[Future[None]] = deque()
+        for run in runs:
+            buffer = empty_buffer(run.shape.nbytes)
+            jobs = []
+            for job in _jobs(weights, run, buffer):
+                if len(open_jobs) > 4 * num_threads:
+                    open_jobs.popleft().result()
+                jobs.append(pool.submit(job))
+                open_jobs.append(jobs[-1])
+            begun.append((buffer, jobs))
+            if len(begun) > _AHEAD:
+                yield _finished(*begun.popleft())
+        while begun:
+            yield _finished(*begun.popleft())
+
+
+def _finished(buffer: Bytes, jobs: list[Future[None]]) -> Bytes:
+    for job in jobs:
+        job.result()
+    return buffer
+
+
+def _jobs(weights: Weights, run: Run, buffer: Bytes) -> Iterator[Callable[[], None]]:
+    """Cut a run into pieces of rows. What must be read by torch is read here, by the caller's thread."""
+    shape, start = run.shape, 0
+    step = max(1, _PIECE // shape.inputs)
+    dtype = torch.bfloat16 if shape.kind == WeightKind.BFLOAT16 else torch.float32
+    for part in run.parts:
+        raw = weights.raw_rows(part.name) if part.is_raw else None
+        for first in range(0, part.num_rows, step):
+            count = min(step, part.num_rows - first)
+            pack = partial(_pack, shape, buffer, start + first, part.name)
+            if raw is not None:
+                yield partial(pack, partial(codes_of_blocks, raw[0][first : first + count], raw[1]))
+            else:
+                values = torch.empty(count, shape.inputs, dtype=dtype)
+                weights.read_rows(part.name, first, values)
+                yield partial(pack, partial(codes_of_floats, values, shape.kind))
+        start += part.num_rows
+
+
+def _pack(shape: WeightShape, buffer: Bytes, first_row: int, name: str, convert: Callable[[], Codes | None]) -> None:
+    codes = convert()
+    if codes is None:
+        raise NoCodesError(name)
+    pack_rows(shape, buffer, first_row, codes)
+
+
+@cache
+def packing_version() -> str:
+    """Return a text that changes with whatever this code makes of equal weights: layout, codes, conversions."""
+    sample = np.sin(np.arange(17 * 64, dtype=np.float32) ** 2).reshape(17, 64)  # numpy.random takes 50 ms to load
+    digest = hashlib.sha256(f"{_CONVERSIONS} {list(GGMLQuantizationType)}".encode())
+    for kind in WeightKind:
+        codes = codes_of_floats(torch.from_numpy(sample).to(_sample_dtype(kind)), kind)
+        assert codes is not None, "the sample has codes"
+        digest.update(PackedWeight.pack(codes).buffer.tobytes())
+    return digest.hexdigest()
+
+
+def _sample_dtype(kind: WeightKind) -> torch.dtype:
+    return torch.bfloat16 if kind == WeightKind.BFLOAT16 else torch.float32
