@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from octavo.core import recovery, searching
+from octavo.core import recovery, searching, speculation
 from octavo.core.kv.cache import Publication
 from octavo.core.kv.twins import adopt_twin, twin_of
 from octavo.core.plan import (
@@ -72,7 +72,7 @@ class Committer:
             self._take_outputs(result, bad)
         if result.logprobs is not None:
             self.logprobs = []
-        if result.num_token_ids is None and not bad:
+        if result.num_token_ids is None and not bad and not plan.num_drafts:
             self._commit_regular(result)
         else:
             self._commit_rows(result, bad)
@@ -89,6 +89,7 @@ class Committer:
         totals.num_steps += 1
         totals.num_computed_tokens += plan.num_query_tokens
         totals.num_output_tokens += len(self.token_ids)
+        totals.num_drafted_tokens += len(plan.draft_token_ids)
         return self._close()
 
     def _bad_rows(self, result: StepResult) -> dict[int, str]:
@@ -215,6 +216,10 @@ class Committer:
         if flags & ROW_SAMPLE and not ids:
             recovery.discard(self.state, sequence, self.now)  # it has to be sampled again, from logits that are gone
             return
+        num_drafts = plan.num_drafts[index] if plan.num_drafts else 0
+        if num_drafts:
+            self._take_drafts(sequence, index, ids, logprobs)
+            return
         if request.status == Status.RUNNING or request.is_swapped:
             # A fork computes nothing itself: its parent's row did.
             computed = plan.starts[index] if flags & ROW_FORK else sequence.num_computed
@@ -229,6 +234,20 @@ class Committer:
         if not request.samples and reached >= sequence.num_known:
             # also one that was preempted in flight: it has given all it was asked for
             self.state.finish(request, self.now, FinishReason.STOP)
+
+    def _take_drafts(
+        self, sequence: Sequence, index: int, ids: array[int], logprobs: list[TokenLogprobs | None] | None
+    ) -> None:
+        """Take what a row of drafts gave: the accepted ones and one draw more."""
+        plan = self.flight.plan
+        first, num_drafts = sum(plan.num_drafts[:index]), plan.num_drafts[index]
+        if len(ids) > 1 + num_drafts or ids[:-1] != plan.draft_token_ids[first : first + len(ids) - 1]:
+            raise InvariantError(f"step {plan.step}: row {index} gives other ids than accepted drafts and a draw")
+        speculation.take_result(self.state, sequence, plan.starts[index], num_drafts, len(ids))
+        for offset, token in enumerate(ids):
+            self.state.totals.num_accepted_tokens += offset > 0
+            if self._append(sequence, token, logprobs[offset] if logprobs else None):
+                return
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> bool:
         """Make a sampled token known, publish the block it closes; True when it ends its choice."""

@@ -199,10 +199,11 @@ def _check_running(state: State, entry: RequestState, sequence: Sequence) -> Non
         _require(len(sequence.token_ids) == sequence.num_committed, f"{name}: ids and count differ")
     for group, (pool, table) in enumerate(zip(state.cache.pools, sequence.tables, strict=True)):
         spec = state.limits.groups[group]
-        needed = -(-sequence.num_scheduled // size)
+        needed = -(-(sequence.num_scheduled + sequence.num_drafts) // size)
         _require(
             len(table) == needed,
-            f"{name}: {len(table)} blocks in group {group}, {needed} needed for {sequence.num_scheduled} tokens",
+            f"{name}: {len(table)} blocks in group {group}, {needed} needed for {sequence.num_scheduled} tokens and "
+            f"{sequence.num_drafts} drafts",
         )
         first = sequence.first_live[group]
         live = [index for index, block in enumerate(table) if block != NO_BLOCK]

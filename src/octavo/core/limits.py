@@ -21,7 +21,8 @@ class Limits:
     `adapter_slots`. `headroom=None` means the policy's own default. `preemption` is auto, recompute or swap.
     `composition` is mixed or separate (steps of prefills only, at most `max_prefill_run` in a row while anything
     decodes, or of decodes only). `tenant_weights` are shares under the fair policy; 1 for those not named.
-    `find_shared_prefixes` fills the plan's shared_prefixes.
+    `find_shared_prefixes` fills the plan's shared_prefixes. A row gets at most `max_draft_tokens` drafts (0 = no
+    speculation), and none in a plan of more than `max_draft_rows` rows.
     """
 
     block_size: int
@@ -52,6 +53,8 @@ class Limits:
     max_prefill_run: int = 4
     tenant_weights: tuple[tuple[str, float], ...] = ()
     find_shared_prefixes: bool = False
+    max_draft_tokens: int = 0
+    max_draft_rows: int = 8
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -79,7 +82,7 @@ _AT_LEAST_ONE = (
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "max_partial_prefills", "long_prefill_threshold", "max_blocks_per_sequence", "max_kv_read",
-    "host_load_min_tokens", "encoder_budget", "encoder_cache", "adapter_slots",
+    "host_load_min_tokens", "encoder_budget", "encoder_cache", "adapter_slots", "max_draft_tokens", "max_draft_rows",
 )  # fmt: skip
 _WORDS = {"preemption": ("auto", "recompute", "swap"), "composition": ("mixed", "separate")}
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
+from itertools import islice
 
 from octavo.core.request import FinishReason, SamplingParams
 
@@ -124,12 +125,13 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Lazy view of one row: slot, half-open positions [start, start + count) and what it wants."""
+    """Lazy view of one row: slot, half-open positions [start, start + count), what it wants, and its drafts."""
 
     slot: int
     start: int
     count: int
     flags: int
+    drafts: tuple[int, ...] = ()
 
 
 def _ints() -> array[int]:
@@ -140,7 +142,11 @@ def _ints() -> array[int]:
 class StepPlan:
     """One step as packed int32 columns.
 
-    Rows: slots, starts, counts, flags, one entry per row; num_drafts is empty or one entry per row.
+    Rows: slots, starts, counts, flags, one entry per row; num_drafts is empty or one entry per row. The last
+    num_drafts of a row's positions hold drafts, not known ids: draft_token_ids has them, row by row. Such a row begins
+    with one known id, has ROW_SAMPLE alone, and samples behind each of its positions, with that position's draw. It
+    gives the drafts that equal the draws before them, from the first on, and then one draw: 1 to 1 + num_drafts ids.
+    The next row of its sequence begins behind these ids; what it wrote behind them is written again.
     edits: flat (slot, group, index, block); index = the table's length appends, a lower one replaces,
     block DROP_BLOCK drops. id_edits: flat (slot, position, token id): known ids that the host chose, each behind
     its sequence's last. copies: flat (group, source, destination). swap_outs: flat (group, device block, host
@@ -211,7 +217,14 @@ class StepPlan:
 
     def rows(self) -> Iterator[Row]:
         """Views of the rows, in order."""
-        return map(Row, self.slots, self.starts, self.counts, self.flags)
+        columns = (self.slots, self.starts, self.counts, self.flags)
+        return map(Row, *columns, self._drafts()) if self.num_drafts else map(Row, *columns)
+
+    def _drafts(self) -> Iterator[tuple[int, ...]]:
+        """The drafts of each row."""
+        ids = iter(self.draft_token_ids)
+        for count in self.num_drafts:
+            yield tuple(islice(ids, count))
 
     def digest(self) -> bytes:
         """16 bytes over everything an executor acts on; equal on every rank, run and replay."""
@@ -279,7 +292,8 @@ class StepResult:
     """What a step produced.
 
     `token_ids`: the sampled ids of the rows that wanted one, in row order, one each unless
-    `num_token_ids` (one entry per sampling row) says otherwise; None from an executor that knows only
+    `num_token_ids` (one entry per sampling row) says otherwise: 0 where a row has to be repeated, more than one for
+    accepted drafts (an executor that gives one for each row is right too). None from an executor that knows only
     durations. `logprobs` is None or aligned with `token_ids`. `scores`: (row index, first position,
     entries) for rows with ROW_SCORE. `pooled`: (row index, float32 bytes). `errors`: (row index, reason)
     for rows whose own result is unusable; their tokens are ignored. A row with ROW_BEAM has its candidates in

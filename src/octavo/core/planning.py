@@ -27,6 +27,7 @@ from octavo.core.plan import (
 )
 from octavo.core.plan_facts import is_fast, shared_prefixes
 from octavo.core.request import RequestState, Sequence, Status
+from octavo.core.speculation import must_wait
 from octavo.core.state import Flight, State
 
 _DECODE_AHEAD = ROW_SAMPLE | ROW_CARRY
@@ -36,9 +37,9 @@ class Planner:
     """One step in the making. Made anew for every plan; `finish` hands the plan over."""
 
     __slots__ = (
-        "choices", "counts", "effects", "flags", "has_cleared", "held", "is_careful", "kept", "moved", "new", "now",
-        "num_admitted", "num_preempted", "only", "outstanding", "published", "reads", "rows", "starts", "state",
-        "tokens", "turn", "waits",
+        "choices", "counts", "draft_ids", "effects", "flags", "has_cleared", "held", "is_careful", "kept", "moved",
+        "new", "now", "num_admitted", "num_drafts", "num_preempted", "only", "outstanding", "published", "reads",
+        "rows", "starts", "state", "tokens", "turn", "waits",
     )  # fmt: skip
 
     def __init__(self, state: State, now: float, only: frozenset[str] | None) -> None:
@@ -50,6 +51,7 @@ class Planner:
         self.starts: list[int] = []
         self.counts: list[int] = []
         self.flags: list[int] = []
+        self.num_drafts = self.draft_ids = array("i")  # see speculation
         self.effects: Effects = state.cache.begin_plan(state.step)
         self.new: list[NewSequence] = []
         self.published: list[Publication] = []
@@ -94,7 +96,7 @@ class Planner:
         self.kept = {}
         self.state.partial_budget.renew()
         tokens, is_careful = self.tokens, self.is_careful
-        is_choosy = self.only is not None or turn is not ANY
+        is_choosy = self.only is not None or turn is not ANY or self._may_hold()
         rows, starts, counts, flags = self.rows, self.starts, self.counts, self.flags
         left = tokens.left
         for request in self._in_order() if is_careful else tuple(self.state.running.requests):
@@ -145,11 +147,18 @@ class Planner:
         """Whether nothing of a request may be in this step; one that is still prefilling keeps its room meanwhile."""
         if self.only is not None and request.name not in self.only:
             return True
+        if request.may_draft and self._may_hold() and must_wait(self.state, request):
+            self.held[WaitReason.UNCOMMITTED] = self.held.get(WaitReason.UNCOMMITTED, 0) + 1
+            return True
         reason = self.turn.refusal(request, request.is_decoding)
         if reason is None or not request.is_decoding:
             return False
         self.held[reason] = self.held.get(reason, 0) + 1
         return True
+
+    def _may_hold(self) -> bool:
+        """Whether rows may have to wait for a commit, because of drafts."""
+        return bool(self.state.limits.max_draft_tokens and self.state.flight)
 
     def _may_read(self, request: RequestState, start: int) -> bool:
         """Take what the next token of a row reads, if that may be read in this step."""
@@ -334,6 +343,8 @@ class Planner:
             starts,
             counts,
             array("i", self.flags),
+            self.num_drafts,
+            self.draft_ids,
             edits=effects.edits,
             copies=effects.copies,
             swap_outs=effects.swap_outs,

@@ -19,6 +19,7 @@ from octavo.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from octavo.core.branching import BeamGroup
+    from octavo.core.speculation import Track
 
 __all__ = ["FinishReason", "Request", "RequestState", "SamplingParams", "Sequence", "Span", "Status", "Want"]
 
@@ -114,15 +115,16 @@ class Sequence:
     """One live continuation of a request: its counters, block tables and executor slot.
 
     `token_ids` holds committed ids (prompt and outputs), or None for a request known by length only.
-    `num_pending` counts ids sampled by plans still in flight. Positions [0, num_computed) have
+    `num_pending` counts ids sampled by plans still in flight, drafts not among them. Positions [0, num_computed) have
     committed KV; [num_computed, num_scheduled) are being written by plans in flight. `is_entered`: the executor
     knows it. `host_tables` hold its blocks while it is swapped out. `candidates` wait for a beam's siblings.
+    `num_drafts`: positions behind num_scheduled that drafts in flight write; `track`: how good its drafts were.
     """
 
     __slots__ = (
         "candidates", "capacity", "choice", "first_live", "host_tables", "hot_end", "in_flight", "is_entered", "keys",
-        "limit", "num_committed", "num_computed", "num_pending", "num_prompt", "num_published", "num_scheduled",
-        "request", "slot", "stale", "tables", "token_ids",
+        "limit", "num_committed", "num_computed", "num_drafts", "num_pending", "num_prompt", "num_published",
+        "num_scheduled", "request", "slot", "stale", "tables", "token_ids", "track",
     )  # fmt: skip
 
     def __init__(self, request: RequestState, choice: int, num_groups: int) -> None:
@@ -142,6 +144,8 @@ class Sequence:
         self.num_scheduled = 0
         self.num_computed = 0
         self.num_published = 0
+        self.num_drafts = 0
+        self.track: Track | None = None
         self.capacity = 0
         self.in_flight = 0
         self.stale = 0  # rows in flight whose results must be dropped
@@ -165,7 +169,8 @@ class Sequence:
 
     def reset_tables(self) -> None:
         """It holds no blocks any more, so nothing of it is computed."""
-        self.capacity = self.hot_end = self.num_published = self.num_scheduled = self.num_computed = 0
+        self.capacity = self.hot_end = self.num_published = 0
+        self.num_scheduled = self.num_computed = self.num_drafts = 0
         self.first_live = [0] * len(self.tables)
 
     def fork(self, choice: int) -> Sequence:
@@ -202,9 +207,9 @@ class RequestState:
 
     __slots__ = (
         "ahead_ok", "beams", "cached_tokens", "first_scheduled_at", "has_several", "is_decoding", "is_swapped",
-        "lack", "lane", "max_tokens", "name", "num_bypassed", "num_ended_outputs", "num_preemptions", "num_scored",
-        "order", "pools", "rank", "request", "samples", "scores", "seen", "sequences", "spare_slots", "status",
-        "stop_ids", "ticket", "wait_reason",
+        "lack", "lane", "max_tokens", "may_draft", "name", "num_bypassed", "num_ended_outputs", "num_preemptions",
+        "num_scored", "order", "pools", "rank", "request", "samples", "scores", "seen", "sequences", "spare_slots",
+        "status", "stop_ids", "ticket", "wait_reason",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int) -> None:
@@ -224,6 +229,7 @@ class RequestState:
         self.pools = bool(request.wants & Want.POOL)
         self.stop_ids: frozenset[int] = frozenset()
         self.ahead_ok = True
+        self.may_draft = False
         self.is_decoding = False
         self.is_swapped = False
         self.max_tokens = 0

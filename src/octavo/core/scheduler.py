@@ -19,6 +19,7 @@ from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult, W
 from octavo.core.planning import Planner
 from octavo.core.queues import rerank
 from octavo.core.request import FinishReason, Request, RequestState, Sequence, Status, Want
+from octavo.core.speculation import add_drafts, allows
 from octavo.core.state import State
 from octavo.core.statistics import Statistics, snapshot
 from octavo.errors import AdmissionError, DuplicateRequestError
@@ -49,6 +50,7 @@ class Scheduler:
         eos = () if params.ignore_eos else request.eos_token_ids
         entry.stop_ids = frozenset((*eos, *params.stop_token_ids))
         entry.max_tokens = admission.max_tokens
+        entry.may_draft = bool(state.limits.max_draft_tokens) and allows(request)
         self._make_sequences(entry)
         state.requests[request.request_id] = entry
         entry.lane = state.judge.lane(entry)
@@ -143,6 +145,8 @@ class Scheduler:
             if planner.rows or planner.num_admitted:  # what came back from the host may have its row in another turn
                 composition.took(turn)
                 break
+        if self.state.limits.max_draft_tokens:
+            add_drafts(planner)
         return planner.finish()
 
     def commit(self, plan: StepPlan, outcome: StepResult | StepFailure, now: float) -> Events:
@@ -204,7 +208,7 @@ class Scheduler:
             several = f" over {len(entry.sequences)} sequences" if len(entry.sequences) > 1 else ""
             computed = sum(sequence.num_computed for sequence in entry.sequences)
             known = sum(sequence.num_known for sequence in entry.sequences)
-            return f"{request_id} is {phase}: {computed} of {known} known tokens computed{several}"
+            return f"{request_id} is {phase}: {computed} of {known} known tokens computed{several}{_drafted(entry)}"
         order = self.state.waiting.in_order()
         position = order.index(entry)
         reason = WaitReason.BEHIND if entry.wait_reason < 0 else WaitReason(entry.wait_reason)
@@ -218,3 +222,9 @@ class Scheduler:
         else:
             message = f"deadline {asked.deadline} passed {now - (asked.deadline or 0.0):.3f} s ago"
         self.state.finish(entry, now, FinishReason.TIMEOUT, message=message)
+
+
+def _drafted(entry: RequestState) -> str:
+    tracks = [sequence.track for sequence in entry.sequences if sequence.track is not None]
+    num_drafted = sum(track.num_drafted for track in tracks)
+    return f", {sum(track.num_accepted for track in tracks)} of {num_drafted} drafts accepted" if num_drafted else ""

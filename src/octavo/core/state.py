@@ -51,6 +51,8 @@ class Totals:
     num_computed_tokens: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_drafted_tokens: int = 0  # verified
+    num_accepted_tokens: int = 0  # of those, given out
     num_preemptions: int = 0
     num_admitted: int = 0
     num_swapped_out_tokens: int = 0
@@ -294,14 +296,14 @@ class State:
     def _swaps(self, request: RequestState) -> bool:
         """Whether a preemption of this request should swap (S09).
 
-        Never one whose next row is half made, nor one with choices that are still to come in: what is on the host
-        has no keys, so they would not find what they share.
+        Never one whose next row is half made, or has drafts in flight; nor one with choices that are still to come in:
+        what is on the host has no keys, so they would not find what they share.
         """
         mode = self.limits.preemption
         if mode == "recompute" or (mode == "auto" and len(request.sequences) < 2):
             return False
         sequences = request.sequences
-        if any(one.stale or one.candidates is not None or not one.is_entered for one in sequences):
+        if any(one.stale or one.num_drafts or one.candidates is not None or not one.is_entered for one in sequences):
             return False
         return request.ahead_ok or not request.in_flight
 

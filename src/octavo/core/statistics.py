@@ -40,6 +40,8 @@ class Statistics:
     num_computed_tokens: int
     num_prompt_tokens: int
     num_output_tokens: int
+    num_drafted_tokens: int
+    num_accepted_tokens: int
     num_swapped_out_tokens: int
     num_swapped_in_tokens: int
     num_host_hit_tokens: int
@@ -77,6 +79,8 @@ def snapshot(state: State) -> Statistics:
         num_computed_tokens=totals.num_computed_tokens,
         num_prompt_tokens=totals.num_prompt_tokens,
         num_output_tokens=totals.num_output_tokens,
+        num_drafted_tokens=totals.num_drafted_tokens,
+        num_accepted_tokens=totals.num_accepted_tokens,
         num_swapped_out_tokens=totals.num_swapped_out_tokens,
         num_swapped_in_tokens=totals.num_swapped_in_tokens,
         num_host_hit_tokens=totals.num_host_hit_tokens,

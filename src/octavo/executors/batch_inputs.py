@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.core.plan import ROW_BEAM, ROW_FORK, ROW_POOL, ROW_SAMPLE, ROW_SCORE, StepPlan
 from octavo.executors.columns import from_packed
+from octavo.executors.drafts import Drafts
 from octavo.executors.slots import Slots
 from octavo.ops.attention import AttentionBatch
 from octavo.sampling.columns import Ints, SamplingRows
@@ -33,7 +34,8 @@ class StepInputs:
 
     `attention` and `begun_blocks` have one entry per cache group; begun are the blocks whose first position this
     step writes and whose last it does not (see attention_pool). `first_token_N` is where each plan row's tokens
-    begin in the pass. `beams` are indices into `sample_rows` of those that want candidates only.
+    begin in the pass. `sample_rows` names a row for each of its positions that sample: one, and one more for each of
+    its `drafts`. `beams` are indices into `sample_rows` of those that want candidates only.
     """
 
     token_index_T: Tensor
@@ -50,6 +52,7 @@ class StepInputs:
     beams: Ints
     score_rows: Ints
     pool_rows: Ints
+    drafts: Drafts | None = None
 
 
 def build_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs:
@@ -77,14 +80,18 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs:
     contexts_A = ends_N[order_A]
     wanted = int(np.bitwise_or.reduce(flags_N))  # by any row
     sample_rows = (flags_N & ROW_SAMPLE).nonzero()[0]
-    sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows])
+    drafts, behind_R = None, 0 * sample_rows
+    if plan.num_drafts:
+        drafts = Drafts.of(plan, sample_rows)
+        sample_rows, behind_R = np.repeat(sample_rows, drafts.lengths), drafts.behind_R
+    sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows] - behind_R)
     token_index_T, positions_T, row_start_A1, context_len_A, last_R, target_R, *paged = upload(
         slots.ids_SW.device,
         slot_T * width + position_T,
         position_T,
         first_A1,
         contexts_A,
-        last_token_N[sample_rows],
+        last_token_N[sample_rows] - behind_R,
         sampling.slots * width + sampling.positions,
         *_page(slots, block_size, (slot_T, position_T), (slots_N[order_A], longest)),
     )
@@ -120,6 +127,7 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs:
         beams=np.flatnonzero(flags_N[sample_rows] & ROW_BEAM) if wanted & ROW_BEAM else _NONE,
         score_rows=np.flatnonzero(flags_N & ROW_SCORE) if wanted & ROW_SCORE else _NONE,
         pool_rows=np.flatnonzero(flags_N & ROW_POOL) if wanted & ROW_POOL else _NONE,
+        drafts=drafts,
     )
 
 

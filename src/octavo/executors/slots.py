@@ -63,6 +63,16 @@ class Slots:
         self.ids_SW.view(-1).index_copy_(0, where, values.int())
         self.processors.append(slots, ids)
 
+    def write_drafts(self, plan: StepPlan) -> None:
+        """Put the drafts of rows behind their known ids, for this step to read; sampling writes them over."""
+        if not plan.num_drafts:
+            return
+        num_drafts = from_packed(plan.num_drafts)
+        after = np.arange(num_drafts.sum()) - np.repeat(np.cumsum(num_drafts) - num_drafts, num_drafts)
+        first = from_packed(plan.slots) * self.ids_SW.shape[1] + from_packed(plan.starts) + 1
+        where, ids = upload(self.ids_SW.device, np.repeat(first, num_drafts) + after, from_packed(plan.draft_token_ids))
+        self.ids_SW.view(-1).index_copy_(0, where, ids.int())
+
     def edit_tables(self, plan: StepPlan) -> None:
         """Apply the plan's table edits, all at once."""
         if not plan.edits:

@@ -88,6 +88,8 @@ class StepOutputs:
         if self.pooled_RE is not None:
             self._fetch_pooled(self.pooled_RE, result, errors)
         result.errors = tuple(sorted(errors.items()))
+        if self.inputs.drafts is not None:
+            self.inputs.drafts.cut(result)
         return result
 
     def _fetch_sampled(self, sampled: Sampled, result: StepResult, errors: dict[int, str]) -> None:
@@ -101,6 +103,8 @@ class StepOutputs:
         else:
             for place, token in zip(places.tolist(), ids, strict=True):
                 result.token_ids[place] = token
+        if self.inputs.drafts is not None:  # what stands behind a rejected draft harms nobody
+            is_bad_R &= self.inputs.drafts.counting(result.token_ids)[places]
         for row in self.inputs.sample_rows[places[is_bad_R]].tolist():
             errors.setdefault(row, NOT_FINITE)
         if sampled.logprobs is not None:

@@ -24,12 +24,11 @@ from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.errors import ConfigError, EngineError
 from octavo.executors.batch_inputs import StepInputs, build_inputs
 from octavo.executors.cache_groups import CacheGroups, allocate, group_layers, layer_windows, within
+from octavo.executors.loading import AnyDecoder, DecoderChoice, dtype_named
 from octavo.executors.pool_sizing import PoolSizing, describe_groups
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
 from octavo.executors.slots import Slots
 from octavo.executors.step_outputs import Candidates, StepOutputs, pool_rows, score_rows
-from octavo.models.decoder import Decoder
-from octavo.models.registry import load_model
 from octavo.ops.attention import AttentionBackend
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
@@ -38,9 +37,6 @@ from octavo.ops.attention_reference import ReferenceAttention
 from octavo.sampling.columns import SamplingRows
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.upload import upload
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def fastest_attention(pool: KVPool, num_heads: int, window: int | None) -> AttentionBackend:
     """The C++ kernel where it can read the pool and pays, else torch."""
@@ -53,19 +49,16 @@ ATTENTION: dict[str, Callable[[KVPool, int, int | None], AttentionBackend]] = {
     "batched": BatchedAttention,
     "reference": ReferenceAttention,
 }
-_BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
-
 
 class TorchExecutor:
     """See executors.protocol.Executor. Nothing is loaded before `open`."""
 
     def __init__(self, files: ModelFiles, spec: ModelSpec, execution: ExecutionConfig, model: ModelConfig) -> None:
-        self._files = files
         self._spec = spec
         self._execution = execution
-        self._device = choose_device(execution.device)
-        self._dtype = choose_dtype(model.dtype, spec.dtype, self._device)
-        self._decoder: Decoder | None = None
+        self._choice = DecoderChoice(files, spec, execution, model)
+        self._device, self._dtype = self._choice.device, self._choice.dtype
+        self._decoder: AnyDecoder | None = None
         self._cache: CacheGroups
         self._slots: Slots
         self._sampler: Sampler
@@ -76,7 +69,8 @@ class TorchExecutor:
             torch.set_num_threads(self._execution.threads or machine.usable_cores())
         if self._execution.attention not in ATTENTION:
             raise ConfigError(f"attention is {self._execution.attention!r}; give one of {', '.join(ATTENTION)}")
-        decoder = load_model(self._files, self._spec, self._dtype, self._device, spec.max_model_len)
+        loaded = self._choice.load(spec.max_model_len)
+        decoder = loaded.decoder
         groups, num_blocks, host_blocks = self._allocate(spec, decoder.max_model_len)
         null_blocks = [pool.null_block for pool in self._cache.pools]
         vocab_size = self._spec.vocab_size
@@ -99,7 +93,7 @@ class TorchExecutor:
             weight_bytes=decoder.weight_bytes,
             kv_bytes_per_token=sum(group.block_bytes for group in groups) // spec.block_size,
             linear_flops_per_token=decoder.linear_flops_per_token,
-            notes=describe_groups(groups, num_blocks, spec.block_size),
+            notes=(*loaded.notes, *describe_groups(groups, num_blocks, spec.block_size)),
             host_blocks=host_blocks,
         )
 
@@ -108,13 +102,13 @@ class TorchExecutor:
     ) -> tuple[tuple[GroupSpec, ...], tuple[int, ...], tuple[int, ...]]:
         """Size and allocate the cache; give groups, blocks and host blocks."""
         model, is_host = self._spec, self._device.type == "cpu"
-        kv_dtype = self._dtype if spec.kv_dtype == "auto" else _dtype_named(spec.kv_dtype, "kv_cache_dtype")
+        kv_dtype = self._dtype if spec.kv_dtype == "auto" else dtype_named(spec.kv_dtype, "kv_cache_dtype")
         block = PoolShape(1, 0, spec.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
         groups = group_layers(within(layer_windows(model), max_model_len), block)
         sizing = PoolSizing(spec, groups, max_model_len)
         host_blocks = sizing.host_blocks(machine.usable_memory()[1]) if spec.host_bytes else ()
         num_blocks = sizing.device_blocks(self._available_bytes() - spec.host_bytes * is_host, is_host)
-        make_attention = ATTENTION[self._execution.attention]
+        make_attention = KernelAttention if self._choice.is_native else ATTENTION[self._execution.attention]
         self._cache = CacheGroups(
             groups,
             allocate(groups, num_blocks, block, self._device),
@@ -149,12 +143,11 @@ class TorchExecutor:
         return outputs, clock
 
     def _apply_effects(self, plan: StepPlan) -> None:
-        if any(plan.num_drafts):
-            raise EngineError("this executor does not verify drafts")
         if plan.encode_jobs or plan.encoder_frees:
             raise EngineError("this executor encodes no media; it cannot run encode jobs or drop what they gave")
         self._slots.change_sequences(plan)
         self._slots.write_ids(plan)
+        self._slots.write_drafts(plan)
         self._cache.move_blocks(plan)
         self._slots.edit_tables(plan)
 
@@ -210,7 +203,7 @@ class TorchExecutor:
             self._decoder = None
             del self._cache, self._slots, self._sampler
 
-    def _running(self) -> Decoder:
+    def _running(self) -> AnyDecoder:
         if self._decoder is None:
             raise EngineError("the executor is not open")
         return self._decoder
@@ -244,31 +237,3 @@ class _StepClock:
             return end - begin
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000.0
-
-
-def choose_device(name: str) -> torch.device:
-    """Give the device of that name; auto takes CUDA where there is one. Raises ConfigError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but torch sees no CUDA device; give cpu or auto")
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}; give auto, cpu or cuda")
-    return torch.device(name)
-
-
-def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """Give the dtype to compute in. auto: bfloat16 where the CPU multiplies it, else float32; on CUDA the
-    checkpoint's if it has 16 bits, else bfloat16. Raises ConfigError.
-    """
-    if name != "auto":
-        return _dtype_named(name, "dtype")
-    if device.type == "cuda":
-        return torch.float16 if checkpoint == "float16" else torch.bfloat16
-    return torch.bfloat16 if _BF16_FEATURES & set(machine.look().features) else torch.float32
-
-
-def _dtype_named(name: str, setting: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ConfigError(f"{setting} is {name!r}; give auto, {', '.join(DTYPES)}")
-    return DTYPES[name]

@@ -258,6 +258,18 @@ class KVCache:
                 edits.extend((slot, group, index, block))
         self.resize(sequence)
 
+    def trim(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Give back blocks behind the scheduled positions; returns (group, index) of each, the last first."""
+        wanted = self.num_blocks_for(sequence.num_scheduled)
+        gone = []
+        for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
+            while len(table) > wanted:
+                pool.release(table.pop())
+                gone.append((group, len(table)))
+        if gone:
+            self.resize(sequence)
+        return gone
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a sequence without blocks share all of its parent's; whoever writes the tail first copies it."""
         for pool, table in zip(self.pools, parent.tables, strict=True):

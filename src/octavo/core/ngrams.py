@@ -1,0 +1,72 @@
+"""What followed the last time: an index of a sequence's pairs of ids, and the continuation of its best match.
+
+Owns: the index of one sequence. Does not: decide when to draft (see speculation), or keep the ids.
+Invariants: an id costs one entry, whenever it comes; a draft looks at MAX_LOOKS places at most; a pair is found only
+once an id follows it, so a sequence never matches its own end.
+Source: Saxena, "Prompt Lookup Decoding", 2023. Equal pairs are chained, newest first, as in DEFLATE (RFC 1951, 4).
+"""
+
+from __future__ import annotations
+
+from array import array
+
+MAX_MATCH = 4  # ids compared; a longer match tells no more
+MAX_LOOKS = 32
+
+
+class NgramIndex:
+    """Pairs of one sequence's ids by their last position, newest first."""
+
+    __slots__ = ("_before", "_newest")
+
+    def __init__(self) -> None:
+        self._newest: dict[int, int] = {}
+        self._before = array("i")  # per position, where the pair that ends there ended before; negative: nowhere
+
+    def take_in(self, ids: array[int], most: int) -> bool:
+        """Index at most so many further ids; True when only the last id is left out."""
+        newest, before = self._newest, self._before
+        begin = len(before)
+        end = min(len(ids) - 1, begin + most)
+        if begin == 0 < end:
+            before.append(-1)
+            begin = 1
+        for position in range(begin, end):
+            pair = ids[position - 1] << 32 | ids[position]
+            before.append(newest.get(pair, -1))
+            newest[pair] = position
+        return len(before) >= len(ids) - 1
+
+    def draft(self, ids: array[int], count: int) -> array[int]:
+        """Give `count` ids that followed the longest match of the end, the newest of those as long; or none.
+
+        At least two ids must match. A match that overlaps the end goes on with what it drafts, as a period would.
+        """
+        at = self._find(ids)
+        if at is None:
+            return array("i")
+        draft = ids[at + 1 : at + 1 + count]
+        period = len(draft)
+        for position in range(period, count):
+            draft.append(draft[position - period])
+        return draft
+
+    def _find(self, ids: array[int]) -> int | None:
+        """Last position of the best match."""
+        last = len(ids) - 1
+        if last < 1:
+            return None
+        at = self._newest.get(ids[last - 1] << 32 | ids[last], -1)
+        found, longest = None, 1
+        for _ in range(MAX_LOOKS):
+            if at < 0:
+                break
+            match = 2
+            while match < MAX_MATCH and match <= at and ids[at - match] == ids[last - match]:
+                match += 1
+            if match > longest:
+                found, longest = at, match
+                if match == MAX_MATCH:
+                    break
+            at = self._before[at]
+        return found
