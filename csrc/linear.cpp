@@ -9,6 +9,10 @@ namespace octavo {
 namespace {
 
 const LinearKernels& kernels_for(int64_t kind) {
+#if defined(__x86_64__)
+    const Isa isa = isa_in_use();
+    if (isa >= kAvx2) return kAvx2Linear[kind];
+#endif
     return kPortableLinear[kind];
 }
 

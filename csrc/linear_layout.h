@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "kernel.h"
 #include "linear.h"
 
 namespace octavo {
@@ -24,13 +25,13 @@ constexpr int64_t kInt8Codes = 512;     // bytes of 32 inputs of one int8 panel
 constexpr int64_t kMinsOffset = 32;     // in an int4 record
 constexpr int64_t kNibblesOffset = 64;  // in an int4 record
 
-constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+INLINE constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-constexpr int64_t num_panels(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
+INLINE constexpr int64_t num_panels(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
-constexpr int64_t int8_scale_bytes(int64_t inputs, int64_t group) { return round_up(inputs / group * 2 * kPanel, 64); }
+INLINE constexpr int64_t int8_scale_bytes(int64_t inputs, int64_t group) { return round_up(inputs / group * 2 * kPanel, 64); }
 
-constexpr int64_t panel_bytes(int64_t kind, int64_t inputs, int64_t group) {
+INLINE constexpr int64_t panel_bytes(int64_t kind, int64_t inputs, int64_t group) {
     return kind == kFloat32    ? inputs * kPanel * 4
            : kind == kBfloat16 ? round_up(inputs, 2) * kPanel * 2
            : kind == kInt8     ? int8_scale_bytes(inputs, group) + inputs * kPanel
@@ -48,6 +49,6 @@ struct GroupHead {
 };
 
 // Rows at a distance that is an odd number of cache lines do not fall on one another in a cache.
-constexpr int64_t padded_row(int64_t bytes) { return round_up(bytes, 128) + 64; }
+INLINE constexpr int64_t padded_row(int64_t bytes) { return round_up(bytes, 128) + 64; }
 
 }  // namespace octavo

@@ -1,0 +1,50 @@
+// Linear layers with AVX2, FMA and F16C.
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "linear_kernels.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "linear_blocks.h"
+
+#include "linear_avx2_quantised.h"
+
+#include "linear_avx2_floats.h"
+
+namespace octavo {
+namespace {
+
+void prepare_int4(const float* x, int64_t inputs, void* out) { prepare_codes<int8_t, true, false>(x, inputs, out); }
+
+void prepare_int8(const float* x, int64_t inputs, void* out) { prepare_codes<int16_t, false, true>(x, inputs, out); }
+
+void int8_panels(const Weight& weight, const LinearJob& job, int64_t begin, int64_t end) {
+    if (weight.group == kGroup)
+        run_panels<Int8<1>>(weight, job, begin, end);
+    else
+        run_panels<Int8<2>>(weight, job, begin, end);
+}
+
+}  // namespace
+
+const LinearKernels kAvx2Linear[4] = {
+    {floats_bytes, prepare_floats, run_panels<Floats<float>>},
+    {floats_bytes, prepare_floats, run_panels<Floats<Bfloat16>>},
+    {codes_bytes<int16_t>, prepare_int8, int8_panels},
+    {codes_bytes<int8_t>, prepare_int4, run_panels<Int4>},
+};
+
+}  // namespace octavo
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif

@@ -1,0 +1,225 @@
+// Kernels of int4 and int8 weights for AVX2. Included by linear_avx2.cpp alone.
+//
+// int4: unsigned codes times signed ones, pairs summed in 16 bits: 15 * 127 * 2 * 8 quads = 30480, no overflow.
+// int8: 8-bit multiplication would saturate, so both sides have 16 bits; the weight's even bytes and its odd ones are a
+// mask and a shift away, hence the swapped quads of the prepared codes.
+
+#pragma once
+
+namespace {
+
+constexpr int64_t kInt4Unpacked = 640;  // bytes of a group: codes [8][16][4], then scales and mins as floats
+constexpr int kAhead = 2048;            // bytes to prefetch ahead of a single row's reading
+
+INLINE __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+
+INLINE __m256 halves(const uint8_t* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
+INLINE __m256i broadcast32(const uint8_t* from) {
+    int32_t value;
+    std::memcpy(&value, from, sizeof value);
+    return _mm256_set1_epi32(value);
+}
+
+INLINE __m256 broadcast_float(const uint8_t* from) {
+    float value;
+    std::memcpy(&value, from, sizeof value);
+    return _mm256_set1_ps(value);
+}
+
+INLINE void prefetch_record(const uint8_t* at, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 3);
+}
+
+struct Int4 {
+    static constexpr int kTile = 4, kDirectRows = 4, kDirectPanels = 1;
+    static constexpr int64_t kBlockSteps = 24, kScratchBytes = kBlockSteps * kInt4Unpacked;
+    static constexpr int64_t kRowGroup = group_bytes<int8_t>();
+
+    static int64_t steps(const octavo::Weight& weight) { return weight.inputs / octavo::kGroup; }
+
+    // sum += dot * scale of the weight * scale of the row + min of the weight * scaled sum of the row.
+    INLINE __m256 add(__m256 sum, __m256i pairs, __m256 scale, __m256 min, const uint8_t* head) {
+        const __m256i dot = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(dot), scale);
+        return _mm256_fmadd_ps(min, broadcast_float(head + 4), _mm256_fmadd_ps(scaled, broadcast_float(head), sum));
+    }
+
+    template <int R, int P>
+    INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, const uint8_t* rows, int64_t stride,
+                       float* sums) {
+        static_assert(P == 1, "one panel is one stream");
+        const __m256i low = _mm256_set1_epi8(15);
+        __m256 sum[R][2];
+        for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
+        for (int64_t group = steps(weight); group > 0; --group, panel += octavo::kInt4Record, rows += kRowGroup) {
+            prefetch_record(panel + kAhead, octavo::kInt4Record);
+            __m256i pairs[R][2];
+#pragma GCC unroll 4
+            for (int quad = 0; quad < 4; ++quad)
+                for (int half = 0; half < 2; ++half) {
+                    const __m256i both = load(panel + octavo::kNibblesOffset + quad * 64 + half * 32);
+                    const __m256i first = _mm256_and_si256(both, low);
+                    const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+                    for (int r = 0; r < R; ++r) {
+                        const uint8_t* codes = rows + r * stride + sizeof(octavo::GroupHead) + quad * 4;
+                        const __m256i product = _mm256_add_epi16(_mm256_maddubs_epi16(first, broadcast32(codes)),
+                                                                 _mm256_maddubs_epi16(second, broadcast32(codes + 16)));
+                        pairs[r][half] = quad == 0 ? product : _mm256_add_epi16(pairs[r][half], product);
+                    }
+                }
+            for (int half = 0; half < 2; ++half) {
+                const __m256 scale = halves(panel + half * 16), min = halves(panel + octavo::kMinsOffset + half * 16);
+                for (int r = 0; r < R; ++r)
+                    sum[r][half] = add(sum[r][half], pairs[r][half], scale, min, rows + r * stride);
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int half = 0; half < 2; ++half) _mm256_storeu_ps(sums + r * octavo::kPanel + half * 8, sum[r][half]);
+    }
+
+    static const uint8_t* unpack(const octavo::Weight&, const uint8_t* panel, int64_t first, int64_t count,
+                                 uint8_t* scratch) {
+        const __m256i low = _mm256_set1_epi8(15);
+        panel += first * octavo::kInt4Record;
+        for (uint8_t* to = scratch; count > 0; --count, to += kInt4Unpacked, panel += octavo::kInt4Record) {
+            for (int i = 0; i < 8; ++i) {
+                const __m256i both = load(panel + octavo::kNibblesOffset + i * 32);
+                _mm256_store_si256(reinterpret_cast<__m256i*>(to + i * 32), _mm256_and_si256(both, low));
+                _mm256_store_si256(reinterpret_cast<__m256i*>(to + 256 + i * 32),
+                                   _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
+            }
+            for (int i = 0; i < 4; ++i)
+                _mm256_store_ps(reinterpret_cast<float*>(to + 512) + i * 8, halves(panel + i * 16));
+        }
+        return scratch;
+    }
+
+    template <int R>
+    INLINE void tile(const octavo::Weight&, const uint8_t* unpacked, int64_t first, int64_t count, const uint8_t* rows,
+                     int64_t stride, float* sums) {
+        rows += first * kRowGroup;
+        for (; count > 0; --count, unpacked += kInt4Unpacked, rows += kRowGroup) {
+            __m256i pairs[R][2];
+#pragma GCC unroll 8
+            for (int quad = 0; quad < 8; ++quad) {
+                const __m256i left = load(unpacked + quad * 64), right = load(unpacked + quad * 64 + 32);
+                for (int r = 0; r < R; ++r) {
+                    const __m256i codes = broadcast32(rows + r * stride + sizeof(octavo::GroupHead) + quad * 4);
+                    const __m256i a = _mm256_maddubs_epi16(left, codes), b = _mm256_maddubs_epi16(right, codes);
+                    pairs[r][0] = quad == 0 ? a : _mm256_add_epi16(pairs[r][0], a);
+                    pairs[r][1] = quad == 0 ? b : _mm256_add_epi16(pairs[r][1], b);
+                }
+            }
+            const float* scales = reinterpret_cast<const float*>(unpacked + 512);
+            for (int half = 0; half < 2; ++half)
+                for (int r = 0; r < R; ++r) {
+                    float* sum = sums + r * octavo::kPanel + half * 8;
+                    _mm256_store_ps(sum, add(_mm256_load_ps(sum), pairs[r][half], _mm256_load_ps(scales + half * 8),
+                                             _mm256_load_ps(scales + 16 + half * 8), rows + r * stride));
+                }
+        }
+    }
+};
+
+// kParts: scales within 32 inputs.
+template <int kParts>
+struct Int8 {
+    static constexpr int64_t kUnpacked = 1024 + 64 * kParts;  // codes [16 pairs][16][2], then scales as floats
+    static constexpr int kTile = 4, kDirectRows = 4, kDirectPanels = 1;
+    static constexpr int64_t kBlockSteps = 16, kScratchBytes = kBlockSteps * kUnpacked;
+    static constexpr int64_t kRowGroup = group_bytes<int16_t>();
+    static constexpr int kPartPairs = 16 / kParts;
+
+    static int64_t steps(const octavo::Weight& weight) { return weight.inputs / octavo::kGroup; }
+
+    INLINE __m256 add(__m256 sum, __m256i dot, __m256 scale, const uint8_t* head) {
+        return _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(dot), scale), broadcast_float(head), sum);
+    }
+
+    INLINE __m256i start(const uint8_t* head, int part) { return broadcast32(head + (kParts == 1 ? 4 : 8 + part * 4)); }
+
+    template <int R, int P>
+    INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, const uint8_t* rows, int64_t stride,
+                       float* sums) {
+        static_assert(P == 1, "one panel is one stream");
+        const __m256i low = _mm256_set1_epi16(255);
+        const uint8_t* weights = panel + octavo::int8_scale_bytes(weight.inputs, weight.group);
+        __m256 sum[R][2];
+        for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
+        for (int64_t group = steps(weight); group > 0; --group, rows += kRowGroup)
+            for (int part = 0; part < kParts; ++part, panel += 32, weights += kPartPairs * 32) {
+                prefetch_record(weights + kAhead, kPartPairs * 32);
+                __m256i dot[R][2];
+                for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = start(rows + r * stride, part);
+#pragma GCC unroll 8
+                for (int quad = 0; quad < kPartPairs / 2; ++quad)
+                    for (int half = 0; half < 2; ++half) {
+                        const __m256i both = load(weights + quad * 64 + half * 32);
+                        const __m256i even = _mm256_and_si256(both, low), odd = _mm256_srli_epi16(both, 8);
+                        for (int r = 0; r < R; ++r) {
+                            const uint8_t* codes = rows + r * stride + sizeof(octavo::GroupHead) + part * 32 + quad * 8;
+                            const __m256i product = _mm256_add_epi32(_mm256_madd_epi16(even, broadcast32(codes)),
+                                                                     _mm256_madd_epi16(odd, broadcast32(codes + 4)));
+                            dot[r][half] = _mm256_add_epi32(dot[r][half], product);
+                        }
+                    }
+                for (int half = 0; half < 2; ++half)
+                    for (int r = 0; r < R; ++r)
+                        sum[r][half] = add(sum[r][half], dot[r][half], halves(panel + half * 16), rows + r * stride);
+            }
+        for (int r = 0; r < R; ++r)
+            for (int half = 0; half < 2; ++half) _mm256_storeu_ps(sums + r * octavo::kPanel + half * 8, sum[r][half]);
+    }
+
+    static const uint8_t* unpack(const octavo::Weight& weight, const uint8_t* panel, int64_t first, int64_t count,
+                                 uint8_t* scratch) {
+        const __m256i low = _mm256_set1_epi16(255);
+        const uint8_t* weights = panel + octavo::int8_scale_bytes(weight.inputs, weight.group);
+        weights += first * octavo::kInt8Codes;
+        panel += first * 32 * kParts;
+        for (uint8_t* to = scratch; count > 0; --count, to += kUnpacked, weights += octavo::kInt8Codes) {
+            for (int i = 0; i < 16; ++i) {
+                const __m256i both = load(weights + i * 32);
+                uint8_t* pair = to + i / 2 * 128 + i % 2 * 32;
+                _mm256_store_si256(reinterpret_cast<__m256i*>(pair), _mm256_and_si256(both, low));
+                _mm256_store_si256(reinterpret_cast<__m256i*>(pair + 64), _mm256_srli_epi16(both, 8));
+            }
+            for (int i = 0; i < 2 * kParts; ++i, panel += 16)
+                _mm256_store_ps(reinterpret_cast<float*>(to + 1024) + i * 8, halves(panel));
+        }
+        return scratch;
+    }
+
+    template <int R>
+    INLINE void tile(const octavo::Weight&, const uint8_t* unpacked, int64_t first, int64_t count, const uint8_t* rows,
+                     int64_t stride, float* sums) {
+        rows += first * kRowGroup;
+        for (; count > 0; --count, unpacked += kUnpacked, rows += kRowGroup)
+            for (int part = 0; part < kParts; ++part) {
+                __m256i dot[R][2];
+                for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = start(rows + r * stride, part);
+#pragma GCC unroll 16
+                for (int i = 0; i < kPartPairs; ++i) {
+                    const int pair = part * kPartPairs + i;
+                    const __m256i left = load(unpacked + pair * 64), right = load(unpacked + pair * 64 + 32);
+                    for (int r = 0; r < R; ++r) {
+                        const __m256i codes = broadcast32(rows + r * stride + sizeof(octavo::GroupHead) + pair * 4);
+                        dot[r][0] = _mm256_add_epi32(dot[r][0], _mm256_madd_epi16(left, codes));
+                        dot[r][1] = _mm256_add_epi32(dot[r][1], _mm256_madd_epi16(right, codes));
+                    }
+                }
+                const float* scales = reinterpret_cast<const float*>(unpacked + 1024) + part * octavo::kPanel;
+                for (int half = 0; half < 2; ++half)
+                    for (int r = 0; r < R; ++r) {
+                        float* sum = sums + r * octavo::kPanel + half * 8;
+                        _mm256_store_ps(sum, add(_mm256_load_ps(sum), dot[r][half], _mm256_load_ps(scales + half * 8),
+                                                 rows + r * stride));
+                    }
+            }
+    }
+};
+
+}  // namespace

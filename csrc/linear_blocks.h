@@ -1,0 +1,91 @@
+// The loops around a linear kernel: rows in blocks that stay in the second-level cache, panels, blocks of inputs whose
+// weights stay unpacked in the first-level cache, and tiles of rows.
+//
+// Owns: the order of work, which is the same for every kernel. Compiled into each instruction set's file: all names are
+// local to it. Invariants: sums of a (row, output) take their inputs in ascending order through one accumulator,
+// whatever the blocks.
+//
+// A kernel K has:
+//   kTile               rows of a tile, at most 8
+//   kDirectRows         up to so many rows, weights are read as they lie; at most kTile
+//   kDirectPanels       panels that `direct` takes at once for a single row
+//   kBlockSteps         steps (groups, or inputs) of a block; kScratchBytes: what they take unpacked
+//   steps(weight)       of a panel
+//   direct<R, P>(weight, panel, rows, stride, sums)                all inputs of P panels: sums[P][R][16]
+//   unpack(weight, panel, first, count, scratch)                   returns where the unpacked steps stand
+//   tile<R>(weight, unpacked, first, count, rows, stride, sums)    sums[R][16] += ...
+
+#pragma once
+
+#include "linear_prepare.h"
+
+namespace {
+
+constexpr int64_t kRowBlockBytes = 192 * 1024;  // of prepared rows: less than half of a second-level cache
+constexpr int64_t kMaxBlockRows = 256;
+
+INLINE const uint8_t* panel_at(const octavo::Weight& weight, int64_t panel) {
+    const int64_t bytes = octavo::panel_bytes(weight.kind, weight.inputs, weight.group);
+    return static_cast<const uint8_t*>(weight.packed) + panel * bytes;
+}
+
+template <class K, int R, int P>
+INLINE void direct_panels(const octavo::Weight& weight, const octavo::LinearJob& job, int64_t panel) {
+    alignas(64) float sums[P * R * octavo::kPanel];
+    K::template direct<R, P>(weight, panel_at(weight, panel), job.prepared, job.prepared_stride, sums);
+    for (int p = 0; p < P; ++p)
+        for (int row = 0; row < R; ++row)
+            finish_row(weight, job, panel + p, row, sums + (p * R + row) * octavo::kPanel);
+}
+
+template <class K, int R>
+void run_direct(const octavo::Weight& weight, const octavo::LinearJob& job, int64_t begin, int64_t end) {
+    constexpr int kPanels = R == 1 ? K::kDirectPanels : (K::kDirectPanels > 1 && R == 2) ? 2 : 1;
+    int64_t panel = begin;
+    for (; panel + kPanels <= end; panel += kPanels) direct_panels<K, R, kPanels>(weight, job, panel);
+    for (; panel < end; ++panel) direct_panels<K, R, 1>(weight, job, panel);
+}
+
+// Tiles of R rows while there are so many, then of fewer.
+template <class K, int R>
+INLINE void run_tiles(const octavo::Weight& weight, const uint8_t* unpacked, int64_t first, int64_t count,
+                      const uint8_t* rows, int64_t stride, int64_t num_rows, float* sums) {
+    for (; num_rows >= R; num_rows -= R, rows += R * stride, sums += R * octavo::kPanel)
+        K::template tile<R>(weight, unpacked, first, count, rows, stride, sums);
+    if constexpr (R > 1)
+        if (num_rows > 0) run_tiles<K, R - 1>(weight, unpacked, first, count, rows, stride, num_rows, sums);
+}
+
+template <class K>
+void run_blocks(const octavo::Weight& weight, const octavo::LinearJob& job, int64_t begin, int64_t end) {
+    alignas(64) uint8_t scratch[K::kScratchBytes];
+    alignas(64) float sums[kMaxBlockRows * octavo::kPanel];
+    const int64_t fitting = kRowBlockBytes / job.prepared_stride / K::kTile * K::kTile;
+    const int64_t most = kMaxBlockRows / K::kTile * K::kTile;
+    const int64_t least = 4 * K::kTile;
+    const int64_t block_rows = fitting > most ? most : (fitting < least ? least : fitting);
+    const int64_t steps = K::steps(weight);
+    for (int64_t first_row = 0; first_row < job.rows; first_row += block_rows) {
+        const int64_t rows = job.rows - first_row < block_rows ? job.rows - first_row : block_rows;
+        const uint8_t* prepared = job.prepared + first_row * job.prepared_stride;
+        for (int64_t panel = begin; panel < end; ++panel) {
+            std::memset(sums, 0, static_cast<size_t>(rows) * octavo::kPanel * sizeof *sums);
+            for (int64_t first = 0; first < steps; first += K::kBlockSteps) {
+                const int64_t count = steps - first < K::kBlockSteps ? steps - first : K::kBlockSteps;
+                const uint8_t* unpacked = K::unpack(weight, panel_at(weight, panel), first, count, scratch);
+                run_tiles<K, K::kTile>(weight, unpacked, first, count, prepared, job.prepared_stride, rows, sums);
+            }
+            for (int64_t row = 0; row < rows; ++row)
+                finish_row(weight, job, panel, first_row + row, sums + row * octavo::kPanel);
+        }
+    }
+}
+
+template <class K, int R = K::kDirectRows>
+void run_panels(const octavo::Weight& weight, const octavo::LinearJob& job, int64_t begin, int64_t end) {
+    if (job.rows > K::kDirectRows) return run_blocks<K>(weight, job, begin, end);
+    if (job.rows == R) return run_direct<K, R>(weight, job, begin, end);
+    if constexpr (R > 1) run_panels<K, R - 1>(weight, job, begin, end);
+}
+
+}  // namespace
