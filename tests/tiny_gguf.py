@@ -6,6 +6,7 @@ Invariants: written with the gguf package from the same tensors that make_tiny_m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def gguf_name(name: str, arch: str = "llama") -> str:
 def make_tiny_gguf(
     family: str,
     path: Path,
-    kind: str,
+    kind: str | Callable[[str], str],
     seed: int = 0,
     tensors: dict[str, torch.Tensor] | None = None,
     extra: dict[str, np.ndarray[Any, Any]] | None = None,
@@ -58,7 +59,8 @@ def make_tiny_gguf(
 ) -> dict[str, torch.Tensor]:
     """Write the file; return the canonical tensors that its quantised contents stand for.
 
-    Matrices have type `kind`, vectors float32. `tensors` replaces the random ones; `extra` adds GGUF tensors.
+    Matrices have type `kind`, or what it says of their canonical names; vectors float32. `tensors` replaces the
+    random ones; `extra` adds GGUF tensors.
     """
     config = tiny_config(family, **overrides)
     arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
@@ -66,7 +68,8 @@ def make_tiny_gguf(
     _add_metadata(writer, config)
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in (tensors or tiny_tensors(config, seed, torch.float32)).items():
-        qtype = GGMLQuantizationType[kind] if tensor.dim() > 1 else GGMLQuantizationType.F32
+        matrix_kind = kind(name) if callable(kind) else kind
+        qtype = GGMLQuantizationType[matrix_kind] if tensor.dim() > 1 else GGMLQuantizationType.F32
         offset = 1.0 if arch == "gemma3" and name.endswith("norm.weight") else 0.0
         raw = quants.quantize(np.ascontiguousarray((tensor + offset).numpy()), qtype)
         stored[name] = torch.from_numpy(np.array(quants.dequantize(raw, qtype))) - offset

@@ -1,0 +1,156 @@
+"""Codes: every GGUF block type against the gguf package; the errors of 8-bit and 4-bit codes of floats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+from octavo.artifacts.model_spec import ModelSpec, read_model_spec
+from octavo.artifacts.resolve import ModelFiles, resolve_model
+from octavo.errors import ConfigError
+from octavo.nn.packed_weight import WeightKind
+from octavo.nn.quantize import block_kind, choose_quantization, codes_of_blocks, codes_of_floats
+from tests.tiny_gguf import make_tiny_gguf
+from tests.tiny_models import make_tiny_model
+
+TYPES = [GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")]
+HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}  # where blocks have float16
+
+
+def random_blocks(kind: GGMLQuantizationType, rows: int = 40, columns: int = 768) -> np.ndarray:
+    """Every bit is random but those of the float16 numbers, which are of the size of weights."""
+    rng = np.random.default_rng(1)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (rows, columns // block, block_bytes), dtype=np.uint8)
+    for start in HALVES[kind.name]:
+        numbers = rng.normal(0, 0.01, raw.shape[:2]).astype(np.float16)
+        raw[..., start : start + 2] = numbers.view(np.uint8).reshape(*raw.shape[:2], 2)
+    return raw.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_blocks_give_what_the_gguf_package_reads_in_them(kind: GGMLQuantizationType) -> None:
+    raw = random_blocks(kind)
+    codes = codes_of_blocks(raw, kind)
+    assert codes is not None and (codes.kind, codes.group) == block_kind(kind)
+    found, expected = codes.dequantize().numpy(), quants.dequantize(raw, kind)
+    if kind.name in ("Q4_0", "Q4_1", "Q8_0"):
+        np.testing.assert_array_equal(found, expected)
+        return
+    # A scale, and a minimum, is a product of two numbers rounded to float16: half a unit in the last place of each.
+    assert codes.scales is not None
+    scale = np.repeat(np.abs(codes.scales.astype(np.float32)), codes.group, axis=1)
+    bound = 2.0**-11 * scale * np.abs(codes.codes.astype(np.float32)) + 2.0**-24 * 32
+    if codes.minima is not None:
+        bound += 2.0**-11 * np.repeat(np.abs(codes.minima.astype(np.float32)), codes.group, axis=1) + 2.0**-24
+    assert (np.abs(found - expected) <= bound * 1.001).all()
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_rows_are_converted_alike_in_pieces(kind: GGMLQuantizationType) -> None:
+    raw = random_blocks(kind)
+    whole, piece = codes_of_blocks(raw, kind), codes_of_blocks(raw[7:12], kind)
+    assert whole is not None and piece is not None
+    assert torch.equal(whole.dequantize()[7:12], piece.dequantize())
+
+
+def test_what_float16_cannot_hold_has_no_codes() -> None:
+    raw = random_blocks(GGMLQuantizationType.Q4_0)
+    raw[3, :2] = np.array([9000], np.float16).view(np.uint8)  # -8 times that is too much
+    assert codes_of_blocks(raw, GGMLQuantizationType.Q4_0) is None
+    raw = random_blocks(GGMLQuantizationType.Q6_K)
+    raw[0, 208:210] = np.array([65504], np.float16).view(np.uint8)
+    assert codes_of_blocks(raw, GGMLQuantizationType.Q6_K) is None
+
+
+@pytest.mark.parametrize("kind", [WeightKind.INT8, WeightKind.INT4])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
+def test_values_out_of_range_have_no_codes(kind: WeightKind, value: float) -> None:
+    values = torch.randn(4, 64)
+    values[2, 5] = value
+    assert codes_of_floats(values, kind) is None
+
+
+def weights_like(name: str) -> torch.Tensor:
+    if name == "normal":
+        return torch.randn(64, 1024) * 0.03
+    return torch.distributions.StudentT(4.0).sample((64, 1024)) * 0.03
+
+
+@pytest.mark.parametrize("name", ["normal", "heavy tails"])
+def test_8_bit_codes_err_by_half_a_step_at_most(name: str) -> None:
+    values = weights_like(name)
+    codes = codes_of_floats(values, WeightKind.INT8)
+    assert codes is not None and codes.minima is None and codes.codes.dtype == np.int8
+    largest = values.view(64, -1, 32).abs().amax(-1, keepdim=True)
+    error = (codes.dequantize() - values).view(64, -1, 32).abs()
+    assert (error <= largest * (0.5 / 127 + 2.0**-10)).all()
+
+
+@pytest.mark.parametrize("name", ["normal", "heavy tails"])
+def test_the_search_for_4_bit_codes_pays(name: str) -> None:
+    """Against spreading the codes over each group's range, which is Q4_1."""
+    values = weights_like(name)
+    codes = codes_of_floats(values, WeightKind.INT4)
+    assert codes is not None and codes.codes.max() == 15
+    kind = GGMLQuantizationType.Q4_1
+    plain = torch.from_numpy(np.array(quants.dequantize(quants.quantize(values.numpy(), kind), kind)))
+    assert (codes.dequantize() - values).square().sum() < 0.9 * (plain - values).square().sum()
+
+
+def test_constant_and_zero_groups_are_kept() -> None:
+    values = torch.zeros(3, 64)
+    values[1] = 0.25
+    values[2, :32] = torch.linspace(-1, 1, 32)
+    for kind in (WeightKind.INT8, WeightKind.INT4):
+        codes = codes_of_floats(values, kind)
+        assert codes is not None
+        found = codes.dequantize()
+        assert torch.equal(found[0], values[0])
+        torch.testing.assert_close(found[1], values[1], rtol=2e-3, atol=0)
+        assert torch.equal(found[2, 32:], values[2, 32:])
+
+
+def test_float_kinds_round_or_keep() -> None:
+    values = torch.randn(5, 7)
+    kept, rounded = (codes_of_floats(values, kind) for kind in (WeightKind.FLOAT32, WeightKind.BFLOAT16))
+    assert kept is not None and torch.equal(kept.dequantize(), values)
+    assert rounded is not None and torch.equal(rounded.dequantize(), values.bfloat16().float())
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, ModelSpec]:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    make_tiny_gguf("llama2", path, "Q4_1")
+    files = resolve_model(str(path))
+    return files, read_model_spec(files)
+
+
+@pytest.mark.parametrize(
+    "quantization, dtype, expected",
+    [
+        ("auto", "auto", "auto"),
+        ("auto", "float32", "none"),
+        ("auto", "bfloat16", "none"),
+        ("none", "auto", "none"),
+        ("int4", "bfloat16", "int4"),
+    ],
+)
+def test_auto_keeps_the_codes_of_a_file_unless_a_dtype_was_asked_for(
+    gguf: tuple[ModelFiles, ModelSpec], quantization: str, dtype: str, expected: str
+) -> None:
+    assert choose_quantization(quantization, dtype, *gguf) == expected
+
+
+def test_auto_leaves_plain_files_alone(tmp_path: Path) -> None:
+    files = resolve_model(str(make_tiny_model("llama2", tmp_path)))
+    assert choose_quantization("auto", "auto", files, read_model_spec(files)) == "none"
+
+
+def test_an_unknown_quantization_is_refused(gguf: tuple[ModelFiles, ModelSpec]) -> None:
+    with pytest.raises(ConfigError, match=r"quantization is 'int3'; give one of auto, none, int8, int4"):
+        choose_quantization("int3", "auto", *gguf)
