@@ -150,7 +150,7 @@ class PackedWeight:
 
     def dequantize(self) -> Tensor:
         """Return the float32 weight [F, E] as a new tensor, read from the packed bytes. Slow."""
-        values_PE = _UNPACK[self.kind](self.buffer.reshape(-(-self.outputs // _PANEL), -1), self.shape)
+        values_PE = _UNPACK[self.kind](self.buffer.copy().reshape(-(-self.outputs // _PANEL), -1), self.shape)
         return values_PE.reshape(-1, self.inputs)[: self.outputs].contiguous()
 
 
