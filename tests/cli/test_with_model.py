@@ -1,4 +1,4 @@
-"""Commands end to end on a tiny model: run, bench offline."""
+"""Commands end to end on a tiny model: run, bench offline, latency and sweep."""
 
 from __future__ import annotations
 
@@ -103,3 +103,40 @@ def test_bench_offline_draws_a_workload(model, capsys, quick_probe) -> None:
 def test_bench_offline_checks_its_numbers(capsys) -> None:
     assert cli.main(["bench", "offline", "--runs", "0"]) == 2
     assert capsys.readouterr().err.startswith("error: --runs is 0")
+
+
+def test_bench_latency_measures_each_number_of_rows(model, capsys, quick_probe) -> None:
+    words = ["--rows", "1", "3", "--input-len", "6", "--output-len", "4", "--runs", "1"]
+    assert cli.main(["bench", "latency", model, *words, *COMMON]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert [point["at_once"] for point in report["points"]] == [1, 3]
+    assert all(point["ttft_ms"] > 0 and point["step_ms"] > 0 for point in report["points"])
+    assert "floor reached" in out
+
+
+def test_bench_sweep_draws_its_curves(model, capsys, quick_probe, tmp_path) -> None:
+    path = tmp_path / "sweep.svg"
+    words = ["--concurrency", "1", "2", "--input-len", "6", "--output-len", "3", "--contexts", "8", "16"]
+    words += ["--rows", "2", "--steps", "3", "--runs", "1", "--svg", str(path), "--json"]
+    assert cli.main(["bench", "sweep", model, *words, *COMMON]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    report = json.loads(out)
+    assert ([point["at_once"] for point in report["rows"]], len(report["contexts"])) == ([1, 2], 2)
+    assert path.read_text().count("<polyline") == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["latency", "--rows", "0"], "--rows is 0"),
+        (["latency", "--rows", "9"], "9 requests of 256 tokens do not fit"),
+        (["latency", "--rows", "1", "--input-len", "900"], "1 requests of 1028 tokens do not fit"),
+        (["sweep", "--steps", "1"], "--steps is 1"),
+        (["sweep", "--svg", "/no/such/folder/x.svg"], "--svg is"),
+    ],
+)
+def test_bench_points_check_their_numbers(model, capsys, words, message) -> None:
+    assert cli.main(["bench", words[0], model, *words[1:], *COMMON]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {message}")

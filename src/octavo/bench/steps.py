@@ -46,14 +46,22 @@ class StepCounts:
         for index, rows in enumerate(self.num_rows):
             if self.is_decode[index] and self.seconds[index] is not _NOT_TIMED:
                 groups.setdefault(1 << (rows - 1).bit_length(), []).append(index)
-        return [self._summary(rows, groups[rows], floor) for rows in sorted(groups)]
+        return [{"rows_up_to": rows, **self._summary(groups[rows], floor)} for rows in sorted(groups)]
 
-    def _summary(self, rows: int, steps: Sequence[int], floor: StepFloor | None) -> dict[str, Any]:
+    def at_rows(self, rows: int, floor: StepFloor | None = None) -> dict[str, Any]:
+        """Means over the timed steps that only decode exactly so many rows; empty where there was none."""
+        steps = [
+            index
+            for index, count in enumerate(self.num_rows)
+            if count == rows and self.is_decode[index] and self.seconds[index] is not _NOT_TIMED
+        ]
+        return self._summary(steps, floor) if steps else {}
+
+    def _summary(self, steps: Sequence[int], floor: StepFloor | None) -> dict[str, Any]:
         totals = dict(zip(PARTS, map(sum, zip(*(self.seconds[step] for step in steps), strict=True)), strict=True))
         whole_s = totals["step"]
         host_s = max(0.0, whole_s - sum(totals[part] for part in DEVICE_PARTS))
         summary: dict[str, Any] = {
-            "rows_up_to": rows,
             "steps": len(steps),
             "step_ms": round(whole_s / len(steps) * 1e3, 4),
             "host_ms": round(host_s / len(steps) * 1e3, 4),

@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("octavo.cli.run", "answer one prompt in the terminal"),
     "bench offline": ("octavo.cli.bench_offline", "measure this engine on a workload, beside the memory floor"),
     "bench online": ("octavo.cli.bench_online", "measure a server under requests that arrive when they do"),
+    "bench latency": ("octavo.cli.bench_latency", "measure first token and time per token at several batch sizes"),
+    "bench sweep": ("octavo.cli.bench_sweep", "measure over concurrency and over the context, and draw it"),
     "bench scheduler": ("octavo.cli.bench_scheduler", "measure the scheduler alone: plan, commit, admission"),
     "doctor": ("octavo.cli.doctor", "check this installation and machine, with remedies"),
     "pull": ("octavo.cli.pull", "download a model"),
