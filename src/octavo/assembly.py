@@ -93,7 +93,8 @@ def _open_executor(config: Config, files: ModelFiles) -> tuple[Executor, str, Ca
 def create_executor(config: Config, files: ModelFiles, spec: ModelSpec) -> tuple[Executor, str]:
     """The executor for the configured device, and the device's kind. Loads torch."""
     limit_spinning()
-    from octavo.executors.torch_executor import TorchExecutor, choose_device  # torch: only where a model runs
+    from octavo.executors.loading import choose_device
+    from octavo.executors.torch_executor import TorchExecutor  # torch: only where a model runs
 
     device = choose_device(config.execution.device)
     return TorchExecutor(files, spec, config.execution, config.model), device.type

@@ -187,6 +187,19 @@ class ExecutionConfig:
         "--attention-backend",
         choices=("auto", "batched", "reference"),
     )
+    decoder: str = option(
+        "auto",
+        "code of a model's layers on a CPU; torch is the slow twin of the native kernels",
+        "--decoder",
+        choices=("auto", "native", "torch"),
+    )
+    numerics: str = option(
+        "auto",
+        "invariant: an answer has the same bits whatever shares its batch; fast: no such promise; auto: invariant "
+        "where it costs under 10 %",
+        "--numerics",
+        choices=("auto", "invariant", "fast"),
+    )
     seed: int = option(0, "seed from which requests without one draw theirs", "--seed", within=(-(2**63), 2**64 - 1))
 
 

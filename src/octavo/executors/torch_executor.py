@@ -38,6 +38,7 @@ from octavo.sampling.columns import SamplingRows
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.upload import upload
 
+
 def fastest_attention(pool: KVPool, num_heads: int, window: int | None) -> AttentionBackend:
     """The C++ kernel where it can read the pool and pays, else torch."""
     backend = KernelAttention if has_kernel(pool, num_heads) and is_faster() else BatchedAttention
@@ -49,6 +50,7 @@ ATTENTION: dict[str, Callable[[KVPool, int, int | None], AttentionBackend]] = {
     "batched": BatchedAttention,
     "reference": ReferenceAttention,
 }
+
 
 class TorchExecutor:
     """See executors.protocol.Executor. Nothing is loaded before `open`."""

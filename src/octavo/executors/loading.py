@@ -1,0 +1,143 @@
+"""Which decoder runs a model here, in which types, on which device.
+
+Owns: the choice between the native decoder and its torch twin, and the automatic choices of device and type.
+Does not: load files (models does), size or allocate the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo import machine
+from octavo.artifacts.model_spec import ModelSpec
+from octavo.artifacts.resolve import ModelFiles
+from octavo.config import ExecutionConfig, ModelConfig
+from octavo.errors import ConfigError
+from octavo.models import native_decoder
+from octavo.models.native_decoder import NativeDecoder
+from octavo.models.native_weights import load_native_weights
+from octavo.models.registry import load_model
+from octavo.nn.quantize import choose_quantization
+from octavo.nn.weight_cache import WeightCache
+from octavo.ops.attention import AttentionBackend
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+class AnyDecoder(Protocol):
+    """What the executor needs of a decoder, native or not."""
+
+    max_model_len: int
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend) -> Tensor:
+        """Return the hidden states after the final norm, [T, E]; maybe in a buffer that the next call overwrites."""
+        ...
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """Return float32 logits [N, V]; maybe in a buffer that the next call overwrites."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads."""
+        ...
+
+    @property
+    def linear_flops_per_token(self) -> int:
+        """Floating-point operations of one sampled token outside attention."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDecoder:
+    """A decoder with its types. `notes` are for the user; `quantization` is "none" where weights are floats."""
+
+    decoder: AnyDecoder
+    is_native: bool
+    dtype: torch.dtype
+    quantization: str
+    notes: tuple[str, ...] = ()
+
+
+class DecoderChoice:
+    """The choice, made from the configuration and the files' headers before anything is loaded."""
+
+    def __init__(self, files: ModelFiles, spec: ModelSpec, execution: ExecutionConfig, model: ModelConfig) -> None:
+        self._files = files
+        self._spec = spec
+        self._model = model
+        self.device = choose_device(execution.device)
+        self._obstacle = _obstacle(self.device, execution, model, spec)
+        asked = {"decoder": execution.decoder == "native", "numerics": execution.numerics == "invariant"}
+        if self._obstacle is not None and any(asked.values()):
+            setting, value = ("decoder", "native") if asked["decoder"] else ("numerics", "invariant")
+            raise ConfigError(f"{setting} is {value!r}, but the native decoder cannot be used: {self._obstacle}")
+        self.is_native = self._obstacle is None
+        self.dtype = choose_dtype(model.dtype, spec.dtype, self.device, self.is_native)
+        self.quantization = choose_quantization(model.quantization, model.dtype, files, spec)
+        if not self.is_native and self.quantization != "none":
+            if model.quantization not in ("auto", "none"):
+                raise ConfigError(
+                    f"quantization is {model.quantization!r}, which needs the native decoder: {self._obstacle}; "
+                    "give none or auto"
+                )
+            self.quantization = "none"
+
+    def load(self, max_model_len: int | None) -> LoadedDecoder:
+        """Load the weights. Raises ModelFileError."""
+        if not self.is_native:
+            decoder = load_model(self._files, self._spec, self.dtype, self.device, max_model_len)
+            notes: tuple[str, ...] = ()
+            if self.device.type == "cpu":
+                notes = (f"layers are computed by torch, which is slower: {self._obstacle}",)
+            return LoadedDecoder(decoder, False, self.dtype, "none", notes)
+        weights = load_native_weights(
+            self._files, self._spec, self.quantization, self.dtype, WeightCache.of(self._model)
+        )
+        native = NativeDecoder(self._spec, weights, max_model_len)
+        return LoadedDecoder(native, True, self.dtype, self.quantization, weights.notes)
+
+
+def _obstacle(device: torch.device, execution: ExecutionConfig, model: ModelConfig, spec: ModelSpec) -> str | None:
+    """Why the native decoder cannot be used, None where it can."""
+    if device.type != "cpu":
+        return f"the device is {device.type}"
+    if execution.decoder == "torch":
+        return "decoder is 'torch'"
+    if execution.attention != "auto":
+        return f"attention is {execution.attention!r}"
+    return native_decoder.why_not(spec, model.dtype)
+
+
+def choose_device(name: str) -> torch.device:
+    """Give the device of that name; auto takes CUDA where there is one. Raises ConfigError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch sees no CUDA device; give cpu or auto")
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; give auto, cpu or cuda")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, checkpoint: str, device: torch.device, is_native: bool = False) -> torch.dtype:
+    """Give the dtype of weights and cache. auto: bfloat16 where the CPU multiplies it or native kernels do, else
+    float32; on CUDA the checkpoint's if it has 16 bits, else bfloat16. Raises ConfigError.
+    """
+    if name != "auto":
+        return dtype_named(name, "dtype")
+    if device.type == "cuda":
+        return torch.float16 if checkpoint == "float16" else torch.bfloat16
+    return torch.bfloat16 if is_native or _BF16_FEATURES & set(machine.look().features) else torch.float32
+
+
+def dtype_named(name: str, setting: str) -> torch.dtype:
+    """Give the dtype. Raises ConfigError."""
+    if name not in DTYPES:
+        raise ConfigError(f"{setting} is {name!r}; give auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
