@@ -1,165 +1,192 @@
-"""The C++ attention kernel: against the reference, and against itself on every instruction set and in any company."""
+"""The C++ attention kernel: against the reference, and against itself by bits in any company, chunk and block size."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from tests.ops.attention_rig import ROWS, WHOLE, Rig
 
 from octavo.ops import cpu
-from octavo.ops.attention import AttentionBatch
-from octavo.ops.attention_kernel import HEAD_DIMS, MAX_HEADS, PART, KernelAttention, has_kernel
+from octavo.ops.attention_kernel import KernelAttention, _kernels, has_kernel
+from octavo.ops.attention_plan import PART
 from octavo.ops.attention_pool import KVPool, PoolShape
-from octavo.ops.attention_reference import ReferenceAttention
 
-pytestmark = pytest.mark.skipif(not cpu.status().is_loaded, reason=f"no C++ kernels: {cpu.status().reason}")
+pytestmark = pytest.mark.skipif(_kernels() is None, reason=f"no C++ kernels: {cpu.status().reason}")
 
-DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
-# context and count of each row: decodes first
-ROWS = [(1, 1), (2, 1), (15, 1), (16, 1), (17, 1), (100, 1), (255, 1), (256, 1), (257, 1), (700, 1)]
-ROWS += [(9, 9), (30, 7), (260, 8), (300, 40)]
-Row = tuple[int, int, int]  # index in ROWS, and its positions [start, end)
-WHOLE: list[Row] = [(index, context - count, context) for index, (context, count) in enumerate(ROWS)]
+KINDS = [torch.float32, torch.bfloat16, torch.float16]
+ISAS = [name for name in cpu.ISA_NAMES if cpu.use_isa(name) == name]
+cpu.use_isa(cpu.ISA_NAMES[-1])
 
 
-class Rig:
-    """Rows over a pool whose keys and values are random everywhere; the step writes what is there already."""
-
-    def __init__(self, dtype: torch.dtype, heads: int = 6, kv_heads: int = 2, head_dim: int = 64, block: int = 16):
-        generator = torch.Generator().manual_seed(head_dim)
-        widths = [-(-context // block) for context, _ in ROWS]
-        self.pool = KVPool(PoolShape(1, sum(widths), block, kv_heads, head_dim, dtype), torch.device("cpu"))
-        for tensor in (self.pool.keys[0], self.pool.values[0]):
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-        numbers = np.random.default_rng(0).permutation(sum(widths)).tolist()
-        self.table = np.full((len(ROWS), max(widths)), self.pool.null_block)
-        for row, width in enumerate(widths):
-            self.table[row, :width] = [numbers.pop() for _ in range(width)]
-        # as in a model: queries are a slice of a wider tensor
-        self.query = [
-            torch.randn(context, heads + 3, head_dim, generator=generator).to(dtype)[:, :heads] for context, _ in ROWS
-        ]
-        self.heads = heads
-
-    def batch(self, rows: list[Row]) -> AttentionBatch:
-        index = np.array([row for row, _, _ in rows])
-        contexts = np.array([end for _, _, end in rows])
-        counts = contexts - np.array([start for _, start, _ in rows])
-        positions = np.concatenate([np.arange(start, end) for _, start, end in rows])
-        of, size = np.repeat(index, counts), self.pool.shape.block_size
-        slots = self.table[of, positions // size] * size + positions % size
-        return AttentionBatch(
-            num_tokens=len(positions),
-            num_rows=len(rows),
-            num_decodes=int((counts == 1).sum()),
-            positions_T=torch.from_numpy(positions),
-            slot_mapping_T=torch.from_numpy(slots),
-            row_start_N1=torch.from_numpy(np.concatenate(([0], np.cumsum(counts)))),
-            context_len_N=torch.from_numpy(contexts),
-            block_table_NM=torch.from_numpy(self.table[index]),
-            counts=counts,
-            contexts=contexts,
-        )
-
-    def run(self, rows: list[Row], window: int | None = None, backend_class: type = KernelAttention) -> torch.Tensor:
-        backend, batch = backend_class(self.pool, self.heads, window), self.batch(rows)
-        backend.begin(batch)
-        queries = torch.cat([self.query[row][start:end] for row, start, end in rows])
-        keys, values = (pool[0].flatten(0, 1)[batch.slot_mapping_T] for pool in (self.pool.keys, self.pool.values))
-        return backend.attend(0, queries, keys, values)
-
-    def reference(self, window: int | None = None) -> torch.Tensor:
-        return self.run(WHOLE, window, ReferenceAttention)
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest):
+    cpu.use_isa(request.param)
+    yield
+    cpu.use_isa(cpu.ISA_NAMES[-1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (9, 3), (8, 1), (14, 2)])
-def test_equals_the_reference(dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
-    rig = Rig(dtype, heads, kv_heads, head_dim)
-    torch.testing.assert_close(rig.run(WHOLE), rig.reference(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that so many threads are there, and worth it for any size."""
+
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+        monkeypatch.setattr(cpu, "num_threads", lambda elements: count if cpu.status().is_parallel else 1)
+
+    return pretend
 
 
-@pytest.mark.parametrize("window", [1, 7, 256, 300, 5000])
-@pytest.mark.parametrize("block", [3, 16, 64])
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("heads", [(2, 2), (9, 3), (4, 1), (7, 1), (8, 1), (128, 1)])
+def test_equals_the_reference(kind: torch.dtype, head_dim: int, heads: tuple[int, int]) -> None:
+    rig = Rig(kind, heads, head_dim)
+    torch.testing.assert_close(rig.run(WHOLE), rig.reference(), atol=4e-6, rtol=4e-6)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("window", [1, 7, 128, 300, 5000])
+@pytest.mark.parametrize("block", [3, 16, 64, 200])
 def test_windows_and_block_sizes(window: int, block: int) -> None:
     rig = Rig(torch.float32, block=block)
-    torch.testing.assert_close(rig.run(WHOLE, window), rig.reference(window), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(rig.run(WHOLE, window), rig.reference(window), atol=4e-6, rtol=4e-6)
 
 
-@pytest.mark.parametrize("window", [1, 17, 255, 256, 257, 600])
-def test_K07_windowed_tokens_have_the_same_bits_in_any_chunk_and_whatever_lies_before(
-    window: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("soft_cap", [0.3, 5.0, 50.0])
+def test_a_soft_cap_bends_the_scores(soft_cap: float) -> None:
+    rig = Rig(torch.float32, (4, 2), rows=((300, 300),))
+    at = torch.from_numpy(rig.table[0])[torch.arange(300) // 16] * 16 + torch.arange(300) % 16
+    keys, values = (
+        pool[0].flatten(0, 1)[at].repeat_interleave(2, 1).double() for pool in (rig.pool.keys, rig.pool.values)
+    )
+    scores = torch.einsum("thd,shd->hts", rig.query[0].double(), keys) * 64**-0.5
+    scores = (soft_cap * torch.tanh(scores / soft_cap)).masked_fill(torch.ones(300, 300).triu(1).bool(), -torch.inf)
+    expected = torch.einsum("hts,shd->thd", scores.softmax(-1), values).float()
+    torch.testing.assert_close(rig.run([(0, 0, 300)], soft_cap=soft_cap), expected, atol=4e-6, rtol=4e-6)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 64), ((3, 3), 24), ((8, 1), 128)])
+@pytest.mark.parametrize("window", [None, 17, 129, 250])
+def test_a_token_has_the_same_bits_alone_and_in_any_chunk(
+    kind: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None
 ) -> None:
-    rig = Rig(torch.bfloat16)
-    together = rig.run(WHOLE, window).split([count for _, count in ROWS])
+    rig = Rig(kind, heads, head_dim)
+    together = rig.split(rig.run(WHOLE, window))
     for row, (context, count) in enumerate(ROWS):
-        for chunk in {7, count}:
+        for chunk in {1, 7, 33, count}:
             starts = range(context - count, context, chunk)
             parts = [rig.run([(row, start, min(start + chunk, context))], window) for start in starts]
-            assert torch.equal(torch.cat(parts), together[row])
-    monkeypatch.setattr("octavo.ops.attention_kernel.MAX_PARTS", 3)
+            assert torch.equal(torch.cat(parts), together[row]), (row, chunk)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("block", [1, 5, 16, 128, 333])
+def test_the_block_size_changes_no_bit(block: int) -> None:
+    whole = Rig(torch.bfloat16, block=32)
+    other = Rig(torch.bfloat16, block=block)
+    assert torch.equal(other.run(WHOLE), whole.run(WHOLE))
+    assert torch.equal(other.run(WHOLE, 140), whole.run(WHOLE, 140))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("count", [2, 3, 5, 64])
+@pytest.mark.parametrize("window", [None, 200])
+def test_the_number_of_threads_changes_no_bit(count: int, window: int | None, threads) -> None:
+    rig = Rig(torch.bfloat16, (8, 4))
+    threads(1)
+    alone = rig.run(WHOLE, window)
+    threads(count)
+    assert torch.equal(rig.run(WHOLE, window), alone)
+    for row, start, end in WHOLE:
+        at = sum(other for _, other in ROWS[:row])
+        assert torch.equal(rig.run([(row, start, end)], window), alone[at : at + end - start])
+
+
+SHARED = ((100, 1), (200, 1), (400, 1), (401, 1), (500, 1), (520, 1), (520, 9), (600, 80))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", [(6, 2), (30, 1), (100, 1)])
+@pytest.mark.parametrize(("shared", "parts"), [(384, 3), (127, 0), (10**6, 3)])
+def test_rows_that_share_blocks_attend_them_once_with_the_same_bits(
+    kind: torch.dtype, heads: tuple[int, int], shared: int, parts: int, threads
+) -> None:
+    rig = Rig(kind, heads, rows=SHARED, shared=shared)
+    rows = [(row, context - count, context) for row, (context, count) in enumerate(SHARED)]
+    for count in (1, 2):
+        threads(count)
+        backend = KernelAttention(rig.pool, rig.heads)
+        together = rig.split(rig.attend(backend, rows))
+        assert (backend.plan.shared_parts > 0) == (parts > 0)
+        for row, output in zip(rows, together, strict=True):
+            assert torch.equal(rig.run([row]), output)
+    torch.testing.assert_close(torch.cat(together), rig.reference(), atol=4e-6, rtol=4e-6)
+
+
+def test_what_is_shared_by_some_rows_only_is_planned_in_levels() -> None:
+    rig = Rig(torch.float32, rows=((500, 1),) * 6)
+    rig.table[:4, :8] = rig.table[0, :8]  # a part by four rows, two more by two of them, one more by the others
+    rig.table[1, :24] = rig.table[0, :24]
+    rig.table[3, :17] = rig.table[2, :17]
+    backend = KernelAttention(rig.pool, rig.heads)
+    rows = [(row, 499, 500) for row in range(6)]
+    together = rig.attend(backend, rows)
+    assert backend.plan.shared_parts == 1 + 2 + 1
+    for row in range(6):
+        assert torch.equal(rig.run([rows[row]])[0], together[row])
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("window", [1, 17, 127, 128, 129, 600])
+def test_K07_what_lies_before_the_window_is_not_read(window: int) -> None:
+    rig = Rig(torch.bfloat16)
+    clean = rig.run(WHOLE, window)
     size, null = rig.pool.shape.block_size, rig.pool.null_block
-    for row, (context, count) in enumerate(ROWS):  # the blocks before the window are gone, and the null block is poison
-        rig.table[row, : max(0, context - count - window + 1) // size] = null
+    for row, (context, count) in enumerate(ROWS):  # the blocks before the window are gone; these numbers are nobody's
+        rig.table[row, : max(0, context - count - window + 1) // size] = 2**40
     rig.pool.keys[0][null] = rig.pool.values[0][null] = float("nan")
-    assert torch.equal(rig.run(WHOLE, window), torch.cat(together))
+    assert torch.equal(rig.run(WHOLE, window), clean)
 
 
 def test_K07_parts_before_the_window_are_no_work() -> None:
     rig = Rig(torch.float32)
-    for window, parts in ((None, 3), (1, 1), (188, 1), (189, 2), (444, 2), (445, 3), (700, 3), (999, 3)):
+    for window, parts in ((None, 6), (1, 1), (60, 1), (61, 2), (188, 2), (189, 3), (700, 6), (999, 6)):
         backend = KernelAttention(rig.pool, rig.heads, window)
         backend.begin(rig.batch([(9, 699, 700)]))
-        assert sum(call.num_parts for call in backend._calls) == parts, window
+        assert backend.plan.num_parts == parts, window
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype) -> None:
-    rig = Rig(dtype)
-    try:
-        results = [rig.run(WHOLE) for name in cpu.ISA_NAMES if cpu.use_isa(name) == name]
-        assert all(torch.equal(result, results[0]) for result in results)
-    finally:
-        cpu.use_isa(cpu.ISA_NAMES[-1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_has_the_same_bits_alone_in_any_chunk_and_in_any_call(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(dtype)
-    together = rig.run(WHOLE).split([count for _, count in ROWS])
-    for row, (context, count) in enumerate(ROWS):
-        for chunk in {1, 7, count}:
-            if count // chunk < 20:
-                starts = range(context - count, context, chunk)
-                parts = [rig.run([(row, start, min(start + chunk, context))]) for start in starts]
-                assert torch.equal(torch.cat(parts), together[row])
-    monkeypatch.setattr("octavo.ops.attention_kernel.MAX_PARTS", 3)
-    assert torch.equal(rig.run(WHOLE), torch.cat(together))
-
-
-@pytest.mark.skipif(not cpu.status().is_parallel, reason="the kernels run on one thread here")
-@pytest.mark.parametrize("threads", [2, 3, 5])
-def test_the_number_of_threads_changes_nothing(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(torch.bfloat16)
-    alone = rig.run(WHOLE)
-    monkeypatch.setattr(cpu, "num_threads", lambda elements: threads)
-    assert torch.equal(rig.run(WHOLE), alone)
-
-
-def test_what_is_not_finite_stays_in_its_row() -> None:
-    rig = Rig(torch.float32)
-    clean = rig.run(WHOLE).split([count for _, count in ROWS])
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_stays_in_its_row(kind: torch.dtype) -> None:
+    rig = Rig(kind)
+    clean = rig.split(rig.run(WHOLE))
     rig.pool.keys[0][rig.table[3, 0], 0] = float("nan")
     rig.pool.values[0][rig.table[5, 2], 1] = float("inf")
-    for row, broken in enumerate(rig.run(WHOLE).split([count for _, count in ROWS])):
+    for row, broken in enumerate(rig.split(rig.run(WHOLE))):
         assert broken.isfinite().all() == (row not in (3, 5))
         assert row in (3, 5) or torch.equal(broken, clean[row])
 
 
+@pytest.mark.usefixtures("isa")
+def test_what_lies_behind_a_context_is_not_read() -> None:
+    rig = Rig(torch.float32)
+    clean = rig.run(WHOLE)
+    size = rig.pool.shape.block_size
+    for row, (context, _) in enumerate(ROWS):
+        if context % size:
+            for pool in (rig.pool.keys[0], rig.pool.values[0]):
+                pool[rig.table[row, context // size], context % size :] = float("nan")
+    assert torch.equal(rig.run(WHOLE), clean)
+
+
+@pytest.mark.usefixtures("isa")
 def test_scores_of_any_size_keep_the_weights_a_distribution() -> None:
     rig = Rig(torch.float32)
     rig.query = [query * 1e4 for query in rig.query]
@@ -169,11 +196,42 @@ def test_scores_of_any_size_keep_the_weights_a_distribution() -> None:
     torch.testing.assert_close(output, torch.ones_like(output))
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_and_values_are_rounded_as_torch_rounds(kind: torch.dtype) -> None:
+    bits = torch.from_numpy(np.random.default_rng(0).integers(0, 2**32, 64 * 16, dtype=np.uint32).view(np.float32))
+    small = torch.randn(64 * 16) * 10.0 ** torch.randint(-9, 6, (64 * 16,))
+    edges = torch.tensor([0.0, -0.0, 65504.0, 65519.9, 65520.0, 2.0**-25, 2.0**-24 * 1.5, 2.0**-14, 1 / 3, 3e38] * 103)
+    k_TKD, v_TKD = torch.cat((bits, small)).view(64, 2, 16), torch.cat((edges[:1024], -small)).view(64, 2, 16)
+    pool = KVPool(PoolShape(1, 8, 8, 2, 16, kind), torch.device("cpu"))
+    rig = Rig(torch.float32, rows=((64, 64),), block=8, head_dim=16)
+    backend, batch = KernelAttention(pool, 2), rig.batch([(0, 0, 64)])
+    backend.begin(batch)
+    backend.attend(0, torch.zeros(64, 2, 16), k_TKD, v_TKD)
+    for written, given in ((pool.keys[0], k_TKD), (pool.values[0], v_TKD)):
+        expected = given.to(kind)
+        found = written.flatten(0, 1)[batch.slot_mapping_T]
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_models_in_bfloat16_get_their_dtype_back() -> None:
+    rig = Rig(torch.bfloat16)
+    exact = rig.run(WHOLE)
+    rig.query = [query.bfloat16() for query in rig.query]
+    output = rig.run(WHOLE)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), exact, atol=4e-2, rtol=4e-2)
+
+
 def test_pools_that_the_kernel_cannot_read() -> None:
-    for head_dim, dtype in ((16, torch.float32), (64, torch.float16), (80, torch.bfloat16)):
-        assert not has_kernel(KVPool(PoolShape(1, 1, 4, 1, head_dim, dtype), torch.device("cpu")), 4)
-    assert not has_kernel(Rig(torch.float32).pool, MAX_HEADS + 1)
+    for head_dim, kind in ((20, torch.float32), (264, torch.float32), (64, torch.float64)):
+        assert not has_kernel(KVPool(PoolShape(1, 1, 4, 1, head_dim, kind), torch.device("cpu")), 4)
+    assert not has_kernel(KVPool(PoolShape(1, 1, 4, 3, 64, torch.float32), torch.device("cpu")), 4)
 
 
-def test_the_parts_are_those_of_the_library() -> None:
-    assert cpu._load()[0].octavo_paged_attention_part() == PART
+def test_the_plan_is_that_of_the_library() -> None:
+    from octavo.ops import attention_plan
+
+    library = cpu._load()[0]
+    assert library.octavo_attention_part() == PART and library.octavo_attention_max_rows() == attention_plan.MAX_ROWS

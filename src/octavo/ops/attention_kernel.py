@@ -1,142 +1,131 @@
-"""Attention by the C++ kernel, which reads the pool in place through the block tables.
+"""Attention by the C++ kernels, which read the pool in place through the block tables.
 
-Owns: the call, its per-step index columns and buffers. Its torch twin is attention_batched.
-Does not: own the pool. Decode rows and prompt chunks are the same to it: each token is a unit of work.
-Shapes: T tokens, N rows, H query heads, K KV heads, D head size, P parts of all tokens' contexts or windows.
+Owns: the structures that describe a group's layers, and the calls for the torch decoder; the native decoder reads
+`layers`, `step_address` and `slot_mapping_address` instead, after the same `begin`. Its torch twin is
+attention_batched. Does not: own the pool, or plan a step's work (attention_plan does).
+Shapes: T tokens, H query heads, K KV heads, D head size.
 Invariants: a token's result depends on its row alone, by bits: not on the rows beside it, on how the prompt was
-cut into chunks, on a cache hit or on threads, because parts are cut at fixed positions and joined in order.
-Parts before a token's window are no work, and table entries before it are not read.
+cut into chunks, on a cache hit or on threads. Parts before a token's window are no work, and table entries before
+it are not read. Queries and results are float32 inside, whatever the pool and the model are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_float, c_int32, c_void_p
-from dataclasses import dataclass
+from ctypes import addressof, byref, c_int32, c_int64, c_void_p
 from functools import cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops import cpu
 from octavo.ops.attention import AttentionBatch
+from octavo.ops.attention_plan import AttentionLayer, AttentionPlan
 from octavo.ops.attention_pool import KVPool
 
-HEAD_DIMS = (32, 64, 96, 128, 256)
-MAX_HEADS = 128  # kMaxHeads of csrc/paged_attention.cpp
-PART = 256  # kPart of csrc/paged_attention.cpp
-MAX_PARTS = 2048  # of one call, which bounds its scratch memory: 5 MiB at 9 heads of 64
-_KERNELS = {torch.float32: "octavo_paged_attention_f32", torch.bfloat16: "octavo_paged_attention_bf16"}
-Ints = NDArray[np.int64]
+__all__ = ["AttentionLayer", "KernelAttention", "has_kernel", "is_faster"]
+
+MAX_HEAD_DIM = 256  # kMaxSize of csrc/attention.h
+KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @cache
-def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
-    name = _KERNELS.get(dtype)
-    return None if name is None else cpu.function(name, *[c_void_p] * 11, c_float, c_int32)
+def _kernels() -> tuple[Callable[..., None], Callable[..., None]] | None:
+    try:
+        attend = cpu.function("octavo_attention", *[c_void_p] * 3, c_int64, c_void_p, c_int64, c_int32)
+        write = cpu.function("octavo_write_kv", c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32)
+    except AttributeError:  # a library of older sources
+        return None
+    return None if attend is None or write is None else (attend, write)
 
 
 def has_kernel(pool: KVPool, num_heads: int) -> bool:
     """Whether the kernel can read this pool."""
     shape = pool.shape
-    fits = pool.device.type == "cpu" and shape.head_dim in HEAD_DIMS and num_heads <= MAX_HEADS
-    return fits and _kernel(shape.dtype) is not None
+    fits = shape.head_dim % 8 == 0 and shape.head_dim <= MAX_HEAD_DIM and num_heads % shape.num_kv_heads == 0
+    return fits and pool.device.type == "cpu" and shape.dtype in KV_KINDS and _kernels() is not None
 
 
 def is_faster() -> bool:
-    """Whether the kernel beats its torch twin on this machine's instruction set.
-
-    One layer, 9 heads of 64 over 3, one Zen 5 core, bfloat16, ms against the twin's: 32 rows x 200 positions
-    0.28 / 0.75 (memory's speed); a prompt of 512 3.4 / 11; the last 512 of 8192 109 / 138. With AVX2 the compiler
-    spills the 16 lanes, and decoding takes 2.0.
-    """
-    return cpu.status().isa == "avx512"
-
-
-@dataclass(slots=True)
-class _Call:
-    """Tokens [first, end) of a step. The columns are kept because the kernel gets their addresses."""
-
-    first: int
-    end: int
-    columns: tuple[Ints, ...]
-    addresses: tuple[int, ...]
-    num_parts: int
-    num_threads: int
+    """Whether the kernel beats its torch twin on this machine's instruction set."""
+    return cpu.status().isa in ("avx2", "avx512")
 
 
 class KernelAttention:
-    """The AttentionBackend of CPUs where `has_kernel`."""
+    """The AttentionBackend of CPUs where `has_kernel`.
 
-    def __init__(self, pool: KVPool, num_heads: int, window: int | None = None) -> None:
-        kernel = _kernel(pool.shape.dtype)
-        assert kernel is not None and has_kernel(pool, num_heads), "no kernel for this pool; see has_kernel"
-        self._kernel = kernel
-        self._shape = pool.shape
+    `layers` are the structures of the pool's layers, for the native decoder. `scale` defaults to D ** -0.5;
+    with `soft_cap` c scores become c * tanh(score / c).
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        num_heads: int,
+        window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
+        kernels = _kernels()
+        assert kernels is not None and has_kernel(pool, num_heads), "no kernel for this pool; see has_kernel"
+        self._attend, self._write = kernels
+        shape = pool.shape
+        self._pool = pool
         self._num_heads = num_heads
-        self._window = window
-        self._scale = pool.shape.head_dim**-0.5
-        self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(pool.keys, pool.values, strict=True)]
-        self._pools = [(keys.data_ptr(), values.data_ptr()) for keys, values in self._slots]
-        self._sizes = np.zeros(8, dtype=np.int64)
-        self._sizes[2:7] = pool.shape.block_size, num_heads, pool.shape.num_kv_heads, pool.shape.head_dim, window or 0
-        self._partial = torch.empty(0)
+        self.plan = AttentionPlan(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, window)
+        self.layers = [
+            AttentionLayer(
+                keys.data_ptr(), values.data_ptr(), KV_KINDS[shape.dtype], shape.block_size, num_heads,
+                shape.num_kv_heads, shape.head_dim, window or 0, scale or shape.head_dim**-0.5, soft_cap or 0.0,
+            )
+            for keys, values in zip(pool.keys, pool.values, strict=True)
+        ]  # fmt: skip
         self._batch: AttentionBatch | None = None
-        self._calls: list[_Call] = []
+        self._num_threads = 1
+
+    @property
+    def step_address(self) -> int:
+        """Address of the planned struct AttentionStep; its content is the newest step's."""
+        return addressof(self.plan.step)
+
+    @property
+    def slot_mapping_address(self) -> int:
+        """Address of the step's slots, one per token."""
+        assert self._batch is not None, "attend before begin"
+        return self._batch.slot_mapping_T.data_ptr()
 
     def begin(self, batch: AttentionBatch) -> None:
-        """Cut the contexts of the step's tokens into parts, and the tokens into calls."""
+        """Plan the step, for all threads: the native decoder has them at hand whatever the size of the work."""
         self._batch = batch
-        row_T = np.repeat(np.arange(batch.num_rows), batch.counts)
-        ends_N = np.cumsum(batch.counts)
-        context_T = (batch.contexts - ends_N)[row_T] + np.arange(1, batch.num_tokens + 1)
-        skipped_T = np.maximum(context_T - (self._window or batch.max_context), 0) // PART
-        parts_T = -(-context_T // PART) - skipped_T
-        call_T = np.cumsum(parts_T) // MAX_PARTS
-        firsts = np.flatnonzero(np.diff(call_T, prepend=-1)).tolist()
-        self._calls = [
-            self._begin_call(first, row_T[first:end], context_T[first:end], parts_T[first:end], skipped_T[first:end])
-            for first, end in zip(firsts, [*firsts[1:], batch.num_tokens], strict=True)
-        ]
-        size = max(call.num_parts for call in self._calls) * self._num_heads * (self._shape.head_dim + 2)
-        if self._partial.numel() < size:
-            self._partial = torch.empty(size + size // 4)
-
-    def _begin_call(self, first: int, row_T: Ints, context_T: Ints, parts_T: Ints, skipped_T: Ints) -> _Call:
-        first_part_T1 = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(parts_T)))
-        token_P = np.repeat(np.arange(len(row_T)), parts_T)
-        place_P = np.arange(first_part_T1[-1]) - (first_part_T1[:-1] - skipped_T)[token_P]
-        if parts_T[-1] > 1:
-            # tokens of one row side by side on the same part: its keys and values are still in the cache
-            order_P = np.lexsort((place_P, row_T[token_P]))
-            token_P, place_P = token_P[order_P], place_P[order_P]
-        columns = (row_T, context_T, first_part_T1, np.stack((token_P, place_P), axis=1))
-        addresses = tuple(column.ctypes.data for column in columns)
-        seen_T = context_T if self._window is None else np.minimum(context_T, self._window)
-        elements = int(seen_T.sum()) * self._shape.num_kv_heads * self._shape.head_dim
-        return _Call(first, first + len(row_T), columns, addresses, int(first_part_T1[-1]), cpu.num_threads(elements))
+        shape = self._pool.shape
+        elements = int(batch.contexts @ batch.counts) * shape.num_kv_heads * shape.head_dim
+        self._num_threads = cpu.num_threads(elements)
+        self.plan.begin(batch, torch.get_num_threads() if cpu.status().is_parallel else 1)
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """Write the step's keys and values into the pool, then attend every token. Returns a new tensor."""
-        batch, dtype, head_dim = self._batch, self._shape.dtype, self._shape.head_dim
+        batch, shape = self._batch, self._pool.shape
         assert batch is not None, "attend before begin"
-        keys, values = self._slots[layer]
-        keys.index_copy_(0, batch.slot_mapping_T, k_TKD.to(dtype))
-        values.index_copy_(0, batch.slot_mapping_T, v_TKD.to(dtype))
-        query_THD = q_THD.to(dtype)
-        if query_THD.stride(1) != head_dim or query_THD.stride(2) != 1:
-            query_THD = query_THD.contiguous()
-        output_THD = torch.empty((batch.num_tokens, self._num_heads, head_dim), dtype=dtype)
-        sizes, table_NM = self._sizes, batch.block_table_NM
-        sizes[0], sizes[1] = query_THD.stride(0), table_NM.stride(0)
-        for call in self._calls:
-            sizes[7] = call.end - call.first
-            self._kernel(
-                query_THD.data_ptr() + call.first * query_THD.stride(0) * dtype.itemsize, *self._pools[layer],
-                table_NM.data_ptr(), *call.addresses, self._partial.data_ptr(),
-                output_THD.data_ptr() + call.first * output_THD.stride(0) * dtype.itemsize,
-                sizes.ctypes.data, self._scale, call.num_threads,
-            )  # fmt: skip
+        k_TKD, v_TKD = _rows(k_TKD), _rows(v_TKD)
+        if k_TKD.stride(0) != v_TKD.stride(0):
+            k_TKD, v_TKD = k_TKD.contiguous(), v_TKD.contiguous()
+        threads, structure = self._num_threads, byref(self.layers[layer])
+        slots = batch.slot_mapping_T.data_ptr()
+        self._write(
+            structure, slots, batch.num_tokens, k_TKD.data_ptr(), v_TKD.data_ptr(), k_TKD.stride(0),
+            cpu.num_threads(k_TKD.numel()),
+        )  # fmt: skip
+        query_THD = _rows(q_THD)
+        output_THD = torch.empty((batch.num_tokens, self._num_heads, shape.head_dim))
+        self._attend(
+            structure, self.step_address, query_THD.data_ptr(), query_THD.stride(0), output_THD.data_ptr(),
+            output_THD.stride(0), threads,
+        )  # fmt: skip
         return output_THD.to(q_THD.dtype)
+
+
+def _rows(x_THD: Tensor) -> Tensor:
+    """Give a float32 tensor whose rows are dense; their stride is free."""
+    x_THD = x_THD.float()
+    is_dense = x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]
+    return x_THD if is_dense else x_THD.contiguous()

@@ -1,0 +1,77 @@
+// Which instructions attention uses, and its phases through the C ABI.
+//
+// Owns: the choice, the threads' scratch, octavo_attention and octavo_write_kv (for the torch decoder and tests; the
+// native decoder calls the phases itself). Does not: compute.
+
+#include "attention.h"
+
+#include "attention_kernels.h"
+
+namespace octavo {
+
+namespace {
+
+const AttentionKernels& kernels() {
+#if defined(__x86_64__)
+    const int32_t isa = octavo_kernels_isa();
+    if (isa == kAvx512) return kAttentionAvx512;
+    if (isa == kAvx2) return kAttentionAvx2;
+#endif
+    return kAttentionPortable;
+}
+
+}  // namespace
+
+AttentionScratch& attention_scratch() {
+    static thread_local AttentionScratch scratch;
+    return scratch;
+}
+
+void write_kv(const AttentionLayer& layer, const int64_t* slot_mapping, int64_t first_token, int64_t end_token,
+              const float* k, const float* v, int64_t stride) {
+    kernels().write[layer.kv_kind](layer, slot_mapping, first_token, end_token, k, v, stride);
+}
+
+void attend(const AttentionLayer& layer, const AttentionStep& step, const float* query, int64_t query_stride,
+            float* out, int64_t out_stride, int thread, int threads) {
+    kernels().items[layer.kv_kind](layer, step, query, query_stride, out, out_stride, thread, threads);
+}
+
+void attend_join(const AttentionLayer& layer, const AttentionStep& step, const float*, int64_t, float* out,
+                 int64_t out_stride, int thread, int threads) {
+    if (step.num_joins > 0) kernels().join(layer, step, out, out_stride, thread, threads);
+}
+
+}  // namespace octavo
+
+// Positions of a part, and the rows of an item: the callers' plan is made of them.
+EXPORT int32_t octavo_attention_part() { return octavo::kPart; }
+EXPORT int32_t octavo_attention_max_rows() { return octavo::kMaxRows; }
+
+// Both phases over all tokens of a step; strides in floats.
+EXPORT void octavo_attention(const octavo::AttentionLayer* layer, const octavo::AttentionStep* step, const float* query,
+                             int64_t query_stride, float* out, int64_t out_stride, int32_t num_threads) {
+    if (num_threads <= 1) {  // no parallel region at all: it would wake the pool
+        octavo::attend(*layer, *step, query, query_stride, out, out_stride, 0, 1);
+        octavo::attend_join(*layer, *step, query, query_stride, out, out_stride, 0, 1);
+        return;
+    }
+#pragma omp parallel num_threads(num_threads)
+    {
+#pragma omp for schedule(static, 1)
+        for (int32_t turn = 0; turn < num_threads; ++turn)
+            octavo::attend(*layer, *step, query, query_stride, out, out_stride, turn, num_threads);
+#pragma omp for schedule(static, 1)
+        for (int32_t turn = 0; turn < num_threads; ++turn)
+            octavo::attend_join(*layer, *step, query, query_stride, out, out_stride, turn, num_threads);
+    }
+}
+
+EXPORT void octavo_write_kv(const octavo::AttentionLayer* layer, const int64_t* slot_mapping, int64_t num_tokens,
+                            const float* k, const float* v, int64_t stride, int32_t num_threads) {
+    if (num_threads <= 1) return octavo::write_kv(*layer, slot_mapping, 0, num_tokens, k, v, stride);
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int32_t turn = 0; turn < num_threads; ++turn)
+        octavo::write_kv(*layer, slot_mapping, num_tokens * turn / num_threads, num_tokens * (turn + 1) / num_threads, k,
+                         v, stride);
+}

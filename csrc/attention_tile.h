@@ -1,0 +1,422 @@
+// Attention of one item's query rows over parts of a context, for any vector type V: the code of every instruction set.
+//
+// Owns: the arithmetic and its order. A part's keys are turned into panels [size][keys], so that scores and weighted
+// values are both small matrix products with keys (or sizes) in lanes, one chain of multiply-adds per element:
+//     score[row, key]   = sum over size, ascending, of (scale * query) * key      weight = exp(score - part's maximum)
+//     value[row, size]  = sum over the part's positions, ascending, of weight * value
+//     fold: parts ascending; both sides rescaled to the greater maximum.
+// What a row does not see has weight 0, and adding 0 * value changes no bit, so tiles and edges do not matter.
+// Does not: choose items, or know how the instruction set spells its instructions.
+// Every including file is one translation unit of one instruction set; nothing here has linkage.
+//
+// Sources: Dao et al., "Flash-Decoding for long-context inference", 2023; Goto, van de Geijn, "Anatomy of
+// high-performance matrix multiplication", 2008; exp and tanh: Moshier's Cephes, 1989.
+
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "attention.h"
+#include "attention_kernels.h"
+
+namespace octavo {
+namespace {
+
+constexpr int64_t kScoreStride = kPart + 16;  // not a power of two: rows would share cache sets
+constexpr float kHidden = -std::numeric_limits<float>::infinity();
+
+// e^x for x <= 0 within 2 ulp, 0 far below; a NaN stays one.
+template <class V>
+INLINE typename V::Reg exp_lanes(typename V::Reg x) {
+    typedef typename V::Reg Reg;
+    const Reg magic = V::set1(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the rounded integer
+    const Reg shifted = V::fma(x, V::set1(1.44269504088896341f), magic), whole = V::sub(shifted, magic);
+    const Reg r = V::fma(whole, V::set1(2.12194440e-4f), V::fma(whole, V::set1(-0.693359375f), x));
+    Reg y = V::fma(r, V::set1(1.9875691500e-4f), V::set1(1.3981999507e-3f));
+    y = V::fma(y, r, V::set1(8.3334519073e-3f));
+    y = V::fma(y, r, V::set1(4.1665795894e-2f));
+    y = V::fma(y, r, V::set1(1.6666665459e-1f));
+    y = V::fma(y, r, V::set1(5.0000001201e-1f));
+    y = V::add(V::fma(y, V::mul(r, r), r), V::set1(1.0f));
+    return V::zero_where_less(V::times_power(y, shifted), x, V::set1(-87.0f));
+}
+
+template <class V>
+INLINE typename V::Reg tanh_lanes(typename V::Reg x) {
+    typedef typename V::Reg Reg;
+    const Reg size = V::max(V::sub(V::set1(0.0f), x), x), z = V::mul(x, x), one = V::set1(1.0f);
+    const Reg e = exp_lanes<V>(V::mul(size, V::set1(-2.0f)));
+    const Reg far = V::with_sign_of(V::div(V::sub(one, e), V::add(one, e)), x);
+    Reg near = V::fma(z, V::set1(-5.70498872745e-3f), V::set1(2.06390887954e-2f));
+    near = V::fma(near, z, V::set1(-5.37397155531e-2f));
+    near = V::fma(near, z, V::set1(1.33314422036e-1f));
+    near = V::fma(near, z, V::set1(-3.33332819422e-1f));
+    near = V::fma(V::mul(near, z), x, x);
+    return V::where_less(size, V::set1(0.625f), near, far);
+}
+
+// c[m][v] = sum over k of a[m][k] * b[k][v]: M rows, NV vectors, in registers. `Rows` gives the row b[k].
+template <class V, int M, int NV, class Rows>
+INLINE void multiply(const float* a, int64_t a_stride, const Rows& b, int64_t first, int64_t end, float* c,
+                     int64_t c_stride) {
+    typename V::Reg sums[M][NV];
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < NV; ++v) sums[m][v] = V::set1(0.0f);
+    for (int64_t k = first; k < end; ++k) {
+        typename V::Reg row[NV];
+        const auto* from = b.row(k);
+        for (int v = 0; v < NV; ++v) row[v] = V::load(from + v * V::kLanes);
+        for (int m = 0; m < M; ++m) {
+            const typename V::Reg one = V::set1(a[m * a_stride + k]);
+            for (int v = 0; v < NV; ++v) sums[m][v] = V::fma(one, row[v], sums[m][v]);
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < NV; ++v) V::store(sums[m][v], c + m * c_stride + v * V::kLanes);
+}
+
+struct PanelRows {  // rows of a packed panel
+    const float* panel;
+    int64_t width;
+    INLINE_MEMBER const float* row(int64_t k) const { return panel + k * width; }
+};
+
+template <class T>
+struct PoolRows {  // rows of the pool itself
+    const T* const* rows;
+    int64_t offset;
+    INLINE_MEMBER const T* row(int64_t k) const { return rows[k] + offset; }
+};
+
+// `multiply` for any number of rows: at most kMost at a time, evenly.
+template <class V, int NV, int kMost, class Rows>
+INLINE void multiply_rows(int64_t num_rows, const float* a, int64_t a_stride, const Rows& b, int64_t first, int64_t end,
+                          float* c, int64_t c_stride) {
+    const int64_t turns = (num_rows + kMost - 1) / kMost;
+    for (int64_t turn = 0, row = 0; turn < turns; ++turn) {
+        const int64_t count = (num_rows - row) / (turns - turn);
+        const float* from = a + row * a_stride;
+        float* to = c + row * c_stride;
+        switch (count) {
+#define MULTIPLY(M)                                                                                        \
+    case M:                                                                                                \
+        multiply<V, (M <= kMost ? M : 1), NV>(from, a_stride, b, first, end, to, c_stride);                \
+        break;
+            MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6)
+            MULTIPLY(7) MULTIPLY(8) MULTIPLY(9) MULTIPLY(10) MULTIPLY(11) MULTIPLY(12)
+#undef MULTIPLY
+        }
+        row += count;
+    }
+}
+
+// One item on its way through the parts of its context.
+template <class V, class T>
+class Tile {
+   public:
+    Tile(const AttentionLayer& layer, const AttentionStep& step, const AttentionItem& item, AttentionScratch& scratch)
+        : layer_(layer), step_(step), item_(item), s_(scratch), size_(layer.head_dim),
+          padded_((size_ + V::kLanes - 1) / V::kLanes * V::kLanes), group_(layer.num_heads / layer.num_kv_heads),
+          members_(step.members + item.first_member) {}
+
+    // All of the item for heads [first_of_group, + heads) of each group.
+    void run(int64_t first_of_group, int64_t heads, const float* query, int64_t query_stride, float* out,
+             int64_t out_stride) {
+        first_of_group_ = first_of_group, heads_ = heads, rows_ = item_.num_members * heads;
+        const bool is_direct = step_.first_slots[members_[0]] == kDirect;
+        load_queries(query, query_stride);
+        lowest_ = INT64_MAX, highest_ = 0;
+        for (int64_t i = 0; i < item_.num_members; ++i) {
+            const int64_t low = low_of(layer_, step_.contexts[members_[i]]), context = step_.contexts[members_[i]];
+            lowest_ = low < lowest_ ? low : lowest_, highest_ = context > highest_ ? context : highest_;
+        }
+        for (int64_t part = item_.first_part; part < item_.end_part; ++part) {
+            find_places(part);
+            for (int64_t head = item_.first_head; head < item_.end_head; ++head) {
+                attend_part(part, head);
+                if (is_direct) {
+                    fold_rows(part, head);
+                } else {
+                    save_rows(part, head);
+                }
+            }
+        }
+        if (is_direct) write_rows(out, out_stride);
+    }
+
+    static INLINE_MEMBER int64_t low_of(const AttentionLayer& layer, int64_t context) {
+        return layer.window > 0 && context > layer.window ? context - layer.window : 0;
+    }
+
+    // Adds a part's maximum, sum and values to those so far.
+    static INLINE_MEMBER void fold(int64_t padded, const float* part, float part_max, float part_sum, float* total,
+                                   float* total_max, float* total_sum) {
+        const float highest = part_max > *total_max ? part_max : *total_max;
+        const auto old = exp_lanes<V>(V::set1(*total_max - highest)), now = exp_lanes<V>(V::set1(part_max - highest));
+        const auto sum = V::fma(V::set1(part_sum), now, V::mul(V::set1(*total_sum), old));
+        *total_max = highest, *total_sum = V::first(sum);
+        for (int64_t d = 0; d < padded; d += V::kLanes)
+            V::store(V::fma(V::load(part + d), now, V::mul(V::load(total + d), old)), total + d);
+    }
+
+    static INLINE_MEMBER void write(int64_t size, const float* total, float sum, float* out) {
+        const float factor = 1.0f / sum;
+        int64_t d = 0;
+        for (; d + V::kLanes <= size; d += V::kLanes) V::store(V::mul(V::load(total + d), V::set1(factor)), out + d);
+        for (; d < size; ++d) out[d] = total[d] * factor;
+    }
+
+   private:
+    static constexpr int kWide = 4, kNarrow = 2;               // vectors of a panel: for few rows, for many
+    static constexpr int kFew = V::kRows / 2, kMost = V::kRows;  // rows whose sums fit into the registers
+
+    INLINE_MEMBER int64_t base_row(int64_t head) const { return (head - item_.first_head) * rows_; }
+
+    void load_queries(const float* query, int64_t stride) {
+        const float scale = static_cast<float>(layer_.scale);
+        float* to = s_.query;
+        for (int64_t head = item_.first_head; head < item_.end_head; ++head)
+            for (int64_t i = 0; i < item_.num_members; ++i) {
+                const float* from = query + members_[i] * stride + (head * group_ + first_of_group_) * size_;
+                for (int64_t d = 0; d < heads_ * size_; ++d) *to++ = from[d] * scale;
+            }
+    }
+
+    // Where the part's positions that any row sees are in the pool.
+    void find_places(int64_t part) {
+        const int64_t begin = part * kPart, width = layer_.num_kv_heads * size_, block_size = layer_.block_size;
+        first_ = lowest_ > begin ? lowest_ - begin : 0;
+        end_ = highest_ - begin < kPart ? highest_ - begin : kPart;
+        const int64_t* table = step_.table + step_.rows[members_[0]] * step_.table_stride;
+        int64_t block = (begin + first_) / block_size, offset = (begin + first_) % block_size;
+        for (int64_t at = first_; at < end_; ++block, offset = 0) {
+            int64_t place = (table[block] * block_size + offset) * width;
+            for (; offset < block_size && at < end_; ++offset, place += width) places_[at++] = place;
+        }
+    }
+
+    INLINE_MEMBER void attend_part(int64_t part, int64_t head) {
+        static const T zeros[kMaxSize] = {};
+        const T *keys[kPart + V::kBlock], *values[kPart];
+        const T *all_keys = static_cast<const T*>(layer_.keys), *all_values = static_cast<const T*>(layer_.values);
+        // whole blocks of keys are turned: what is not seen is zero there
+        const int64_t from = first_ / V::kBlock * V::kBlock;
+        for (int64_t at = from; at < first_; ++at) keys[at] = zeros;
+        for (int64_t at = first_; at < end_; ++at) {
+            keys[at] = all_keys + places_[at] + head * size_;
+            values[at] = all_values + places_[at] + head * size_;
+        }
+        for (int64_t at = end_; at % V::kBlock != 0; ++at) keys[at] = zeros;
+        if (rows_ <= kFew) {
+            score<kWide, kFew>(keys, head);
+        } else {
+            score<kNarrow, kMost>(keys, head);
+        }
+        soften(part);
+        if (rows_ <= kFew && size_ % (kWide * V::kLanes) == 0) {
+            for (int64_t d = 0; d < size_; d += kWide * V::kLanes)
+                multiply_rows<V, kWide, kFew>(rows_, s_.scores, kScoreStride, PoolRows<T>{values, d}, first_, end_,
+                                              s_.part + d, padded_);
+        } else {
+            weigh(values);
+        }
+    }
+
+    template <int kVectors, int kRows>
+    INLINE_MEMBER void score(const T* const* keys, int64_t head) {
+        constexpr int64_t kWidth = kVectors * V::kLanes;
+        const float* query = s_.query + base_row(head) * size_;
+        const int64_t first_block = first_ / V::kBlock * V::kBlock;
+        for (int64_t at = first_ / kWidth * kWidth; at < end_; at += kWidth) {
+            const int64_t end = at + kWidth < end_ ? at + kWidth : end_;
+            for (int64_t i = at > first_block ? at : first_block; i < end; i += V::kBlock)
+                V::turn(keys + i, size_, s_.panel + (i - at), kWidth);
+            const PanelRows panel{s_.panel, kWidth};
+            float* scores = s_.scores + at;
+            const int64_t vectors = (end - at + V::kLanes - 1) / V::kLanes;
+            if (vectors == kVectors) {
+                multiply_rows<V, kVectors, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride);
+            } else if (vectors == 1) {
+                multiply_rows<V, 1, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride);
+            } else if (vectors == 2) {
+                multiply_rows<V, 2, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride);
+            } else if constexpr (kVectors == kWide) {
+                multiply_rows<V, 3, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride);
+            }
+        }
+    }
+
+    // Scores to weights, with each row's maximum and sum; what a row does not see weighs 0.
+    INLINE_MEMBER void soften(int64_t part) {
+        const int64_t from = first_ / V::kLanes * V::kLanes, to = (end_ + V::kLanes - 1) / V::kLanes * V::kLanes;
+        const auto cap = V::set1(static_cast<float>(layer_.soft_cap));
+        for (int64_t row = 0; row < rows_; ++row) {
+            const int64_t context = step_.contexts[members_[row / heads_]];
+            const int64_t low = low_of(layer_, context) - part * kPart, high = context - part * kPart;
+            float* scores = s_.scores + row * kScoreStride;
+            if (layer_.soft_cap > 0)
+                for (int64_t at = from; at < to; at += V::kLanes)
+                    V::store(V::mul(cap, tanh_lanes<V>(V::div(V::load(scores + at), cap))), scores + at);
+            for (int64_t at = from; at < low && at < to; ++at) scores[at] = kHidden;
+            for (int64_t at = high > from ? high : from; at < to; ++at) scores[at] = kHidden;
+            auto best = V::load(scores + from);
+            for (int64_t at = from + V::kLanes; at < to; at += V::kLanes) best = V::max(best, V::load(scores + at));
+            const float highest = V::greatest(best);
+            const auto shift = V::set1(highest);
+            auto sum = V::set1(0.0f);
+            for (int64_t at = from; at < to; at += V::kLanes) {
+                const auto weights = exp_lanes<V>(V::sub(V::load(scores + at), shift));
+                V::store(weights, scores + at);
+                sum = V::add(sum, weights);
+            }
+            s_.part_max[row] = highest, s_.part_sum[row] = V::total(sum);
+            if (!sees(row, part))
+                for (int64_t at = from; at < to; ++at) scores[at] = 0.0f;
+        }
+    }
+
+    // Values copied to panels [positions][sizes], then weighed.
+    INLINE_MEMBER void weigh(const T* const* values) {
+        constexpr int64_t kWidth = kNarrow * V::kLanes;
+        for (int64_t d = 0; d < size_; d += kWidth) {
+            const int64_t vectors = d + V::kLanes < size_ ? 2 : 1;
+            for (int64_t at = first_; at < end_; ++at) {
+                float* to = s_.panel + at * kWidth;
+                if (d + vectors * V::kLanes <= size_) {
+                    for (int64_t v = 0; v < vectors * V::kLanes; v += V::kLanes) V::store(V::load(values[at] + d + v), to + v);
+                } else {
+                    for (int64_t i = 0; i < vectors * V::kLanes; ++i) to[i] = d + i < size_ ? V::one(values[at] + d + i) : 0.0f;
+                }
+            }
+            const PanelRows panel{s_.panel, kWidth};
+            if (vectors == 2) {
+                multiply_rows<V, 2, kMost>(rows_, s_.scores, kScoreStride, panel, first_, end_, s_.part + d, padded_);
+            } else {
+                multiply_rows<V, 1, kMost>(rows_, s_.scores, kScoreStride, panel, first_, end_, s_.part + d, padded_);
+            }
+        }
+    }
+
+    INLINE_MEMBER bool sees(int64_t row, int64_t part) const {
+        const int64_t context = step_.contexts[members_[row / heads_]];
+        return part * kPart < context && (part + 1) * kPart > low_of(layer_, context);
+    }
+
+    INLINE_MEMBER void fold_rows(int64_t part, int64_t head) {
+        for (int64_t row = 0; row < rows_; ++row) {
+            if (!sees(row, part)) continue;
+            const int64_t at = base_row(head) + row, context = step_.contexts[members_[row / heads_]];
+            float *total = s_.total + at * padded_, *from = s_.part + row * padded_;
+            if (low_of(layer_, context) / kPart < part) {
+                fold(padded_, from, s_.part_max[row], s_.part_sum[row], total, s_.total_max + at, s_.total_sum + at);
+            } else {
+                s_.total_max[at] = s_.part_max[row], s_.total_sum[at] = s_.part_sum[row];
+                for (int64_t d = 0; d < padded_; d += V::kLanes) V::store(V::load(from + d), total + d);
+            }
+        }
+    }
+
+    INLINE_MEMBER void save_rows(int64_t part, int64_t head) {
+        const int64_t stride = size_ + kTail;
+        for (int64_t row = 0; row < rows_; ++row) {
+            if (!sees(row, part)) continue;
+            const int64_t slot = step_.first_slots[members_[row / heads_]] + part;
+            const int64_t query_head = head * group_ + first_of_group_ + row % heads_;
+            float* to = step_.partial + (slot * layer_.num_heads + query_head) * stride;
+            std::memcpy(to, s_.part + row * padded_, size_ * sizeof(float));
+            to[size_] = s_.part_max[row], to[size_ + 1] = s_.part_sum[row];
+        }
+    }
+
+    void write_rows(float* out, int64_t stride) {
+        for (int64_t head = item_.first_head; head < item_.end_head; ++head)
+            for (int64_t row = 0; row < rows_; ++row) {
+                const int64_t at = base_row(head) + row, query_head = head * group_ + first_of_group_ + row % heads_;
+                write(size_, s_.total + at * padded_, s_.total_sum[at],
+                      out + members_[row / heads_] * stride + query_head * size_);
+            }
+    }
+
+    const AttentionLayer& layer_;
+    const AttentionStep& step_;
+    const AttentionItem& item_;
+    AttentionScratch& s_;
+    const int64_t size_, padded_, group_;
+    const int64_t* members_;
+    int64_t first_of_group_ = 0, heads_ = 0, rows_ = 0;  // rows of one KV head: (member, head of the group)
+    int64_t lowest_ = 0, highest_ = 0, first_ = 0, end_ = 0;
+    int64_t places_[kPart];
+};
+
+// The first item whose work begins at or behind the share of `thread`.
+INLINE int64_t first_item(const AttentionStep& step, int64_t thread, int64_t threads) {
+    const int64_t cost = step.costs[step.num_items] * thread / threads;
+    int64_t low = 0, high = step.num_items;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (step.costs[middle] < cost) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+template <class V, class T>
+void attend_items(const AttentionLayer& layer, const AttentionStep& step, const float* query, int64_t query_stride,
+                  float* out, int64_t out_stride, int64_t thread, int64_t threads) {
+    AttentionScratch& scratch = attention_scratch();
+    const int64_t group = layer.num_heads / layer.num_kv_heads, end = first_item(step, thread + 1, threads);
+    for (int64_t index = first_item(step, thread, threads); index < end; ++index) {
+        Tile<V, T> tile(layer, step, step.items[index], scratch);
+        for (int64_t first = 0; first < group; first += kMaxRows)
+            tile.run(first, group - first < kMaxRows ? group - first : kMaxRows, query, query_stride, out, out_stride);
+    }
+}
+
+template <class V>
+void join_tokens(const AttentionLayer& layer, const AttentionStep& step, float* out, int64_t out_stride, int64_t thread,
+                 int64_t threads) {
+    typedef Tile<V, float> Any;
+    const int64_t size = layer.head_dim, padded = (size + V::kLanes - 1) / V::kLanes * V::kLanes;
+    const int64_t heads = layer.num_heads, units = step.num_joins * heads, stride = size + kTail;
+    alignas(64) float total[kMaxSize + V::kLanes], part[kMaxSize + V::kLanes] = {};
+    for (int64_t unit = units * thread / threads; unit < units * (thread + 1) / threads; ++unit) {
+        const int64_t token = step.joins[unit / heads], head = unit % heads, context = step.contexts[token];
+        const int64_t first = Any::low_of(layer, context) / kPart, last = (context - 1) / kPart;
+        float highest = 0.0f, sum = 0.0f;
+        for (int64_t index = first; index <= last; ++index) {
+            const float* from = step.partial + ((step.first_slots[token] + index) * heads + head) * stride;
+            std::memcpy(index == first ? total : part, from, size * sizeof(float));
+            if (index == first) {
+                highest = from[size], sum = from[size + 1];
+            } else {
+                Any::fold(padded, part, from[size], from[size + 1], total, &highest, &sum);
+            }
+        }
+        Any::write(size, total, sum, out + token * out_stride + head * size);
+    }
+}
+
+template <class V, class T>
+void write_tokens(const AttentionLayer& layer, const int64_t* slots, int64_t first, int64_t end, const float* k,
+                  const float* v, int64_t stride) {
+    const int64_t width = layer.num_kv_heads * layer.head_dim;
+    T *keys = static_cast<T*>(layer.keys), *values = static_cast<T*>(layer.values);
+    for (int64_t token = first; token < end; ++token) {
+        V::save(k + token * stride, width, keys + slots[token] * width);
+        V::save(v + token * stride, width, values + slots[token] * width);
+    }
+}
+
+template <class V>
+constexpr AttentionKernels kernels_of() {
+    return {{attend_items<V, float>, attend_items<V, Bfloat16>, attend_items<V, Float16>},
+            join_tokens<V>,
+            {write_tokens<V, float>, write_tokens<V, Bfloat16>, write_tokens<V, Float16>}};
+}
+
+}  // namespace
+}  // namespace octavo

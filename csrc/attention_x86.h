@@ -1,0 +1,85 @@
+// Turning keys on x86: eight keys of eight sizes at a time. Needs AVX2 and F16C; one instruction set per including file.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include "attention_kernels.h"
+
+namespace octavo {
+namespace {
+
+INLINE __m256 load8(const float* from) { return _mm256_loadu_ps(from); }
+
+INLINE __m256 load8(const Bfloat16* from) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+INLINE __m256 load8(const Float16* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
+// Low halves of rows j and j + 4: the first step of a transposition, done by the loads.
+INLINE __m256 load4_pair(const float* low, const float* high) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
+}
+
+INLINE __m256 load4_pair(const Bfloat16* low, const Bfloat16* high) {
+    const __m128i pair = _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low)),
+                                            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(high)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(pair), 16));
+}
+
+INLINE __m256 load4_pair(const Float16* low, const Float16* high) {
+    return _mm256_cvtph_ps(_mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low)),
+                                              _mm_loadl_epi64(reinterpret_cast<const __m128i*>(high))));
+}
+
+// Panel [size][width] of eight keys.
+template <class T>
+INLINE void turn8(const T* const* keys, int64_t size, float* panel, int64_t width) {
+    for (int64_t d = 0; d < size; d += 8)
+        for (int64_t half = d; half < d + 8; half += 4) {
+            const __m256 a = load4_pair(keys[0] + half, keys[4] + half), b = load4_pair(keys[1] + half, keys[5] + half);
+            const __m256 c = load4_pair(keys[2] + half, keys[6] + half), e = load4_pair(keys[3] + half, keys[7] + half);
+            const __m256 ab = _mm256_unpacklo_ps(a, b), ce = _mm256_unpacklo_ps(c, e);
+            const __m256 ab2 = _mm256_unpackhi_ps(a, b), ce2 = _mm256_unpackhi_ps(c, e);
+            float* to = panel + half * width;
+            _mm256_storeu_ps(to, _mm256_shuffle_ps(ab, ce, 0x44));
+            _mm256_storeu_ps(to + width, _mm256_shuffle_ps(ab, ce, 0xee));
+            _mm256_storeu_ps(to + 2 * width, _mm256_shuffle_ps(ab2, ce2, 0x44));
+            _mm256_storeu_ps(to + 3 * width, _mm256_shuffle_ps(ab2, ce2, 0xee));
+        }
+}
+
+INLINE void save8(__m256 x, float* to) { _mm256_storeu_ps(to, x); }
+
+INLINE void save8(__m256 x, Bfloat16* to) {
+    const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_srli_epi32(
+        _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i chosen = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
+    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(chosen), _mm256_extracti128_si256(chosen, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
+}
+
+INLINE void save8(__m256 x, Float16* to) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+INLINE float total8(__m256 x) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+INLINE float greatest8(__m256 x) {
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+}  // namespace
+}  // namespace octavo

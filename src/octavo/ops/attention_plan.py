@@ -1,0 +1,218 @@
+"""The work lists of a step's attention, which the C++ kernels read (csrc/attention.h).
+
+Owns: cutting the step's tokens into items, the items' costs, and the memory of both; ctypes twins of the structures.
+Does not: compute attention, or write keys and values.
+Shapes: T tokens, N rows, I tiles or items, H query heads, K KV heads.
+Invariants: what is planned changes no bit of a token's result (csrc/attention_tile.h), only its speed. A tile is a run
+of tokens of one row; it is one item, or is cut by heads and parts until all threads have something to do. Decode rows
+whose tables agree in whole parts attend those parts as one item, which reads their keys and values once.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_double, c_int64, c_void_p
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.ops.attention import AttentionBatch
+
+PART = 128  # kPart of csrc/attention.h
+MAX_ROWS = 96  # kMaxRows of csrc/attention.h
+TAIL = 8  # kTail of csrc/attention.h
+DIRECT = np.iinfo(np.int64).min  # kDirect of csrc/attention.h
+ITEMS_PER_THREAD = 4  # how evenly work is shared; an item more costs about a microsecond
+TURNING = 8  # what it costs to load a part, in query rows
+Ints = NDArray[np.int64]
+
+
+class AttentionLayer(Structure):
+    """Twin of struct AttentionLayer."""
+
+    _fields_ = [
+        ("keys", c_void_p), ("values", c_void_p), ("kv_kind", c_int64), ("block_size", c_int64),
+        ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("window", c_int64),
+        ("scale", c_double), ("soft_cap", c_double),
+    ]  # fmt: skip
+
+
+class AttentionStep(Structure):
+    """Twin of struct AttentionStep."""
+
+    _fields_ = [
+        ("num_tokens", c_int64), ("num_rows", c_int64), ("table_stride", c_int64), ("table", c_void_p),
+        ("rows", c_void_p), ("contexts", c_void_p), ("num_items", c_int64), ("items", c_void_p),
+        ("members", c_void_p), ("costs", c_void_p), ("first_slots", c_void_p), ("num_joins", c_int64),
+        ("joins", c_void_p), ("partial", c_void_p),
+    ]  # fmt: skip
+
+
+class AttentionPlan:
+    """Plans steps of one cache group. `step` is the structure that C reads: valid until the next begin."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window: int | None) -> None:
+        self.step = AttentionStep()
+        self.shared_parts = 0  # of the step: parts that several rows attend together
+        self.num_parts = 0  # of the step: tiles and groups, each by the parts of its context
+        self._num_kv_heads = num_kv_heads
+        self._group = num_heads // num_kv_heads
+        self._slot_floats = num_heads * (head_dim + TAIL)
+        self._block_size = block_size
+        self._window = window
+        self._partial = np.empty(0, dtype=np.float32)
+        self._kept: tuple[object, ...] = ()
+
+    def begin(self, batch: AttentionBatch, num_threads: int) -> None:
+        """Plan a step whose tensors are on the CPU, for so many threads."""
+        num_tokens, table_NM = batch.num_tokens, batch.block_table_NM
+        contexts_T, rows_T = batch.contexts, np.arange(batch.num_rows)
+        if batch.num_rows < num_tokens:
+            rows_T = np.repeat(rows_T, batch.counts)
+            ends_N = np.cumsum(batch.counts)
+            contexts_T = (batch.contexts - ends_N)[rows_T] + np.arange(1, num_tokens + 1)
+        firsts_I, sizes_I = self._tiles(batch)
+        shared = self._shared(batch) if batch.num_decodes > 1 and self._window is None else []
+        self.shared_parts = sum(end - first for _, first, end in shared)
+        items, first_slots_T, joins, num_slots = self._items(firsts_I, sizes_I, contexts_T, num_threads, shared)
+        members = np.arange(num_tokens)
+        if shared:
+            members = np.concatenate((members, *(rows for rows, _, _ in shared)))
+        costs = np.zeros(len(items) + 1, dtype=np.int64)
+        self.num_parts = int((items[:, 3] - items[:, 2]) @ (items[:, 5] - items[:, 4])) // self._num_kv_heads
+        rows_I = items[:, 1] * self._group + TURNING
+        np.cumsum(rows_I * (items[:, 3] - items[:, 2]) * (items[:, 5] - items[:, 4]), out=costs[1:])
+        if self._partial.size < num_slots * self._slot_floats:
+            self._partial = np.empty(num_slots * self._slot_floats * 5 // 4, dtype=np.float32)
+        columns = (rows_T, contexts_T, items, members, costs, first_slots_T, joins, self._partial)
+        self._kept = (*columns, table_NM)
+        rows, contexts, item, member, cost, slot, join, partial = [
+            column.__array_interface__["data"][0] for column in columns
+        ]
+        self.step.__init__(  # type: ignore[misc]
+            num_tokens, batch.num_rows, table_NM.stride(0), table_NM.data_ptr(), rows, contexts, len(items), item,
+            member, cost, slot, len(joins), join, partial,
+        )  # fmt: skip
+
+    def _tiles(self, batch: AttentionBatch) -> tuple[Ints, Ints]:
+        """First token and number of tokens of each tile, in order."""
+        num_decodes = batch.num_decodes
+        if num_decodes == batch.num_rows:
+            return np.arange(num_decodes), np.ones(num_decodes, dtype=np.int64)
+        most = max(1, MAX_ROWS // self._group)
+        counts = batch.counts
+        tiles_N = -(-counts // most)
+        row_I = np.repeat(np.arange(batch.num_rows), tiles_N)
+        index_I = np.arange(len(row_I)) - (np.cumsum(tiles_N) - tiles_N)[row_I]
+        row_first_I = (np.cumsum(counts) - counts)[row_I]
+        first_I = row_first_I + counts[row_I] * index_I // tiles_N[row_I]
+        end_I = row_first_I + counts[row_I] * (index_I + 1) // tiles_N[row_I]
+        return first_I, end_I - first_I
+
+    def _items(
+        self, firsts_I: Ints, sizes_I: Ints, contexts_T: Ints, num_threads: int, shared: list[tuple[Ints, int, int]]
+    ) -> tuple[Ints, Ints, Ints, int]:
+        """Items [., 6], the first slot of each token, the tokens to join, and the number of slots."""
+        heads, rows_I = self._num_kv_heads, sizes_I * self._group
+        lows_I, ends_I = np.zeros_like(firsts_I), (contexts_T[firsts_I + sizes_I - 1] + (PART - 1)) // PART
+        if self._window is not None:
+            lows_I = np.maximum(contexts_T[firsts_I] - self._window, 0) // PART
+        private_I = lows_I
+        if shared:
+            private_I = lows_I.copy()  # decode rows are the first tiles: a shared part is always in front
+            for members, _, end in shared:
+                private_I[members] = np.maximum(private_I[members], end)
+        parts_I = ends_I - private_I
+        runs_I = np.minimum(np.maximum(MAX_ROWS // rows_I, 1), heads)  # KV heads of an item
+        cut_I = parts_I  # parts of an item
+        if num_threads > 1:
+            loads_I = rows_I + TURNING
+            share = max(1, int((loads_I * parts_I).sum()) * heads // (ITEMS_PER_THREAD * num_threads))
+            runs_I = np.minimum(runs_I, np.maximum(share // loads_I, 1))
+            cut_I = np.minimum(parts_I, np.maximum(share // (loads_I * runs_I), 1))
+        is_cut_I = (cut_I < parts_I) | (private_I > lows_I)
+        if not is_cut_I.any() and runs_I.min(initial=heads) == heads:
+            zeros_I = np.zeros_like(firsts_I)
+            items = np.stack((firsts_I, sizes_I, lows_I, ends_I, zeros_I, zeros_I + heads), axis=1)
+            return items, np.full(len(contexts_T), DIRECT), firsts_I[:0], 0
+        items = _cut(firsts_I, sizes_I, (private_I, ends_I, cut_I), heads, runs_I)
+        return self._with_slots(items, (firsts_I, sizes_I, lows_I, ends_I), is_cut_I, len(contexts_T), shared)
+
+    def _with_slots(
+        self,
+        items: Ints,
+        tiles: tuple[Ints, Ints, Ints, Ints],
+        is_cut_I: NDArray[np.bool_],
+        num_tokens: int,
+        shared: list[tuple[Ints, int, int]],
+    ) -> tuple[Ints, Ints, Ints, int]:
+        """Give the tokens of cut tiles their slots, and add the items of shared parts in front."""
+        firsts_I, sizes_I, lows_I, ends_I = tiles
+        tile_T = np.repeat(np.arange(len(firsts_I)), sizes_I)
+        joins = np.flatnonzero(is_cut_I[tile_T])
+        tile_J = tile_T[joins]
+        counts_J = (ends_I - lows_I)[tile_J]
+        after_J = np.cumsum(counts_J)
+        first_slots_T = np.full(num_tokens, DIRECT)
+        first_slots_T[joins] = after_J - counts_J - lows_I[tile_J]
+        if shared:
+            at, together = num_tokens, []
+            for rows, first, end in shared:
+                most = max(1, MAX_ROWS // self._group)
+                for start in range(0, len(rows), most):
+                    count = min(most, len(rows) - start)
+                    together += [
+                        (at + start, count, part, part + 1, head, head + 1)
+                        for part in range(first, end)
+                        for head in range(self._num_kv_heads)
+                    ]
+                at += len(rows)
+            items = np.concatenate((np.array(together, dtype=np.int64), items))
+        return items, first_slots_T, joins, int(after_J[-1]) if len(after_J) else 0
+
+    def _shared(self, batch: AttentionBatch) -> list[tuple[Ints, int, int]]:
+        """Decode rows that see the same blocks in all of parts [first, end): (rows, first, end), nested ones behind."""
+        full_N = batch.contexts[: batch.num_decodes] // PART
+        rows = np.flatnonzero(full_N)
+        if len(rows) < 2:
+            return []
+        table_NM = batch.block_table_NM.numpy()
+        starts = np.sort(table_NM[rows, 0])
+        if not (starts[1:] == starts[:-1]).any():
+            return []
+        found: list[tuple[Ints, int, int]] = []
+        waiting = [(rows, 0)]
+        while waiting:
+            rows, part = waiting.pop()
+            rows = rows[full_N[rows] > part]
+            by_blocks: dict[bytes, list[int]] = {}
+            columns = slice(part * PART // self._block_size, -(-(part + 1) * PART // self._block_size))
+            for row, blocks in zip(rows.tolist(), np.ascontiguousarray(table_NM[rows, columns]), strict=True):
+                by_blocks.setdefault(blocks.tobytes(), []).append(row)
+            for same in by_blocks.values():
+                if len(same) > 1:
+                    group = np.array(same)
+                    agreed_M = (table_NM[group] == table_NM[group[0]]).all(axis=0)
+                    num_agreed = int(np.argmin(agreed_M)) if not agreed_M.all() else len(agreed_M)
+                    end = min(num_agreed * self._block_size // PART, int(full_N[group].min()))
+                    found.append((group, part, max(end, part + 1)))
+                    waiting.append((group, max(end, part + 1)))
+        return found
+
+
+def _cut(firsts_I: Ints, sizes_I: Ints, parts: tuple[Ints, Ints, Ints], heads: int, runs_I: Ints) -> Ints:
+    """Items [., 6] of tiles whose parts [low, end) are cut to so many of them and runs of so many KV heads."""
+    lows_I, ends_I, cut_I = parts
+    turns_I = -(-heads // runs_I)
+    cuts_I = np.where(ends_I > lows_I, -(-(ends_I - lows_I) // np.maximum(cut_I, 1)), 0)
+    tile = np.repeat(np.arange(len(firsts_I)), turns_I * cuts_I)
+    index = np.arange(len(tile)) - (np.cumsum(turns_I * cuts_I) - turns_I * cuts_I)[tile]
+    cut, turn = index // turns_I[tile], index % turns_I[tile]
+    low = lows_I[tile] + cut * cut_I[tile]
+    first_head = turn * runs_I[tile]
+    return np.stack(
+        (
+            firsts_I[tile], sizes_I[tile], low, np.minimum(low + cut_I[tile], ends_I[tile]),
+            first_head, np.minimum(first_head + runs_I[tile], heads),
+        ),
+        axis=1,
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Rows over a paged pool for the tests of the attention kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from octavo.ops.attention import AttentionBatch
+from octavo.ops.attention_kernel import KernelAttention
+from octavo.ops.attention_pool import KVPool, PoolShape
+from octavo.ops.attention_reference import ReferenceAttention
+
+# context and count of each row: decodes first
+ROWS = ((1, 1), (2, 1), (15, 1), (16, 1), (17, 1), (100, 1), (127, 1), (128, 1), (129, 1), (700, 1))
+ROWS += ((9, 9), (30, 7), (132, 8), (260, 40), (300, 150))
+Row = tuple[int, int, int]  # index of a row, and its positions [start, end)
+
+
+def whole(rows: Sequence[tuple[int, int]]) -> list[Row]:
+    return [(index, context - count, context) for index, (context, count) in enumerate(rows)]
+
+
+WHOLE = whole(ROWS)
+
+
+class Rig:
+    """A pool whose keys and values are random everywhere; a step writes what is there already.
+
+    The first `shared` positions of all rows that are long enough are the same blocks.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        heads: tuple[int, int] = (6, 2),
+        head_dim: int = 64,
+        block: int = 16,
+        rows: Sequence[tuple[int, int]] = ROWS,
+        shared: int = 0,
+    ):
+        self.rows, self.heads = rows, heads[0]
+        generator = torch.Generator().manual_seed(head_dim)
+        widths = [-(-context // block) for context, _ in rows]
+        self.pool = KVPool(PoolShape(1, sum(widths), block, heads[1], head_dim, dtype), torch.device("cpu"))
+        # values are those of the positions, wherever their blocks lie
+        numbers = np.random.default_rng(0).permutation(sum(widths)).tolist()
+        self.table = np.full((len(rows), max(widths)), self.pool.null_block)
+        for row, width in enumerate(widths):
+            self.table[row, :width] = [numbers.pop() for _ in range(width)]
+        longest = int(np.argmax(widths))
+        for row, (context, count) in enumerate(rows):
+            same = min(shared, context - count) // block
+            self.table[row, :same] = self.table[longest, :same]
+        for row, (context, _) in enumerate(rows):
+            at = torch.arange(context)
+            slots = torch.from_numpy(self.table[row])[at // block] * block + at % block
+            for tensor in (self.pool.keys[0], self.pool.values[0]):
+                content = torch.randn(context, heads[1], head_dim, generator=generator)
+                tensor.flatten(0, 1)[slots] = content.to(dtype)
+        # as in a model: queries are a slice of a wider tensor
+        self.query = [
+            torch.randn(context, heads[0] + 3, head_dim, generator=generator)[:, : heads[0]] for context, _ in rows
+        ]
+
+    def batch(self, rows: list[Row]) -> AttentionBatch:
+        index = np.array([row for row, _, _ in rows])
+        contexts = np.array([end for _, _, end in rows])
+        counts = contexts - np.array([start for _, start, _ in rows])
+        positions = np.concatenate([np.arange(start, end) for _, start, end in rows])
+        of, size = np.repeat(index, counts), self.pool.shape.block_size
+        slots = self.table[of, positions // size] * size + positions % size
+        return AttentionBatch(
+            num_tokens=len(positions),
+            num_rows=len(rows),
+            num_decodes=int((counts == 1).sum()),
+            positions_T=torch.from_numpy(positions),
+            slot_mapping_T=torch.from_numpy(slots),
+            row_start_N1=torch.from_numpy(np.concatenate(([0], np.cumsum(counts)))),
+            context_len_N=torch.from_numpy(contexts),
+            block_table_NM=torch.from_numpy(self.table[index]),
+            counts=counts,
+            contexts=contexts,
+        )
+
+    def run(self, rows: list[Row], window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+        return self.attend(KernelAttention(self.pool, self.heads, window, soft_cap=soft_cap), rows)
+
+    def attend(self, backend: KernelAttention | ReferenceAttention, rows: list[Row]) -> torch.Tensor:
+        batch = self.batch(rows)
+        backend.begin(batch)
+        queries = torch.cat([self.query[row][start:end] for row, start, end in rows])
+        keys, values = (pool[0].flatten(0, 1)[batch.slot_mapping_T] for pool in (self.pool.keys, self.pool.values))
+        return backend.attend(0, queries, keys, values)
+
+    def reference(self, window: int | None = None) -> torch.Tensor:
+        return self.attend(ReferenceAttention(self.pool, self.heads, window), whole(self.rows))
+
+    def split(self, output: torch.Tensor) -> list[torch.Tensor]:
+        return list(output.split([count for _, count in self.rows]))
