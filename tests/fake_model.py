@@ -248,7 +248,7 @@ class FakeExecutor:
         end = row.start + row.count
         if state.ids[0] == UNKNOWN_TOKEN:  # how many outputs it resumes with is not told
             state.ids.extend([UNKNOWN_TOKEN] * (end - len(state.ids)))
-        known = len(state.ids)
+        known = len(state.ids) + len(row.drafts)
         where = (
             f"{state.request_id!r} choice {state.choice} (slot {row.slot}) positions [{row.start}, {end}) of {known}"
         )
@@ -266,6 +266,8 @@ class FakeExecutor:
             raise FakeModelError(f"{where}: its last id is still on the device, and the row does not carry it")
         if row.flags & ROW_SAMPLE and end != known:
             raise FakeModelError(f"{where}: samples before its end")
+        if row.drafts and (row.flags != ROW_SAMPLE or row.count != 1 + len(row.drafts)):
+            raise FakeModelError(f"{where}: has {len(row.drafts)} drafts, and is no plain row of one known id")
         self.encoder.require(state, row)
         for group in range(len(self.groups)):
             self.pool.check_blocks(self.slots.values(), state, group, row, where)
@@ -311,13 +313,14 @@ class FakeExecutor:
             return False
         is_bad = row.slot in self.failing or pool.has_bad(state)
         spans = self.encoder.present(state.made.spans) if state.made.spans else ()
+        ids = [*state.ids, *row.drafts] if row.drafts else state.ids
         for position in range(row.start, row.start + row.count):
             context = [
                 pool.cells[group][tables[group][where // size]][where % size]
                 for group, where in context_of(windows, position)
             ]
             salt = salt_of(state.adapter_id, spans, position) if state.adapter_id or spans else 0
-            made = cells_at(len(tables), context, state.ids[position], position, salt)
+            made = cells_at(len(tables), context, ids[position], position, salt)
             for group, cell in enumerate(made):
                 block = tables[group][position // size]
                 pool.cells[group][block][position % size] = cell + is_bad
@@ -332,7 +335,8 @@ class FakeExecutor:
             state.ids.append(UNKNOWN_TOKEN)
             return 0
         num_outputs = len(state.ids) - state.num_prompt
-        state.ids.append(draw(cell, state.params, num_outputs, self.vocab_size, state.eos, state.choice))
+        known = (num_outputs, self.vocab_size, state.eos, state.choice, state.ids[-1])
+        state.ids.append(draw(cell, state.params, *known))
         return state.ids[-1]
 
     # -- faults

@@ -151,6 +151,8 @@ class FakePool:
             if block == DROP_BLOCK:
                 raise FakeModelError(f"edit of slot {slot} drops entry {index}, which does not exist")
             table.append(block)
+        elif block == DROP_BLOCK and index == len(table) - 1 and index * self.block_size >= (state.next_start or 0):
+            self.holders[group][table.pop()] -= 1  # rejected drafts alone were in it
         else:
             self._replace(table, entry, fresh)
         if block != DROP_BLOCK:
@@ -246,6 +248,12 @@ class FakePool:
                     f"{state.request_id!r} reads foreign content in block {block}, entry {index} of group {group}"
                 )
         return True
+
+    def unwrite(self, state: Slot, start: int, end: int) -> None:
+        """What rejected drafts wrote is void: nobody may read it, and its sequence writes there again."""
+        for is_written, table in zip(self.is_written, state.tables, strict=True):
+            for position in range(start, end):
+                is_written[table[position // self.block_size]][position % self.block_size] = False
 
     def has_bad(self, state: Slot) -> bool:
         """Whether any block of a slot was written by a row that failed alone."""

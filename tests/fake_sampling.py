@@ -35,16 +35,23 @@ def sample(executor: FakeExecutor, rows: list[Row]) -> StepResult:
             scores.append((index, row.start + 1, _scores(state, row)))
         if row.flags & ROW_POOL:
             pooled.append((index, (cell % 2**32).to_bytes(4, "little")))
-        if row.flags & ROW_SAMPLE:
+        if row.drafts:
+            _verify_row(executor, state, row, result)
+        elif row.flags & ROW_SAMPLE:
             _sample_row(executor, state, row, cell, result)
+    result.errors, result.scores, result.pooled = tuple(errors), tuple(scores), tuple(pooled)
+    return _trimmed(result, executor.durations_only)
+
+
+def _trimmed(result: StepResult, durations_only: bool) -> StepResult:
+    """The columns that say nothing are left out."""
     assert result.num_token_ids is not None and result.logprobs is not None
-    if all(result.num_token_ids):
+    if all(count == 1 for count in result.num_token_ids):
         result.num_token_ids = None
-    if executor.durations_only:
+    if durations_only:
         result.token_ids = None
     if not any(entry is not None for entry in result.logprobs):
         result.logprobs = None
-    result.errors, result.scores, result.pooled = tuple(errors), tuple(scores), tuple(pooled)
     return result
 
 
@@ -66,6 +73,33 @@ def _sample_row(executor: FakeExecutor, state: Slot, row: Row, cell: int, result
         best = _best(executor, state, cell)
         _give(result, best[0][1], _entry(best[0], best))
         return
+    _draw(executor, state, cell, result)
+
+
+def _verify_row(executor: FakeExecutor, state: Slot, row: Row, result: StepResult) -> None:
+    """A row with drafts: accept them as long as they are what is drawn; what it wrote behind them is void."""
+    assert result.num_token_ids is not None
+    num_before = len(result.num_token_ids)
+    for at, draft in enumerate((*row.drafts, None)):
+        last = row.start + at
+        cell = executor.pool.cells[0][state.tables[0][last // executor.block_size]][last % executor.block_size]
+        if at == 0:
+            _sample_row(executor, state, row, cell, result)
+            if not result.num_token_ids[-1]:
+                break
+        else:
+            _draw(executor, state, cell, result)
+        if state.ids[-1] != draft:
+            break
+    lengths = result.num_token_ids[num_before:]
+    del result.num_token_ids[num_before:]
+    result.num_token_ids.append(sum(lengths))
+    state.next_start = row.start + max(1, sum(lengths))
+    executor.pool.unwrite(state, state.next_start, row.start + row.count)
+
+
+def _draw(executor: FakeExecutor, state: Slot, cell: int, result: StepResult) -> None:
+    """Draw the next id of a slot."""
     params, num_outputs = state.params, len(state.ids) - state.num_prompt
     token_id = executor.draw_next(state, cell)
     state.sampled_in = executor.current.number
