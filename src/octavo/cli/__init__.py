@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench online": ("octavo.cli.bench_online", "measure a server under requests that arrive when they do"),
     "bench latency": ("octavo.cli.bench_latency", "measure first token and time per token at several batch sizes"),
     "bench sweep": ("octavo.cli.bench_sweep", "measure over concurrency and over the context, and draw it"),
+    "bench startup": ("octavo.cli.bench_startup", "measure a cold process up to its first token, in parts"),
     "bench scheduler": ("octavo.cli.bench_scheduler", "measure the scheduler alone: plan, commit, admission"),
     "doctor": ("octavo.cli.doctor", "check this installation and machine, with remedies"),
     "pull": ("octavo.cli.pull", "download a model"),
