@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not cpu.status().is_loaded, reason="weights are 
 
 
 def some_codes(kind: WeightKind, outputs: int, inputs: int) -> Codes:
-    codes = codes_of_floats(torch.randn(outputs, inputs), kind)
+    codes = codes_of_floats(torch.randn(outputs, inputs).numpy(), kind)
     assert codes is not None
     return codes
 

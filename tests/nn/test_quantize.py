@@ -72,7 +72,7 @@ def test_what_float16_cannot_hold_has_no_codes() -> None:
 def test_values_out_of_range_have_no_codes(kind: WeightKind, value: float) -> None:
     values = torch.randn(4, 64)
     values[2, 5] = value
-    assert codes_of_floats(values, kind) is None
+    assert codes_of_floats(values.numpy(), kind) is None
 
 
 def weights_like(name: str) -> torch.Tensor:
@@ -84,7 +84,7 @@ def weights_like(name: str) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["normal", "heavy tails"])
 def test_8_bit_codes_err_by_half_a_step_at_most(name: str) -> None:
     values = weights_like(name)
-    codes = codes_of_floats(values, WeightKind.INT8)
+    codes = codes_of_floats(values.numpy(), WeightKind.INT8)
     assert codes is not None and codes.minima is None and codes.codes.dtype == np.int8
     largest = values.view(64, -1, 32).abs().amax(-1, keepdim=True)
     error = (codes.dequantize() - values).view(64, -1, 32).abs()
@@ -95,7 +95,7 @@ def test_8_bit_codes_err_by_half_a_step_at_most(name: str) -> None:
 def test_the_search_for_4_bit_codes_pays(name: str) -> None:
     """Against spreading the codes over each group's range, which is Q4_1."""
     values = weights_like(name)
-    codes = codes_of_floats(values, WeightKind.INT4)
+    codes = codes_of_floats(values.numpy(), WeightKind.INT4)
     assert codes is not None and codes.codes.max() == 15
     kind = GGMLQuantizationType.Q4_1
     plain = torch.from_numpy(np.array(quants.dequantize(quants.quantize(values.numpy(), kind), kind)))
@@ -107,7 +107,7 @@ def test_constant_and_zero_groups_are_kept() -> None:
     values[1] = 0.25
     values[2, :32] = torch.linspace(-1, 1, 32)
     for kind in (WeightKind.INT8, WeightKind.INT4):
-        codes = codes_of_floats(values, kind)
+        codes = codes_of_floats(values.numpy(), kind)
         assert codes is not None
         found = codes.dequantize()
         assert torch.equal(found[0], values[0])
@@ -117,7 +117,7 @@ def test_constant_and_zero_groups_are_kept() -> None:
 
 def test_float_kinds_round_or_keep() -> None:
     values = torch.randn(5, 7)
-    kept, rounded = (codes_of_floats(values, kind) for kind in (WeightKind.FLOAT32, WeightKind.BFLOAT16))
+    kept, rounded = (codes_of_floats(values.numpy(), kind) for kind in (WeightKind.FLOAT32, WeightKind.BFLOAT16))
     assert kept is not None and torch.equal(kept.dequantize(), values)
     assert rounded is not None and torch.equal(rounded.dequantize(), values.bfloat16().float())
 
@@ -154,3 +154,14 @@ def test_auto_leaves_plain_files_alone(tmp_path: Path) -> None:
 def test_an_unknown_quantization_is_refused(gguf: tuple[ModelFiles, ModelSpec]) -> None:
     with pytest.raises(ConfigError, match=r"quantization is 'int3'; give one of auto, none, int8, int4"):
         choose_quantization("int3", "auto", *gguf)
+
+
+def test_rounding_to_bfloat16_is_torchs() -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
+    ties = (np.arange(1 << 16, dtype=np.uint32) << 16) | 0x8000  # also infinities, NaNs, subnormals
+    values = np.concatenate((bits, ties)).view(np.float32).reshape(-1, 64)
+    codes = codes_of_floats(values, WeightKind.BFLOAT16)
+    assert codes is not None
+    torch.testing.assert_close(
+        codes.dequantize(), torch.from_numpy(values).bfloat16().float(), rtol=0, atol=0, equal_nan=True
+    )

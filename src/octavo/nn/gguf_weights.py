@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from octavo.artifacts.gguf_file import GGUFFile, GGUFTensor
@@ -103,10 +103,9 @@ class GGUFWeights:
             values = dequantize(rows[start : start + step], tensor.type)
             out[start : start + step].copy_(torch.from_numpy(values))
 
-    def raw_rows(self, name: str) -> tuple[npt.NDArray[np.uint8], GGMLQuantizationType] | None:
-        """Return a matrix's blocks in canonical row order: a view of the file, or a copy where rows were paired."""
-        kind = self._entries[name][1].type
-        return None if GGML_QUANT_SIZES[kind][0] == 1 else (self._rows(name), kind)
+    def raw_rows(self, name: str) -> tuple[npt.NDArray[np.uint8], GGMLQuantizationType]:
+        """Return a matrix's bytes in canonical row order: a view of the file, or a copy where rows were paired."""
+        return self._rows(name), self._entries[name][1].type
 
     def _rows(self, name: str) -> npt.NDArray[np.uint8]:
         file, tensor = self._entries[name]

@@ -13,9 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from torch import Tensor
 
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.artifacts.resolve import ModelFiles
@@ -140,17 +138,28 @@ _BLOCKS: dict[GGMLQuantizationType, tuple[WeightKind, int, Callable[[Bytes], _Pa
 }
 
 
-def codes_of_floats(values_FE: Tensor, kind: WeightKind) -> Codes | None:
-    """Quantise or round float32 rows to a kind; None where float16 cannot hold a scale. E: a multiple of GROUP."""
+def codes_of_floats(values_FE: Floats, kind: WeightKind) -> Codes | None:
+    """Quantise or round rows to a kind; None where float16 cannot hold a scale. E: a multiple of GROUP for codes."""
     if kind == WeightKind.FLOAT32:
-        return Codes(kind, 0, values_FE.contiguous().numpy())
+        return Codes(kind, 0, values_FE)
     if kind == WeightKind.BFLOAT16:
-        return Codes(kind, 0, values_FE.to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16))
-    values: Floats = values_FE.contiguous().numpy()
-    groups = values.reshape(values.shape[0], -1, GROUP)
-    if not np.isfinite(values).all() or np.abs(values).max(initial=0) > np.finfo(np.float16).max:
+        return Codes(kind, 0, _bfloat16_bits(values_FE))
+    groups = values_FE.reshape(values_FE.shape[0], -1, GROUP)
+    if not np.isfinite(values_FE).all() or np.abs(values_FE).max(initial=0) > np.finfo(np.float16).max:
         return None
     return _int8(groups) if kind == WeightKind.INT8 else _int4(groups)
+
+
+def _bfloat16_bits(values: Floats) -> npt.NDArray[np.uint16]:
+    """Round to nearest, ties to even; a NaN stays one. In numpy, because torch's threads are not wanted here."""
+    bits = values.view(np.uint32)
+    rounded = bits >> 16 & 1
+    rounded += bits
+    rounded += 0x7FFF
+    rounded >>= 16
+    result = rounded.astype(np.uint16)
+    result[np.isnan(values)] = 0x7FC0
+    return result
 
 
 def _int8(groups_FGN: Floats) -> Codes:

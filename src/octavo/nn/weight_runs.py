@@ -3,11 +3,13 @@
 Owns: the choice for each tensor, stacking parts of one kind into one weight, pieces of rows as jobs.
 Does not: know layers or families, convert (quantize.py does), or keep what it packed.
 Invariants: weights come out in the order planned; beside them, memory for a few pieces of rows is taken.
-Torch runs in the calling thread only: in another it would start a pool of OpenMP threads of its own.
+Torch runs in the calling thread only, on one core: in others it would start OpenMP pools of their own, and pools
+beside busy threads wait for each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 from collections import deque
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
+from octavo.nn.gguf_weights import dequantize
 from octavo.nn.packed_weight import Bytes, Codes, PackedWeight, WeightKind, WeightShape, empty_buffer, pack_rows
 from octavo.nn.quantize import GROUP, block_kind, codes_of_blocks, codes_of_floats
 from octavo.nn.weights import Weights
@@ -94,7 +97,7 @@ def _choose(weights: Weights, name: str, inputs: int, wanted: Wanted) -> tuple[t
 
 def pack_runs(weights: Weights, runs: Iterable[Run], num_threads: int) -> Iterator[Bytes]:
     """Pack the runs in order, giving each one's buffer. Raises NoCodesError."""
-    with ThreadPoolExecutor(num_threads, "octavo-pack") as pool:
+    with _one_torch_thread(), ThreadPoolExecutor(num_threads, "octavo-pack") as pool:
         begun: deque[tuple[Bytes, list[Future[None]]]] = deque()
         open_jobs: deque[Future[None]] = deque()
         for run in runs:
@@ -112,6 +115,16 @@ def pack_runs(weights: Weights, runs: Iterable[Run], num_threads: int) -> Iterat
             yield _finished(*begun.popleft())
 
 
+@contextlib.contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
 def _finished(buffer: Bytes, jobs: list[Future[None]]) -> Bytes:
     for job in jobs:
         job.result()
@@ -122,19 +135,24 @@ def _jobs(weights: Weights, run: Run, buffer: Bytes) -> Iterator[Callable[[], No
     """Cut a run into pieces of rows. What must be read by torch is read here, by the caller's thread."""
     shape, start = run.shape, 0
     step = max(1, _PIECE // shape.inputs)
-    dtype = torch.bfloat16 if shape.kind == WeightKind.BFLOAT16 else torch.float32
     for part in run.parts:
-        raw = weights.raw_rows(part.name) if part.is_raw else None
+        raw = weights.raw_rows(part.name)
         for first in range(0, part.num_rows, step):
             count = min(step, part.num_rows - first)
             pack = partial(_pack, shape, buffer, start + first, part.name)
-            if raw is not None:
+            if raw is None:
+                values = torch.empty(count, shape.inputs)
+                weights.read_rows(part.name, first, values)
+                yield partial(pack, partial(codes_of_floats, values.numpy(), shape.kind))
+            elif part.is_raw:
                 yield partial(pack, partial(codes_of_blocks, raw[0][first : first + count], raw[1]))
             else:
-                values = torch.empty(count, shape.inputs, dtype=dtype)
-                weights.read_rows(part.name, first, values)
-                yield partial(pack, partial(codes_of_floats, values, shape.kind))
+                yield partial(pack, partial(_codes_anew, raw[0][first : first + count], raw[1], shape.kind))
         start += part.num_rows
+
+
+def _codes_anew(raw: Bytes, stored: GGMLQuantizationType, kind: WeightKind) -> Codes | None:
+    return codes_of_floats(dequantize(raw, stored), kind)
 
 
 def _pack(shape: WeightShape, buffer: Bytes, first_row: int, name: str, convert: Callable[[], Codes | None]) -> None:
@@ -150,11 +168,7 @@ def packing_version() -> str:
     sample = np.sin(np.arange(17 * 64, dtype=np.float32) ** 2).reshape(17, 64)  # numpy.random takes 50 ms to load
     digest = hashlib.sha256(f"{_CONVERSIONS} {list(GGMLQuantizationType)}".encode())
     for kind in WeightKind:
-        codes = codes_of_floats(torch.from_numpy(sample).to(_sample_dtype(kind)), kind)
+        codes = codes_of_floats(sample, kind)
         assert codes is not None, "the sample has codes"
         digest.update(PackedWeight.pack(codes).buffer.tobytes())
     return digest.hexdigest()
-
-
-def _sample_dtype(kind: WeightKind) -> torch.dtype:
-    return torch.bfloat16 if kind == WeightKind.BFLOAT16 else torch.float32

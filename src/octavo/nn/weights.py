@@ -43,7 +43,7 @@ class WeightSource(Protocol):
         ...
 
     def raw_rows(self, name: str) -> RawRows | None:
-        """Return a matrix as quantised blocks, [rows, bytes of a row]; None where the file holds plain numbers."""
+        """Return a matrix as the bytes of whole rows, [rows, bytes of a row]; None where the files are not GGUF."""
         ...
 
 
@@ -94,7 +94,7 @@ class Weights:
             self._source.read_into(name, out, first_row)
 
     def raw_rows(self, name: str) -> RawRows | None:
-        """Return a claimed matrix as quantised blocks in canonical row order, or None."""
+        """Return a claimed matrix of a GGUF file as the bytes of its rows, in canonical order; else None."""
         return self._source.raw_rows(name)
 
     def check_all_read(self, ignored: frozenset[str] = frozenset()) -> None:
