@@ -95,6 +95,9 @@ def test_every_limit_that_has_a_setting_takes_it() -> None:
     capacity = Capacity((GroupSpec(),), (9,), 16, num_slots=7, max_model_len=64, vocab_size=5, host_blocks=(3,))
     made = limits(config, capacity, "cpu")
     assert {name: getattr(made, name) for name in given} == given and made.host_blocks == (3,)
+    guessing = config_from("m", {"speculate": "ngram", "speculate_max_tokens": 3, "speculate_max_rows": 2})
+    made = limits(guessing, capacity, "cpu")
+    assert (made.max_draft_tokens, made.max_draft_rows) == (3, 2)
     plain = limits(Config(), replace(capacity, host_blocks=()), "cpu")
     known = {"block_size": 16, "num_blocks": (9,), "max_model_len": 64, "vocab_size": 5, "max_sequences": 7}
     assert plain == Limits(**known), "a setting's default differs from the limit's"

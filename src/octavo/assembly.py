@@ -120,7 +120,7 @@ def executor_spec(config: Config, device: str) -> ExecutorSpec:
 
 def limits(config: Config, capacity: Capacity, device: str) -> Limits:
     """The scheduler's numbers for an opened executor."""
-    scheduling, cache = config.scheduling, config.cache
+    scheduling, cache, speculation = config.scheduling, config.cache, config.speculation
     return Limits(
         block_size=capacity.block_size,
         num_blocks=capacity.num_blocks,
@@ -144,6 +144,8 @@ def limits(config: Config, capacity: Capacity, device: str) -> Limits:
         separate_modalities=scheduling.separate_modalities,
         composition=scheduling.composition,
         max_prefill_run=scheduling.max_prefill_run,
+        max_draft_tokens=speculation.speculate_max_tokens if speculation.speculate == "ngram" else 0,
+        max_draft_rows=speculation.speculate_max_rows,
         tenant_weights=tuple(_tenant_weight(spelled) for spelled in config.serving.tenant_weight),
     )
 

@@ -204,6 +204,24 @@ class ExecutionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Tokens that are guessed and verified: fewer steps, the same text."""
+
+    speculate: str = option(
+        "off",
+        "where guesses of the next tokens come from; ngram: what followed the same tokens earlier in the sequence",
+        "--speculate",
+        choices=("off", "ngram"),
+    )
+    speculate_max_tokens: int = option(
+        7, "most tokens guessed for one sequence in a step", "--speculate-max-tokens", within=(1, 64)
+    )
+    speculate_max_rows: int = option(
+        8, "most sequences in a step that has guesses", "--speculate-max-rows", within=(1, None)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ServingConfig:
     """The HTTP side."""
 
@@ -247,6 +265,7 @@ class Config:
     cache: CacheConfig = CacheConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
     execution: ExecutionConfig = ExecutionConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     serving: ServingConfig = ServingConfig()
     statistics: StatisticsConfig = StatisticsConfig()
 

@@ -23,6 +23,7 @@ from octavo.config import (
     ModelConfig,
     SchedulingConfig,
     ServingConfig,
+    SpeculationConfig,
     StatisticsConfig,
 )
 from octavo.errors import ConfigError
@@ -33,6 +34,7 @@ _PARTS: dict[str, Any] = {
     "cache": CacheConfig,
     "scheduling": SchedulingConfig,
     "execution": ExecutionConfig,
+    "speculation": SpeculationConfig,
     "serving": ServingConfig,
     "statistics": StatisticsConfig,
 }

@@ -23,6 +23,7 @@ _TITLES = {
     "cache": "KV cache",
     "scheduling": "scheduling",
     "execution": "execution",
+    "speculation": "speculation",
     "serving": "serving",
     "statistics": "statistics",
 }

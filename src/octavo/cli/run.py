@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     group.add_argument("--quiet", "-q", action="store_true", help="no progress and no numbers on stderr")
-    add_settings(parser, ("model", "cache", "scheduling", "execution"))
+    add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,9 +2,9 @@
 
 Owns: the pass that adds drafts to a finished choice of rows, the result of a row with drafts, and each sequence's
 record of success. Does not: sample, or accept (the executor does: a draft is accepted iff it is P02's own draw).
-Invariants: drafts take only what a plan has left (tokens, reads, blocks beyond one for each running sequence) and
-nobody goes for them; the positions of drafts are held, not scheduled: num_scheduled and num_known count what is sure,
-tables reach ceil((num_scheduled + num_drafts) / block size); behind a rejected draft nothing is computed or held.
+Invariants: drafts take only what a plan has left (tokens, reads, blocks beyond the headroom and one for each
+running sequence), and nobody goes for them; their positions are held, not scheduled: num_scheduled and num_known count
+what is sure, tables reach ceil((num_scheduled + num_drafts) / block size); behind a rejected draft nothing is held.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _num_that_fit(planner: Planner, sequence: Sequence) -> int:
     count = min(planner.tokens.left, sequence.limit - sequence.num_known)
     if planner.is_careful:
         count = min(count, planner.reads.left)
-    for pool, kept in zip(cache.pools, planner.outstanding, strict=True):
-        spare = pool.num_free - kept - planner.state.sequence_budget.used
+    for pool, kept, floor in zip(cache.pools, planner.outstanding, planner.state.headroom.floors, strict=True):
+        spare = pool.num_free - kept - floor - planner.state.sequence_budget.used
         count = min(count, sequence.capacity - end + max(0, spare) * cache.block_size)
     return count
 

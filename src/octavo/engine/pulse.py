@@ -34,6 +34,10 @@ class Pulse:
         used = new["num_blocks_used"] / max(1, new["num_blocks"])
         prompt = max(0, computed - produced)
         hit = f", prefix hits {hits / asked:.0%}" if asked else ""
+        drafted = new.get("num_drafted_tokens", 0) - old.get("num_drafted_tokens", 0)
+        accepted = new.get("num_accepted_tokens", 0) - old.get("num_accepted_tokens", 0)
+        guessed = f", {accepted / drafted:.0%} of {drafted} drafts accepted" if drafted else ""
         swapped = f", {new['num_swapped']} swapped" if new.get("num_swapped") else ""
+        load = f"{new['num_running']} running, {new['num_waiting']} waiting{swapped}, KV {used:.0%}"
         rates = f"{prompt / seconds:,.0f} prompt + {produced / seconds:,.0f} output tokens/s"
-        return f"{rates}, {new['num_running']} running, {new['num_waiting']} waiting{swapped}, KV {used:.0%}{hit}"
+        return f"{rates}, {load}{hit}{guessed}"

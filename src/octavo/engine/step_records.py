@@ -16,13 +16,14 @@ from octavo.metrics.export import Table
 from octavo.metrics.rings import RecordRing
 
 _GAUGES = (
-    "step", "rows", "prefill_rows", "fork_rows", "tokens", "prefill_tokens", "kv_read_tokens", "new_sequences",
+    "step", "rows", "prefill_rows", "fork_rows", "tokens", "prefill_tokens", "drafted_tokens", "kv_read_tokens",
+    "new_sequences",
     "running", "waiting", "swapped", "blocks_used", "blocks_cached", "host_blocks_used", "blocks_copied",
     "blocks_swapped_out", "blocks_loaded",
 )  # fmt: skip
 _COUNTERS = (
     "preemptions", "queried_tokens", "hit_tokens", "host_hit_tokens", "swapped_out_tokens", "swapped_in_tokens",
-    "output_tokens",
+    "output_tokens", "accepted_tokens",
 )  # fmt: skip
 COLUMNS = ("time_s", *(f"{part}_s" for part in PARTS), *_GAUGES, *_COUNTERS, "waiting_by_reason")
 _LAYOUT = f"<dq{len(_GAUGES) + len(_COUNTERS)}q"  # time, number of its entry in StepTimes, gauges, counters
@@ -95,6 +96,7 @@ class StepRecords:
             fork_rows,
             tokens,
             prefill_tokens,
+            len(plan.draft_token_ids),
             plan.num_kv_read,
             len(plan.new_sequences),
             state.sequence_budget.used,
@@ -139,6 +141,7 @@ class StepRecords:
             totals.num_swapped_out_tokens,
             totals.num_swapped_in_tokens,
             totals.num_output_tokens,
+            totals.num_accepted_tokens,
         )
 
 
