@@ -30,7 +30,8 @@ def test_report_covers_everything(capsys) -> None:
     report = json.loads(capsys.readouterr().out)
     names = [check["name"] for check in report["checks"]]
     assert names == [
-        "python", "cpu", "threads", "memory", "torch", "device", "kernels", "model", "disk cache", "settings",
+        "python", "cpu", "threads", "memory", "torch", "device", "kernels", "model", "disk cache",
+        "weight cache", "settings",
     ]  # fmt: skip
     assert code == (0 if report["ok"] else 1)
     assert all(check["remedy"] for check in report["checks"] if check["state"] != "ok")
@@ -98,3 +99,13 @@ def test_the_bundled_model_is_found(capsys, name) -> None:
 def test_unknown_model_is_one_line(capsys) -> None:
     assert cli.main(["pull", "nosuch"]) == 2
     assert capsys.readouterr().err.startswith("error: no model 'nosuch' here")
+
+
+def test_weight_cache_shows_place_and_size(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "weights"))
+    assert doctor._weights(HERE).detail == f"{tmp_path / 'weights'}, 0.0 GiB used"
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(file / "below"))
+    finding = doctor._weights(HERE)
+    assert finding.state == "warn" and "OCTAVO_CACHE_DIR" in finding.remedy

@@ -60,7 +60,7 @@ def examine() -> Iterator[Finding]:
     """Every check in turn. Each answers for itself: none needs another to pass."""
     here = machine.look()
     checks: tuple[Callable[[machine.Machine], Finding], ...] = (
-        _python, _cpu, _threads, _memory, _torch, _device, _kernels, _model, _cache, _settings,
+        _python, _cpu, _threads, _memory, _torch, _device, _kernels, _model, _cache, _weights, _settings,
     )  # fmt: skip
     for check in checks:
         yield check(here)
@@ -185,6 +185,18 @@ def _cache(here: machine.Machine) -> Finding:
     if free < 2 * _GIB:
         return Finding("disk cache", "warn", detail, "free some space, or set HF_HOME to a larger disk")
     return Finding("disk cache", "ok", detail)
+
+
+def _weights(here: machine.Machine) -> Finding:
+    """The folder of weights made ready for this machine; $OCTAVO_CACHE_DIR moves it."""
+    from octavo.artifacts.cache_folder import cache_folder, used_bytes
+
+    folder = cache_folder(None)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK) or not existing.is_dir():
+        remedy = "set OCTAVO_CACHE_DIR to a folder that you may write; until then every start packs the weights again"
+        return Finding("weight cache", "warn", f"{folder} cannot be written", remedy)
+    return Finding("weight cache", "ok", f"{folder}, {used_bytes(folder) / _GIB:.1f} GiB used")
 
 
 def _settings(here: machine.Machine) -> Finding:
