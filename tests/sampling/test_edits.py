@@ -15,9 +15,9 @@ from octavo.core.request import SamplingParams
 from octavo.sampling.columns import SamplingColumns, SamplingRows
 from octavo.sampling.draws import uniforms
 from octavo.sampling.dry import matching_ends
-from octavo.sampling.selection import draw_typical
+from octavo.sampling.selection import draw
 from tests.sampling import per_row
-from tests.sampling.test_sampling import EOS, Rig
+from tests.sampling.test_sampling import EOS, Rig, cuts_of
 
 VOCAB_SIZE = 30
 DRY: list[dict[str, Any]] = [
@@ -187,9 +187,7 @@ def test_P01_typical_p_equals_transformers(typical_p: float, spread: float) -> N
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(int(10 * spread))) * spread
     warped = generation.TypicalLogitsWarper(typical_p)(torch.tensor([[1]]), logits.double())
     u = uniforms(np.arange(num, dtype=np.uint64), np.zeros(num, np.int64), np.zeros(num, np.int64))
-    drawn = draw_typical(
-        logits.repeat(num, 1), np.zeros(num, np.int64), np.ones(num), np.zeros(num), np.full(num, typical_p), u
-    )
+    drawn = draw(logits.repeat(num, 1), cuts_of(u, typical_p=typical_p))
     values, ids = warped.sort(dim=1, descending=True, stable=True)
     expected = ids[0][torch.searchsorted(values[0].softmax(0).cumsum(0), torch.from_numpy(u), right=True)]
     assert drawn.tolist() == expected.tolist()

@@ -14,7 +14,7 @@ from octavo.sampling.draws import splitmix64, uniforms
 from octavo.sampling.logprobs import RawDistribution
 from octavo.sampling.processors import LogitsProcessors
 from octavo.sampling.sampler import Sampled, Sampler
-from octavo.sampling.selection import draw_from_best, draw_in_id_order, draw_typical, sorted_candidates
+from octavo.sampling.selection import Cuts, draw, scale, sorted_candidates, weigh
 from tests.sampling import per_row
 
 EOS = (2,)
@@ -153,36 +153,58 @@ def test_P02_a_row_is_the_same_alone_and_in_any_company() -> None:
     assert together == backwards == alone
 
 
+def cuts_of(
+    uniform: Sequence[float], *, top_k: Sequence[int] | int = 0, top_p: Sequence[float] | float = 1.0,
+    typical_p: Sequence[float] | float = 1.0,
+) -> Cuts:  # fmt: skip
+    num = len(uniform)
+    return Cuts(
+        np.ones(num, dtype=np.float32),
+        np.full(num, -np.inf, dtype=np.float32),
+        np.broadcast_to(np.asarray(top_k), num).astype(np.int64),
+        np.broadcast_to(np.asarray(top_p), num).astype(np.float64),
+        np.broadcast_to(np.asarray(typical_p), num).astype(np.float64),
+        np.asarray(uniform, dtype=np.float64),
+    )
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_distributions_do_not_change_by_a_bit_with_the_number_of_rows(threads: int) -> None:
-    """Reductions that split one row among threads would; the draws below use none of these."""
+    """Reductions that split one row among threads would; sums of weights are exact."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         scores = torch.randn(9, 49152, generator=torch.Generator().manual_seed(0)) * 3
-        probs = scores.softmax(1)
-        u, zeros = np.linspace(0, 1 - 2**-48, 9), np.zeros(9)
-        top_k, top_p = np.array([0, 5] * 4 + [0]), np.linspace(0.3, 0.95, 9)
-        typical_p = np.linspace(0.2, 0.9, 9)
-        plain = draw_in_id_order(probs.clone(), zeros, u)
-        typical = draw_typical(scores, top_k, top_p, zeros, typical_p, u)
-        cut = draw_from_best(scores, top_k, top_p, zeros, u)
-        for row in range(9):
-            one = slice(row, row + 1)
-            assert torch.equal(scores[one].softmax(1), probs[one])
-            assert draw_in_id_order(probs[one].clone(), zeros[one], u[one]).item() == plain[row]
-            assert draw_from_best(scores[one], top_k[one], top_p[one], zeros[one], u[one]).item() == cut[row]
-            drawn = draw_typical(scores[one], top_k[one], top_p[one], zeros[one], typical_p[one], u[one])
-            assert drawn.item() == typical[row]
+        u, top_k, top_p = np.linspace(0, 1 - 2**-48, 9), np.array([0, 5, 0] * 3), np.linspace(0.3, 0.95, 9)
+        plain, cut = cuts_of(u), cuts_of(u, top_k=top_k, top_p=top_p)
+        typical = cuts_of(u, top_k=top_k, top_p=top_p, typical_p=top_p[::-1])
+        weights = weigh(scale(scores, plain))
+        assert torch.equal(weights.sum(dim=1), weights.flip(1).cumsum(dim=1)[:, -1])
+        for cuts in (plain, cut, typical):
+            drawn = draw(scores, cuts)
+            for row in range(9):
+                one = scores[row : row + 1]
+                assert torch.equal(weigh(scale(one, cuts.take(np.array([row])))), weights[row : row + 1])
+                assert draw(one, cuts.take(np.array([row]))).item() == drawn[row]
     finally:
         torch.set_num_threads(before)
+
+
+def test_weights_are_the_exponential_to_float32_and_multiples_of_a_fixed_step() -> None:
+    scaled = torch.cat([torch.linspace(-31, 0, 100_001), torch.tensor([-1e30, float("-inf")])])
+    weights = weigh(scaled[None])[0]
+    assert torch.equal(weights, (weights * 2**34).round() / 2**34) and weights[100_000] == 1
+    assert (weights - scaled.double().exp()).abs().max() < 1.3e-7
+    exact = scaled.double() > -10
+    assert ((weights / scaled.double().exp())[exact] - 1).abs().max() < 2e-6
+    assert not weights[100_001:].any() and weights[scaled < -25].sum() == 0
 
 
 def test_the_draw_follows_the_distribution() -> None:
     probs = torch.tensor([0.5, 0.0, 0.125, 0.25, 0.0, 0.125])
     many = 16000
     u = uniforms(np.arange(many, dtype=np.uint64), np.zeros(many, np.int64), np.zeros(many, np.int64))
-    drawn = draw_in_id_order(probs.repeat(many, 1), np.zeros(many), u)
+    drawn = draw(probs.log().repeat(many, 1), cuts_of(u))
     shares = torch.bincount(drawn, minlength=6) / many
     assert torch.allclose(shares, probs, atol=0.012) and shares[1] == shares[4] == 0
 
@@ -193,9 +215,9 @@ def test_extreme_draws_never_give_an_impossible_id(size: int) -> None:
     probs[:, size // 2] = 0.3
     probs[:, size // 3] = 0.7
     u = np.array([0.0, 0.5, 1 - 2.0**-48])
-    drawn = draw_in_id_order(probs.clone(), np.zeros(3), u)
+    drawn = draw(probs.log(), cuts_of(u))
     assert (probs.gather(1, drawn[:, None]) > 0).all()
-    best = draw_from_best(probs.log(), np.array([2, 0, 0]), np.array([1.0, 0.999, 0.7]), np.zeros(3), u)
+    best = draw(probs.log(), cuts_of(u, top_k=[2, 0, 0], top_p=[1.0, 0.999, 0.7]))
     assert (probs.gather(1, best[:, None]) > 0).all()
 
 

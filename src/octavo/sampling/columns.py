@@ -7,6 +7,7 @@ rows of that step, so nothing asks the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,8 @@ class SamplingColumns:
 
     def __init__(self, num_slots: int) -> None:
         self.temperature: Floats = np.zeros(num_slots)
+        self.inverse_temperature: NDArray[np.float32] = np.zeros(num_slots, dtype=np.float32)  # 0 = the best one
+        self.floor: NDArray[np.float32] = np.full(num_slots, -np.inf, dtype=np.float32)  # of scaled logits: log(min_p)
         self.top_k: Ints = np.zeros(num_slots, dtype=np.int64)
         self.top_p: Floats = np.ones(num_slots)
         self.min_p: Floats = np.zeros(num_slots)
@@ -73,6 +76,7 @@ class SamplingColumns:
         self.has_words: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
         self.has_allowed: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
         self.has_edits: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # any of these, DRY or a penalty
+        self.wants_more: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # than an id from unedited logits
         self.bias: dict[int, tuple[Ints, Floats]] = {}
         self.barred: dict[int, Ints] = {}
         self.words: dict[int, Words] = {}
@@ -84,6 +88,10 @@ class SamplingColumns:
     ) -> None:
         """Set a slot's entries. `params.seed` None counts as 0: the front draws seeds."""
         self.temperature[slot] = params.temperature
+        # one that rounds to 0 in float32 would divide by 0
+        divisor = np.maximum(np.float32(params.temperature), np.finfo(np.float32).tiny)
+        self.inverse_temperature[slot] = np.float32(1) / divisor if params.temperature > 0 else 0
+        self.floor[slot] = math.log(params.min_p) if params.min_p > 0 else -math.inf
         self.top_k[slot] = max(0, params.top_k)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
@@ -106,6 +114,8 @@ class SamplingColumns:
         self.has_allowed[slot] = bool(params.allowed_token_ids)
         has_list = self.has_bias[slot] or self.has_words[slot] or self.has_allowed[slot]
         self.has_edits[slot] = has_list or params.dry_multiplier > 0 or self.has_penalty(np.asarray([slot]))[0]
+        is_watched = params.num_logprobs is not None or params.typical_p < 1 or params.min_tokens > 0
+        self.wants_more[slot] = self.has_edits[slot] or is_watched
         stops = params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
         # so many that beam_width are left when every beam's best ones end it
         self.num_candidates[slot] = max(2, 1 + len(set(stops))) * params.beam_width

@@ -14,12 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.ops import sample_kernel
+from octavo.ops.sample_kernel import SampleColumns, SampleKernel
 from octavo.sampling.columns import NO_LOGPROBS, Ints, SamplingColumns, SamplingRows
 from octavo.sampling.draws import uniforms
 from octavo.sampling.logprobs import LogprobColumns, RawDistribution
 from octavo.sampling.processors import LogitsProcessors
-from octavo.sampling.selection import draw_from_best, draw_in_id_order, draw_typical, sorted_candidates
+from octavo.sampling.selection import Cuts, draw, sorted_candidates
 from octavo.sampling.upload import upload
+
+_NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -36,27 +40,33 @@ class Sampled:
 
 
 class Sampler:
-    """Samples the rows of a step with the parameters of their slots."""
+    """Samples the rows of a step with the parameters of their slots: by the C++ kernel on CPUs, else by its twin."""
 
     def __init__(self, columns: SamplingColumns, processors: LogitsProcessors) -> None:
         self._columns = columns
         self._processors = processors
+        self._kernel: SampleKernel | None = None
+        if sample_kernel.has_kernel():
+            of_slots = columns.inverse_temperature, columns.floor, columns.top_p, columns.top_k
+            self._kernel = SampleKernel(SampleColumns(*of_slots, columns.seed, columns.choice))
 
     def sample(self, logits_RV: Tensor, rows: SamplingRows) -> Sampled:
         """Sample one id per row. `logits_RV` (float32) is edited in place."""
-        best_R, ids_R = logits_RV.max(dim=1)  # NaN wins a maximum, ties go to the lowest id
+        if not self._columns.wants_more[rows.slots].any():
+            ids_R, best_R = self._choose(logits_RV, rows)
+            return Sampled(ids_R, best_R, _NO_ROWS, None)
         wanted = np.flatnonzero(self._columns.logprobs[rows.slots] != NO_LOGPROBS)
         raw = None
         if len(wanted):
             some_RV = _take(logits_RV, wanted)
             raw = RawDistribution.of(some_RV, self._columns.logprobs[rows.slots[wanted]])
         if self._processors.needs(rows):
+            raw_best_R = logits_RV.amax(dim=1)
             self._processors.apply(logits_RV, rows)
-            left_R, ids_R = logits_RV.max(dim=1)
-            best_R = torch.where(left_R == float("-inf"), left_R, best_R)
-        drawn = np.flatnonzero(self._columns.temperature[rows.slots] > 0)
-        if len(drawn):
-            ids_R = self._draw(logits_RV, ids_R, drawn, rows)
+            ids_R, best_R = self._choose(logits_RV, rows)
+            best_R = torch.where(best_R == float("-inf"), best_R, raw_best_R)
+        else:
+            ids_R, best_R = self._choose(logits_RV, rows)
         self._processors.record(ids_R, rows)
         if raw is None:
             return Sampled(ids_R, best_R, wanted, None)
@@ -76,33 +86,36 @@ class Sampler:
         values_RC, ids_RC = sorted_candidates(log_probs_RV, most)
         return ids_RC[:, :most], values_RC[:, :most]
 
-    def _draw(self, logits_RV: Tensor, ids_R: Tensor, drawn: Ints, rows: SamplingRows) -> Tensor:
-        columns, slots = self._columns, rows.slots[drawn]
-        uniform = uniforms(columns.seed[slots], columns.choice[slots], rows.positions[drawn])
-        # one that rounds to 0 in float32 would divide 0 by 0
-        temperature = np.maximum(columns.temperature[slots].astype(np.float32), np.finfo(np.float32).tiny)[:, None]
-        is_typical = columns.typical_p[slots] < 1
-        is_cut = ((columns.top_k[slots] > 0) | (columns.top_p[slots] < 1)) & ~is_typical
-        for part in map(np.flatnonzero, (is_typical, is_cut, ~is_typical & ~is_cut)):
-            if not len(part):
-                continue
-            some_RV = _take(logits_RV, drawn[part])
-            scaled_RV = some_RV - some_RV.amax(dim=1, keepdim=True)
-            scaled_RV /= upload(logits_RV.device, temperature[part])[0]
-            of = slots[part]
-            if is_typical[part[0]]:
-                typical = columns.typical_p[of]
-                new_R = draw_typical(
-                    scaled_RV, columns.top_k[of], columns.top_p[of], columns.min_p[of], typical, uniform[part]
-                )
-            elif is_cut[part[0]]:
-                new_R = draw_from_best(
-                    scaled_RV, columns.top_k[of], columns.top_p[of], columns.min_p[of], uniform[part]
-                )
-            else:
-                new_R = draw_in_id_order(torch.softmax(scaled_RV, dim=1), columns.min_p[of], uniform[part])
-            ids_R = ids_R.index_copy(0, upload(ids_R.device, drawn[part])[0], new_R)
-        return ids_R
+    def _choose(self, logits_RV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        """Give an id per row, drawn or the lowest of the best, and the best logit, which NaN is where there is one.
+
+        Where the best is not finite, the id is the first that has it.
+        """
+        columns = self._columns
+        is_drawn = columns.inverse_temperature[rows.slots] > 0
+        if self._kernel is not None and sample_kernel.fits(logits_RV):
+            ids, best = self._kernel.sample(logits_RV, rows.slots, rows.positions)
+            ids_R, best_R = torch.from_numpy(ids), torch.from_numpy(best)
+            is_drawn &= columns.typical_p[rows.slots] < 1  # the kernel does not cut by it
+        else:
+            best_R, ids_R = logits_RV.max(dim=1)  # NaN wins a maximum, ties go to the lowest id
+        drawn = np.flatnonzero(is_drawn)
+        if len(drawn):
+            at = upload(logits_RV.device, drawn)[0]
+            new_R = draw(_take(logits_RV, drawn), self._cuts(rows.slots[drawn], rows.positions[drawn]))
+            ids_R = ids_R.index_copy(0, at, torch.where(best_R[at].isfinite(), new_R, ids_R[at]))
+        return ids_R, best_R
+
+    def _cuts(self, slots: Ints, positions: Ints) -> Cuts:
+        columns = self._columns
+        return Cuts(
+            columns.inverse_temperature[slots],
+            columns.floor[slots],
+            columns.top_k[slots],
+            columns.top_p[slots],
+            columns.typical_p[slots],
+            uniforms(columns.seed[slots], columns.choice[slots], positions),
+        )
 
 
 def _take(logits_RV: Tensor, rows: Ints) -> Tensor:

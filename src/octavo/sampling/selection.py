@@ -1,25 +1,138 @@
 """Pick one token per row from edited logits: temperature, top-k, top-p, min-p, typical-p, then an inverse-CDF draw.
 
-Owns: the three ways of drawing, each a function of its own row alone. Does not: process logits or make draws.
-Order of candidates is (logit descending, id ascending), so ties go to the lowest id on every device.
-Rows with top-k or top-p draw from their sorted candidates; the others walk the vocabulary in id order,
-which needs no sort: block sums find the block, one block is accumulated in float64.
-(Measured, ms for 32 x 49152 float32 on 2 busy cores: greedy 0.5, temperature 1.5, top-k 50 2.5, top-p 0.9 over a
-peaked distribution 2.7, over a flat one (no language model's) 90. A Gumbel race would need 49152 draws a row.)
-Shapes: R rows, V vocabulary, K candidates, B blocks of the vocabulary.
+Owns: what a draw is, and the torch twin of the C++ kernel (ops/sample_kernel.py), which gives the same ids.
+Does not: process logits or make the uniform numbers.
+Definition: scaled = (logit - best) * inverse temperature, in float32; weight = e^scaled, in float32 by `_exponential`,
+rounded to a multiple of 2^-34, in float64. A vocabulary of at most 2^19 ids has exact sums of weights in any order.
+Candidates are in the order (logit descending, id ascending), so ties go to the lowest id. top_k keeps the first k of
+them, top_p those before which less than its share of these weights lies, min_p those whose scaled logit is at least
+log(min_p). Rows with top_k or top_p draw among their candidates in this order; the others in id order, unsorted.
+Shapes: R rows, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.sampling.columns import Floats, Ints
 from octavo.sampling.upload import upload
 
-BLOCK = 256
 WIDTHS = (64, 512, 4096)  # candidates looked at, in turn, before a full sort
+_LEAST = -30.0  # weights are 0 long before
+_ROUND = 1.5 * 2.0**18  # whose last place in float64 is 2^-34
+_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What each row draws with: one entry per row in each column. `top_k` 0 = all."""
+
+    inverse_temperature: NDArray[np.float32]
+    floor: NDArray[np.float32]
+    top_k: Ints
+    top_p: Floats
+    typical_p: Floats
+    uniform: Floats
+
+    def take(self, rows: Ints) -> Cuts:
+        """The columns of some rows."""
+        return Cuts(
+            self.inverse_temperature[rows],
+            self.floor[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.typical_p[rows],
+            self.uniform[rows],
+        )
+
+
+def scale(logits_RV: Tensor, cuts: Cuts) -> Tensor:
+    """Give the scaled logits. Rows whose best logit is not finite give NaN."""
+    inverse_R1 = upload(logits_RV.device, cuts.inverse_temperature[:, None])[0]
+    scaled_RV = logits_RV - logits_RV.amax(dim=1, keepdim=True)
+    return scaled_RV.mul_(inverse_R1)
+
+
+def weigh(scaled_RV: Tensor) -> Tensor:
+    """Give the weights, float64. On a CPU they equal the kernel's by bits; elsewhere the device's own e^x is used."""
+    exponential_RV = _exponential(scaled_RV) if scaled_RV.is_cpu else scaled_RV.exp()
+    return exponential_RV.double().add_(_ROUND).sub_(_ROUND)
+
+
+def _exponential(x: Tensor) -> Tensor:
+    """e^x of x <= 0 in float32, operation by operation as csrc/sampling_passes.h has it (Moshier, Cephes, 1989)."""
+    x = x.clamp(min=_LEAST)
+    whole = (x * 1.44269504088896341).round_()
+    r = (x - whole * 0.693359375) + whole * 2.12194440e-4
+    y = r * _POLYNOMIAL[0]
+    for coefficient in _POLYNOMIAL[1:]:
+        y = y.add_(coefficient).mul_(r) if coefficient != _POLYNOMIAL[-1] else y.add_(coefficient)
+    y = (y * (r * r)).add_(r).add_(1.0)
+    power = (whole.int() + 127).bitwise_left_shift_(23).view(torch.float32)  # 2^whole
+    return y.mul_(power)
+
+
+def draw(logits_RV: Tensor, cuts: Cuts) -> Tensor:
+    """Draw one id per row; any, where the best logit is not finite."""
+    ids_R = torch.zeros(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
+    is_typical = cuts.typical_p < 1
+    is_cut = ((cuts.top_k > 0) | (cuts.top_p < 1)) & ~is_typical
+    ways = (is_typical, draw_typical), (is_cut, draw_from_best), (~is_typical & ~is_cut, draw_in_id_order)
+    for is_in, way in ways:
+        part = np.flatnonzero(is_in)
+        if len(part) == len(logits_RV):
+            return way(logits_RV, cuts)
+        if len(part):
+            at = upload(logits_RV.device, part)[0]
+            ids_R.index_copy_(0, at, way(logits_RV.index_select(0, at), cuts.take(part)))
+    return ids_R
+
+
+def draw_in_id_order(logits_RV: Tensor, cuts: Cuts) -> Tensor:
+    """Give the first id whose cumulative weight exceeds uniform * total."""
+    scaled_RV = scale(logits_RV, cuts)
+    weights_RV = weigh(scaled_RV)
+    floor_R1, uniform_R1 = _column(logits_RV, cuts.floor), _column(logits_RV, cuts.uniform)
+    return _first_above(weights_RV.masked_fill_(scaled_RV < floor_R1, 0.0), uniform_R1)[:, 0]
+
+
+def draw_from_best(logits_RV: Tensor, cuts: Cuts) -> Tensor:
+    """Draw among the candidates that the cuts keep.
+
+    On a CPU most rows are settled by their best 64; only the others are looked at again, more widely.
+    """
+    size = logits_RV.shape[1]
+    scaled_RV = scale(logits_RV, cuts)
+    weights_RV = weigh(scaled_RV)
+    ids_R = torch.zeros(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
+    if not logits_RV.is_cpu:
+        return _draw_from(sorted_whole(logits_RV), scaled_RV, weights_RV, cuts)[0]
+    left = np.arange(len(logits_RV))
+    for width in [*(w for w in WIDTHS if w < size // 2), size]:
+        rows = torch.from_numpy(left)
+        tensors = [tensor[rows] for tensor in (logits_RV, scaled_RV, weights_RV)]
+        drawn_R, is_settled_R = _draw_from(_best(tensors[0], width), tensors[1], tensors[2], cuts.take(left))
+        ids_R[rows] = drawn_R
+        left = left[~is_settled_R.numpy()]
+        if not len(left):
+            break
+    return ids_R
+
+
+def draw_typical(logits_RV: Tensor, cuts: Cuts) -> Tensor:
+    """Draw from what the cuts leave, cut to what is locally typical. Sorts the vocabulary twice."""
+    scaled_RV = scale(logits_RV, cuts)
+    return _draw_from(sorted_whole(logits_RV), scaled_RV, weigh(scaled_RV), cuts)[0]
+
+
+def sorted_whole(scores_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Give all scores and ids of each row in candidate order."""
+    return _best(scores_RV, scores_RV.shape[1])
 
 
 def sorted_candidates(scores_RV: Tensor, num_needed: int) -> tuple[Tensor, Tensor]:
@@ -49,72 +162,46 @@ def _best(scores_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return values_RK, ids_RK.gather(1, order_RK)
 
 
-def draw_in_id_order(probs_RV: Tensor, min_p: Floats, uniform: Floats) -> Tensor:
-    """Give the first id whose cumulative probability exceeds uniform * total; `probs_RV` may be overwritten."""
-    device, size = probs_RV.device, probs_RV.shape[1]
-    uniform_R1 = upload(device, uniform)[0][:, None]
-    if min_p.any():
-        floor_R1 = upload(device, min_p.astype(np.float32))[0][:, None] * probs_RV.amax(dim=1, keepdim=True)
-        probs_RV.masked_fill_(probs_RV < floor_R1, 0.0)
-    whole = size - size % BLOCK
-    sums = [probs_RV[:, :whole].reshape(len(probs_RV), -1, BLOCK).sum(dim=2)] if whole else []
-    if whole < size:
-        sums.append(probs_RV[:, whole:].sum(dim=1, keepdim=True))
-    block_R1, rest_R1, sum_R1 = _first_above(torch.cat(sums, dim=1).double(), uniform_R1)
-    ids_RB = block_R1 * BLOCK + torch.arange(BLOCK, device=device)
-    inside_RB = probs_RV.gather(1, ids_RB.clamp(max=size - 1)).double().masked_fill_(ids_RB >= size, 0.0)
-    at_R1, _, _ = _first_above(inside_RB, (rest_R1 / sum_R1).clamp_(min=0.0))
-    return ids_RB.gather(1, at_R1)[:, 0].clamp_(max=size - 1)
+def _column(like: Tensor, values: NDArray[np.float32] | Floats | Ints) -> Tensor:
+    return upload(like.device, values[:, None])[0]
 
 
-def _first_above(weights_RB: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the first entry whose cumulative weight exceeds uniform * total: its index, the rest, its weight.
+def _first_above(weights_RK: Tensor, uniform_R1: Tensor) -> Tensor:
+    """Find the first entry whose cumulative weight exceeds uniform * total, which is less than the total."""
+    cumulative_RK = weights_RK.cumsum(dim=1)
+    index_R1 = torch.searchsorted(cumulative_RK, uniform_R1 * cumulative_RK[:, -1:], right=True)
+    return index_R1.clamp_(max=weights_RK.shape[1] - 1)  # a row of NaN finds none
 
-    Rounding may push the target onto the total; then the last entry with any weight is meant.
+
+def _draw_from(
+    candidates: tuple[Tensor, Tensor], scaled_RV: Tensor, weights_RV: Tensor, cuts: Cuts
+) -> tuple[Tensor, Tensor]:
+    """Draw from the best candidates; also say for which rows these held everything that may be drawn.
+
+    Where typical_p is below 1 the candidates must be the whole vocabulary.
     """
-    cumulative_RB = weights_RB.cumsum(dim=1)
-    total_R1 = cumulative_RB[:, -1:]
-    target_R1 = uniform_R1 * total_R1
-    last_R1 = (cumulative_RB < total_R1).sum(dim=1, keepdim=True).clamp_(max=weights_RB.shape[1] - 1)
-    index_R1 = torch.minimum(torch.searchsorted(cumulative_RB, target_R1, right=True), last_R1)
-    weight_R1 = weights_RB.gather(1, index_R1)
-    return index_R1, target_R1 - (cumulative_RB.gather(1, index_R1) - weight_R1), weight_R1
-
-
-def draw_from_best(scaled_RV: Tensor, top_k: Ints, top_p: Floats, min_p: Floats, uniform: Floats) -> Tensor:
-    """Draw from the best candidates: top_k first (0 = all), top_p of what that leaves, then min_p.
-
-    On a CPU most rows are settled by their best 64; only the others are looked at again, more widely.
-    """
-    size = scaled_RV.shape[1]
-    probs_RV = torch.softmax(scaled_RV, dim=1)
-    limits = np.where(top_k > 0, np.minimum(top_k, size), size)
-    asked = np.stack([limits, np.where(top_k > 0, 0, 1), top_p, min_p, uniform])
-    if scaled_RV.device.type != "cpu":
-        best = torch.sort(scaled_RV, dim=1, descending=True, stable=True)
-        return _draw_from(best[0], best[1], probs_RV, asked)[0]
-    ids_R = torch.zeros(len(top_k), dtype=torch.int64)
-    left = np.arange(len(top_k))
-    for width in [*(w for w in WIDTHS if w < size // 2), size]:
-        rows = torch.from_numpy(left)
-        every = len(left) == len(top_k)
-        some_RV, some_probs_RV = (scaled_RV, probs_RV) if every else (scaled_RV[rows], probs_RV[rows])
-        drawn_R, is_settled_R = _draw_from(*_best(some_RV, width), some_probs_RV, asked[:, left])
-        ids_R[rows] = drawn_R
-        left = left[~is_settled_R.numpy()]
-        if not len(left):
-            break
-    return ids_R
-
-
-def draw_typical(
-    scaled_RV: Tensor, top_k: Ints, top_p: Floats, min_p: Floats, typical_p: Floats, uniform: Floats
-) -> Tensor:
-    """Draw from what top_k, top_p and min_p leave, cut to what is locally typical. Sorts the vocabulary twice."""
-    size = scaled_RV.shape[1]
-    limits = np.where(top_k > 0, np.minimum(top_k, size), size)
-    asked = np.stack([limits, np.where(top_k > 0, 0, 1), top_p, min_p, uniform])
-    return _draw_from(*_best(scaled_RV, size), torch.softmax(scaled_RV, dim=1), asked, typical_p)[0]
+    values_RK, ids_RK = candidates
+    size, width = weights_RV.shape[1], ids_RK.shape[1]
+    limit_R1 = _column(ids_RK, np.where(cuts.top_k > 0, np.minimum(cuts.top_k, size), size))
+    is_whole_R1 = _column(ids_RK, cuts.top_k) <= 0
+    is_in_RK = torch.arange(width, device=ids_RK.device) < limit_R1
+    weights_RK = weights_RV.gather(1, ids_RK).masked_fill_(~is_in_RK, 0.0)
+    cumulative_RK = weights_RK.cumsum(dim=1)
+    total_R1 = torch.where(is_whole_R1, weights_RV.sum(dim=1, keepdim=True), cumulative_RK[:, -1:])
+    mass_R1 = _column(ids_RK, cuts.top_p) * total_R1
+    is_above_floor_RK = scaled_RV.gather(1, ids_RK) >= _column(ids_RK, cuts.floor)
+    is_kept_RK = is_in_RK & (cumulative_RK - weights_RK < mass_R1) & is_above_floor_RK
+    if (cuts.typical_p < 1).any():
+        is_kept_RK &= _is_typical(weights_RK.masked_fill(~is_kept_RK, 0.0), _column(ids_RK, cuts.typical_p))
+    index_R1 = _first_above(weights_RK.masked_fill(~is_kept_RK, 0.0), _column(ids_RK, cuts.uniform))
+    drawn_R = ids_RK.gather(1, index_R1)[:, 0]
+    if width == size:
+        return drawn_R, torch.ones(len(ids_RK), dtype=torch.bool, device=ids_RK.device)
+    # settled: the cut lies among candidates strictly above the last, so that no tie is missed
+    is_above_RK = values_RK > values_RK[:, -1:]
+    has_mass_R = ((cumulative_RK >= mass_R1) & is_above_RK).any(dim=1) & is_whole_R1[:, 0]
+    has_count_R = is_above_RK.sum(dim=1) >= limit_R1[:, 0]
+    return drawn_R, has_mass_R | has_count_R
 
 
 def _is_typical(probs_RK: Tensor, mass_R1: Tensor) -> Tensor:
@@ -132,31 +219,3 @@ def _is_typical(probs_RK: Tensor, mass_R1: Tensor) -> Tensor:
     reached_RK = probs_RK.gather(1, order_RK).cumsum(dim=1)
     last_R1 = (reached_RK < mass_R1).sum(dim=1, keepdim=True).clamp_(max=probs_RK.shape[1] - 1)
     return distance_RK <= sorted_RK.gather(1, last_R1)
-
-
-def _draw_from(
-    values_RK: Tensor, ids_RK: Tensor, probs_RV: Tensor, asked: Floats, typical_p: Floats | None = None
-) -> tuple[Tensor, Tensor]:
-    """Draw from candidates; also say for which rows these held everything that may be drawn.
-
-    With `typical_p` the candidates must be the whole vocabulary.
-    """
-    device, width = ids_RK.device, ids_RK.shape[1]
-    columns = upload(device, asked[:, :, None])[0].unbind()
-    limit_R1, is_whole_R1, top_p_R1, min_p_R1, uniform_R1 = columns
-    is_in_RK = torch.arange(width, device=device) < limit_R1
-    probs_RK = probs_RV.gather(1, ids_RK).double().masked_fill_(~is_in_RK, 0.0)
-    cumulative_RK = probs_RK.cumsum(dim=1)
-    # rows with top_k normalise by what they keep; the others' probabilities sum to 1 already
-    mass_R1 = top_p_R1 * torch.where(is_whole_R1 > 0, 1.0, cumulative_RK[:, -1:])
-    is_kept_RK = is_in_RK & (cumulative_RK - probs_RK < mass_R1) & (probs_RK >= min_p_R1 * probs_RK[:, :1])
-    if typical_p is not None:
-        is_kept_RK &= _is_typical(probs_RK.masked_fill(~is_kept_RK, 0.0), upload(device, typical_p)[0][:, None])
-    index_R1, _, _ = _first_above(probs_RK.masked_fill(~is_kept_RK, 0.0), uniform_R1)
-    if width == probs_RV.shape[1]:
-        return ids_RK.gather(1, index_R1)[:, 0], torch.ones(len(ids_RK), dtype=torch.bool, device=device)
-    # settled: the cut lies among candidates strictly above the last, so that no tie is missed
-    is_above_RK = values_RK > values_RK[:, -1:]
-    has_mass_R = ((cumulative_RK >= mass_R1) & is_above_RK).any(dim=1) & (is_whole_R1[:, 0] > 0)
-    has_count_R = is_above_RK.sum(dim=1) >= limit_R1[:, 0]
-    return ids_RK.gather(1, index_R1)[:, 0], has_mass_R | has_count_R

@@ -1,0 +1,86 @@
+// Passes over a row of logits, for the instruction set in use; what a weight is.
+//
+// Owns: the loops over a whole vocabulary. Does not: choose (sampling.cpp does) or split work among threads.
+// Definition, shared bit by bit with the torch twin in sampling/selection.py: scaled = (logit - best) * (1 /
+// temperature) in float32; weight = e^scaled in float32, rounded to a multiple of 2^-34 in double. Weights are at most
+// 1 and a vocabulary has at most 2^19 ids, so every sum of weights is exact in whatever order it is made: threads,
+// vectors, blocks and bins cannot change an id.
+
+#pragma once
+
+#include <cstdint>
+
+#include "kernel.h"
+
+namespace octavo {
+
+constexpr int64_t kBlock = 256;
+constexpr int64_t kLanes = 8;
+constexpr int64_t kBins = 2048;
+constexpr float kLeast = -25.0f;  // e^-25 < 2^-35: the weight is 0 below it
+
+struct LogitRow {
+    const float* x;
+    int64_t size;
+    float best, inverse, floor;
+    double top_p, uniform;
+    int64_t top_k;  // 0 = all
+
+    float scaled(int64_t i) const { return (x[i] - best) * inverse; }
+    int64_t num_blocks() const { return (size + kBlock - 1) / kBlock; }
+};
+
+// Which logits are looked for: at least `least`, in one of the bins [first, end) below `best`.
+struct LogitRange {
+    float least, best, bins_per_unit, first, end;
+};
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // no vector crosses a function that is not inlined
+
+using Float8 = float __attribute__((vector_size(32)));  // the compilers' own vectors: any instruction set has them
+using Int8 = int32_t __attribute__((vector_size(32)));
+
+INLINE int32_t to_int(float value) { return static_cast<int32_t>(value); }
+
+INLINE Int8 to_int(const Float8& value) { return __builtin_convertvector(value, Int8); }
+
+// e^x of x <= 0 within 2 ulp: Cephes' reduction and polynomial (Moshier, 1989). Below -30 as if it were -30.
+// For one float or a vector of them: the same operations on each.
+template <typename Float>
+INLINE Float exponential(const Float& x) {
+    const Float clamped = x < -30.0f ? Float{} - 30.0f : x;
+    const Float whole = (clamped * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // to nearest, ties to even
+    const Float r = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    Float y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * (r * r) + r + 1.0f;
+    const auto bits = (to_int(whole) + 127) << 23;
+    Float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return y * power;
+}
+
+constexpr double kRound = 393216.0;  // 1.5 * 2^18: its last place is 2^-34
+
+INLINE double weight(float scaled) { return (static_cast<double>(exponential(scaled)) + kRound) - kRound; }
+
+struct SamplingPasses {
+    // Over the blocks [first, end): the largest logit of each, NaN where the block has one.
+    void (*find_maxima)(const float* x, int64_t size, int64_t first, int64_t end, float* maxima);
+    // Over the blocks [first, end): the weights of each summed; those below `floor` count as 0.
+    void (*sum_weights)(const LogitRow&, const float* maxima, int64_t first, int64_t end, float floor, double* sums);
+    // The ids of the logits in a range, ascending; returns how many. `ids` has room for all, and kLanes more.
+    int64_t (*select)(const LogitRow&, const float* maxima, const LogitRange&, int32_t* ids);
+    // The least logit that is at least `least`.
+    float (*lowest_from)(const LogitRow&, const float* maxima, float least);
+    // Add counts and weights of the logits from `range.least` on to their bins; what is below goes to bin kBins.
+    // Returns how many of them min-p keeps.
+    int64_t (*fill_bins)(const LogitRow&, const float* maxima, const LogitRange&, double* weights, int64_t* counts);
+};
+
+const SamplingPasses& sampling_passes();
+
+}  // namespace octavo
