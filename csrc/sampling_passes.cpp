@@ -129,7 +129,7 @@ INLINE float lowest_from(const LogitRow& row, const float* maxima, float least) 
             const Float8 value = load(row.x + i);
             lowest = ((value >= least) & (value < lowest)) ? value : lowest;
         }
-        for (; i < until; ++i) lowest[0] = (row.x[i] >= least) & (row.x[i] < lowest[0]) ? row.x[i] : lowest[0];
+        for (; i < until; ++i) lowest[0] = ((row.x[i] >= least) & (row.x[i] < lowest[0])) ? row.x[i] : lowest[0];
     }
     float found = lowest[0];
     for (int j = 1; j < kLanes; ++j) found = std::min(found, lowest[j]);
@@ -193,7 +193,7 @@ INLINE int64_t fill_bins(const LogitRow& row, const float* maxima, const LogitRa
 DEFINE_PASSES(portable, )
 #if defined(__x86_64__)
 DEFINE_PASSES(avx2, __attribute__((target("avx2"))))
-DEFINE_PASSES(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))))
+DEFINE_PASSES(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
 #endif
 
 }  // namespace
