@@ -34,6 +34,7 @@ class RunRecord:
     ttft_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)
     e2e_s: list[float] = field(default_factory=list)
+    requests: list[tuple[float, float, int]] = field(default_factory=list)  # to the first token, to the last, tokens
     num_steps: int = 0
     step_s: dict[str, float] = field(default_factory=dict)
     prefix_hit_tokens: int = 0
@@ -109,14 +110,15 @@ class OfflineBench:
         request = Request(
             name, item.prompt_token_ids, params, arrival=time.monotonic(), cache_salt=b"pass %d" % self._num_passes
         )
-        start = last = time.perf_counter()
+        start = first = last = time.perf_counter()
         await self._client.submit(request)
         count = 0
         async for output in self._client.outputs(name):
             now, new = time.perf_counter(), len(output.token_ids)
             if new:
                 if count == 0:
-                    record.ttft_s.append(now - start)
+                    first = now
+                    record.ttft_s.append(first - start)
                     record.inter_token_s.extend([0.0] * (new - 1))  # tokens that came together with the first
                 else:
                     record.inter_token_s.extend([(now - last) / new] * new)
@@ -127,6 +129,7 @@ class OfflineBench:
         if count != item.max_tokens:
             raise EngineError(f"request {name} gave {count} tokens, {item.max_tokens} were asked for")
         record.e2e_s.append(last - start)
+        record.requests.append((first - start, last - start, count))
 
 
 async def _gather(workers: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -1,0 +1,17 @@
+"""llama.cpp's server."""
+
+from __future__ import annotations
+
+from octavo.bench.peers.peer import Setup
+from octavo.bench.peers.server_peer import ServerPeer
+
+_SPARE_HTTP_THREADS = 4
+
+
+def make(binary: str, gguf: str, setup: Setup) -> ServerPeer:
+    """`binary` is its llama-server, `gguf` the weights. Its context is shared out evenly among the slots."""
+    threads, slots = str(setup.threads), setup.at_once
+    command = [binary, "-m", gguf, "-t", threads, "-tb", threads, "-np", str(slots), "-c", str(setup.max_len * slots)]
+    command += ["-b", "2048", "-ub", "512", "--host", "127.0.0.1", "--port", "{port}"]
+    command += ["--threads-http", str(slots + _SPARE_HTTP_THREADS), "--no-webui"]
+    return ServerPeer("llama.cpp", command, {"top_k": 1, "samplers": ["top_k"]}, timeout_s=setup.timeout_s)

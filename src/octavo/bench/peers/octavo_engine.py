@@ -1,0 +1,39 @@
+"""This engine in a process of its own, under the same protocol as its peers: see host.py.
+
+Options: model, at_once, settings (by field name, as a Config has them).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from typing import Any
+
+
+class Engine:
+    """One local engine and an event loop that stays."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from octavo.assembly import build_local, config_from  # only here may a script of this folder import octavo
+        from octavo.bench.engine_facts import engine_facts, memory_facts
+        from octavo.bench.offline import OfflineBench
+        from octavo.bench.steps import StepRecorder
+
+        config = config_from(options["model"], {"max_sequences": options["at_once"], **options["settings"]})
+        local = build_local(config)
+        self._make_bench = OfflineBench
+        self._client, self._steps = local.client, StepRecorder()
+        self._loop = asyncio.new_event_loop()
+        self.facts = {"engine": "octavo", **engine_facts(local.text.name, config, local.capacity)}
+        self.facts |= memory_facts(local.capacity)
+
+    def run(self, requests: list[dict[str, Any]], at_once: int) -> list[list[float]]:
+        """One pass of the offline bench."""
+        from octavo.bench.workload import Item, Workload
+
+        items = (Item(array("i", request["prompt_token_ids"]), request["max_tokens"]) for request in requests)
+        workload = Workload(f"run {time.monotonic()}", (tuple(items),))
+        bench = self._make_bench(self._client, self._steps, at_once)
+        record = self._loop.run_until_complete(bench.run(workload))
+        return [list(times) for times in record.requests]

@@ -1,0 +1,85 @@
+"""A peer behind HTTP: its server is started on loopback and driven by this package's client.
+
+Owns: the server's process, and the turning of answers into a run. Does not: know the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.bench.arrivals import Arrivals
+from octavo.bench.completion_client import CompletionClient, Target
+from octavo.bench.online import Load, run_online
+from octavo.bench.peers.peer import PeerRun
+from octavo.bench.server_facts import first_model
+from octavo.bench.server_process import ServerProcess
+from octavo.bench.workload import Item
+from octavo.errors import EngineError
+
+
+class ServerPeer:
+    """See Peer. In `command`, `{port}` becomes a free port; `extra` goes into every body."""
+
+    is_server = True
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        extra: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 1200.0,
+    ) -> None:
+        self.name = name
+        self.startup_s = 0.0
+        self.facts: dict[str, Any] = {"engine": name}
+        self._command = command
+        self._extra = extra or {}
+        self._env = env
+        self._timeout_s = timeout_s
+        self._server: ServerProcess | None = None
+        self._client: CompletionClient
+        self._peak = 0
+
+    async def start(self) -> None:
+        """Start the server and learn its model's name."""
+        self._server = await ServerProcess.start(self._command, env=self._env, timeout_s=self._timeout_s)
+        self.startup_s = self._server.startup_s
+        target = Target(self._server.base_url, extra=self._extra, timeout_s=self._timeout_s)
+        model = await first_model(CompletionClient(target))
+        self._client = CompletionClient(Target(target.base_url, model, "", self._extra, self._timeout_s))
+
+    async def run(self, items: Sequence[Item], at_once: int) -> PeerRun:
+        """Send them, `at_once` open at a time. Raises EngineError for the first that failed or came short."""
+        bodies = [self._client.body(item.prompt_token_ids, item.max_tokens) for item in items]
+        run = await run_online(self._client, bodies, Load(Arrivals(), max_concurrency=at_once))
+        for answer, item in zip(run.answers, items, strict=True):
+            if answer.has_failed:
+                raise EngineError(f"{self.name}: a request failed ({answer.kind}): {answer.error}")
+            if answer.usage_tokens is not None and answer.usage_tokens != item.max_tokens:
+                raise EngineError(f"{self.name} gave {answer.usage_tokens} tokens of {item.max_tokens}")
+        # A chunk may carry no text while a character is incomplete, so tokens are counted as they were asked for.
+        times = [
+            (answer.chunk_times[0] - answer.sent, answer.chunk_times[-1] - answer.sent, item.max_tokens)
+            for answer, item in zip(run.answers, items, strict=True)
+            if answer.chunk_times
+        ]
+        return PeerRun(run.duration_s, times)
+
+    def freeze(self) -> None:
+        """Stop its processes."""
+        if self._server is not None:
+            self._server.tree.freeze()
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        if self._server is not None:
+            self._server.tree.thaw()
+
+    def end(self) -> int:
+        """End the server."""
+        if self._server is not None:
+            self._peak = self._server.end()
+            self._server = None
+        return self._peak

@@ -1,0 +1,21 @@
+"""transformers' continuous batching, in a Python that has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.bench.peers.engine_peer import EnginePeer
+from octavo.bench.peers.peer import Setup
+
+
+def make(python: str, weights: str, setup: Setup) -> EnginePeer:
+    """`weights` is a folder of safetensors, or a GGUF file."""
+    options = {
+        "model": str(Path(weights).absolute()),
+        "threads": setup.threads,
+        "at_once": setup.at_once,
+        "max_len": setup.max_len,
+        "dtype": setup.dtype,
+    }
+    env = {"OMP_NUM_THREADS": str(setup.threads)}
+    return EnginePeer("transformers", python, "transformers_engine.py", options, env, setup.timeout_s)

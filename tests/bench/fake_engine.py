@@ -1,0 +1,23 @@
+"""An engine for peers/host.py that does as its options say. Imports nothing of Octavo, as the real ones."""
+
+import time
+
+
+class Engine:
+    def __init__(self, options):
+        print("noise of an engine on its stdout")
+        if options.get("fails") == "opening":
+            raise ValueError("no weights")
+        self.options = options
+        self.facts = {"engine": "fake", "dtype": "bf16"}
+
+    def run(self, requests, at_once):
+        print("more noise")
+        fails = self.options.get("fails")
+        if fails == "running":
+            raise RuntimeError("out of luck")
+        if fails == "dying":
+            raise SystemExit(3)
+        if fails == "hanging":
+            time.sleep(60)
+        return [[0.1, 0.1 + 0.01 * (request["max_tokens"] - 1), request["max_tokens"]] for request in requests]

@@ -1,0 +1,277 @@
+"""Comparisons: turns and freezing, dropped peers, ratios, the two kinds of peers as processes, the command's checks."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.bench import test_online
+from tests.tiny_models import make_tiny_model
+
+from octavo import cli
+from octavo.bench import peers
+from octavo.bench.comparison import Comparison, Task, make_comparison_report
+from octavo.bench.peers import llama_peer, mistralrs_peer, transformers_peer, vllm_peer
+from octavo.bench.peers.engine_peer import EnginePeer
+from octavo.bench.peers.peer import PeerRun, Setup
+from octavo.bench.peers.server_peer import ServerPeer
+from octavo.bench.workload import draw_workload
+from octavo.cli.bench_compare import add_arguments, make_peers, read_task, show_comparison
+from octavo.cli.flags import Parser
+from octavo.errors import ConfigError, EngineError
+
+FAKE = str(Path(__file__).with_name("fake_engine.py").resolve())
+SETUP = Setup(2, 32, 1024)
+
+
+class FakePeer:
+    def __init__(self, name, speed, log, *, is_server=False, fails_at=None):
+        self.name, self.speed, self.log, self.is_server, self.fails_at = name, speed, log, is_server, fails_at
+        self.startup_s, self.facts = 1.0, {"dtype": "bf16"}
+        self.num_runs = 0
+
+    async def start(self):
+        self.log.append((self.name, "start"))
+
+    async def run(self, items, at_once):
+        self.num_runs += 1
+        if self.num_runs == self.fails_at:
+            raise EngineError(f"{self.name} broke")
+        self.log.append((self.name, "run", items[0].prompt_token_ids[0], at_once))
+        return PeerRun(sum(item.max_tokens for item in items) / self.speed, [(1 / self.speed, 2 / self.speed, 2)] * 3)
+
+    def freeze(self):
+        self.log.append((self.name, "freeze"))
+
+    def thaw(self):
+        self.log.append((self.name, "thaw"))
+
+    def end(self):
+        self.log.append((self.name, "end"))
+        return 2**30
+
+
+def _compare(peers, rounds=2):
+    tasks = [Task(draw_workload(5, 6, 4, 90, 0), 3)]
+    comparison = Comparison(peers, tasks, rounds)
+    told = []
+    asyncio.run(comparison.run(told.append))
+    return make_comparison_report(comparison.standings, tasks), told, comparison
+
+
+def test_peers_take_turns_and_only_one_runs() -> None:
+    log = []
+    report, told, comparison = _compare([FakePeer("octavo", 4.0, log), FakePeer("vllm", 2.0, log)])
+    runs = [entry for entry in log if entry[1] == "run"]
+    assert [entry[0] for entry in runs] == ["octavo", "vllm", "octavo", "vllm", "octavo", "vllm"]
+    assert [entry[2] for entry in runs[2:]] == [101, 101, 102, 102], "each pass has its own first id, the same for both"
+    assert len(told) == comparison.num_turns
+    thawed = set()
+    for name, what, *_ in log:
+        if what == "thaw":
+            thawed.add(name)
+        elif what == "freeze":
+            thawed.discard(name)
+        assert len(thawed) <= 1
+    vllm = report["peers"][1]["workloads"]["random-5x6+4-seed0@3"]
+    assert vllm["ratios"]["output_tokens_per_s"] == {"median": 2.0, "min": 2.0, "max": 2.0}
+    assert vllm["ratios"]["ttft_ms"]["median"] == 2.0, "twice as fast, so also above 1"
+    assert "ratios" not in report["peers"][0]["workloads"]["random-5x6+4-seed0@3"]
+    assert json.dumps(report) and report["peers"][0]["peak_memory_bytes"] == 2**30
+
+
+def test_servers_are_compared_with_the_server() -> None:
+    log = []
+    ours = [FakePeer("octavo", 4.0, log), FakePeer("octavo server", 3.0, log, is_server=True)]
+    report, _, _ = _compare([*ours, FakePeer("llama.cpp", 1.0, log, is_server=True)])
+    result = report["peers"][2]["workloads"]["random-5x6+4-seed0@3"]
+    assert result["ratios"]["output_tokens_per_s"]["median"] == 3.0
+    out = io.StringIO()
+    show_comparison(Console(file=out, width=120), {**report, "rounds": 2})
+    assert "llama.cpp" in out.getvalue()
+
+
+def test_a_peer_that_fails_is_left_out_and_ended() -> None:
+    log = []
+    report, _, _ = _compare([FakePeer("octavo", 4.0, log), FakePeer("vllm", 2.0, log, fails_at=2)])
+    assert report["peers"][1]["error"] == "vllm broke"
+    assert report["peers"][1]["workloads"] == {}
+    assert len([entry for entry in log if entry[:2] == ("octavo", "run")]) == 3
+
+
+def test_runs_add_up_over_groups() -> None:
+    run = PeerRun()
+    run.add(1.0, [(0.1, 0.5, 5)])
+    run.add(1.0, [(0.3, 0.3, 1)])
+    assert run.figures() == {"output_tokens_per_s": 3.0, "ttft_ms": pytest.approx(100), "token_ms": pytest.approx(100)}
+
+
+def _engine(options, timeout_s=30.0):
+    return EnginePeer("fake", sys.executable, FAKE, options, timeout_s=timeout_s)
+
+
+def test_an_engine_in_its_own_python_is_timed_there() -> None:
+    async def work():
+        peer = _engine({})
+        try:
+            await peer.start()
+            peer.freeze()
+            peer.thaw()
+            runs = [await peer.run(draw_workload(3, 4, 5, 90, 0).groups[0], 2) for _ in range(2)]
+        finally:
+            peak = peer.end()
+        assert peer.end() == peak
+        return peer, runs, peak
+
+    peer, runs, peak = asyncio.run(work())
+    assert (peer.facts["engine"], runs[1].num_output_tokens) == ("fake", 15)
+    assert runs[0].requests[0][2] == 5 and peer.startup_s > 0
+    assert peak > 2**20 or sys.platform == "darwin"
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [
+        ("opening", "failed: ValueError: no weights"),
+        ("running", "failed: RuntimeError: out of luck"),
+        ("dying", "ended"),
+        ("hanging", "did not answer within"),
+    ],
+)
+def test_an_engine_that_fails_is_told(fails, words) -> None:
+    async def work():
+        peer = _engine({"fails": fails}, 1.5 if fails == "hanging" else 30.0)
+        try:
+            await peer.start()
+            await peer.run(draw_workload(1, 4, 5, 90, 0).groups[0], 2)
+        finally:
+            peer.end()
+
+    with pytest.raises(EngineError, match=words):
+        asyncio.run(work())
+
+
+def test_an_environment_that_is_not_there() -> None:
+    peer = EnginePeer("fake", "/no/python", FAKE, {})
+    with pytest.raises(ConfigError, match="cannot be started"):
+        asyncio.run(peer.start())
+
+
+def test_a_server_is_driven_over_http() -> None:
+    async def work():
+        peer = ServerPeer("fake", [sys.executable, test_online.FAKE, "{port}"], timeout_s=30.0)
+        try:
+            await peer.start()
+            return await peer.run(draw_workload(3, 4, 5, 90, 0).groups[0], 2)
+        finally:
+            peer.end()
+
+    run = asyncio.run(work())
+    assert run.num_output_tokens == 15 and len(run.requests) == 3
+
+
+def test_this_engine_runs_under_the_same_protocol(tmp_path) -> None:
+    model = str(make_tiny_model("smollm2", tmp_path / "tiny"))
+    options = {"model": model, "at_once": 4, "settings": {"threads": 1, "kv_cache_tokens": 1024}}
+
+    async def work():
+        peer = EnginePeer("octavo", sys.executable, "octavo_engine.py", options)
+        try:
+            await peer.start()
+            return peer, await peer.run(draw_workload(3, 4, 5, 90, 0).groups[0], 2)
+        finally:
+            peer.end()
+
+    peer, run = asyncio.run(work())
+    assert run.num_output_tokens == 15
+    assert peer.facts["threads"] == 1
+
+
+@pytest.mark.parametrize("name", ["host", "vllm_engine", "transformers_engine", "mistralrs_engine"])
+def test_scripts_for_other_environments_import_the_standard_library_alone(name) -> None:
+    tree = ast.parse((Path(peers.__file__).parent / f"{name}.py").read_text())
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert all(module.split(".")[0] in sys.stdlib_module_names for module in names), names
+
+
+def test_adapters_say_how_their_peer_is_started(tmp_path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libiomp5.so").touch()
+    python = str(tmp_path / "bin" / "python")
+    vllm = vllm_peer.make(python, "w", SETUP)
+    assert vllm._env["LD_PRELOAD"].endswith("libiomp5.so")
+    assert json.loads(vllm._command[3])["at_once"] == 32
+    llama = llama_peer.make("llama-server", "m.gguf", SETUP)
+    assert llama._command[llama._command.index("-c") + 1] == str(32 * 1024)
+    assert json.loads(transformers_peer.make(python, "w", SETUP)._command[3])["threads"] == 2
+    assert "mistralrs_engine.py" in mistralrs_peer.make(python, "w.gguf", SETUP)._command[2]
+
+
+def _arguments(*words) -> argparse.Namespace:
+    parser = Parser(prog="x")
+    add_arguments(parser)
+    return parser.parse(words)
+
+
+def test_peers_are_those_whose_places_are_given(tmp_path) -> None:
+    model = str(make_tiny_model("smollm2", tmp_path / "tiny"))
+    here = sys.executable
+    words = [
+        model,
+        "--vllm-python",
+        here,
+        "--llama-server",
+        here,
+        "--weights",
+        model,
+        "--gguf",
+        model,
+        "--threads",
+        "3",
+    ]
+    tasks = [Task(draw_workload(2, 10, 10, 90, 0), 4)]
+    made = make_peers(_arguments(*words), tasks)
+    assert [peer.name for peer in made] == ["octavo", "vllm", "octavo server", "llama.cpp"]
+    assert json.loads(made[1]._command[3]) == {
+        "model": model, "threads": 3, "at_once": 4, "max_len": 64, "dtype": "bfloat16",
+    }  # fmt: skip
+    assert [peer.name for peer in make_peers(_arguments(model, "--own-server"), tasks)] == ["octavo", "octavo server"]
+
+
+def test_tasks_are_files_with_their_concurrency(tmp_path) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps([[{"prompt_token_ids": [5, 6], "max_tokens": 2}] * 3] * 2))
+    task = read_task(f"{path}@2", 1, None)
+    assert (task.at_once, task.workload.num_requests, task.name) == (2, 2, "w.json@2")
+    assert read_task(str(path), None, 1).at_once == 32
+    for word, number in ((f"{path}@0", None), (f"{path}@x", None), (str(path), 0)):
+        with pytest.raises(ConfigError, match="at least 1"):
+            read_task(word, number, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no --workload is given"),
+        (["--workload", "/no/w.json"], "workload /no/w.json cannot be read"),
+        (["--workload", "W", "--vllm-python", "/no/python", "--weights", "."], "/no/python does not exist"),
+        (["--workload", "W", "--vllm-python", sys.executable], "vLLM needs weights; give --weights"),
+        (["--workload", "W", "--rounds", "0"], "--rounds is 0"),
+    ],
+)
+def test_mistakes_are_told(capsys, tmp_path, words, message) -> None:
+    model = str(make_tiny_model("smollm2", tmp_path / "tiny"))
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps([{"prompt_token_ids": [5, 6], "max_tokens": 2}]))
+    words = [str(path) if word == "W" else word for word in words]
+    assert cli.main(["bench", "compare", model, *words]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {message}")
