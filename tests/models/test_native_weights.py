@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,6 +234,64 @@ def test_without_a_place_for_the_file_weights_stay_in_memory(tmp_path: Path) -> 
     weights = load(folder, "int8", cache=WeightCache(folder / "config.json", min_bytes=0))
     assert equal(weights, load(folder, "int8"))
     assert "weights are not cached" in weights.notes[-1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_disk_that_fills_leaves_the_weights_in_memory(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model("qwen2", tmp_path / "model")
+    fresh = load(folder, "int8")
+    write, written = os.pwrite, []
+
+    def fail_later(descriptor: int, data: memoryview, offset: int) -> int:
+        written.append(offset)
+        if len(written) > count:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", fail_later)
+    torch.set_num_threads(2)
+    weights = load(folder, "int8", cache=WeightCache(tmp_path / "cache", min_bytes=0))
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    assert equal(weights, fresh)
+    assert "No space left" in weights.notes[-1]
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("octavo-pack")]
+
+
+_STARTER = """
+import sys
+import torch
+from pathlib import Path
+from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.resolve import resolve_model
+from octavo.models.native_weights import load_native_weights
+from octavo.nn.weight_cache import WeightCache
+files = resolve_model(sys.argv[1])
+cache = WeightCache(Path(sys.argv[2]), min_bytes=0)
+print("ready", flush=True)
+sys.stdin.readline()
+weights = load_native_weights(files, read_model_spec(files), "int4", torch.float32, cache)
+print(weights.layers[1].down[0].buffer.tobytes().hex(), cache.notes)
+"""
+
+
+def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:
+    folder = make_tiny_model("qwen2", tmp_path / "model")
+    arguments = [sys.executable, "-c", _STARTER, str(folder), str(tmp_path / "cache")]
+    started = [subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in started:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=60)[0] for process in started]
+    expected = load(folder, "int4").layers[1].down[0].buffer.tobytes().hex()
+    assert outputs == [f"{expected} []\n"] * 3
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +41,8 @@ def arrays(seed: int = 0) -> dict[str, Bytes]:
 
 def write(cache: WeightCache, key: CacheKey, seed: int = 0) -> Stored | None:
     made = arrays(seed)
-    return cache.write(key, ABOUT, {name: array.nbytes for name, array in made.items()}, lambda: iter(made.values()))
+    sizes = {name: array.nbytes for name, array in made.items()}
+    return cache.write(key, ABOUT, sizes, lambda: (array for array in made.values()))
 
 
 def check(stored: Stored | None, seed: int = 0) -> None:
@@ -178,7 +179,7 @@ def test_where_space_cannot_be_taken_ahead_the_file_is_written_all_the_same(
 
 
 def test_what_making_raises_passes_and_leaves_nothing(cache: WeightCache, source: Path) -> None:
-    def make() -> Iterator[Bytes]:
+    def make() -> Generator[Bytes, None, None]:
         yield np.zeros(5, np.uint8)
         raise ValueError("no codes")
 
@@ -228,7 +229,7 @@ def test_writers_at_once_all_get_whole_files(cache: WeightCache, source: Path) -
     results: list[Stored | None] = []
 
     def run() -> None:
-        def make() -> Iterator[Bytes]:
+        def make() -> Generator[Bytes, None, None]:
             for array in arrays().values():
                 barrier.wait(10)
                 yield array
@@ -261,7 +262,7 @@ sys.stdin.read()
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not say which pages are shared")
 def test_two_processes_map_the_same_pages(cache: WeightCache, source: Path) -> None:
     key, size = CacheKey.of([source]), 4 << 20
-    stored = cache.write(key, ABOUT, {"x": size}, lambda: [np.ones(size, np.uint8)])
+    stored = cache.write(key, ABOUT, {"x": size}, lambda: (np.ones(size, np.uint8) for _ in "x"))
     assert stored is not None and int(stored.sections["x"].sum()) == size
     arguments = [sys.executable, "-c", _SHARER, str(cache.folder), key.place, key.identity]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

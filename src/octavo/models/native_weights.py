@@ -9,8 +9,9 @@ one only where its parts have different types. Vectors are contiguous float32.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 
@@ -198,16 +199,16 @@ class _Packer:
         return _from_stored(self._spec, stored, (f"weights packed into {cache.path(key)}", *cache.notes))
 
     def _in_memory(self, plan: _Plan, notes: tuple[str, ...]) -> NativeWeights:
-        buffers = self._buffers(plan)
-        packed = {name: [(run.shape, next(buffers)) for run in runs] for name, runs in plan.runs.items()}
+        with contextlib.closing(self._buffers(plan)) as buffers:
+            packed = {name: [(run.shape, next(buffers)) for run in runs] for name, runs in plan.runs.items()}
         return _assemble(self._spec, packed, plan.vectors, (*plan.notes, *notes))
 
-    def _sections(self, plan: _Plan) -> Iterator[Bytes]:
+    def _sections(self, plan: _Plan) -> Generator[Bytes, None, None]:
         yield from self._buffers(plan)
         for vector in plan.vectors.values():
             yield vector.view(np.uint8)
 
-    def _buffers(self, plan: _Plan) -> Iterator[Bytes]:
+    def _buffers(self, plan: _Plan) -> Generator[Bytes, None, None]:
         runs = [run for list_ in plan.runs.values() for run in list_]
         return pack_runs(self._weights, runs, torch.get_num_threads())
 

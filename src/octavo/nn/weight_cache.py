@@ -20,7 +20,7 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,11 @@ class WeightCache:
         return stored
 
     def write(
-        self, key: CacheKey, about: Any, sizes: Mapping[str, int], make: Callable[[], Iterable[Bytes]]
+        self, key: CacheKey, about: Any, sizes: Mapping[str, int], make: Callable[[], Generator[Bytes, None, None]]
     ) -> Stored | None:
         """Write the sections that `make` gives, in the order of `sizes`, and map them; None where that failed.
 
-        Each array is written when it comes and not kept. What `make` raises passes through.
+        Each array is written when it comes and not kept; the generator is closed. What it raises passes through.
         """
         header, offsets, total = _lay_out(key, about, sizes)
         if not self.min_bytes <= total <= self.max_bytes:
@@ -129,7 +129,8 @@ class WeightCache:
         unfinished = Path(name)
         try:
             _allocate(descriptor, total)
-            edges = [_write_section(descriptor, array, offset) for array, offset in zip(make(), offsets, strict=True)]
+            with contextlib.closing(make()) as arrays:
+                edges = [_write_section(descriptor, *piece) for piece in zip(arrays, offsets, strict=True)]
             _write_header(descriptor, header, edges)
             os.fsync(descriptor)  # else a crash may leave the name without the contents
             os.replace(unfinished, path)

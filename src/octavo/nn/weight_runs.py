@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -95,8 +95,8 @@ def _choose(weights: Weights, name: str, inputs: int, wanted: Wanted) -> tuple[t
     return ((kind, GROUP), False) if inputs % GROUP == 0 else plain
 
 
-def pack_runs(weights: Weights, runs: Iterable[Run], num_threads: int) -> Iterator[Bytes]:
-    """Pack the runs in order, giving each one's buffer. Raises NoCodesError."""
+def pack_runs(weights: Weights, runs: Iterable[Run], num_threads: int) -> Generator[Bytes, None, None]:
+    """Pack the runs in order, giving each one's buffer. Close it: it has threads. Raises NoCodesError."""
     with _one_torch_thread(), ThreadPoolExecutor(num_threads, "octavo-pack") as pool:
         begun: deque[tuple[Bytes, list[Future[None]]]] = deque()
         open_jobs: deque[Future[None]] = deque()
