@@ -1,13 +1,16 @@
-"""What every test stands on: one thread, no network, no colours.
+"""What every test stands on: one thread, no network, no colours, no trace in the user's cache.
 
 Set before torch or tokenizers are loaded by any test module: two OpenMP threads on a shared machine stall
 for milliseconds, and tokenizers warns after a fork.
 """
 
 import os
+import tempfile
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["NO_COLOR"] = "1"
+_CACHE = tempfile.TemporaryDirectory(prefix="octavo-weights-")  # removed when the run ends
+os.environ["OCTAVO_CACHE_DIR"] = _CACHE.name
