@@ -89,6 +89,16 @@ class ProcessTree:
                 os.kill(pid, number)
 
 
+@contextlib.contextmanager
+def ending_with_this() -> Iterator[None]:
+    """Let SIGTERM unwind this process as Ctrl-C does, so that what it started is ended, frozen or not."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _processes() -> Iterator[tuple[int, int, int]]:
     """Every process with its parent and its session, from /proc."""
     if not PROC.is_dir():

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench sweep": ("octavo.cli.bench_sweep", "measure over concurrency and over the context, and draw it"),
     "bench startup": ("octavo.cli.bench_startup", "measure a cold process up to its first token, in parts"),
     "bench compare": ("octavo.cli.bench_compare", "measure this engine beside others on the same workloads"),
+    "bench kernel": ("octavo.cli.bench_kernel", "measure the kernels of a step, each alone"),
     "bench scheduler": ("octavo.cli.bench_scheduler", "measure the scheduler alone: plan, commit, admission"),
     "doctor": ("octavo.cli.doctor", "check this installation and machine, with remedies"),
     "pull": ("octavo.cli.pull", "download a model"),

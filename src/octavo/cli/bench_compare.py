@@ -18,6 +18,7 @@ from octavo.assembly import find_files
 from octavo.bench.comparison import Comparison, Task, make_comparison_report
 from octavo.bench.peers import llama_peer, mistralrs_peer, octavo_peer, transformers_peer, vllm_peer
 from octavo.bench.peers.peer import Peer, Setup
+from octavo.bench.process_tree import ending_with_this
 from octavo.bench.table import show_rows
 from octavo.bench.workload import Workload, read_workload
 from octavo.cli.bench_arguments import check_at_least, token_progress
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("no --workload is given; give one or more files, such as a.json b.json@1")
     tasks = [read_task(word, args.max_requests, args.max_groups) for word in args.workload]
     comparison = Comparison(make_peers(args, tasks), tasks, args.rounds)
-    with token_progress("turns") as progress:
+    with ending_with_this(), token_progress("turns") as progress:
         bar = progress.add_task("starting", total=comparison.num_turns)
         asyncio.run(comparison.run(lambda text: progress.update(bar, advance=1, description=text)))
     report = make_comparison_report(comparison.standings, tasks)

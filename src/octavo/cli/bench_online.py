@@ -11,6 +11,8 @@ import json
 import math
 import os
 import sys
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from octavo.bench.completion_client import CompletionClient, Target
 from octavo.bench.goodput import Objectives
 from octavo.bench.online import Load, OnlineRun, run_online
 from octavo.bench.online_report import OnlineMeasured, make_online_report, show_online_report
+from octavo.bench.process_tree import ending_with_this
 from octavo.bench.prompts import Prompts, of_workload, read_texts
 from octavo.bench.server_facts import first_model, step_split, step_totals
 from octavo.bench.server_process import ServerProcess
@@ -78,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     arrivals = Arrivals(args.request_rate, args.arrivals, args.burstiness, seed)
     load = Load(arrivals, args.max_concurrency, args.duration)
     objectives, prompts = Objectives.read(args.goodput), _prompts(args, seed)
-    measured = asyncio.run(_measure(args, prompts, load, objectives))
+    with ending_with_this() if threading.current_thread() is threading.main_thread() else nullcontext():
+        measured = asyncio.run(_measure(args, prompts, load, objectives))
     report = make_online_report(measured)
     if not args.json:
         show_online_report(Console(), report)

@@ -1,0 +1,48 @@
+"""Kernels alone: what a table of their times is, and how one time is taken.
+
+Owns: KernelTable, the sizes asked for, best_s. Does not: know a kernel.
+A module of kernels (kernel_rows, kernel_linear, kernel_attention) has a function tables(sizes: Sizes) -> list[KernelTable]; `octavo bench kernel` shows what it finds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Rows to measure with, threads, and the seconds that one time may take."""
+
+    rows: Sequence[int]
+    threads: int
+    budget_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTable:
+    """A title, column names, and rows of values that JSON can hold."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Rows by column names, for the JSON line."""
+        return {"title": self.title, "rows": [dict(zip(self.columns, row, strict=True)) for row in self.rows]}
+
+
+def best_s(works: Sequence[Callable[[], object]], budget_s: float) -> list[float]:
+    """The shortest time of each work, in turn A B A B until the budget of all is spent; the first round not counted."""
+    for work in works:
+        work()
+    best = [float("inf")] * len(works)
+    end = time.perf_counter() + budget_s * len(works)
+    while best[-1] == float("inf") or time.perf_counter() < end:
+        for index, work in enumerate(works):
+            begun = time.perf_counter()
+            work()
+            best[index] = min(best[index], time.perf_counter() - begun)
+    return best

@@ -1,0 +1,60 @@
+"""`octavo bench kernel`: the kernels of a step, each alone.
+
+Owns: the arguments, which modules of kernels there are, the tables. Does not: measure (bench does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from importlib.util import find_spec
+from typing import Any
+
+from rich.console import Console
+
+from octavo.bench.kernel_table import KernelTable, Sizes
+from octavo.bench.table import show_rows
+from octavo.cli.bench_arguments import check_at_least
+from octavo.cli.flags import UsageError
+from octavo.cli.terminal import say
+from octavo.machine import look, usable_cores
+
+ROWS = (1, 8, 32, 128)
+MODULES = {
+    "rows": "octavo.bench.kernel_rows",
+    "linear": "octavo.bench.kernel_linear",
+    "attention": "octavo.bench.kernel_attention",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("--kernels", nargs="+", choices=MODULES, metavar="NAME", help=f"of {', '.join(MODULES)} [all]")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N", help="rows of a step")
+    parser.add_argument("--threads", type=int, default=usable_cores(), metavar="N", help="threads [all cores]")
+    parser.add_argument("--budget", type=float, default=0.2, metavar="S", help="seconds that one time may take [0.2]")
+    parser.add_argument("--json", action="store_true", help="print only the JSON line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print a table a kernel, and as the last line one JSON object."""
+    check_at_least(args, 1, "rows", "threads")
+    if not 0 < args.budget <= 60:
+        raise UsageError(f"--budget is {args.budget:g}; give seconds above 0, at most 60")
+    sizes = Sizes(tuple(args.rows), args.threads, args.budget)
+    tables: list[KernelTable] = []
+    for name in args.kernels or MODULES:
+        if find_spec(MODULES[name]) is None:
+            say(f"kernels of {name} are not measured: this build has no {MODULES[name]}")
+            continue
+        module: Any = importlib.import_module(MODULES[name])
+        tables += module.tables(sizes)
+    if not args.json:
+        console = Console()
+        for table in tables:
+            show_rows(console, table.title, table.columns, table.rows)
+            console.print()
+    report = {"bench": "kernel", "threads": args.threads, "cpu": look().cpu_name}
+    print(json.dumps({**report, "tables": [table.as_dict() for table in tables]}))
+    return 0

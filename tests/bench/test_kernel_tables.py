@@ -1,0 +1,43 @@
+"""The bench of kernels: turns, tables, what is not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from octavo import cli
+from octavo.bench.kernel_table import KernelTable, best_s
+
+
+def test_works_take_turns_and_the_first_round_is_not_counted() -> None:
+    log = []
+    times = best_s([lambda: log.append("a"), lambda: log.append("b")], 0.0)
+    assert log == ["a", "b"] * (len(log) // 2) and len(log) >= 4
+    assert len(times) == 2 and all(0 < seconds < float("inf") for seconds in times)
+
+
+def test_the_command_shows_what_there_is(capsys, monkeypatch) -> None:
+    monkeypatch.setitem(cli_modules(), "linear", "octavo.bench.no_such_kernels")
+    words = ["--kernels", "rows", "linear", "--rows", "1", "2", "--budget", "0.001", "--threads", "1"]
+    assert cli.main(["bench", "kernel", *words]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out.splitlines()[-1])
+    assert all([row["rows"] for row in table["rows"]] == [1, 2] for table in report["tables"])
+    assert "RMSNorm" in out and "kernels of linear are not measured" in err
+
+
+def cli_modules() -> dict[str, str]:
+    from octavo.cli.bench_kernel import MODULES
+
+    return MODULES
+
+
+def test_tables_as_json() -> None:
+    assert KernelTable("t", ("a", "b"), [(1, 2)]).as_dict() == {"title": "t", "rows": [{"a": 1, "b": 2}]}
+
+
+@pytest.mark.parametrize(("words", "message"), [(["--rows", "0"], "--rows is 0"), (["--budget", "0"], "--budget is 0")])
+def test_mistakes(capsys, words, message) -> None:
+    assert cli.main(["bench", "kernel", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
