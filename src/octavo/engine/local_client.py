@@ -13,6 +13,7 @@ from functools import partial
 from typing import cast
 
 from octavo.core.request import FinishReason, Request
+from octavo.engine.bell import Bell
 from octavo.engine.channels import Channels
 from octavo.engine.client import Accepted, TokenOutput, Verb
 from octavo.engine.loop import EngineLoop
@@ -30,6 +31,7 @@ class LocalClient:
         self._pending: deque[Callable[[], None]] = deque()
         self._is_woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._bell = Bell(self._drain)
         engine.attach(lambda delivery: self._hand_over(partial(self._channels.deliver, _EPOCH, delivery)))
 
     async def submit(self, request: Request) -> Accepted:
@@ -69,6 +71,10 @@ class LocalClient:
         self._engine.stop()
         while not self._engine.join(0):  # no thread waits for it: at the interpreter's end none can be started
             await asyncio.sleep(JOIN_POLL_S)
+        self._drain()
+        if self._loop is not None and not self._loop.is_closed():
+            self._bell.leave(self._loop)
+        self._loop = None
 
     def _bind(self) -> None:
         """Serve the running event loop; a new one (a second asyncio.run) takes over from a closed one."""
@@ -77,6 +83,7 @@ class LocalClient:
             assert self._loop is None or self._loop.is_closed(), "one client serves one event loop"
             self._loop = loop
             self._is_woken = False
+            self._bell.listen(loop)
         self._engine.start()
 
     async def _ask(self, ask: Callable[[Callable[[object], None]], None]) -> object:
@@ -90,9 +97,9 @@ class LocalClient:
         if self._is_woken or self._loop is None:
             return
         self._is_woken = True
-        try:
-            self._loop.call_soon_threadsafe(self._drain)
-        except RuntimeError:  # the event loop was closed over open requests: nobody is left to read
+        if not self._loop.is_closed():
+            self._bell.ring()
+        else:  # the event loop was closed over open requests: nobody is left to read
             self._pending.clear()
             self._engine.cancel([entry.request.request_id for entry in self._channels.ledger])
 

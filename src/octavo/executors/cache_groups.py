@@ -78,9 +78,9 @@ class CacheGroups:
             backend.begin(batch)
 
     def clear(self, blocks_by_group: Sequence[Ints]) -> None:
-        """Zero blocks of each group."""
-        for pool, blocks in zip(self.pools, blocks_by_group, strict=True):
-            if len(blocks):
+        """Zero blocks of each group whose attention would read what nobody wrote."""
+        for pool, backend, blocks in zip(self.pools, self._backends, blocks_by_group, strict=True):
+            if backend.reads_unwritten and len(blocks):
                 pool.clear_blocks(upload(pool.device, blocks)[0])
 
     def move_blocks(self, plan: StepPlan) -> None:

@@ -54,7 +54,12 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """Paged attention over one pool. `begin` once per step, then `attend` once per layer, in order."""
+    """Paged attention over one pool. `begin` once per step, then `attend` once per layer, in order.
+
+    `reads_unwritten`: whether positions behind a context are read (and masked), so that a begun block must be cleared.
+    """
+
+    reads_unwritten: bool
 
     def begin(self, batch: AttentionBatch) -> None:
         """Prepare what all layers share: indices, masks, buckets."""
@@ -70,6 +75,8 @@ class AttentionBackend(Protocol):
 
 class GroupedAttention:
     """An AttentionBackend over several cache groups: `places` has each model layer's backend and its number there."""
+
+    reads_unwritten = True  # who clears asks each group's own backend
 
     def __init__(self, places: Sequence[tuple[AttentionBackend, int]]) -> None:
         self.places = list(places)

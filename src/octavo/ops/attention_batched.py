@@ -81,6 +81,8 @@ def decode_buckets(contexts: np.ndarray, levels: np.ndarray) -> list[tuple[int, 
 class BatchedAttention:
     """The AttentionBackend of the hot path; CPU and CUDA. Results may be overwritten by the next attend."""
 
+    reads_unwritten = True
+
     def __init__(self, pool: KVPool, num_heads: int, window: int | None = None) -> None:
         shape = pool.shape
         self._pool = pool

@@ -58,6 +58,8 @@ class KernelAttention:
     with `soft_cap` c scores become c * tanh(score / c).
     """
 
+    reads_unwritten = False
+
     def __init__(
         self,
         pool: KVPool,

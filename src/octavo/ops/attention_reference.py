@@ -16,6 +16,8 @@ from octavo.ops.attention_pool import KVPool
 class ReferenceAttention:
     """An AttentionBackend with a Python loop over rows; softmax and products in float32."""
 
+    reads_unwritten = True
+
     def __init__(self, pool: KVPool, num_heads: int, window: int | None = None) -> None:
         self._pool = pool
         self._group = num_heads // pool.shape.num_kv_heads

@@ -1,0 +1,175 @@
+"""What the host does around a forward pass: the real engine on a model whose forward pass computes nothing.
+
+Owns: that model, and the split of a step by parts and by processor time. Does not: load weights, parse flags or print.
+The forward pass sleeps a while, as the native decoder leaves the interpreter to others; times are medians of decode
+steps with every row. Processor seconds of the step thread and of all others (streaming) say what a busy machine hides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from array import array
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.artifacts.model_spec import ModelSpec, read_model_spec
+from octavo.artifacts.resolve import resolve_model
+from octavo.assembly import executor_spec, limits
+from octavo.config import Config
+from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
+from octavo.core.request import Request, SamplingParams
+from octavo.core.scheduler import Scheduler
+from octavo.engine.local_client import LocalClient
+from octavo.engine.loop import EngineLoop
+from octavo.engine.statistics import collect
+from octavo.engine.step_times import PARTS
+from octavo.executors.loading import DecoderChoice, LoadedDecoder
+from octavo.executors.torch_executor import TorchExecutor
+from octavo.ops.attention import AttentionBackend
+
+PROMPT_TOKENS = 64
+WARM_UP_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HostCost:
+    """Microseconds of a decode step: medians by part, whose sum is `host_us`, and mean processor time by thread."""
+
+    rows: int
+    steps: int
+    schedule_us: float
+    prepare_us: float
+    sample_us: float
+    emit_us: float
+    other_us: float
+    host_us: float
+    step_thread_us: float
+    other_threads_us: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def measure(config: Config, rows: int, steps: int, params: SamplingParams, forward_s: float = 0.002) -> HostCost:
+    """Run `rows` requests for `steps` decode steps, each taken by a reader of its own. `params` as each one's."""
+    executor = _HostOnly(config, forward_s)
+    capacity = executor.open(executor_spec(config, "cpu"))
+    scheduler = Scheduler(limits(config, capacity, "cpu"))
+    loop = EngineLoop(scheduler, executor, depth=config.execution.depth)
+    collect(loop, scheduler, config.statistics)
+    watch = _Watch(loop, rows)
+    loop.watch(watch)
+    asyncio.run(_run(LocalClient(loop), rows, steps + WARM_UP_STEPS, params))
+    return watch.cost()
+
+
+async def _run(client: LocalClient, rows: int, tokens: int, params: SamplingParams) -> None:
+    async def one(number: int) -> None:
+        wanted = SamplingParams(**{**asdict(params), "max_tokens": tokens, "ignore_eos": True, "seed": number})
+        ids = array("i", [(number * 7919 + place) % 1000 for place in range(PROMPT_TOKENS)])
+        request = Request(f"host-{number}", ids, wanted, arrival=time.monotonic())
+        await client.submit(request)
+        async for _ in client.outputs(request.request_id):
+            pass
+
+    await asyncio.gather(*(one(number) for number in range(rows)))
+    await client.close()
+
+
+class _Watch:
+    """Notes the times of steps in which every row decodes."""
+
+    def __init__(self, loop: EngineLoop, rows: int) -> None:
+        self._times = loop.step_times
+        self._rows = rows
+        self._numbers: list[int] = []
+        self._marks: list[tuple[float, float]] = []  # processor seconds of this thread, of the process
+
+    def admitted(self, request: Request) -> None:
+        """Nothing to note."""
+
+    def decided(self, decisions: tuple[Event, ...]) -> None:
+        """Nothing to note."""
+
+    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        """Note the step; its times are added right after."""
+        if plan.is_fast_path and len(plan.slots) == plan.num_query_tokens == self._rows:
+            self._numbers.append(self._times.num_steps)
+            self._marks.append((time.thread_time(), time.process_time()))
+
+    def cost(self) -> HostCost:
+        """The medians behind the warm-up."""
+        numbers, marks = self._numbers[WARM_UP_STEPS:-1], self._marks[WARM_UP_STEPS:-1]
+        taken = [dict(zip(PARTS, times, strict=True)) for number in numbers if (times := self._times.get(number))]
+        for one in taken:
+            one["other"] = one["step"] - sum(one[part] for part in PARTS if part != "step")
+        median = {part: statistics.median(one[part] for one in taken) * 1e6 for part in (*PARTS, "other")}
+        host = {part: round(median[part], 1) for part in ("schedule", "prepare", "sample", "emit", "other")}
+        own, whole = (marks[-1][which] - marks[0][which] for which in (0, 1))
+        per_step = 1e6 / (len(marks) - 1)
+        return HostCost(
+            rows=self._rows,
+            steps=len(taken),
+            **{f"{part}_us": us for part, us in host.items()},
+            host_us=round(sum(host.values()), 1),
+            step_thread_us=round(own * per_step, 1),
+            other_threads_us=round((whole - own) * per_step, 1),
+        )
+
+
+class _HostOnly(TorchExecutor):
+    """The executor of the configured model with a decoder that has no weights."""
+
+    _choice: DecoderChoice | _NoWeights  # type: ignore[assignment]
+
+    def __init__(self, config: Config, forward_s: float) -> None:
+        files = resolve_model(config.model.model, config.model.revision)
+        spec = read_model_spec(files)
+        super().__init__(files, spec, config.execution, config.model)
+        self._choice = _NoWeights(self._choice, _FreeDecoder(spec, config, forward_s))
+
+
+class _NoWeights:
+    """A DecoderChoice that loads nothing."""
+
+    def __init__(self, choice: DecoderChoice, decoder: _FreeDecoder) -> None:
+        self.is_native = choice.is_native
+        self._loaded = LoadedDecoder(decoder, choice.is_native, choice.dtype, "none")
+
+    def load(self, max_model_len: int | None) -> LoadedDecoder:
+        """Give the decoder."""
+        return self._loaded
+
+
+class _FreeDecoder:
+    """Hidden states and logits that are always the same."""
+
+    weight_bytes = 0
+    linear_flops_per_token = 0
+
+    def __init__(self, spec: ModelSpec, config: Config, forward_s: float) -> None:
+        self.max_model_len = min(spec.max_model_len, config.model.max_model_len or spec.max_model_len)
+        batch_tokens, sequences = (
+            executor_spec(config, "cpu").max_batch_tokens,
+            executor_spec(config, "cpu").max_sequences,
+        )
+        noise = torch.Generator().manual_seed(0)
+        self._hidden_TE = torch.zeros((batch_tokens, spec.hidden_size))
+        self._logits_RV = torch.randn((sequences, spec.vocab_size), generator=noise) * 4
+        self._forward_s = forward_s
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend) -> Tensor:
+        """Sleep as long as a forward pass would compute."""
+        if self._forward_s:
+            time.sleep(self._forward_s)
+        return self._hidden_TE[: len(token_ids_T)]
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """Give the first rows."""
+        return self._logits_RV[: len(hidden_NE)]
