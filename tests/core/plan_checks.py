@@ -54,6 +54,7 @@ class PlanChecks:
         """Check a plan and take it in."""
         self.check_columns(plan)
         self.mirror.apply(plan)
+        self.check_drafts(plan)
         self.check_reads(plan)
         self.check_company(plan, is_whole)
         self.check_partials(plan, is_whole)
@@ -83,6 +84,19 @@ class PlanChecks:
             reach = sizes.max_blocks_per_sequence * sizes.block_size or sizes.max_model_len + 1
             is_fast = all(row.count == 1 and row.start < reach for row in plan.rows())
             assert plan.is_fast_path == is_fast
+
+    def check_drafts(self, plan: StepPlan) -> None:
+        """P07: how many in a row and in what company, and no draw behind the last one that its request may have."""
+        if not plan.num_drafts:
+            return
+        assert plan.num_rows == len(plan.num_drafts) <= self.sizes.max_draft_rows
+        assert sum(plan.num_drafts) == len(plan.draft_token_ids) > 0
+        for row in plan.rows():
+            if row.drafts:
+                record = self.run.records[self.mirror.seats[row.slot].request_id]
+                limit = record.request.num_prompt_tokens + record.num_allowed(self.sizes)
+                assert len(row.drafts) <= self.sizes.max_draft_tokens and not record.request.params.beam_width
+                assert row.start + row.count < limit, f"drafts up to {row.start + row.count}, the limit is {limit}"
 
     def check_reads(self, plan: StepPlan) -> None:
         """S04: the context read, clipped to the window of a model that has only windows; one row alone may exceed."""

@@ -39,6 +39,8 @@ class RunRecord:
     step_s: dict[str, float] = field(default_factory=dict)
     prefix_hit_tokens: int = 0
     num_preemptions: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -64,6 +66,10 @@ class RunRecord:
             "step_share": {part: round(seconds / total, 4) if total else 0.0 for part, seconds in split.items()},
             "prefix_hit_tokens": self.prefix_hit_tokens,
             "preemptions": self.num_preemptions,
+            "output_tokens_per_step": round(self.num_output_tokens / steps, 4),
+            "drafted_tokens": self.num_drafted_tokens,
+            "accepted_tokens": self.num_accepted_tokens,
+            "acceptance": round(self.num_accepted_tokens / max(1, self.num_drafted_tokens), 4),
         }
 
 
@@ -146,5 +152,8 @@ def _subtract(record: RunRecord, before: Mapping[str, Any], after: Mapping[str, 
     """Fill in what the engine counted between two statistics."""
     totals = after["steps"]["total_s"]
     record.step_s = {part: totals[part] - before["steps"]["total_s"][part] for part in totals}
-    record.prefix_hit_tokens = after["scheduler"]["prefix_hit_tokens"] - before["scheduler"]["prefix_hit_tokens"]
-    record.num_preemptions = after["scheduler"]["num_preemptions"] - before["scheduler"]["num_preemptions"]
+    new, old = after["scheduler"], before["scheduler"]
+    record.prefix_hit_tokens = new["prefix_hit_tokens"] - old["prefix_hit_tokens"]
+    record.num_preemptions = new["num_preemptions"] - old["num_preemptions"]
+    record.num_drafted_tokens = new["num_drafted_tokens"] - old["num_drafted_tokens"]
+    record.num_accepted_tokens = new["num_accepted_tokens"] - old["num_accepted_tokens"]

@@ -76,6 +76,8 @@ def show_report(console: Console, report: dict[str, Any]) -> None:
         "all tokens/s": f"{report['total_tokens_per_s']:,.1f}",
         "prefix hits": f"{report['prefix_hit_tokens']:,} tokens",
         "preemptions": report["preemptions"],
+        "tokens a step": f"{report['output_tokens_per_step']:.2f}",
+        "drafts accepted": f"{report['accepted_tokens']:,} of {report['drafted_tokens']:,}",
         "start-up": f"{report['startup_s']:.2f} s",
         "peak memory": f"{report['peak_memory_bytes'] / 2**30:.2f} GiB ({report['weight_bytes'] / 2**30:.2f} weights)",
     }

@@ -33,7 +33,7 @@ class StepInputs:
     """One step, ready to run. `*_rows` are row indices of the plan; `*_last` their last token in the pass.
 
     `attention` and `begun_blocks` have one entry per cache group; begun are the blocks whose first position this
-    step writes and whose last it does not (see attention_pool). `first_token_N` is where each plan row's tokens
+    step writes and whose last it does not (see attention_pool), if they were wanted. `first_token_N` is where each plan row's tokens
     begin in the pass. `sample_rows` names a row for each of its positions that sample: one, and one more for each of
     its `drafts`. `beams` are indices into `sample_rows` of those that want candidates only.
     """
@@ -55,35 +55,42 @@ class StepInputs:
     drafts: Drafts | None = None
 
 
-def build_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs:
-    """Turn the plan's columns into tensors on the slots' device. Tables must be up to date. Needs a row with tokens."""
+def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_begun: bool = True) -> StepInputs:
+    """Turn the plan's columns into tensors on the slots' device. Tables must be up to date. Needs a row with tokens.
+
+    Begun blocks are looked for only where somebody wants to know them.
+    """
     slots_N, starts_N, counts_N = from_packed(plan.slots), from_packed(plan.starts), from_packed(plan.counts)
     flags_N = from_packed(plan.flags)
     ends_N = starts_N + counts_N
     longest = int(ends_N.max())
     assert longest <= slots.max_model_len, "a row reaches behind max_model_len"
-    order_A = np.lexsort((ends_N, counts_N > 1))
+    is_long_N = counts_N > 1
+    order_A = np.lexsort((ends_N, is_long_N)) if is_long_N.any() else np.argsort(ends_N, kind="stable")
     has_forks = np.count_nonzero(counts_N) < len(counts_N)
     if has_forks:
         order_A = order_A[counts_N[order_A] > 0]
-    first_A1 = np.concatenate(([0], np.cumsum(counts_N[order_A])))
+    is_plain = not (has_forks or is_long_N.any())  # every row has one token: it is the token
+    if is_plain:
+        first_A1 = np.arange(len(order_A) + 1)
+    else:
+        first_A1 = np.concatenate(([0], np.cumsum(counts_N[order_A])))
     first_token_N = np.empty_like(slots_N)  # what a row without tokens has here is never read
     first_token_N[order_A] = first_A1[:-1]
     last_token_N = first_token_N + counts_N - 1
     if has_forks:
         last_token_N = last_token_N[_source_rows(counts_N, flags_N)]
 
-    of_T = np.repeat(order_A, counts_N[order_A])
-    position_T = np.arange(first_A1[-1]) - first_token_N[of_T] + starts_N[of_T]
+    if is_plain:
+        of_T, position_T = order_A, starts_N[order_A]
+    else:
+        of_T = np.repeat(order_A, counts_N[order_A])
+        position_T = np.arange(first_A1[-1]) - first_token_N[of_T] + starts_N[of_T]
     slot_T = slots_N[of_T]
     width = slots.ids_SW.shape[1]
     contexts_A = ends_N[order_A]
     wanted = int(np.bitwise_or.reduce(flags_N))  # by any row
-    sample_rows = (flags_N & ROW_SAMPLE).nonzero()[0]
-    drafts, behind_R = None, 0 * sample_rows
-    if plan.num_drafts:
-        drafts = Drafts.of(plan, sample_rows)
-        sample_rows, behind_R = np.repeat(sample_rows, drafts.lengths), drafts.behind_R
+    sample_rows, behind_R, drafts = _sampled(plan, (flags_N & ROW_SAMPLE).nonzero()[0])
     sampling = SamplingRows(slots_N[sample_rows], ends_N[sample_rows] - behind_R)
     token_index_T, positions_T, row_start_A1, context_len_A, last_R, target_R, *paged = upload(
         slots.ids_SW.device,
@@ -110,12 +117,10 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs:
     groups = [attention]
     for group in range(1, len(slots.tables)):
         groups.append(replace(attention, slot_mapping_T=paged[2 * group], block_table_NM=paged[2 * group + 1]))
-    last_block_N = (ends_N - 1) // block_size
-    is_begun_N = (ends_N % block_size != 0) & (last_block_N * block_size >= starts_N)
     return StepInputs(
         token_index_T=token_index_T,
         attention=groups,
-        begun_blocks=[table_SM[slots_N, last_block_N][is_begun_N] for table_SM in slots.tables],
+        begun_blocks=_begun_blocks(slots, block_size, (slots_N, starts_N, ends_N)) if wants_begun else [],
         first_token_N=first_token_N,
         slots_N=slots_N,
         starts_N=starts_N,
@@ -129,6 +134,22 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int) -> StepInputs:
         pool_rows=np.flatnonzero(flags_N & ROW_POOL) if wanted & ROW_POOL else _NONE,
         drafts=drafts,
     )
+
+
+def _sampled(plan: StepPlan, rows: Ints) -> tuple[Ints, Ints | int, Drafts | None]:
+    """The row of each position that samples, and how many of its row's are behind it."""
+    if not plan.num_drafts:
+        return rows, 0, None
+    drafts = Drafts.of(plan, rows)
+    return np.repeat(rows, drafts.lengths), drafts.behind_R, drafts
+
+
+def _begun_blocks(slots: Slots, block_size: int, rows: tuple[Ints, Ints, Ints]) -> list[Ints]:
+    """Per cache group: the blocks whose first position the rows write and whose last they do not."""
+    slots_N, starts_N, ends_N = rows
+    last_block_N = (ends_N - 1) // block_size
+    is_begun_N = (ends_N % block_size != 0) & (last_block_N * block_size >= starts_N)
+    return [table_SM[slots_N, last_block_N][is_begun_N] for table_SM in slots.tables]
 
 
 def _source_rows(counts_N: Ints, flags_N: Ints) -> Ints:
