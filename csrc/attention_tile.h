@@ -82,12 +82,54 @@ struct PanelRows {  // rows of a packed panel
     INLINE_MEMBER const float* row(int64_t k) const { return panel + k * width; }
 };
 
+// Asks for one head's share of a position before it is needed: memory is the bound where rows are few.
 template <class T>
-struct PoolRows {  // rows of the pool itself
+INLINE void fetch(const T* row, int64_t size) {
+    for (int64_t i = 0; i < size; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + i, 0, 2);
+}
+
+template <class T>
+struct PoolRows {  // rows of the pool itself; on the way, others are asked for
     const T* const* rows;
     int64_t offset;
-    INLINE_MEMBER const T* row(int64_t k) const { return rows[k] + offset; }
+    const T* const* next;
+    int64_t fetched;
+    INLINE_MEMBER const T* row(int64_t k) const {
+        fetch(next[k], fetched);
+        return rows[k] + offset;
+    }
 };
+
+// Where a part's positions [first, end) are in the pool.
+struct Places {
+    int64_t part, first, end;
+    int64_t at[kPart];
+};
+
+INLINE int64_t low_of(const AttentionLayer& layer, int64_t context) {
+    return layer.window > 0 && context > layer.window ? context - layer.window : 0;
+}
+
+// The positions of a part that any token of the item sees.
+INLINE void find_places(const AttentionLayer& layer, const AttentionStep& step, const AttentionItem& item, int64_t part,
+                        Places& places) {
+    const int64_t* members = step.members + item.first_member;
+    int64_t lowest = INT64_MAX, highest = 0;
+    for (int64_t i = 0; i < item.num_members; ++i) {
+        const int64_t context = step.contexts[members[i]], low = low_of(layer, context);
+        lowest = low < lowest ? low : lowest, highest = context > highest ? context : highest;
+    }
+    const int64_t begin = part * kPart, width = layer.num_kv_heads * layer.head_dim, block_size = layer.block_size;
+    const int64_t* table = step.table + step.rows[members[0]] * step.table_stride;
+    places.part = part;
+    places.first = lowest > begin ? lowest - begin : 0;
+    places.end = highest - begin < kPart ? highest - begin : kPart;
+    int64_t block = (begin + places.first) / block_size, offset = (begin + places.first) % block_size;
+    for (int64_t at = places.first; at < places.end; ++block, offset = 0) {
+        int64_t place = (table[block] * block_size + offset) * width;
+        for (; offset < block_size && at < places.end; ++offset, place += width) places.at[at++] = place;
+    }
+}
 
 // `multiply` for any number of rows: at most kMost at a time, evenly.
 template <class V, int NV, int kMost, class Rows>
@@ -120,33 +162,42 @@ class Tile {
           padded_((size_ + V::kLanes - 1) / V::kLanes * V::kLanes), group_(layer.num_heads / layer.num_kv_heads),
           members_(step.members + item.first_member) {}
 
-    // All of the item for heads [first_of_group, + heads) of each group.
-    void run(int64_t first_of_group, int64_t heads, const float* query, int64_t query_stride, float* out,
-             int64_t out_stride) {
+    // All of the item for heads [first_of_group, + heads) of each group. `places` are those of its first part; behind
+    // the call, those of the next item's, where there is one.
+    void run(int64_t first_of_group, int64_t heads, const AttentionItem* next, const float* query, int64_t query_stride,
+             float* out, int64_t out_stride, Places& places) {
         first_of_group_ = first_of_group, heads_ = heads, rows_ = item_.num_members * heads;
         const bool is_direct = step_.first_slots[members_[0]] == kDirect;
         load_queries(query, query_stride);
-        lowest_ = INT64_MAX, highest_ = 0;
-        for (int64_t i = 0; i < item_.num_members; ++i) {
-            const int64_t low = low_of(layer_, step_.contexts[members_[i]]), context = step_.contexts[members_[i]];
-            lowest_ = low < lowest_ ? low : lowest_, highest_ = context > highest_ ? context : highest_;
-        }
+        for (int64_t i = 0, row = 0; i < item_.num_members; ++i)
+            for (int64_t j = 0; j < heads; ++j, ++row) {
+                const int64_t context = step_.contexts[members_[i]];
+                seen_[row] = {low_of(layer_, context), context, members_[i], first_of_group + j};
+            }
         for (int64_t part = item_.first_part; part < item_.end_part; ++part) {
-            find_places(part);
+            Places ahead;
+            const bool has_next = part + 1 < item_.end_part || next != nullptr;
+            if (part + 1 < item_.end_part) {
+                find_places(layer_, step_, item_, part + 1, ahead);
+            } else if (next != nullptr) {
+                find_places(layer_, step_, *next, next->first_part, ahead);
+            }
             for (int64_t head = item_.first_head; head < item_.end_head; ++head) {
-                attend_part(part, head);
+                if (head + 1 < item_.end_head) {
+                    attend_part(places, head, places, head + 1);
+                } else {
+                    const int64_t first = part + 1 < item_.end_part || !has_next ? item_.first_head : next->first_head;
+                    attend_part(places, head, has_next ? ahead : places, first);
+                }
                 if (is_direct) {
                     fold_rows(part, head);
                 } else {
                     save_rows(part, head);
                 }
             }
+            if (has_next) places = ahead;
         }
         if (is_direct) write_rows(out, out_stride);
-    }
-
-    static INLINE_MEMBER int64_t low_of(const AttentionLayer& layer, int64_t context) {
-        return layer.window > 0 && context > layer.window ? context - layer.window : 0;
     }
 
     // Adds a part's maximum, sum and values to those so far.
@@ -183,55 +234,49 @@ class Tile {
             }
     }
 
-    // Where the part's positions that any row sees are in the pool.
-    void find_places(int64_t part) {
-        const int64_t begin = part * kPart, width = layer_.num_kv_heads * size_, block_size = layer_.block_size;
-        first_ = lowest_ > begin ? lowest_ - begin : 0;
-        end_ = highest_ - begin < kPart ? highest_ - begin : kPart;
-        const int64_t* table = step_.table + step_.rows[members_[0]] * step_.table_stride;
-        int64_t block = (begin + first_) / block_size, offset = (begin + first_) % block_size;
-        for (int64_t at = first_; at < end_; ++block, offset = 0) {
-            int64_t place = (table[block] * block_size + offset) * width;
-            for (; offset < block_size && at < end_; ++offset, place += width) places_[at++] = place;
-        }
-    }
-
-    INLINE_MEMBER void attend_part(int64_t part, int64_t head) {
+    // Scores, weights and weighted values of one part; on the way, asks for the keys of (ahead, next_head).
+    INLINE_MEMBER void attend_part(const Places& places, int64_t head, const Places& ahead, int64_t next_head) {
         static const T zeros[kMaxSize] = {};
-        const T *keys[kPart + V::kBlock], *values[kPart];
+        const T *keys[kPart + V::kBlock], *values[kPart], *next[kPart];
         const T *all_keys = static_cast<const T*>(layer_.keys), *all_values = static_cast<const T*>(layer_.values);
+        first_ = places.first, end_ = places.end;
         // whole blocks of keys are turned: what is not seen is zero there
-        const int64_t from = first_ / V::kBlock * V::kBlock;
-        for (int64_t at = from; at < first_; ++at) keys[at] = zeros;
+        for (int64_t at = first_ / V::kBlock * V::kBlock; at < first_; ++at) keys[at] = zeros;
         for (int64_t at = first_; at < end_; ++at) {
-            keys[at] = all_keys + places_[at] + head * size_;
-            values[at] = all_values + places_[at] + head * size_;
+            keys[at] = all_keys + places.at[at] + head * size_;
+            values[at] = all_values + places.at[at] + head * size_;
+            next[at] = values[at];
         }
         for (int64_t at = end_; at % V::kBlock != 0; ++at) keys[at] = zeros;
+        for (int64_t at = ahead.first > first_ ? ahead.first : first_; at < ahead.end && at < end_; ++at)
+            next[at] = all_keys + ahead.at[at] + next_head * size_;
         if (rows_ <= kFew) {
-            score<kWide, kFew>(keys, head);
+            score<kWide, kFew>(keys, values, head);
         } else {
-            score<kNarrow, kMost>(keys, head);
+            score<kNarrow, kMost>(keys, values, head);
         }
-        soften(part);
+        soften(places.part);
         if (rows_ <= kFew && size_ % (kWide * V::kLanes) == 0) {
             for (int64_t d = 0; d < size_; d += kWide * V::kLanes)
-                multiply_rows<V, kWide, kFew>(rows_, s_.scores, kScoreStride, PoolRows<T>{values, d}, first_, end_,
+                multiply_rows<V, kWide, kFew>(rows_, s_.scores, kScoreStride,
+                                              PoolRows<T>{values, d, next, d == 0 ? size_ : 0}, first_, end_,
                                               s_.part + d, padded_);
         } else {
-            weigh(values);
+            weigh(values, next);
         }
     }
 
     template <int kVectors, int kRows>
-    INLINE_MEMBER void score(const T* const* keys, int64_t head) {
+    INLINE_MEMBER void score(const T* const* keys, const T* const* values, int64_t head) {
         constexpr int64_t kWidth = kVectors * V::kLanes;
         const float* query = s_.query + base_row(head) * size_;
         const int64_t first_block = first_ / V::kBlock * V::kBlock;
         for (int64_t at = first_ / kWidth * kWidth; at < end_; at += kWidth) {
             const int64_t end = at + kWidth < end_ ? at + kWidth : end_;
-            for (int64_t i = at > first_block ? at : first_block; i < end; i += V::kBlock)
+            for (int64_t i = at > first_block ? at : first_block; i < end; i += V::kBlock) {
+                for (int64_t j = i > first_ ? i : first_; j < i + V::kBlock && j < end; ++j) fetch(values[j], size_);
                 V::turn(keys + i, size_, s_.panel + (i - at), kWidth);
+            }
             const PanelRows panel{s_.panel, kWidth};
             float* scores = s_.scores + at;
             const int64_t vectors = (end - at + V::kLanes - 1) / V::kLanes;
@@ -252,8 +297,7 @@ class Tile {
         const int64_t from = first_ / V::kLanes * V::kLanes, to = (end_ + V::kLanes - 1) / V::kLanes * V::kLanes;
         const auto cap = V::set1(static_cast<float>(layer_.soft_cap));
         for (int64_t row = 0; row < rows_; ++row) {
-            const int64_t context = step_.contexts[members_[row / heads_]];
-            const int64_t low = low_of(layer_, context) - part * kPart, high = context - part * kPart;
+            const int64_t low = seen_[row].low - part * kPart, high = seen_[row].context - part * kPart;
             float* scores = s_.scores + row * kScoreStride;
             if (layer_.soft_cap > 0)
                 for (int64_t at = from; at < to; at += V::kLanes)
@@ -277,12 +321,13 @@ class Tile {
     }
 
     // Values copied to panels [positions][sizes], then weighed.
-    INLINE_MEMBER void weigh(const T* const* values) {
+    INLINE_MEMBER void weigh(const T* const* values, const T* const* next) {
         constexpr int64_t kWidth = kNarrow * V::kLanes;
         for (int64_t d = 0; d < size_; d += kWidth) {
             const int64_t vectors = d + V::kLanes < size_ ? 2 : 1;
             for (int64_t at = first_; at < end_; ++at) {
                 float* to = s_.panel + at * kWidth;
+                if (d == 0) fetch(next[at], size_);
                 if (d + vectors * V::kLanes <= size_) {
                     for (int64_t v = 0; v < vectors * V::kLanes; v += V::kLanes) V::store(V::load(values[at] + d + v), to + v);
                 } else {
@@ -299,16 +344,15 @@ class Tile {
     }
 
     INLINE_MEMBER bool sees(int64_t row, int64_t part) const {
-        const int64_t context = step_.contexts[members_[row / heads_]];
-        return part * kPart < context && (part + 1) * kPart > low_of(layer_, context);
+        return part * kPart < seen_[row].context && (part + 1) * kPart > seen_[row].low;
     }
 
     INLINE_MEMBER void fold_rows(int64_t part, int64_t head) {
         for (int64_t row = 0; row < rows_; ++row) {
             if (!sees(row, part)) continue;
-            const int64_t at = base_row(head) + row, context = step_.contexts[members_[row / heads_]];
+            const int64_t at = base_row(head) + row;
             float *total = s_.total + at * padded_, *from = s_.part + row * padded_;
-            if (low_of(layer_, context) / kPart < part) {
+            if (seen_[row].low / kPart < part) {
                 fold(padded_, from, s_.part_max[row], s_.part_sum[row], total, s_.total_max + at, s_.total_sum + at);
             } else {
                 s_.total_max[at] = s_.part_max[row], s_.total_sum[at] = s_.part_sum[row];
@@ -321,8 +365,8 @@ class Tile {
         const int64_t stride = size_ + kTail;
         for (int64_t row = 0; row < rows_; ++row) {
             if (!sees(row, part)) continue;
-            const int64_t slot = step_.first_slots[members_[row / heads_]] + part;
-            const int64_t query_head = head * group_ + first_of_group_ + row % heads_;
+            const int64_t slot = step_.first_slots[seen_[row].token] + part;
+            const int64_t query_head = head * group_ + seen_[row].head;
             float* to = step_.partial + (slot * layer_.num_heads + query_head) * stride;
             std::memcpy(to, s_.part + row * padded_, size_ * sizeof(float));
             to[size_] = s_.part_max[row], to[size_ + 1] = s_.part_sum[row];
@@ -332,9 +376,9 @@ class Tile {
     void write_rows(float* out, int64_t stride) {
         for (int64_t head = item_.first_head; head < item_.end_head; ++head)
             for (int64_t row = 0; row < rows_; ++row) {
-                const int64_t at = base_row(head) + row, query_head = head * group_ + first_of_group_ + row % heads_;
+                const int64_t at = base_row(head) + row, query_head = head * group_ + seen_[row].head;
                 write(size_, s_.total + at * padded_, s_.total_sum[at],
-                      out + members_[row / heads_] * stride + query_head * size_);
+                      out + seen_[row].token * stride + query_head * size_);
             }
     }
 
@@ -345,8 +389,10 @@ class Tile {
     const int64_t size_, padded_, group_;
     const int64_t* members_;
     int64_t first_of_group_ = 0, heads_ = 0, rows_ = 0;  // rows of one KV head: (member, head of the group)
-    int64_t lowest_ = 0, highest_ = 0, first_ = 0, end_ = 0;
-    int64_t places_[kPart];
+    int64_t first_ = 0, end_ = 0;                        // positions of the part that any row sees
+    struct {
+        int64_t low, context, token, head;  // of a row: positions [low, context) seen; head within the group
+    } seen_[kMaxRows];
 };
 
 // The first item whose work begins at or behind the share of `thread`.
@@ -368,11 +414,19 @@ template <class V, class T>
 void attend_items(const AttentionLayer& layer, const AttentionStep& step, const float* query, int64_t query_stride,
                   float* out, int64_t out_stride, int64_t thread, int64_t threads) {
     AttentionScratch& scratch = attention_scratch();
-    const int64_t group = layer.num_heads / layer.num_kv_heads, end = first_item(step, thread + 1, threads);
-    for (int64_t index = first_item(step, thread, threads); index < end; ++index) {
-        Tile<V, T> tile(layer, step, step.items[index], scratch);
-        for (int64_t first = 0; first < group; first += kMaxRows)
-            tile.run(first, group - first < kMaxRows ? group - first : kMaxRows, query, query_stride, out, out_stride);
+    const int64_t group = layer.num_heads / layer.num_kv_heads;
+    const int64_t first = first_item(step, thread, threads), end = first_item(step, thread + 1, threads);
+    Places places;
+    if (first < end) find_places(layer, step, step.items[first], step.items[first].first_part, places);
+    for (int64_t index = first; index < end; ++index) {
+        const AttentionItem &item = step.items[index], *next = index + 1 < end ? &step.items[index + 1] : nullptr;
+        Tile<V, T> tile(layer, step, item, scratch);
+        for (int64_t head = 0; head < group; head += kMaxRows) {
+            const bool is_last = head + kMaxRows >= group;
+            if (head > 0) find_places(layer, step, item, item.first_part, places);
+            tile.run(head, is_last ? group - head : kMaxRows, is_last ? next : nullptr, query, query_stride, out,
+                     out_stride, places);
+        }
     }
 }
 
@@ -385,7 +439,7 @@ void join_tokens(const AttentionLayer& layer, const AttentionStep& step, float* 
     alignas(64) float total[kMaxSize + V::kLanes], part[kMaxSize + V::kLanes] = {};
     for (int64_t unit = units * thread / threads; unit < units * (thread + 1) / threads; ++unit) {
         const int64_t token = step.joins[unit / heads], head = unit % heads, context = step.contexts[token];
-        const int64_t first = Any::low_of(layer, context) / kPart, last = (context - 1) / kPart;
+        const int64_t first = low_of(layer, context) / kPart, last = (context - 1) / kPart;
         float highest = 0.0f, sum = 0.0f;
         for (int64_t index = first; index <= last; ++index) {
             const float* from = step.partial + ((step.first_slots[token] + index) * heads + head) * stride;

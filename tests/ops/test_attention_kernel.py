@@ -190,7 +190,8 @@ def test_what_lies_behind_a_context_is_not_read() -> None:
 def test_scores_of_any_size_keep_the_weights_a_distribution() -> None:
     rig = Rig(torch.float32)
     rig.query = [query * 1e4 for query in rig.query]
-    torch.testing.assert_close(rig.run(WHOLE), rig.reference(), atol=1e-4, rtol=1e-4)
+    # floats are 4e-3 apart where these scores are
+    torch.testing.assert_close(rig.run(WHOLE), rig.reference(), atol=2e-2, rtol=2e-2)
     rig.pool.values[0].fill_(1.0)
     output = rig.run(WHOLE)
     torch.testing.assert_close(output, torch.ones_like(output))
