@@ -11,6 +11,9 @@ namespace {
 const LinearKernels& kernels_for(int64_t kind) {
 #if defined(__x86_64__)
     const Isa isa = isa_in_use();
+    if (kind == kBfloat16 && has_bf16()) return kBf16Linear;
+    if (kind >= kInt8 && has_vnni()) return kVnniLinear[kind - kInt8];
+    if (kind < kInt8 && isa == kAvx512) return kAvx512Linear[kind];
     if (isa >= kAvx2) return kAvx2Linear[kind];
 #endif
     return kPortableLinear[kind];
@@ -44,7 +47,8 @@ EXPORT void octavo_linear_prepare(int64_t kind, const float* x, int64_t x_stride
     const int64_t bytes = octavo::prepared_bytes(kind, inputs);
     uint8_t* to = static_cast<uint8_t*>(out);
     if (num_threads <= 1) {  // no parallel region at all: it would wake the pool
-        for (int64_t row = 0; row < rows; ++row) octavo::prepare_row(kind, x + row * x_stride, inputs, to + row * bytes);
+        for (int64_t row = 0; row < rows; ++row)
+            octavo::prepare_row(kind, x + row * x_stride, inputs, to + row * bytes);
         return;
     }
 #pragma omp parallel for schedule(static) num_threads(num_threads)

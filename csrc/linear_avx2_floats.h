@@ -24,25 +24,22 @@ INLINE void load_pair(const Bfloat16* from, __m256 (&out)[2][2]) {
 template <typename T>
 struct Floats {
     static constexpr bool kIsFloat = sizeof(T) == 4;
-    static constexpr int kTile = 6, kDirectRows = 4, kDirectPanels = 4;
+    static constexpr int kTile = 6, kDirectRows = 6, kDirectPanels = 4;
     static constexpr int64_t kBlockSteps = 256;  // inputs; even
     static constexpr int64_t kScratchBytes = kIsFloat ? 64 : kBlockSteps * octavo::kPanel * 4;
 
     static int64_t steps(const octavo::Weight& weight) { return weight.inputs; }
 
     template <int R, int P>
-    INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, const uint8_t* rows, int64_t stride,
-                       float* sums) {
-        const int64_t bytes = octavo::panel_bytes(weight.kind, weight.inputs, 0);
-        __m256 sum[P][R][2];
-        for (int p = 0; p < P; ++p)
-            for (int r = 0; r < R; ++r) sum[p][r][0] = sum[p][r][1] = _mm256_setzero_ps();
+    INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, int64_t gap, const uint8_t* rows,
+                       int64_t stride, float* sums) {
+        __m256 sum[P][R][2] = {};
         int64_t k = 0;
         for (; k + 2 <= weight.inputs + (kIsFloat ? 0 : 1); k += 2, panel += 2 * octavo::kPanel * sizeof(T), rows += 8)
             for (int p = 0; p < P; ++p) {
-                prefetch_record(panel + p * bytes + kAhead / P, 2 * octavo::kPanel * sizeof(T));
+                prefetch_record(panel + p * gap + kAhead, 2 * octavo::kPanel * sizeof(T));
                 __m256 pair[2][2];
-                load_pair(reinterpret_cast<const T*>(panel + p * bytes), pair);
+                load_pair(reinterpret_cast<const T*>(panel + p * gap), pair);
                 for (int i = 0; i < 2; ++i)
                     for (int r = 0; r < R; ++r)
                         for (int half = 0; half < 2; ++half)
@@ -54,12 +51,9 @@ struct Floats {
                 for (int r = 0; r < R; ++r)
                     for (int half = 0; half < 2; ++half)
                         sum[p][r][half] = _mm256_fmadd_ps(
-                            _mm256_loadu_ps(reinterpret_cast<const float*>(panel + p * bytes) + half * 8),
+                            _mm256_loadu_ps(reinterpret_cast<const float*>(panel + p * gap) + half * 8),
                             broadcast_float(rows + r * stride), sum[p][r][half]);
-        for (int p = 0; p < P; ++p)
-            for (int r = 0; r < R; ++r)
-                for (int half = 0; half < 2; ++half)
-                    _mm256_storeu_ps(sums + (p * R + r) * octavo::kPanel + half * 8, sum[p][r][half]);
+        store_sums<R, P>(sum, sums);
     }
 
     static const uint8_t* unpack(const octavo::Weight&, const uint8_t* panel, int64_t first, int64_t count,
@@ -77,12 +71,13 @@ struct Floats {
 
     template <int R>
     INLINE void tile(const octavo::Weight&, const uint8_t* unpacked, int64_t first, int64_t count, const uint8_t* rows,
-                     int64_t stride, float* sums) {
+                     int64_t stride, float* sums, Ahead ahead) {
         rows += first * 4;
         __m256 sum[R][2];
         for (int r = 0; r < R; ++r)
             for (int half = 0; half < 2; ++half) sum[r][half] = _mm256_load_ps(sums + r * octavo::kPanel + half * 8);
         for (; count > 0; --count, unpacked += octavo::kPanel * 4, rows += 4) {
+            prefetch_step<1>(ahead);
             const __m256 left = _mm256_load_ps(reinterpret_cast<const float*>(unpacked));
             const __m256 right = _mm256_load_ps(reinterpret_cast<const float*>(unpacked) + 8);
             for (int r = 0; r < R; ++r) {

@@ -29,12 +29,23 @@ INLINE __m256 broadcast_float(const uint8_t* from) {
     return _mm256_set1_ps(value);
 }
 
+// Keeps a sum where it is: GCC would bring all products of a loop's sums about at once, and spill them.
+INLINE void pin(__m256i& sum) { __asm__("" : "+x"(sum)); }
+
 INLINE void prefetch_record(const uint8_t* at, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 3);
 }
 
+template <int R, int P>
+INLINE void store_sums(const __m256 (&sum)[P][R][2], float* sums) {
+    for (int p = 0; p < P; ++p)
+        for (int r = 0; r < R; ++r)
+            for (int half = 0; half < 2; ++half)
+                _mm256_storeu_ps(sums + (p * R + r) * octavo::kPanel + half * 8, sum[p][r][half]);
+}
+
 struct Int4 {
-    static constexpr int kTile = 4, kDirectRows = 4, kDirectPanels = 1;
+    static constexpr int kTile = 4, kDirectRows = 4, kDirectPanels = 4;
     static constexpr int64_t kBlockSteps = 24, kScratchBytes = kBlockSteps * kInt4Unpacked;
     static constexpr int64_t kRowGroup = group_bytes<int8_t>();
 
@@ -47,37 +58,41 @@ struct Int4 {
         return _mm256_fmadd_ps(min, broadcast_float(head + 4), _mm256_fmadd_ps(scaled, broadcast_float(head), sum));
     }
 
-    template <int R, int P>
-    INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, const uint8_t* rows, int64_t stride,
-                       float* sums) {
-        static_assert(P == 1, "one panel is one stream");
+    template <int R>
+    INLINE void direct_group(const uint8_t* panel, const uint8_t* rows, int64_t stride, __m256 (&sum)[R][2]) {
         const __m256i low = _mm256_set1_epi8(15);
-        __m256 sum[R][2];
-        for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
-        for (int64_t group = steps(weight); group > 0; --group, panel += octavo::kInt4Record, rows += kRowGroup) {
-            prefetch_record(panel + kAhead, octavo::kInt4Record);
-            __m256i pairs[R][2];
+        __m256i pairs[R][2];
 #pragma GCC unroll 4
-            for (int quad = 0; quad < 4; ++quad)
-                for (int half = 0; half < 2; ++half) {
-                    const __m256i both = load(panel + octavo::kNibblesOffset + quad * 64 + half * 32);
-                    const __m256i first = _mm256_and_si256(both, low);
-                    const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-                    for (int r = 0; r < R; ++r) {
-                        const uint8_t* codes = rows + r * stride + sizeof(octavo::GroupHead) + quad * 4;
-                        const __m256i product = _mm256_add_epi16(_mm256_maddubs_epi16(first, broadcast32(codes)),
-                                                                 _mm256_maddubs_epi16(second, broadcast32(codes + 16)));
-                        pairs[r][half] = quad == 0 ? product : _mm256_add_epi16(pairs[r][half], product);
-                    }
-                }
+        for (int quad = 0; quad < 4; ++quad)
             for (int half = 0; half < 2; ++half) {
-                const __m256 scale = halves(panel + half * 16), min = halves(panel + octavo::kMinsOffset + half * 16);
-                for (int r = 0; r < R; ++r)
-                    sum[r][half] = add(sum[r][half], pairs[r][half], scale, min, rows + r * stride);
+                const __m256i both = load(panel + octavo::kNibblesOffset + quad * 64 + half * 32);
+                const __m256i first = _mm256_and_si256(both, low);
+                const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+                for (int r = 0; r < R; ++r) {
+                    const uint8_t* codes = rows + r * stride + sizeof(octavo::GroupHead) + quad * 4;
+                    const __m256i product = _mm256_add_epi16(_mm256_maddubs_epi16(first, broadcast32(codes)),
+                                                             _mm256_maddubs_epi16(second, broadcast32(codes + 16)));
+                    pairs[r][half] = quad == 0 ? product : _mm256_add_epi16(pairs[r][half], product);
+                    pin(pairs[r][half]);
+                }
             }
+        for (int half = 0; half < 2; ++half) {
+            const __m256 scale = halves(panel + half * 16), min = halves(panel + octavo::kMinsOffset + half * 16);
+            for (int r = 0; r < R; ++r)
+                sum[r][half] = add(sum[r][half], pairs[r][half], scale, min, rows + r * stride);
         }
-        for (int r = 0; r < R; ++r)
-            for (int half = 0; half < 2; ++half) _mm256_storeu_ps(sums + r * octavo::kPanel + half * 8, sum[r][half]);
+    }
+
+    template <int R, int P>
+    INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, int64_t gap, const uint8_t* rows,
+                       int64_t stride, float* sums) {
+        __m256 sum[P][R][2] = {};
+        for (int64_t group = steps(weight); group > 0; --group, panel += octavo::kInt4Record, rows += kRowGroup)
+            for (int p = 0; p < P; ++p) {
+                prefetch_record(panel + p * gap + kAhead, octavo::kInt4Record);
+                direct_group<R>(panel + p * gap, rows, stride, sum[p]);
+            }
+        store_sums<R, P>(sum, sums);
     }
 
     static const uint8_t* unpack(const octavo::Weight&, const uint8_t* panel, int64_t first, int64_t count,
@@ -99,9 +114,10 @@ struct Int4 {
 
     template <int R>
     INLINE void tile(const octavo::Weight&, const uint8_t* unpacked, int64_t first, int64_t count, const uint8_t* rows,
-                     int64_t stride, float* sums) {
+                     int64_t stride, float* sums, Ahead ahead) {
         rows += first * kRowGroup;
         for (; count > 0; --count, unpacked += kInt4Unpacked, rows += kRowGroup) {
+            prefetch_step<3>(ahead);
             __m256i pairs[R][2];
 #pragma GCC unroll 8
             for (int quad = 0; quad < 8; ++quad) {
@@ -111,6 +127,7 @@ struct Int4 {
                     const __m256i a = _mm256_maddubs_epi16(left, codes), b = _mm256_maddubs_epi16(right, codes);
                     pairs[r][0] = quad == 0 ? a : _mm256_add_epi16(pairs[r][0], a);
                     pairs[r][1] = quad == 0 ? b : _mm256_add_epi16(pairs[r][1], b);
+                    pin(pairs[r][0]), pin(pairs[r][1]);
                 }
             }
             const float* scales = reinterpret_cast<const float*>(unpacked + 512);
@@ -128,7 +145,7 @@ struct Int4 {
 template <int kParts>
 struct Int8 {
     static constexpr int64_t kUnpacked = 1024 + 64 * kParts;  // codes [16 pairs][16][2], then scales as floats
-    static constexpr int kTile = 4, kDirectRows = 4, kDirectPanels = 1;
+    static constexpr int kTile = 4, kDirectRows = 4, kDirectPanels = 4;
     static constexpr int64_t kBlockSteps = 16, kScratchBytes = kBlockSteps * kUnpacked;
     static constexpr int64_t kRowGroup = group_bytes<int16_t>();
     static constexpr int kPartPairs = 16 / kParts;
@@ -141,37 +158,42 @@ struct Int8 {
 
     INLINE __m256i start(const uint8_t* head, int part) { return broadcast32(head + (kParts == 1 ? 4 : 8 + part * 4)); }
 
-    template <int R, int P>
-    INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, const uint8_t* rows, int64_t stride,
-                       float* sums) {
-        static_assert(P == 1, "one panel is one stream");
+    template <int R>
+    INLINE void direct_part(const uint8_t* weights, const uint8_t* scales, const uint8_t* rows, int64_t stride,
+                            int part, __m256 (&sum)[R][2]) {
         const __m256i low = _mm256_set1_epi16(255);
-        const uint8_t* weights = panel + octavo::int8_scale_bytes(weight.inputs, weight.group);
-        __m256 sum[R][2];
-        for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
-        for (int64_t group = steps(weight); group > 0; --group, rows += kRowGroup)
-            for (int part = 0; part < kParts; ++part, panel += 32, weights += kPartPairs * 32) {
-                prefetch_record(weights + kAhead, kPartPairs * 32);
-                __m256i dot[R][2];
-                for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = start(rows + r * stride, part);
+        __m256i dot[R][2];
+        for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = start(rows + r * stride, part);
 #pragma GCC unroll 8
-                for (int quad = 0; quad < kPartPairs / 2; ++quad)
-                    for (int half = 0; half < 2; ++half) {
-                        const __m256i both = load(weights + quad * 64 + half * 32);
-                        const __m256i even = _mm256_and_si256(both, low), odd = _mm256_srli_epi16(both, 8);
-                        for (int r = 0; r < R; ++r) {
-                            const uint8_t* codes = rows + r * stride + sizeof(octavo::GroupHead) + part * 32 + quad * 8;
-                            const __m256i product = _mm256_add_epi32(_mm256_madd_epi16(even, broadcast32(codes)),
-                                                                     _mm256_madd_epi16(odd, broadcast32(codes + 4)));
-                            dot[r][half] = _mm256_add_epi32(dot[r][half], product);
-                        }
-                    }
-                for (int half = 0; half < 2; ++half)
-                    for (int r = 0; r < R; ++r)
-                        sum[r][half] = add(sum[r][half], dot[r][half], halves(panel + half * 16), rows + r * stride);
+        for (int quad = 0; quad < kPartPairs / 2; ++quad)
+            for (int half = 0; half < 2; ++half) {
+                const __m256i both = load(weights + quad * 64 + half * 32);
+                const __m256i even = _mm256_and_si256(both, low), odd = _mm256_srli_epi16(both, 8);
+                for (int r = 0; r < R; ++r) {
+                    const uint8_t* codes = rows + r * stride + sizeof(octavo::GroupHead) + part * 32 + quad * 8;
+                    const __m256i product = _mm256_add_epi32(_mm256_madd_epi16(even, broadcast32(codes)),
+                                                             _mm256_madd_epi16(odd, broadcast32(codes + 4)));
+                    dot[r][half] = _mm256_add_epi32(dot[r][half], product);
+                    pin(dot[r][half]);
+                }
             }
-        for (int r = 0; r < R; ++r)
-            for (int half = 0; half < 2; ++half) _mm256_storeu_ps(sums + r * octavo::kPanel + half * 8, sum[r][half]);
+        for (int half = 0; half < 2; ++half)
+            for (int r = 0; r < R; ++r)
+                sum[r][half] = add(sum[r][half], dot[r][half], halves(scales + half * 16), rows + r * stride);
+    }
+
+    template <int R, int P>
+    INLINE void direct(const octavo::Weight& weight, const uint8_t* panel, int64_t gap, const uint8_t* rows,
+                       int64_t stride, float* sums) {
+        const uint8_t* weights = panel + octavo::int8_scale_bytes(weight.inputs, weight.group);
+        __m256 sum[P][R][2] = {};
+        for (int64_t group = steps(weight); group > 0; --group, rows += kRowGroup)
+            for (int part = 0; part < kParts; ++part, panel += 32, weights += kPartPairs * 32)
+                for (int p = 0; p < P; ++p) {
+                    prefetch_record(weights + p * gap + kAhead, kPartPairs * 32);
+                    direct_part<R>(weights + p * gap, panel + p * gap, rows, stride, part, sum[p]);
+                }
+        store_sums<R, P>(sum, sums);
     }
 
     static const uint8_t* unpack(const octavo::Weight& weight, const uint8_t* panel, int64_t first, int64_t count,
@@ -195,10 +217,11 @@ struct Int8 {
 
     template <int R>
     INLINE void tile(const octavo::Weight&, const uint8_t* unpacked, int64_t first, int64_t count, const uint8_t* rows,
-                     int64_t stride, float* sums) {
+                     int64_t stride, float* sums, Ahead ahead) {
         rows += first * kRowGroup;
         for (; count > 0; --count, unpacked += kUnpacked, rows += kRowGroup)
             for (int part = 0; part < kParts; ++part) {
+                prefetch_step<4 / kParts>(ahead);
                 __m256i dot[R][2];
                 for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = start(rows + r * stride, part);
 #pragma GCC unroll 16
@@ -209,6 +232,7 @@ struct Int8 {
                         const __m256i codes = broadcast32(rows + r * stride + sizeof(octavo::GroupHead) + pair * 4);
                         dot[r][0] = _mm256_add_epi32(dot[r][0], _mm256_madd_epi16(left, codes));
                         dot[r][1] = _mm256_add_epi32(dot[r][1], _mm256_madd_epi16(right, codes));
+                        pin(dot[r][0]), pin(dot[r][1]);
                     }
                 }
                 const float* scales = reinterpret_cast<const float*>(unpacked + 1024) + part * octavo::kPanel;

@@ -26,7 +26,8 @@ struct LinearKernels {
 
 extern const LinearKernels kPortableLinear[4];  // by kind
 extern const LinearKernels kAvx2Linear[4];
-extern const LinearKernels kAvx512Linear[4];  // the bfloat16 entry widens, the quantised ones need VNNI
-extern const LinearKernels kBf16Linear;       // AVX512_BF16
+extern const LinearKernels kAvx512Linear[2];  // float32, and bfloat16 widened
+extern const LinearKernels kVnniLinear[2];    // int8 and int4: AVX512_VNNI
+extern const LinearKernels kBf16Linear;       // bfloat16: AVX512_BF16
 
 }  // namespace octavo

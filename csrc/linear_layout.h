@@ -29,7 +29,9 @@ INLINE constexpr int64_t round_up(int64_t value, int64_t step) { return (value +
 
 INLINE constexpr int64_t num_panels(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
-INLINE constexpr int64_t int8_scale_bytes(int64_t inputs, int64_t group) { return round_up(inputs / group * 2 * kPanel, 64); }
+INLINE constexpr int64_t int8_scale_bytes(int64_t inputs, int64_t group) {
+    return round_up(inputs / group * 2 * kPanel, 64);
+}
 
 INLINE constexpr int64_t panel_bytes(int64_t kind, int64_t inputs, int64_t group) {
     return kind == kFloat32    ? inputs * kPanel * 4

@@ -139,9 +139,9 @@ EXPORT int64_t octavo_linear_packed_bytes(int64_t kind, int64_t outputs, int64_t
 
 // Pack `num_rows` rows, given as codes [num_rows, inputs] with scales and mins [num_rows, inputs / group], as rows
 // first_row on. Calls for different rows may run beside each other. Packing the last row clears the padding after it.
-EXPORT void octavo_linear_pack(int64_t kind, int64_t outputs, int64_t inputs, int64_t group, const void* codes_or_values,
-                               const uint16_t* scales, const uint16_t* mins, void* packed, int64_t first_row,
-                               int64_t num_rows) {
+EXPORT void octavo_linear_pack(int64_t kind, int64_t outputs, int64_t inputs, int64_t group,
+                               const void* codes_or_values, const uint16_t* scales, const uint16_t* mins, void* packed,
+                               int64_t first_row, int64_t num_rows) {
     using namespace octavo;
     const Source source{static_cast<const uint8_t*>(codes_or_values), scales, mins, inputs, group};
     const int64_t bytes = panel_bytes(kind, inputs, group);

@@ -13,7 +13,8 @@ INLINE void dot_quads(const uint8_t* weights, const int8_t* codes, int quads, in
     for (int quad = 0; quad < quads; ++quad)
         for (int i = 0; i < kPanel; ++i) {
             int32_t sum = 0;
-            for (int j = 0; j < 4; ++j) sum += static_cast<int32_t>(weights[quad * 64 + i * 4 + j]) * codes[quad * 4 + j];
+            const uint8_t* quad_weights = weights + quad * 64 + i * 4;
+            for (int j = 0; j < 4; ++j) sum += static_cast<int32_t>(quad_weights[j]) * codes[quad * 4 + j];
             dot[i] += sum;
         }
 }
@@ -24,7 +25,8 @@ INLINE void add_scaled(const int32_t* dot, const uint16_t* scales, float scale, 
 }
 
 INLINE void int4_row(const Weight& weight, const uint8_t* panel, const uint8_t* row, float* sums) {
-    for (int64_t group = 0; group < weight.inputs / kGroup; ++group, panel += kInt4Record, row += group_bytes<int8_t>()) {
+    constexpr int64_t kRowGroup = group_bytes<int8_t>();
+    for (int64_t group = weight.inputs / kGroup; group > 0; --group, panel += kInt4Record, row += kRowGroup) {
         GroupHead head;
         std::memcpy(&head, row, sizeof head);
         uint8_t weights[2 * 256];

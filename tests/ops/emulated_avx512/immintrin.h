@@ -1,0 +1,149 @@
+// The AVX-512 intrinsics that csrc/linear_avx512*.cpp use, as plain functions: for machines without the instructions.
+// Found before the compiler's own header, which it includes. Source: Intel's intrinsics guide.
+
+#pragma once
+
+#include_next <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#define EMULATED static inline __attribute__((always_inline))
+
+template <typename To, typename From>
+EMULATED To emulated_bits(const From& from) {
+    static_assert(sizeof(To) == sizeof(From), "the same size");
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+struct EmulatedFloats {
+    float at[16];
+};
+struct EmulatedInts {
+    int32_t at[16];
+};
+struct EmulatedBytes {
+    uint8_t at[64];
+};
+struct EmulatedHalves {
+    uint16_t at[32];
+};
+
+EMULATED __m512 emulated_loadu_ps(const void* from) {
+    __m512 out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+}
+EMULATED void emulated_storeu(void* to, const __m512& value) { std::memcpy(to, &value, sizeof value); }
+EMULATED void emulated_storeu(void* to, const __m512i& value) { std::memcpy(to, &value, sizeof value); }
+EMULATED __m512i emulated_loadu_si512(const void* from) { return emulated_bits<__m512i>(emulated_loadu_ps(from)); }
+
+EMULATED __m512 emulated_set1_ps(float value) {
+    EmulatedFloats out;
+    for (float& lane : out.at) lane = value;
+    return emulated_bits<__m512>(out);
+}
+EMULATED __m512i emulated_set1_epi32(int32_t value) {
+    EmulatedInts out;
+    for (int32_t& lane : out.at) lane = value;
+    return emulated_bits<__m512i>(out);
+}
+
+EMULATED __m512 emulated_mul_ps(const __m512& a, const __m512& b) {
+    EmulatedFloats x = emulated_bits<EmulatedFloats>(a);
+    const EmulatedFloats y = emulated_bits<EmulatedFloats>(b);
+    for (int i = 0; i < 16; ++i) x.at[i] *= y.at[i];
+    return emulated_bits<__m512>(x);
+}
+EMULATED __m512 emulated_fmadd_ps(const __m512& a, const __m512& b, const __m512& c) {
+    EmulatedFloats x = emulated_bits<EmulatedFloats>(a);
+    const EmulatedFloats y = emulated_bits<EmulatedFloats>(b), z = emulated_bits<EmulatedFloats>(c);
+    for (int i = 0; i < 16; ++i) x.at[i] = __builtin_fmaf(x.at[i], y.at[i], z.at[i]);
+    return emulated_bits<__m512>(x);
+}
+EMULATED __m512 emulated_cvtepi32_ps(const __m512i& a) {
+    const EmulatedInts x = emulated_bits<EmulatedInts>(a);
+    EmulatedFloats out;
+    for (int i = 0; i < 16; ++i) out.at[i] = static_cast<float>(x.at[i]);
+    return emulated_bits<__m512>(out);
+}
+EMULATED __m512i emulated_and(const __m512i& a, const __m512i& b) {
+    EmulatedInts x = emulated_bits<EmulatedInts>(a);
+    const EmulatedInts y = emulated_bits<EmulatedInts>(b);
+    for (int i = 0; i < 16; ++i) x.at[i] &= y.at[i];
+    return emulated_bits<__m512i>(x);
+}
+EMULATED __m512i emulated_slli_epi32(const __m512i& a, unsigned count) {
+    EmulatedInts x = emulated_bits<EmulatedInts>(a);
+    for (int32_t& lane : x.at) lane = static_cast<int32_t>(static_cast<uint32_t>(lane) << count);
+    return emulated_bits<__m512i>(x);
+}
+EMULATED __m512i emulated_srli_epi16(const __m512i& a, unsigned count) {
+    EmulatedHalves x = emulated_bits<EmulatedHalves>(a);
+    for (uint16_t& lane : x.at) lane = static_cast<uint16_t>(lane >> count);
+    return emulated_bits<__m512i>(x);
+}
+
+// Unsigned bytes of a times signed bytes of b, four to a sum.
+EMULATED __m512i emulated_dpbusd_epi32(const __m512i& sum, const __m512i& a, const __m512i& b) {
+    EmulatedInts out = emulated_bits<EmulatedInts>(sum);
+    const EmulatedBytes x = emulated_bits<EmulatedBytes>(a), y = emulated_bits<EmulatedBytes>(b);
+    for (int i = 0; i < 64; ++i) out.at[i / 4] += static_cast<int32_t>(x.at[i]) * static_cast<int8_t>(y.at[i]);
+    return emulated_bits<__m512i>(out);
+}
+
+// sum + (a1 * b1) + (a0 * b0), each operation rounded; the instruction also takes subnormal numbers as zeros.
+EMULATED __m512 emulated_dpbf16_ps(const __m512& sum, const __m512i& a, const __m512i& b) {
+    EmulatedFloats out = emulated_bits<EmulatedFloats>(sum);
+    const EmulatedHalves x = emulated_bits<EmulatedHalves>(a), y = emulated_bits<EmulatedHalves>(b);
+    const auto wide = [](uint16_t half) { return emulated_bits<float>(static_cast<uint32_t>(half) << 16); };
+    for (int i = 0; i < 16; ++i)
+        for (int j = 1; j >= 0; --j)
+            out.at[i] = __builtin_fmaf(wide(x.at[2 * i + j]), wide(y.at[2 * i + j]), out.at[i]);
+    return emulated_bits<__m512>(out);
+}
+
+// float16 to float32: the exponent is moved by a multiplication, which is exact.
+EMULATED __m512 emulated_cvtph_ps(const __m256i& a) {
+    uint16_t halves[16];
+    std::memcpy(halves, &a, sizeof halves);
+    EmulatedFloats out;
+    for (int i = 0; i < 16; ++i) {
+        const uint32_t magnitude = static_cast<uint32_t>(halves[i] & 0x7fffu) << 13;
+        float value = emulated_bits<float>(magnitude) * 0x1p112f;
+        if (value >= 65536.0f) value = emulated_bits<float>(magnitude | 0x7f800000u);
+        out.at[i] = (halves[i] & 0x8000u) != 0 ? -value : value;
+    }
+    return emulated_bits<__m512>(out);
+}
+
+#define __m512bh __m512i
+#define _mm512_loadu_ps emulated_loadu_ps
+#define _mm512_storeu_ps emulated_storeu
+#define _mm512_storeu_si512 emulated_storeu
+#define _mm512_loadu_si512 emulated_loadu_si512
+#define _mm512_set1_ps emulated_set1_ps
+#define _mm512_set1_epi32 emulated_set1_epi32
+#define _mm512_setzero_ps() emulated_set1_ps(0.0f)
+#define _mm512_setzero_si512() emulated_set1_epi32(0)
+#define _mm512_mul_ps emulated_mul_ps
+#define _mm512_fmadd_ps emulated_fmadd_ps
+#define _mm512_cvtepi32_ps emulated_cvtepi32_ps
+#define _mm512_and_si512 emulated_and
+#define _mm512_slli_epi32 emulated_slli_epi32
+#define _mm512_srli_epi16 emulated_srli_epi16
+#define _mm512_dpbusd_epi32 emulated_dpbusd_epi32
+#define _mm512_dpbf16_ps emulated_dpbf16_ps
+#define _mm512_cvtph_ps emulated_cvtph_ps
+#define _mm512_castsi512_ps emulated_bits<__m512, __m512i>
+// The header's own _mm256_loadu_si256 needs AVX.
+#if !defined(__AVX__)
+EMULATED __m256i emulated_loadu_si256(const void* from) {
+    __m256i out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+}
+#define _mm256_loadu_si256 emulated_loadu_si256
+#endif
