@@ -61,18 +61,68 @@ class AttentionPlan:
         self._window = window
         self._partial = np.empty(0, dtype=np.float32)
         self._kept: tuple[object, ...] = ()
+        self._grow(64)
 
     def begin(self, batch: AttentionBatch, num_threads: int) -> None:
         """Plan a step whose tensors are on the CPU, for so many threads."""
-        num_tokens, table_NM = batch.num_tokens, batch.block_table_NM
+        shared = self._shared(batch) if batch.num_decodes > 1 and self._window is None else []
+        self.shared_parts = sum(end - first for _, first, end in shared)
+        if shared or not self._begin_alike(batch, num_threads):
+            self._begin(batch, num_threads, shared)
+
+    def _grow(self, capacity: int) -> None:
+        """Keep what is the same in every step of decodes that are an item each: theirs are the first rows of these."""
+        self._order = np.arange(capacity)
+        self._direct = np.full(capacity, DIRECT)
+        self._alike = np.zeros((capacity, 6), dtype=np.int64)
+        self._alike[:, 0], self._alike[:, 1], self._alike[:, 5] = self._order, 1, self._num_kv_heads
+
+    def _begin_alike(self, batch: AttentionBatch, num_threads: int) -> bool:
+        """Plan decodes of which each is an item; False where that would not share the work out."""
+        num_rows, contexts_N = batch.num_rows, batch.contexts
+        if batch.num_decodes < num_rows or self._group * self._num_kv_heads > MAX_ROWS:
+            return False
+        ends_N = (contexts_N + (PART - 1)) // PART
+        parts_N, lows_N = ends_N, None
+        if self._window is not None:
+            lows_N = np.maximum(contexts_N - self._window, 0) // PART
+            parts_N = ends_N - lows_N
+        costs = np.zeros(num_rows + 1, dtype=np.int64)
+        parts_N.cumsum(out=costs[1:])
+        self.num_parts = int(costs[-1])
+        if num_threads > 1 and int(parts_N.max()) * ITEMS_PER_THREAD * num_threads > self.num_parts:
+            return False
+        if len(self._order) < num_rows:
+            self._grow(2 * num_rows)
+        items = self._alike[:num_rows].copy()
+        items[:, 3] = ends_N
+        if lows_N is not None:
+            items[:, 2] = lows_N
+        columns = (self._order, contexts_N, items, self._order, costs, self._direct, self._order)
+        self._describe(batch, num_rows, 0, columns)
+        return True
+
+    def _describe(self, batch: AttentionBatch, num_items: int, num_joins: int, columns: tuple[Ints, ...]) -> None:
+        """Fill the structure; the columns are kept because it has their addresses."""
+        table_NM = batch.block_table_NM
+        self._kept = (*columns, table_NM)
+        rows, contexts, items, members, costs, slots, joins = [
+            column.__array_interface__["data"][0] for column in columns
+        ]
+        self.step.__init__(  # type: ignore[misc]
+            batch.num_tokens, batch.num_rows, table_NM.stride(0), table_NM.data_ptr(), rows, contexts, num_items, items,
+            members, costs, slots, num_joins, joins, self._partial.__array_interface__["data"][0],
+        )  # fmt: skip
+
+    def _begin(self, batch: AttentionBatch, num_threads: int, shared: list[tuple[Ints, int, int]]) -> None:
+        """Plan any step."""
+        num_tokens = batch.num_tokens
         contexts_T, rows_T = batch.contexts, np.arange(batch.num_rows)
         if batch.num_rows < num_tokens:
             rows_T = np.repeat(rows_T, batch.counts)
             ends_N = np.cumsum(batch.counts)
             contexts_T = (batch.contexts - ends_N)[rows_T] + np.arange(1, num_tokens + 1)
         firsts_I, sizes_I = self._tiles(batch)
-        shared = self._shared(batch) if batch.num_decodes > 1 and self._window is None else []
-        self.shared_parts = sum(end - first for _, first, end in shared)
         items, first_slots_T, joins, num_slots = self._items(firsts_I, sizes_I, contexts_T, num_threads, shared)
         members = np.arange(num_tokens)
         if shared:
@@ -83,15 +133,8 @@ class AttentionPlan:
         np.cumsum(rows_I * (items[:, 3] - items[:, 2]) * (items[:, 5] - items[:, 4]), out=costs[1:])
         if self._partial.size < num_slots * self._slot_floats:
             self._partial = np.empty(num_slots * self._slot_floats * 5 // 4, dtype=np.float32)
-        columns = (rows_T, contexts_T, items, members, costs, first_slots_T, joins, self._partial)
-        self._kept = (*columns, table_NM)
-        rows, contexts, item, member, cost, slot, join, partial = [
-            column.__array_interface__["data"][0] for column in columns
-        ]
-        self.step.__init__(  # type: ignore[misc]
-            num_tokens, batch.num_rows, table_NM.stride(0), table_NM.data_ptr(), rows, contexts, len(items), item,
-            member, cost, slot, len(joins), join, partial,
-        )  # fmt: skip
+        columns = (rows_T, contexts_T, items, members, costs, first_slots_T, joins)
+        self._describe(batch, len(items), len(joins), columns)
 
     def _tiles(self, batch: AttentionBatch) -> tuple[Ints, Ints]:
         """First token and number of tokens of each tile, in order."""
@@ -171,14 +214,15 @@ class AttentionPlan:
 
     def _shared(self, batch: AttentionBatch) -> list[tuple[Ints, int, int]]:
         """Decode rows that see the same blocks in all of parts [first, end): (rows, first, end), nested ones behind."""
-        full_N = batch.contexts[: batch.num_decodes] // PART
-        rows = np.flatnonzero(full_N)
-        if len(rows) < 2:
+        short = int(np.searchsorted(batch.contexts[: batch.num_decodes], PART))  # contexts ascend
+        if batch.num_decodes - short < 2:
             return []
         table_NM = batch.block_table_NM.numpy()
-        starts = np.sort(table_NM[rows, 0])
-        if not (starts[1:] == starts[:-1]).any():
+        starts = table_NM[short : batch.num_decodes, 0].tolist()
+        if len(set(starts)) == len(starts):
             return []
+        full_N = batch.contexts[: batch.num_decodes] // PART
+        rows = np.arange(short, batch.num_decodes)
         found: list[tuple[Ints, int, int]] = []
         waiting = [(rows, 0)]
         while waiting:
