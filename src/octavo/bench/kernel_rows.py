@@ -5,6 +5,7 @@ Owns: the shapes and the tables. Does not: check results (tests do).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -52,7 +53,11 @@ def _choices(sizes: Sizes) -> KernelTable:
     rows = []
     for count in sizes.rows:
         logits_RV = torch.randn(count, VOCAB)
-        works = [partial(logits_RV.argmax, -1), partial(logits_RV.softmax, -1), partial(logits_RV.topk, 64)]
+        works: list[Callable[[], object]] = [
+            partial(logits_RV.argmax, -1),
+            partial(logits_RV.softmax, -1),
+            partial(logits_RV.topk, 64),
+        ]
         rows.append((count, *(seconds * 1e6 for seconds in best_s(works, sizes.budget_s))))
     columns = ("rows", "argmax us", "softmax us", "best 64 us")
     return KernelTable(f"Torch over {VOCAB} logits, the least that sampling costs without a kernel", columns, rows)

@@ -1,7 +1,8 @@
 """Kernels alone: what a table of their times is, and how one time is taken.
 
 Owns: KernelTable, the sizes asked for, best_s. Does not: know a kernel.
-A module of kernels (kernel_rows, kernel_linear, kernel_attention) has a function tables(sizes: Sizes) -> list[KernelTable]; `octavo bench kernel` shows what it finds.
+A module of kernels (kernel_rows, kernel_linear, kernel_attention) has a function tables(sizes) -> list[KernelTable];
+`octavo bench kernel` shows those it finds.
 """
 
 from __future__ import annotations
