@@ -126,13 +126,12 @@ class _Watch:
 class _HostOnly(TorchExecutor):
     """The executor of the configured model with a decoder that has no weights."""
 
-    _choice: DecoderChoice | _NoWeights  # type: ignore[assignment]
-
     def __init__(self, config: Config, forward_s: float) -> None:
         files = resolve_model(config.model.model, config.model.revision)
         spec = read_model_spec(files)
         super().__init__(files, spec, config.execution, config.model)
-        self._choice = _NoWeights(self._choice, _FreeDecoder(spec, config, forward_s))
+        free = _NoWeights(self._choice, _FreeDecoder(spec, config, forward_s))
+        self._choice = free  # type: ignore[assignment]
 
 
 class _NoWeights:

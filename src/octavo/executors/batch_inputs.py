@@ -33,9 +33,9 @@ class StepInputs:
     """One step, ready to run. `*_rows` are row indices of the plan; `*_last` their last token in the pass.
 
     `attention` and `begun_blocks` have one entry per cache group; begun are the blocks whose first position this
-    step writes and whose last it does not (see attention_pool), if they were wanted. `first_token_N` is where each plan row's tokens
-    begin in the pass. `sample_rows` names a row for each of its positions that sample: one, and one more for each of
-    its `drafts`. `beams` are indices into `sample_rows` of those that want candidates only.
+    step writes and whose last it does not (see attention_pool), if they were wanted. `first_token_N` is where each
+    plan row's tokens begin in the pass. `sample_rows` names a row for each of its positions that sample: one, and one
+    more for each of its `drafts`. `beams` are indices into `sample_rows` of those that want candidates only.
     """
 
     token_index_T: Tensor
@@ -56,10 +56,7 @@ class StepInputs:
 
 
 def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_begun: bool = True) -> StepInputs:
-    """Turn the plan's columns into tensors on the slots' device. Tables must be up to date. Needs a row with tokens.
-
-    Begun blocks are looked for only where somebody wants to know them.
-    """
+    """Turn the plan's columns into tensors on the slots' device. Tables must be up to date. Needs a row with tokens."""
     slots_N, starts_N, counts_N = from_packed(plan.slots), from_packed(plan.starts), from_packed(plan.counts)
     flags_N = from_packed(plan.flags)
     ends_N = starts_N + counts_N
@@ -70,22 +67,17 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_begun: boo
     has_forks = np.count_nonzero(counts_N) < len(counts_N)
     if has_forks:
         order_A = order_A[counts_N[order_A] > 0]
-    is_plain = not (has_forks or is_long_N.any())  # every row has one token: it is the token
-    if is_plain:
-        first_A1 = np.arange(len(order_A) + 1)
-    else:
-        first_A1 = np.concatenate(([0], np.cumsum(counts_N[order_A])))
+    is_plain = not (has_forks or is_long_N.any())
+    of_T, first_A1 = _tokens(order_A, counts_N, is_plain)
     first_token_N = np.empty_like(slots_N)  # what a row without tokens has here is never read
     first_token_N[order_A] = first_A1[:-1]
     last_token_N = first_token_N + counts_N - 1
     if has_forks:
         last_token_N = last_token_N[_source_rows(counts_N, flags_N)]
 
-    if is_plain:
-        of_T, position_T = order_A, starts_N[order_A]
-    else:
-        of_T = np.repeat(order_A, counts_N[order_A])
-        position_T = np.arange(first_A1[-1]) - first_token_N[of_T] + starts_N[of_T]
+    position_T = starts_N[of_T]
+    if not is_plain:
+        position_T += np.arange(first_A1[-1]) - first_token_N[of_T]
     slot_T = slots_N[of_T]
     width = slots.ids_SW.shape[1]
     contexts_A = ends_N[order_A]
@@ -114,9 +106,8 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_begun: boo
         counts=counts_N[order_A],
         contexts=contexts_A,
     )
-    groups = [attention]
-    for group in range(1, len(slots.tables)):
-        groups.append(replace(attention, slot_mapping_T=paged[2 * group], block_table_NM=paged[2 * group + 1]))
+    more = zip(paged[2::2], paged[3::2], strict=True)
+    groups = [attention, *(replace(attention, slot_mapping_T=to, block_table_NM=table) for to, table in more)]
     return StepInputs(
         token_index_T=token_index_T,
         attention=groups,
@@ -142,6 +133,14 @@ def _sampled(plan: StepPlan, rows: Ints) -> tuple[Ints, Ints | int, Drafts | Non
         return rows, 0, None
     drafts = Drafts.of(plan, rows)
     return np.repeat(rows, drafts.lengths), drafts.behind_R, drafts
+
+
+def _tokens(order_A: Ints, counts_N: Ints, is_plain: bool) -> tuple[Ints, Ints]:
+    """The row of each token, and where each row's tokens begin, in the pass; plain: one token each."""
+    if is_plain:
+        return order_A, np.arange(len(order_A) + 1)
+    counts_A = counts_N[order_A]
+    return np.repeat(order_A, counts_A), np.concatenate(([0], np.cumsum(counts_A)))
 
 
 def _begun_blocks(slots: Slots, block_size: int, rows: tuple[Ints, Ints, Ints]) -> list[Ints]:

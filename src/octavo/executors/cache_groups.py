@@ -69,6 +69,7 @@ class CacheGroups:
         self._hosts = tuple(HostPool(pool, count) for pool, count in zip(pools, host_blocks, strict=False))
         backends = [make_attention(pool, group.window or None) for pool, group in zip(pools, groups, strict=True)]
         self._backends = backends
+        self.reads_unwritten = any(backend.reads_unwritten for backend in backends)
         # one group's layers are the model's: the backend itself, at no cost per layer
         self.attention = backends[0] if len(backends) == 1 else _by_layer(groups, backends)
 
@@ -78,9 +79,9 @@ class CacheGroups:
             backend.begin(batch)
 
     def clear(self, blocks_by_group: Sequence[Ints]) -> None:
-        """Zero blocks of each group whose attention would read what nobody wrote."""
-        for pool, backend, blocks in zip(self.pools, self._backends, blocks_by_group, strict=True):
-            if backend.reads_unwritten and len(blocks):
+        """Zero blocks of each group; needed where attention `reads_unwritten` positions."""
+        for pool, blocks in zip(self.pools, blocks_by_group, strict=True):
+            if len(blocks):
                 pool.clear_blocks(upload(pool.device, blocks)[0])
 
     def move_blocks(self, plan: StepPlan) -> None:

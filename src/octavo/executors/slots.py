@@ -40,6 +40,7 @@ class Slots:
         self.vocab_size = vocab_size
         self.null_blocks = tuple(null_blocks)
         self.ids_SW = torch.zeros((num_slots, max_model_len + 1), dtype=torch.int32, device=device)
+        self.flat_ids = self.ids_SW.view(-1)  # of slot s and position p at s * W + p
         max_blocks = -(-max_model_len // block_size)
         self.tables: list[Ints] = [np.full((num_slots, max_blocks), null, dtype=np.int64) for null in null_blocks]
         self.columns = SamplingColumns(num_slots)

@@ -69,9 +69,10 @@ class StepOutputs:
         result = StepResult(array("i"))
         if self.inputs is None:
             return result
-        errors = {
-            row: self.faults[slot] for row, slot in enumerate(self.inputs.slots_N.tolist()) if slot in self.faults
-        }
+        errors: dict[int, str] = {}
+        if self.faults:
+            slots = enumerate(self.inputs.slots_N.tolist())
+            errors = {row: self.faults[slot] for row, slot in slots if slot in self.faults}
         result.token_ids = array("i", bytes(4 * len(self.inputs.sample_rows)))
         if self.sampled is not None:
             self._fetch_sampled(self.sampled, result, errors)
@@ -105,8 +106,9 @@ class StepOutputs:
                 result.token_ids[place] = token
         if self.inputs.drafts is not None:  # what stands behind a rejected draft harms nobody
             is_bad_R &= self.inputs.drafts.counting(result.token_ids)[places]
-        for row in self.inputs.sample_rows[places[is_bad_R]].tolist():
-            errors.setdefault(row, NOT_FINITE)
+        if is_bad_R.any():
+            for row in self.inputs.sample_rows[places[is_bad_R]].tolist():
+                errors.setdefault(row, NOT_FINITE)
         if sampled.logprobs is not None:
             self._put_logprobs(result, places[sampled.logprob_rows], sampled.logprobs.entries())
 

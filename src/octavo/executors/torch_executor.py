@@ -133,11 +133,12 @@ class TorchExecutor:
         outputs = StepOutputs(faults=dict(self._slots.faults))
         if not plan.slots:
             return outputs, clock
-        inputs = build_inputs(plan, self._slots, self._block_size)
-        self._cache.clear(inputs.begun_blocks)
+        inputs = build_inputs(plan, self._slots, self._block_size, self._cache.reads_unwritten)
+        if self._cache.reads_unwritten:
+            self._cache.clear(inputs.begun_blocks)
         self._cache.begin(inputs.attention)
         clock.lap()
-        token_ids_T = self._slots.ids_SW.view(-1).index_select(0, inputs.token_index_T)
+        token_ids_T = self._slots.flat_ids.index_select(0, inputs.token_index_T)
         hidden_TE = decoder.forward(token_ids_T, inputs.attention[0].positions_T, self._cache.attention)
         clock.lap()
         self._finish(decoder.logits, inputs, hidden_TE, outputs)
@@ -164,7 +165,7 @@ class TorchExecutor:
                 self._sample_beside_beams(logits_RV, inputs, outputs)
             else:
                 sampled = self._sampler.sample(logits_RV, inputs.sampling)
-                self._slots.ids_SW.view(-1).index_copy_(0, inputs.sample_target_R, sampled.ids_R.int())
+                self._slots.flat_ids.index_copy_(0, inputs.sample_target_R, sampled.ids_R.int())
                 outputs.sampled = sampled
         if len(inputs.score_rows):
             outputs.scores = score_rows(inputs, self._slots, hidden_TE, logits)
@@ -184,7 +185,7 @@ class TorchExecutor:
             rest = SamplingRows(rows.slots[others], rows.positions[others])
             sampled = self._sampler.sample(logits_RV.index_select(0, others_R), rest)
             targets_R = inputs.sample_target_R.index_select(0, others_R)
-            self._slots.ids_SW.view(-1).index_copy_(0, targets_R, sampled.ids_R.int())
+            self._slots.flat_ids.index_copy_(0, targets_R, sampled.ids_R.int())
             outputs.sampled, outputs.sampled_rows = sampled, others
 
     def supply(self, ticket: Ticket, masks: object) -> None:

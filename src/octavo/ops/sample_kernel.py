@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,10 +58,15 @@ class SampleKernel:
         slots, positions = np.ascontiguousarray(slots), np.ascontiguousarray(positions)
         ids_R, best_R = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.float32)
         self._function(
-            self._address, slots.ctypes.data, positions.ctypes.data, logits_RV.data_ptr(), logits_RV.stride(0),
-            num_rows, size, ids_R.ctypes.data, best_R.ctypes.data, cpu.num_threads(num_rows * size),
+            self._address, _address(slots), _address(positions), logits_RV.data_ptr(), logits_RV.stride(0),
+            num_rows, size, _address(ids_R), _address(best_R), cpu.num_threads(num_rows * size),
         )  # fmt: skip
         return ids_R, best_R
+
+
+def _address(column: NDArray[Any]) -> int:
+    address: int = column.__array_interface__["data"][0]  # a tenth of the cost of column.ctypes.data
+    return address
 
 
 def has_kernel() -> bool:

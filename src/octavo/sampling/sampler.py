@@ -53,7 +53,7 @@ class Sampler:
     def sample(self, logits_RV: Tensor, rows: SamplingRows) -> Sampled:
         """Sample one id per row. `logits_RV` (float32) is edited in place."""
         if not self._columns.wants_more[rows.slots].any():
-            ids_R, best_R = self._choose(logits_RV, rows)
+            ids_R, best_R = self._choose(logits_RV, rows, may_be_typical=False)
             return Sampled(ids_R, best_R, _NO_ROWS, None)
         wanted = np.flatnonzero(self._columns.logprobs[rows.slots] != NO_LOGPROBS)
         raw = None
@@ -86,20 +86,22 @@ class Sampler:
         values_RC, ids_RC = sorted_candidates(log_probs_RV, most)
         return ids_RC[:, :most], values_RC[:, :most]
 
-    def _choose(self, logits_RV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits_RV: Tensor, rows: SamplingRows, may_be_typical: bool = True) -> tuple[Tensor, Tensor]:
         """Give an id per row, drawn or the lowest of the best, and the best logit, which NaN is where there is one.
 
         Where the best is not finite, the id is the first that has it.
         """
-        columns = self._columns
-        is_drawn = columns.inverse_temperature[rows.slots] > 0
+        columns, is_drawn = self._columns, None
         if self._kernel is not None and sample_kernel.fits(logits_RV):
             ids, best = self._kernel.sample(logits_RV, rows.slots, rows.positions)
             ids_R, best_R = torch.from_numpy(ids), torch.from_numpy(best)
-            is_drawn &= columns.typical_p[rows.slots] < 1  # the kernel does not cut by it
+            if not may_be_typical:
+                return ids_R, best_R
+            is_drawn = columns.typical_p[rows.slots] < 1  # the kernel does not cut by it
         else:
             best_R, ids_R = logits_RV.max(dim=1)  # NaN wins a maximum, ties go to the lowest id
-        drawn = np.flatnonzero(is_drawn)
+        is_warm = columns.inverse_temperature[rows.slots] > 0
+        drawn = np.flatnonzero(is_warm if is_drawn is None else is_warm & is_drawn)
         if len(drawn):
             at = upload(logits_RV.device, drawn)[0]
             new_R = draw(_take(logits_RV, drawn), self._cuts(rows.slots[drawn], rows.positions[drawn]))
