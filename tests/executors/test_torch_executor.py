@@ -185,8 +185,6 @@ def test_dtype_auto_and_wrong_names(tiny_folder: Path) -> None:
 
 
 def test_what_it_cannot_do_raises(driver: Driver) -> None:
-    with pytest.raises(EngineError, match="drafts"):
-        driver.executor.submit(StepPlan(0, 0.0, num_drafts=array("i", [2])))
     with pytest.raises(EngineError, match="host tier"):
         driver.executor.submit(StepPlan(0, 0.0, swap_outs=array("i", [0, 1, 2])))
     with pytest.raises(EngineError, match="encodes no media"):
