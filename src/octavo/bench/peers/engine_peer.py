@@ -85,7 +85,7 @@ class EnginePeer:
     def end(self) -> int:
         """End its processes."""
         if self._tree is not None:
-            self._peak = self._tree.peak_bytes()
+            self._peak = max(self._peak, self._tree.peak_bytes())
             self._tree.end()
             self._tree = None
             self._log.close()
@@ -96,6 +96,7 @@ class EnginePeer:
         reading = asyncio.create_task(asyncio.to_thread(self._tree.process.stdout.readline))
         done, _ = await asyncio.wait((reading,), timeout=self._timeout_s)
         if not done:
+            self._peak = self._tree.peak_bytes()
             self._tree.end()  # its pipe ends, and with it the thread that reads
             await reading
             raise EngineError(f"{self.name} did not answer within {self._timeout_s:g} s\n{self._tail()}")
