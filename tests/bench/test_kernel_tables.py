@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
 from octavo import cli
-from octavo.bench.kernel_table import KernelTable, best_s
+from octavo.bench.kernel_table import KernelTable, Sizes, best_s
+from octavo.cli.bench_kernel import linear_tables
 
 
 def test_works_take_turns_and_the_first_round_is_not_counted() -> None:
@@ -25,6 +28,21 @@ def test_the_command_shows_what_there_is(capsys, monkeypatch) -> None:
     report = json.loads(out.splitlines()[-1])
     assert all([row["rows"] for row in table["rows"]] == [1, 2] for table in report["tables"])
     assert "RMSNorm" in out and "kernels of linear are not measured" in err
+
+
+def test_figures_of_layers_become_tables() -> None:
+    @dataclass
+    class Figure:
+        candidate: str
+        seconds: float
+
+    module = SimpleNamespace(
+        SHAPES={"qkv": (96, 32)},
+        measure=lambda layer, rows, threads: [Figure("int4", rows * 1.0), Figure("torch", 9.0)],
+    )
+    (table,) = linear_tables(module, Sizes((1, 2), 1, 0.1))
+    assert table.columns == ["rows", "candidate", "seconds"]
+    assert table.rows == [[1, "int4", 1.0], [1, "torch", 9.0], [2, "int4", 2.0], [2, "torch", 9.0]]
 
 
 def cli_modules() -> dict[str, str]:

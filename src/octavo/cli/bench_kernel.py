@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,6 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
 
 
+def linear_tables(module: Any, sizes: Sizes) -> list[KernelTable]:
+    """Tables of a module that has measure(layer, rows, threads) of SHAPES: one a layer."""
+    tables = []
+    for layer, (outputs, inputs) in module.SHAPES.items():
+        figures = [
+            {"rows": count, **asdict(figure)}
+            for count in sizes.rows
+            for figure in module.measure(layer, count, sizes.threads)
+        ]
+        columns = [name for name in figures[0] if name not in ("layer", "num_rows")]
+        rows = [[figure[name] for name in columns] for figure in figures]
+        tables.append(KernelTable(f"{layer}: {outputs} outputs of {inputs} inputs", columns, rows))
+    return tables
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table a kernel, and as the last line one JSON object."""
     check_at_least(args, 1, "rows", "threads")
@@ -49,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             say(f"kernels of {name} are not measured: this build has no {MODULES[name]}")
             continue
         module: Any = importlib.import_module(MODULES[name])
-        tables += module.tables(sizes)
+        tables += module.tables(sizes) if hasattr(module, "tables") else linear_tables(module, sizes)
     if not args.json:
         console = Console()
         for table in tables:
