@@ -1,0 +1,84 @@
+"""Linear layers over packed weights: the C++ kernels alone (a decoder's step calls them from C++), and a torch twin.
+
+Owns: the binding of octavo_linear and octavo_linear_prepare; the twin's arithmetic.
+Does not: pack, or own weights (nn/packed_weight.py does; its descriptor is what these functions take).
+Invariants: an output depends on its row and its weight alone, by bits; quantised kinds give equal bits on every
+instruction set. Shapes: T tokens, E inputs, F outputs, G groups of 32 inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_int32, c_int64, c_void_p
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.ops import cpu
+
+ACTIVATION_GROUP = 32
+_ALIGNMENT = 64
+_FIRST_QUANTISED = 2  # of csrc/linear.h's WeightKind
+
+
+class Descriptor(Protocol):
+    """csrc/linear.h's struct Weight as a ctypes structure."""
+
+    kind: int
+    outputs: int
+    inputs: int
+
+
+def prepare(x_TE: Tensor, kind: int, num_threads: int = 1) -> Tensor:
+    """Return the rows in the form that `linear` reads for weights of this kind: bytes [T, prepared size], aligned."""
+    assert x_TE.dtype is torch.float32 and x_TE.dim() == 2 and x_TE.stride(1) == 1, "float32 rows"
+    size, prepare_rows, _ = _kernels()
+    num_rows, inputs = x_TE.shape
+    width = size(kind, inputs)
+    whole = torch.empty(num_rows * width + _ALIGNMENT, dtype=torch.uint8)
+    start = -whole.data_ptr() % _ALIGNMENT
+    prepared = whole[start : start + num_rows * width].view(num_rows, width)
+    prepare_rows(kind, x_TE.data_ptr(), x_TE.stride(0), num_rows, inputs, prepared.data_ptr(), num_threads)
+    return prepared
+
+
+def linear(weight: Any, prepared: Tensor, out_TF: Tensor, *, accumulate: bool = False, num_threads: int = 1) -> None:
+    """Write x W^T + b into out_TF, or add it. `weight` is a Descriptor whose memory the caller keeps alive."""
+    assert out_TF.dtype is torch.float32 and out_TF.stride(1) == 1, "float32 rows"
+    assert out_TF.shape == (len(prepared), weight.outputs), "a row for each prepared one"
+    address = ctypes.addressof(weight)
+    rows = (prepared.data_ptr(), len(prepared), out_TF.data_ptr(), out_TF.stride(0))
+    _kernels()[2](address, *rows, int(accumulate), num_threads)
+
+
+def linear_reference(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, kind: int) -> Tensor:
+    """Compute in float64 what the kernels approximate; quantised kinds see the activations' codes."""
+    seen_TE = round_activations(x_TE) if kind >= _FIRST_QUANTISED else x_TE
+    out_TF = seen_TE.double() @ weight_FE.double().T
+    return (out_TF if bias_F is None else out_TF + bias_F.double()).float()
+
+
+def round_activations(x_TE: Tensor) -> Tensor:
+    """Round to int8 with a scale per 32: ties to even; a group with a NaN or an infinity becomes NaN."""
+    groups_TGI = x_TE.view(*x_TE.shape[:-1], -1, ACTIVATION_GROUP)
+    largest_TG1 = groups_TGI.abs().amax(-1, keepdim=True)
+    is_scaled = (largest_TG1 >= 1e-30) & largest_TG1.isfinite()
+    codes_TGI = torch.where(is_scaled, (groups_TGI * (127.0 / largest_TG1)).round(), 0.0)
+    scales_TG1 = torch.where(largest_TG1.isfinite(), torch.where(is_scaled, largest_TG1 / 127.0, 0.0), torch.nan)
+    return (codes_TGI * scales_TG1).flatten(-2)
+
+
+@cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    size = cpu.function("octavo_linear_prepared_bytes", c_int64, c_int64, result=c_int64)
+    prepare_rows = cpu.function(
+        "octavo_linear_prepare", c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32
+    )
+    multiply = cpu.function(
+        "octavo_linear", c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32
+    )  # fmt: skip
+    assert size is not None and prepare_rows is not None and multiply is not None, "only where the kernels are"
+    return size, prepare_rows, multiply
