@@ -47,7 +47,12 @@ def has_kernel(pool: KVPool, num_heads: int) -> bool:
 
 
 def is_faster() -> bool:
-    """Whether the kernel beats its torch twin on this machine's instruction set."""
+    """Whether the kernel beats its torch twin on this machine's instruction set.
+
+    One layer, 9 heads of 64 over 3, one Zen 3 core, float32, ms against the twin's: 32 rows x 200 positions
+    1.7 / 4.1; 32 x 1000 7.3 / 18.9; a prompt of 512 5.9 / 10.9; 32 rows that share 384 of 500 1.4 / 8.4
+    (bench/kernel_attention.py). The portable path is not compared.
+    """
     return cpu.status().isa in ("avx2", "avx512")
 
 
