@@ -1,8 +1,7 @@
 """Kernels alone: what a table of their times is, and how one time is taken.
 
 Owns: KernelTable, the sizes asked for, best_s. Does not: know a kernel.
-A module of kernels (kernel_rows, kernel_linear, kernel_attention) has a function tables(sizes) -> list[KernelTable];
-`octavo bench kernel` shows those it finds.
+`octavo bench kernel` turns what kernel_rows, kernel_linear and kernel_attention measure into these tables.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
@@ -53,6 +54,25 @@ def linear_tables(module: Any, sizes: Sizes) -> list[KernelTable]:
     return tables
 
 
+def attention_tables(module: Any, sizes: Sizes) -> list[KernelTable]:
+    """The one table of a module that has measure(limits) in rows of COLUMNS; its limits are probed here."""
+    import torch
+
+    from octavo.bench.machine_probe import probe
+
+    torch.set_num_threads(sizes.threads)
+    rates = probe("cpu", "float32", look().cache_bytes)
+    rows = module.measure(module.Limits(rates.bandwidth, rates.flops))
+    return [KernelTable("attention, one layer, in float32 and bfloat16 pools", module.COLUMNS, rows)]
+
+
+TABLES: dict[str, Callable[[Any, Sizes], list[KernelTable]]] = {
+    "rows": lambda module, sizes: list(module.tables(sizes)),
+    "linear": linear_tables,
+    "attention": attention_tables,
+}
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table a kernel, and as the last line one JSON object."""
     check_at_least(args, 1, "rows", "threads")
@@ -65,9 +85,10 @@ def run(args: argparse.Namespace) -> int:
             say(f"kernels of {name} are not measured: this build has no {MODULES[name]}")
             continue
         module: Any = importlib.import_module(MODULES[name])
-        tables += module.tables(sizes) if hasattr(module, "tables") else linear_tables(module, sizes)
+        tables += TABLES[name](module, sizes)
     if not args.json:
         console = Console()
+        console = console if console.is_terminal else Console(width=120)
         for table in tables:
             show_rows(console, table.title, table.columns, table.rows)
             console.print()
