@@ -72,6 +72,6 @@ EXPORT void octavo_write_kv(const octavo::AttentionLayer* layer, const int64_t* 
     if (num_threads <= 1) return octavo::write_kv(*layer, slot_mapping, 0, num_tokens, k, v, stride);
 #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int32_t turn = 0; turn < num_threads; ++turn)
-        octavo::write_kv(*layer, slot_mapping, num_tokens * turn / num_threads, num_tokens * (turn + 1) / num_threads, k,
-                         v, stride);
+        octavo::write_kv(*layer, slot_mapping, num_tokens * turn / num_threads,
+                         num_tokens * (turn + 1) / num_threads, k, v, stride);
 }

@@ -19,86 +19,13 @@
 
 #include "attention.h"
 #include "attention_kernels.h"
+#include "attention_math.h"
 
 namespace octavo {
 namespace {
 
 constexpr int64_t kScoreStride = kPart + 16;  // not a power of two: rows would share cache sets
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
-
-// e^x for x <= 0 within 2 ulp, 0 far below; a NaN stays one.
-template <class V>
-INLINE typename V::Reg exp_lanes(typename V::Reg x) {
-    typedef typename V::Reg Reg;
-    const Reg magic = V::set1(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the rounded integer
-    const Reg shifted = V::fma(x, V::set1(1.44269504088896341f), magic), whole = V::sub(shifted, magic);
-    const Reg r = V::fma(whole, V::set1(2.12194440e-4f), V::fma(whole, V::set1(-0.693359375f), x));
-    Reg y = V::fma(r, V::set1(1.9875691500e-4f), V::set1(1.3981999507e-3f));
-    y = V::fma(y, r, V::set1(8.3334519073e-3f));
-    y = V::fma(y, r, V::set1(4.1665795894e-2f));
-    y = V::fma(y, r, V::set1(1.6666665459e-1f));
-    y = V::fma(y, r, V::set1(5.0000001201e-1f));
-    y = V::add(V::fma(y, V::mul(r, r), r), V::set1(1.0f));
-    return V::zero_where_less(V::times_power(y, shifted), x, V::set1(-87.0f));
-}
-
-template <class V>
-INLINE typename V::Reg tanh_lanes(typename V::Reg x) {
-    typedef typename V::Reg Reg;
-    const Reg size = V::max(V::sub(V::set1(0.0f), x), x), z = V::mul(x, x), one = V::set1(1.0f);
-    const Reg e = exp_lanes<V>(V::mul(size, V::set1(-2.0f)));
-    const Reg far = V::with_sign_of(V::div(V::sub(one, e), V::add(one, e)), x);
-    Reg near = V::fma(z, V::set1(-5.70498872745e-3f), V::set1(2.06390887954e-2f));
-    near = V::fma(near, z, V::set1(-5.37397155531e-2f));
-    near = V::fma(near, z, V::set1(1.33314422036e-1f));
-    near = V::fma(near, z, V::set1(-3.33332819422e-1f));
-    near = V::fma(V::mul(near, z), x, x);
-    return V::where_less(size, V::set1(0.625f), near, far);
-}
-
-// c[m][v] = sum over k of a[m][k] * b[k][v]: M rows, NV vectors, in registers. `Rows` gives the row b[k].
-template <class V, int M, int NV, class Rows>
-INLINE void multiply(const float* a, int64_t a_stride, const Rows& b, int64_t first, int64_t end, float* c,
-                     int64_t c_stride) {
-    typename V::Reg sums[M][NV];
-    for (int m = 0; m < M; ++m)
-        for (int v = 0; v < NV; ++v) sums[m][v] = V::set1(0.0f);
-    for (int64_t k = first; k < end; ++k) {
-        typename V::Reg row[NV];
-        const auto* from = b.row(k);
-        for (int v = 0; v < NV; ++v) row[v] = V::load(from + v * V::kLanes);
-        for (int m = 0; m < M; ++m) {
-            const typename V::Reg one = V::set1(a[m * a_stride + k]);
-            for (int v = 0; v < NV; ++v) sums[m][v] = V::fma(one, row[v], sums[m][v]);
-        }
-    }
-    for (int m = 0; m < M; ++m)
-        for (int v = 0; v < NV; ++v) V::store(sums[m][v], c + m * c_stride + v * V::kLanes);
-}
-
-struct PanelRows {  // rows of a packed panel
-    const float* panel;
-    int64_t width;
-    INLINE_MEMBER const float* row(int64_t k) const { return panel + k * width; }
-};
-
-// Asks for one head's share of a position before it is needed: memory is the bound where rows are few.
-template <class T>
-INLINE void fetch(const T* row, int64_t size) {
-    for (int64_t i = 0; i < size; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + i, 0, 2);
-}
-
-template <class T>
-struct PoolRows {  // rows of the pool itself; on the way, others are asked for
-    const T* const* rows;
-    int64_t offset;
-    const T* const* next;
-    int64_t fetched;
-    INLINE_MEMBER const T* row(int64_t k) const {
-        fetch(next[k], fetched);
-        return rows[k] + offset;
-    }
-};
 
 // Where a part's positions [first, end) are in the pool.
 struct Places {
@@ -128,28 +55,6 @@ INLINE void find_places(const AttentionLayer& layer, const AttentionStep& step, 
     for (int64_t at = places.first; at < places.end; ++block, offset = 0) {
         int64_t place = (table[block] * block_size + offset) * width;
         for (; offset < block_size && at < places.end; ++offset, place += width) places.at[at++] = place;
-    }
-}
-
-// `multiply` for any number of rows: at most kMost at a time, evenly.
-template <class V, int NV, int kMost, class Rows>
-INLINE void multiply_rows(int64_t num_rows, const float* a, int64_t a_stride, const Rows& b, int64_t first, int64_t end,
-                          float* c, int64_t c_stride) {
-    const int64_t turns = (num_rows + kMost - 1) / kMost;
-    for (int64_t turn = 0, row = 0; turn < turns; ++turn) {
-        const int64_t count = (num_rows - row) / (turns - turn);
-        const float* from = a + row * a_stride;
-        float* to = c + row * c_stride;
-        switch (count) {
-#define MULTIPLY(M)                                                                                        \
-    case M:                                                                                                \
-        multiply<V, (M <= kMost ? M : 1), NV>(from, a_stride, b, first, end, to, c_stride);                \
-        break;
-            MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6)
-            MULTIPLY(7) MULTIPLY(8) MULTIPLY(9) MULTIPLY(10) MULTIPLY(11) MULTIPLY(12)
-#undef MULTIPLY
-        }
-        row += count;
     }
 }
 
@@ -329,9 +234,11 @@ class Tile {
                 float* to = s_.panel + at * kWidth;
                 if (d == 0) fetch(next[at], size_);
                 if (d + vectors * V::kLanes <= size_) {
-                    for (int64_t v = 0; v < vectors * V::kLanes; v += V::kLanes) V::store(V::load(values[at] + d + v), to + v);
+                    for (int64_t v = 0; v < vectors * V::kLanes; v += V::kLanes)
+                        V::store(V::load(values[at] + d + v), to + v);
                 } else {
-                    for (int64_t i = 0; i < vectors * V::kLanes; ++i) to[i] = d + i < size_ ? V::one(values[at] + d + i) : 0.0f;
+                    for (int64_t i = 0; i < vectors * V::kLanes; ++i)
+                        to[i] = d + i < size_ ? V::one(values[at] + d + i) : 0.0f;
                 }
             }
             const PanelRows panel{s_.panel, kWidth};

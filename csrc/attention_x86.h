@@ -1,4 +1,6 @@
-// Turning keys on x86: eight keys of eight sizes at a time. Needs AVX2 and F16C; one instruction set per including file.
+// Turning keys on x86: eight keys of eight sizes at a time.
+//
+// Needs AVX2 and F16C; one instruction set per including file.
 
 #pragma once
 
@@ -56,7 +58,8 @@ INLINE void turn8(const T* const* keys, int64_t size, float* panel, int64_t widt
 INLINE void save8(__m256 x, float* to) { _mm256_storeu_ps(to, x); }
 
 INLINE void save8(__m256 x, Bfloat16* to) {
-    const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_srli_epi32(
         _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));

@@ -1,7 +1,7 @@
 // The layers of a decoder over the tokens of one step, as phases of one parallel region.
 //
 // Owns: the order of the phases, the barriers between them, the layout of the workspace.
-// Does not: allocate, choose sizes, or know requests; the phases themselves are linear.cpp's, attention.cpp's, rows.cpp's.
+// Does not: allocate, choose sizes, or know requests; the phases are linear.cpp's, attention.cpp's and rows.cpp's.
 // Invariants: a token's result depends on its row of the batch alone, by bits: every phase is so, and only who computes
 // a thing depends on the number of threads. With few tokens each thread makes the rows that it multiplies for itself,
 // which saves a barrier and costs next to nothing.

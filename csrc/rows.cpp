@@ -106,7 +106,8 @@ const RowKernels& row_kernels() {
 }  // namespace octavo
 
 // The C ABI, for tests: rows of one buffer, one thread.
-EXPORT void octavo_rows_rms_norm(const float* x, const float* weight, float eps, float* out, int64_t rows, int64_t size) {
+EXPORT void octavo_rows_rms_norm(const float* x, const float* weight, float eps, float* out, int64_t rows,
+                                 int64_t size) {
     for (int64_t r = 0; r < rows; ++r) octavo::row_kernels().rms_norm(x + r * size, weight, size, eps, out + r * size);
 }
 

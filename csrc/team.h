@@ -1,15 +1,20 @@
 // The threads of one parallel region: their shares of work, and the barrier between phases.
 //
 // Owns: Share (which part of so many items is a thread's) and Barrier. Does not: start threads (OpenMP does).
-// A barrier here costs well under a microsecond while all threads run; one that waits long yields its core, so that a
-// machine with other load still gets on.
+// A barrier here costs well under a microsecond while all threads run. Who waits longer sleeps: only an idle core takes
+// over a thread that waits for a busy one, and two threads that spin on one core would share it for milliseconds.
 
 #pragma once
 
-#include <sched.h>
-
 #include <atomic>
 #include <cstdint>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -24,7 +29,7 @@ inline void pause_briefly() {
 #endif
 }
 
-// Sense-reversing barrier of `count` threads; it may be waited on any number of times.
+// Barrier of `count` threads; it may be waited on any number of times.
 class Barrier {
   public:
     explicit Barrier(int count) : count_(count) {}
@@ -34,22 +39,34 @@ class Barrier {
         const uint32_t phase = phase_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == count_ - 1) {
             arrived_.store(0, std::memory_order_relaxed);
-            phase_.store(phase + 1, std::memory_order_release);
+            phase_.store(phase + 1);  // sequentially consistent with `sleepers_`: nobody sleeps through it
+            if (sleepers_.load() > 0) wake();
             return;
         }
-        for (int spin = 0; phase_.load(std::memory_order_acquire) == phase; ++spin) {
-            if (spin < kSpins)
-                pause_briefly();
-            else
-                sched_yield();
+        for (int spin = 0; spin < kSpins; ++spin) {
+            if (phase_.load(std::memory_order_acquire) != phase) return;
+            pause_briefly();
         }
+        sleepers_.fetch_add(1);
+        while (phase_.load() == phase) sleep(phase);
+        sleepers_.fetch_sub(1);
     }
 
   private:
-    static constexpr int kSpins = 2000;
+#if defined(__linux__)
+    void sleep(uint32_t phase) { syscall(SYS_futex, &phase_, FUTEX_WAIT_PRIVATE, phase, nullptr, nullptr, 0); }
+    void wake() { syscall(SYS_futex, &phase_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0); }
+#else
+    void sleep(uint32_t) { sched_yield(); }
+    void wake() {}
+#endif
+
+    static constexpr int kSpins = 4000;
     const int count_;
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
+    alignas(64) std::atomic<int> sleepers_{0};
+    static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "the kernel reads the phase");
 };
 
 // The contiguous share [first, end) of `count` items of one thread.

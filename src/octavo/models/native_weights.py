@@ -95,7 +95,7 @@ def load_native_weights(
     if cache is not None and key is not None:
         stored = cache.open(key)
         if stored is not None:
-            return _from_stored(spec, stored, (f"weights mapped from {cache.path(key)}",))
+            return _from_stored(spec, stored, ())
     packer = _Packer(files, spec, wanted)
     while True:
         try:
@@ -196,7 +196,7 @@ class _Packer:
         stored = cache.write(key, about, sizes, partial(self._sections, plan))
         if stored is None:
             return self._in_memory(plan, tuple(cache.notes))
-        return _from_stored(self._spec, stored, (f"weights packed into {cache.path(key)}", *cache.notes))
+        return _from_stored(self._spec, stored, tuple(cache.notes))
 
     def _in_memory(self, plan: _Plan, notes: tuple[str, ...]) -> NativeWeights:
         with contextlib.closing(self._buffers(plan)) as buffers:

@@ -60,15 +60,27 @@ class AttentionPlan:
         self._block_size = block_size
         self._window = window
         self._partial = np.empty(0, dtype=np.float32)
-        self._kept: tuple[object, ...] = ()
+        self._columns: tuple[Ints, ...] = ()
+        self._table: object = None  # kept: the structure has its address
+        self._num_items = self._num_joins = 0
+        self._decodes: tuple[int, bytes] | None = None  # what the last plan was for, when that may come again
         self._grow(64)
 
     def begin(self, batch: AttentionBatch, num_threads: int) -> None:
         """Plan a step whose tensors are on the CPU, for so many threads."""
         shared = self._shared(batch) if batch.num_decodes > 1 and self._window is None else []
         self.shared_parts = sum(end - first for _, first, end in shared)
+        decodes = None
+        if not shared and self._window is None and batch.num_decodes == batch.num_rows:
+            decodes = num_threads, ((batch.contexts + (PART - 1)) // PART).tobytes()
+            if decodes == self._decodes:  # as many parts as last time: the same items
+                rows, _, *others = self._columns
+                self._describe(batch, self._num_items, self._num_joins, (rows, batch.contexts, *others))
+                return
+        self._decodes = None
         if shared or not self._begin_alike(batch, num_threads):
             self._begin(batch, num_threads, shared)
+        self._decodes = decodes
 
     def _grow(self, capacity: int) -> None:
         """Keep what is the same in every step of decodes that are an item each: theirs are the first rows of these."""
@@ -105,7 +117,8 @@ class AttentionPlan:
     def _describe(self, batch: AttentionBatch, num_items: int, num_joins: int, columns: tuple[Ints, ...]) -> None:
         """Fill the structure; the columns are kept because it has their addresses."""
         table_NM = batch.block_table_NM
-        self._kept = (*columns, table_NM)
+        self._columns, self._table = columns, table_NM
+        self._num_items, self._num_joins = num_items, num_joins
         rows, contexts, items, members, costs, slots, joins = [
             column.__array_interface__["data"][0] for column in columns
         ]
