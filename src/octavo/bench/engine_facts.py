@@ -55,7 +55,7 @@ def probe_floor(capacity: Capacity) -> StepFloor:
     """Probe the machine, as the model's device and type use it. Takes a second; loads torch."""
     from octavo.bench.machine_probe import probe  # loads torch
 
-    rates = probe(capacity.device, capacity.dtype, machine.look().cache_bytes)
+    rates = probe(capacity.device, capacity.dtype, machine.look().cache_bytes, capacity.quantization)
     return StepFloor(rates, capacity.weight_bytes, capacity.linear_flops_per_token, capacity.kv_bytes_per_token)
 
 

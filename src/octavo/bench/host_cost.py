@@ -139,7 +139,7 @@ class _NoWeights:
 
     def __init__(self, choice: DecoderChoice, decoder: _FreeDecoder) -> None:
         self.is_native = choice.is_native
-        self._loaded = LoadedDecoder(decoder, choice.is_native, choice.dtype, "none")
+        self._loaded = LoadedDecoder(decoder, "none")
 
     def load(self, max_model_len: int | None) -> LoadedDecoder:
         """Give the decoder."""

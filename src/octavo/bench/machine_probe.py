@@ -13,16 +13,22 @@ from functools import partial
 import torch
 
 from octavo.bench.floor import Rates
+from octavo.bench.kernel_linear import random_weight
 from octavo.nn.linear import Linear, choose_path
+from octavo.nn.packed_weight import PackedWeight, WeightKind
+from octavo.ops import cpu
+from octavo.ops.packed_linear import linear, prepare
 
+_PACKED = {torch.float32: WeightKind.FLOAT32, torch.bfloat16: WeightKind.BFLOAT16}
 MIN_BUFFER_BYTES = 256 * 2**20
 BUDGET_S = 0.5
 
 
-def probe(device: str, dtype: str, cache_bytes: int = 0) -> Rates:
-    """Measure both rates on the device with the threads that torch has now; `dtype` is the model's."""
+def probe(device: str, dtype: str, cache_bytes: int = 0, quantization: str = "none") -> Rates:
+    """Measure both rates on the device with the threads that torch has now; types and codes are the model's."""
     with torch.inference_mode():
-        return Rates(_bandwidth(device, max(MIN_BUFFER_BYTES, 4 * cache_bytes)), _gemm_rate(device, dtype))
+        bandwidth = _bandwidth(device, max(MIN_BUFFER_BYTES, 4 * cache_bytes))
+        return Rates(bandwidth, _gemm_rate(device, dtype, quantization))
 
 
 def _bandwidth(device: str, num_bytes: int) -> float:
@@ -33,18 +39,37 @@ def _bandwidth(device: str, num_bytes: int) -> float:
     return max(num_bytes / read_s, 2 * num_bytes / copy_s)
 
 
-def _gemm_rate(device: str, dtype: str) -> float:
+def _gemm_rate(device: str, dtype: str, quantization: str) -> float:
     rows, inner, outer = (1024, 2048, 2048) if device == "cpu" else (8192, 8192, 8192)
     kind = getattr(torch, dtype)
     x = torch.ones(rows, inner, dtype=kind, device=device)
     weight = torch.ones(outer, inner, dtype=kind, device=device)
-    # The engine's own way of multiplying can beat torch's plain one; a floor below which it runs would be none.
-    ways = {choose_path(kind, weight.device), "plain"}
-    layers = [Linear(weight, path=way) for way in sorted(ways)]
-    return 2 * rows * inner * outer / min(_best(partial(layer, x), device) for layer in layers)
+    # The engine's own ways of multiplying can beat torch's plain one; a floor below which it runs would be none.
+    works: list[Callable[[], object]] = []
+    if device == "cpu" and cpu.status().is_loaded and kind in _PACKED:
+        works.append(_packed(_PACKED[kind] if quantization == "none" else WeightKind[quantization.upper()], x, outer))
+    if quantization == "none":
+        ways = {choose_path(kind, weight.device), "plain"}
+        works += [partial(Linear(weight, path=way), x) for way in sorted(ways)]
+    return 2 * rows * inner * outer / min(_best(work, device) for work in works)
 
 
-def _best(work: Callable[[], torch.Tensor], device: str) -> float:
+def _packed(kind: WeightKind, x_TE: torch.Tensor, outputs: int) -> Callable[[], object]:
+    """The native decoder's multiplication by a weight of this kind, activations prepared."""
+    threads = torch.get_num_threads() if cpu.status().is_parallel else 1
+    weight = random_weight(kind, outputs, x_TE.shape[1])
+    descriptor = weight.descriptor()
+    prepared = prepare(x_TE.float(), kind, threads)
+    out_TF = torch.empty(x_TE.shape[0], outputs)
+
+    def multiply() -> PackedWeight:
+        linear(descriptor, prepared, out_TF, num_threads=threads)
+        return weight  # which keeps its memory alive
+
+    return multiply
+
+
+def _best(work: Callable[[], object], device: str) -> float:
     """The shortest time of several runs within the budget, the first one not counted."""
     synchronize = torch.cuda.synchronize if device.startswith("cuda") else _nothing
     work()

@@ -26,9 +26,10 @@ def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startu
     """Model, machine, memory, what is off, and how to call."""
     revision = f" at {files.revision[:12]}" if files.revision else ""
     threads = f", {capacity.num_threads} threads" if capacity.device == "cpu" else ""
+    types = capacity.dtype if capacity.quantization == "none" else f"{capacity.quantization} weights, {capacity.dtype}"
     tokens = capacity.num_blocks[0] * capacity.block_size
     pool_bytes = _bytes_of(capacity, capacity.num_blocks)
-    yield f"model     {files.name}{revision}, {capacity.dtype}, {capacity.device}{threads}"
+    yield f"model     {files.name}{revision}, {types}, {capacity.device}{threads}"
     place = files.weights[0] if files.kind == "gguf" else files.root
     yield f"weights   {capacity.weight_bytes / 2**20:,.0f} MiB from {place}"
     yield (

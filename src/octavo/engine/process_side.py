@@ -7,6 +7,7 @@ Does not: know which executor; assembly (or a test) says how to open one.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -48,6 +49,7 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
                 logging.getLogger(__name__).exception("the engine cannot start")
             server.fail(error)
             return EXIT_FAILED
+        gc.freeze()  # what exists now lives as long as this process: the collector need not walk it between steps
         server.serve(engine, capacity)
         return EXIT_FAILED if engine.failure is not None else 0
     finally:

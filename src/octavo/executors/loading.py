@@ -55,11 +55,9 @@ class AnyDecoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedDecoder:
-    """A decoder with its types. `notes` are for the user; `quantization` is "none" where weights are floats."""
+    """A decoder. `notes` are for the user; `quantization` is the code of most weights, "none" where they are floats."""
 
     decoder: AnyDecoder
-    is_native: bool
-    dtype: torch.dtype
     quantization: str
     notes: tuple[str, ...] = ()
 
@@ -96,12 +94,12 @@ class DecoderChoice:
             notes: tuple[str, ...] = ()
             if self.device.type == "cpu" and not self._is_asked_for:
                 notes = (f"layers are computed by torch, which is slower: {self._obstacle}",)
-            return LoadedDecoder(decoder, False, self.dtype, "none", notes)
+            return LoadedDecoder(decoder, "none", notes)
         weights = load_native_weights(
             self._files, self._spec, self.quantization, self.dtype, WeightCache.of(self._model)
         )
         native = NativeDecoder(self._spec, weights, max_model_len)
-        return LoadedDecoder(native, True, self.dtype, self.quantization, weights.notes)
+        return LoadedDecoder(native, native.quantization, weights.notes)
 
 
 def _obstacle(device: torch.device, execution: ExecutionConfig, model: ModelConfig, spec: ModelSpec) -> str | None:

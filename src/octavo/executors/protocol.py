@@ -42,6 +42,7 @@ class Capacity:
     """What an opened executor has: one entry of `num_blocks` per cache group; sizes in bytes and tokens.
 
     `host_blocks` has one entry per group too, or none without a host tier. The first group is the leading one.
+    `quantization` is the code that most weights are in ("none": they are of `dtype`, as is the cache by default).
     `linear_flops_per_token`, `weight_bytes` and `kv_bytes_per_token` give the memory floor of a step.
     """
 
@@ -59,6 +60,7 @@ class Capacity:
     linear_flops_per_token: int = 0
     notes: tuple[str, ...] = field(default=())
     host_blocks: tuple[int, ...] = ()
+    quantization: str = "none"
 
 
 class Executor(Protocol):

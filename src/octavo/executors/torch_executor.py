@@ -97,6 +97,7 @@ class TorchExecutor:
             linear_flops_per_token=decoder.linear_flops_per_token,
             notes=(*loaded.notes, *describe_groups(groups, num_blocks, spec.block_size)),
             host_blocks=host_blocks,
+            quantization=loaded.quantization,
         )
 
     def _allocate(

@@ -10,6 +10,7 @@ Shapes: T tokens of the step, N rows that sample, E hidden size, D head size, V 
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_double, c_int32, c_int64, c_void_p
 from dataclasses import replace
@@ -21,7 +22,7 @@ from torch import Tensor
 from octavo.artifacts.model_spec import ModelSpec
 from octavo.models.families import FAMILIES
 from octavo.models.native_weights import NativeLayer, NativeWeights, Vector
-from octavo.nn.packed_weight import PackedWeight, WeightDescriptor
+from octavo.nn.packed_weight import PackedWeight, WeightDescriptor, WeightKind
 from octavo.nn.rope import RopeTable
 from octavo.ops import cpu
 from octavo.ops.attention import AttentionBackend, GroupedAttention
@@ -132,9 +133,13 @@ class NativeDecoder:
         return sum(2 * part.outputs * part.inputs for part in self._multiplied())
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What happened while the weights were loaded, for the user."""
-        return self._weights.notes
+    def quantization(self) -> str:
+        """The code that most weights are in, "none" where that is a float type."""
+        sizes = Counter[WeightKind]()
+        for part in self._multiplied():
+            sizes[part.kind] += part.outputs * part.inputs
+        kind = sizes.most_common(1)[0][0]
+        return kind.name.lower() if kind in (WeightKind.INT4, WeightKind.INT8) else "none"
 
     def _multiplied(self) -> list[PackedWeight]:
         layers = self._weights.layers

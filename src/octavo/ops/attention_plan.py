@@ -22,6 +22,7 @@ MAX_ROWS = 96  # kMaxRows of csrc/attention.h
 TAIL = 8  # kTail of csrc/attention.h
 DIRECT = np.iinfo(np.int64).min  # kDirect of csrc/attention.h
 ITEMS_PER_THREAD = 4  # how evenly work is shared; an item more costs about a microsecond
+MIN_PARTS = 4  # of an item: parts cut from a token are joined behind another barrier
 TURNING = 8  # what it costs to load a part, in query rows
 Ints = NDArray[np.int64]
 
@@ -184,7 +185,7 @@ class AttentionPlan:
             loads_I = rows_I + TURNING
             share = max(1, int((loads_I * parts_I).sum()) * heads // (ITEMS_PER_THREAD * num_threads))
             runs_I = np.minimum(runs_I, np.maximum(share // loads_I, 1))
-            cut_I = np.minimum(parts_I, np.maximum(share // (loads_I * runs_I), 1))
+            cut_I = np.minimum(parts_I, np.maximum(share // (loads_I * runs_I), MIN_PARTS))
         is_cut_I = (cut_I < parts_I) | (private_I > lows_I)
         if not is_cut_I.any() and runs_I.min(initial=heads) == heads:
             zeros_I = np.zeros_like(firsts_I)
