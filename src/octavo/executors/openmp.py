@@ -8,15 +8,17 @@ from __future__ import annotations
 import os
 import sys
 
-SPIN_COUNT = 2000
+SPIN_COUNT = 20_000
 
 
 def limit_spinning() -> None:
-    """Let OpenMP threads spin for some 10 us at a barrier, then sleep; call before torch is imported.
+    """Let OpenMP threads spin for some 100 us at a barrier, then sleep; call before torch is imported.
 
     libgomp's default is 300,000 rounds, several ms: as soon as anything else wants a core, threads wait by
     burning the time of the one they wait for. (Measured, workload A on two cores, output tokens/s: 497 with
-    5,000 and 500 with 1,000; 115 with the default while another process took part of a core.)
+    5,000 and 500 with 1,000; 115 with the default while another process took part of a core. Since a step is two
+    regions and not hundreds, waiting longer costs little then, and bridges the host's work between steps at batch 1:
+    with 2,000 the threads' waking made a tenth of the steps twice as long.)
     A choice made by the user (GOMP_SPINCOUNT, OMP_WAIT_POLICY) stands.
     """
     if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
