@@ -118,6 +118,24 @@ def test_bits_do_not_depend_on_the_block_size(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
+@pytest.mark.parametrize("family", ["llama2", "gemma3"])
+def test_what_nobody_wrote_into_the_cache_is_not_read(family: str, tmp_path: Path) -> None:
+    """Blocks are not cleared for the kernels: what a former owner left behind a context must not matter."""
+    folder = make_tiny_model(family, tmp_path, head_dim=16)
+    found = []
+    for left in (0.0, float("nan")):
+        probe = Probe(folder, "native")
+        for pool in probe.executor._cache.pools:  # type: ignore[attr-defined]
+            for part in (*pool.keys, *pool.values):
+                part.fill_(left)
+        first = probe.all_logits(prompts())
+        lengths = [len(ids) for ids in prompts()]
+        decoded = probe.decode(list(range(len(lengths))), lengths, 20)
+        found.append((first, decoded, probe.logits))
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+    assert found[0][1] == found[1][1] and torch.equal(found[0][2], found[1][2])
+
+
 def test_a_row_that_is_not_finite_harms_no_other(tmp_path: Path) -> None:
     folder = make_tiny_model("llama2", tmp_path)
     probe = Probe(folder, "native", quantization="int8")
