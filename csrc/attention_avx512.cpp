@@ -7,7 +7,9 @@
 
 #include "attention_kernels.h"
 
-#if defined(__clang__)
+#if defined(OCTAVO_EMULATED)  // functions for the intrinsics of 512 bits; those of 256 are the machine's
+#pragma GCC target("avx2,fma,f16c")
+#elif defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
                              apply_to = function)
 #else
@@ -89,7 +91,7 @@ const AttentionKernels kAttentionAvx512 = kTable;
 
 }  // namespace octavo
 
-#if defined(__clang__)
+#if defined(__clang__) && !defined(OCTAVO_EMULATED)
 #pragma clang attribute pop
 #endif
 

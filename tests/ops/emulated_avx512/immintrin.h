@@ -1,5 +1,6 @@
-// The AVX-512 intrinsics that csrc/linear_avx512*.cpp use, as plain functions: for machines without the instructions.
-// Found before the compiler's own header, which it includes. Source: Intel's intrinsics guide.
+// The AVX-512 intrinsics that csrc/linear_avx512*.cpp and csrc/attention_avx512.cpp use, as plain functions: for
+// machines without the instructions. Found before the compiler's own header, which it includes.
+// Source: Intel's intrinsics guide.
 
 #pragma once
 
@@ -8,7 +9,10 @@
 #include <cstdint>
 #include <cstring>
 
-#define EMULATED static inline __attribute__((always_inline))
+// Not inlined, which halves the time to compile; but where vectors of 256 bits are returned, since how that is done
+// depends on the instruction set, which a file may choose after it includes this one.
+#define EMULATED [[gnu::noinline, gnu::unused]] static
+#define EMULATED_INLINE static inline __attribute__((always_inline))
 
 template <typename To, typename From>
 EMULATED To emulated_bits(const From& from) {
@@ -119,6 +123,80 @@ EMULATED __m512 emulated_cvtph_ps(const __m256i& a) {
     return emulated_bits<__m512>(out);
 }
 
+// What attention uses besides.
+
+// f(a, b) of each lane.
+template <typename Lanes, typename Vector, typename Function>
+EMULATED Vector emulated_pairs(const Vector& a, const Vector& b, const Function& f) {
+    Lanes x = emulated_bits<Lanes>(a);
+    const Lanes y = emulated_bits<Lanes>(b);
+    for (int i = 0; i < 16; ++i) x.at[i] = f(x.at[i], y.at[i]);
+    return emulated_bits<Vector>(x);
+}
+
+EMULATED __m512 emulated_add_ps(const __m512& a, const __m512& b) {
+    return emulated_pairs<EmulatedFloats>(a, b, [](float x, float y) { return x + y; });
+}
+EMULATED __m512 emulated_sub_ps(const __m512& a, const __m512& b) {
+    return emulated_pairs<EmulatedFloats>(a, b, [](float x, float y) { return x - y; });
+}
+EMULATED __m512 emulated_div_ps(const __m512& a, const __m512& b) {
+    return emulated_pairs<EmulatedFloats>(a, b, [](float x, float y) { return x / y; });
+}
+// The second operand where either is a NaN, and where both are zeros.
+EMULATED __m512 emulated_max_ps(const __m512& a, const __m512& b) {
+    return emulated_pairs<EmulatedFloats>(a, b, [](float x, float y) { return x > y ? x : y; });
+}
+EMULATED __m512 emulated_and_ps(const __m512& a, const __m512& b) {
+    return emulated_pairs<EmulatedInts>(a, b, [](int32_t x, int32_t y) { return x & y; });
+}
+EMULATED __m512 emulated_or_ps(const __m512& a, const __m512& b) {
+    return emulated_pairs<EmulatedInts>(a, b, [](int32_t x, int32_t y) { return x | y; });
+}
+EMULATED __m512i emulated_add_epi32(const __m512i& a, const __m512i& b) {
+    return emulated_pairs<EmulatedInts>(a, b, [](int32_t x, int32_t y) {
+        return static_cast<int32_t>(static_cast<uint32_t>(x) + static_cast<uint32_t>(y));
+    });
+}
+
+// Only the predicate that is used; false where either is a NaN.
+EMULATED __mmask16 emulated_cmp_ps_mask(const __m512& a, const __m512& b, int predicate) {
+    if (predicate != _CMP_LT_OQ) __builtin_trap();
+    const EmulatedFloats x = emulated_bits<EmulatedFloats>(a), y = emulated_bits<EmulatedFloats>(b);
+    unsigned mask = 0;
+    for (int i = 0; i < 16; ++i) mask |= static_cast<unsigned>(x.at[i] < y.at[i]) << i;
+    return static_cast<__mmask16>(mask);
+}
+// Lanes of `a` where the mask is set, of `otherwise` elsewhere.
+EMULATED __m512 emulated_mask_mov_ps(const __m512& otherwise, __mmask16 mask, const __m512& a) {
+    EmulatedInts out = emulated_bits<EmulatedInts>(otherwise);
+    const EmulatedInts x = emulated_bits<EmulatedInts>(a);
+    for (int i = 0; i < 16; ++i)
+        if ((mask >> i & 1) != 0) out.at[i] = x.at[i];
+    return emulated_bits<__m512>(out);
+}
+
+EMULATED __m512i emulated_cvtepu16_epi32(const __m256i& a) {
+    uint16_t halves[16];
+    std::memcpy(halves, &a, sizeof halves);
+    EmulatedInts out;
+    for (int i = 0; i < 16; ++i) out.at[i] = halves[i];
+    return emulated_bits<__m512i>(out);
+}
+
+EMULATED __m128 emulated_castps512_ps128(const __m512& a) {
+    __m128 out;
+    std::memcpy(&out, &a, sizeof out);
+    return out;
+}
+// The lower half, or the upper one.
+EMULATED_INLINE __m256 emulated_extractf32x8_ps(const __m512& a, int half) {
+    const EmulatedFloats x = emulated_bits<EmulatedFloats>(a);
+    __m256 out;
+    std::memcpy(&out, x.at + (half & 1) * 8, sizeof out);
+    return out;
+}
+
 #define __m512bh __m512i
 #define _mm512_loadu_ps emulated_loadu_ps
 #define _mm512_storeu_ps emulated_storeu
@@ -138,9 +216,25 @@ EMULATED __m512 emulated_cvtph_ps(const __m256i& a) {
 #define _mm512_dpbf16_ps emulated_dpbf16_ps
 #define _mm512_cvtph_ps emulated_cvtph_ps
 #define _mm512_castsi512_ps emulated_bits<__m512, __m512i>
+#define _mm512_castps_si512 emulated_bits<__m512i, __m512>
+#define _mm512_castps512_ps128 emulated_castps512_ps128
+#define _mm512_castps512_ps256(a) emulated_extractf32x8_ps(a, 0)
+#define _mm512_add_ps emulated_add_ps
+#define _mm512_sub_ps emulated_sub_ps
+#define _mm512_div_ps emulated_div_ps
+#define _mm512_max_ps emulated_max_ps
+#define _mm512_and_ps emulated_and_ps
+#define _mm512_or_ps emulated_or_ps
+#define _mm512_add_epi32 emulated_add_epi32
+#define _mm512_mask_mov_ps emulated_mask_mov_ps
+#define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
+#undef _mm512_cmp_ps_mask  // macros of the compiler's header where it does not optimise
+#undef _mm512_extractf32x8_ps
+#define _mm512_cmp_ps_mask emulated_cmp_ps_mask
+#define _mm512_extractf32x8_ps emulated_extractf32x8_ps
 // The header's own _mm256_loadu_si256 needs AVX.
 #if !defined(__AVX__)
-EMULATED __m256i emulated_loadu_si256(const void* from) {
+EMULATED_INLINE __m256i emulated_loadu_si256(const void* from) {
     __m256i out;
     std::memcpy(&out, from, sizeof out);
     return out;
