@@ -31,11 +31,8 @@ KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @cache
 def _kernels() -> tuple[Callable[..., None], Callable[..., None]] | None:
-    try:
-        attend = cpu.function("octavo_attention", *[c_void_p] * 3, c_int64, c_void_p, c_int64, c_int32)
-        write = cpu.function("octavo_write_kv", c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32)
-    except AttributeError:  # a library of older sources
-        return None
+    attend = cpu.function("octavo_attention", *[c_void_p] * 3, c_int64, c_void_p, c_int64, c_int32)
+    write = cpu.function("octavo_write_kv", c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32)
     return None if attend is None or write is None else (attend, write)
 
 

@@ -83,7 +83,4 @@ def fits(logits_RV: Tensor) -> bool:
 @cache
 def _kernel() -> Callable[..., None] | None:
     rows = (c_void_p, c_void_p, c_void_p)
-    try:
-        return cpu.function("octavo_sample", *rows, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int32)
-    except AttributeError:  # a library built before this kernel was
-        return None
+    return cpu.function("octavo_sample", *rows, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int32)
