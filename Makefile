@@ -13,7 +13,7 @@ STAMP = $(VENV)/.octavo-stamp
 # One thread in tests: two-thread regions stall when the machine is shared.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup run serve test test-all lint docs bench wheel clean
+.PHONY: setup run serve test test-all reliability lint docs bench wheel clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,13 @@ test: lint
 
 test-all: lint
 	$(ONE_THREAD) $(PYTHON) -m pytest -q --durations=20 $(PYTEST_FLAGS)
+
+# Every row of the reliability scorecard in its whole dose; writes docs/reliability.md.
+FIGURES = $(VENV)/reliability.jsonl
+reliability: setup
+	rm -f $(FIGURES)
+	OCTAVO_RELIABILITY=1 OCTAVO_SCORECARD=$(FIGURES) $(ONE_THREAD) $(PYTHON) -m pytest -q --timeout 1800 tests/reliability $(PYTEST_FLAGS); \
+		status=$$?; $(PYTHON) tools/reliability.py $(FIGURES) "$$(nproc) cores, $$(uname -m), $$(date -u +%F)."; exit $$status
 
 docs: setup
 	$(PYTHON) tools/behaviours.py
