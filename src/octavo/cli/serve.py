@@ -26,8 +26,10 @@ from octavo.engine.sessions import Sessions
 from octavo.errors import EngineDeadError
 from octavo.executors.protocol import Capacity
 from octavo.server.app import create_app
+from octavo.server.event_loop import new_event_loop
 from octavo.server.lifecycle import Lifecycle, Phase
-from octavo.server.run import HttpServer, new_event_loop, open_socket, url_of
+from octavo.server.listener import open_socket, url_of
+from octavo.server.run import HttpServer
 
 WATCH_S = 0.5  # how long a dead engine goes unnoticed
 

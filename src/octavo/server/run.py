@@ -1,18 +1,15 @@
 """Running the application: one socket, signals, drain.
 
-Owns: opening the socket (before a model loads, so that a taken port is known at once), who may reach it,
-what SIGINT and SIGTERM do: the first drains, the second ends what is open.
-Does not: know routes or engines, or print (the announcement is a callback).
+Owns: what SIGINT and SIGTERM do: the first drains, the second ends what is open.
+Does not: open the socket, know routes or engines, or print (the announcement is a callback).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -20,19 +17,18 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import FastAPI
 
-from octavo.errors import ConfigError
 from octavo.server.app import create_app
 from octavo.server.connection import BoundedConnection
 from octavo.server.lifecycle import Lifecycle
+from octavo.server.listener import open_socket, url_of
 
 if TYPE_CHECKING:
-    from octavo.config import Config, ServingConfig
+    from octavo.config import Config
     from octavo.engine.sessions import Sessions
     from octavo.server.context import EngineStatistics
     from octavo.text.text_model import TextModel
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-BACKLOG = 2048
 CONNECTION_GRACE_S = 2  # for connections that are still open after the drain
 
 
@@ -53,51 +49,6 @@ async def serve(
         if on_listening is not None:
             on_listening(url_of(bound))
         await server.run()
-
-
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """The fastest event loop there is here; for asyncio.Runner(loop_factory=...)."""
-    if sys.platform == "win32":
-        return asyncio.new_event_loop()
-    import uvloop  # not on every platform
-
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
-
-
-def open_socket(serving: ServingConfig) -> socket.socket:
-    """Bind and listen. Raises ConfigError for an exposed address without a key, or one that cannot be had."""
-    if not (is_loopback(serving.host) or serving.api_key or serving.insecure):
-        raise ConfigError(
-            f"--host is {serving.host!r} and there is no --api-key, so anyone who reaches this address could use it; "
-            "give --api-key, or --insecure if that is meant"
-        )
-    if not all(serving.api_key):
-        raise ConfigError("an --api-key is empty, so a client without one would get in; give a key")
-    family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
-    try:
-        listener = socket.create_server((serving.host, serving.port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        message = f"cannot listen on --host {serving.host!r}, --port {serving.port} ({error.strerror or error})"
-        raise ConfigError(f"{message}; give an address of this machine and a free port, or --port 0 for any") from None
-    listener.setblocking(False)
-    return listener
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def url_of(listener: socket.socket) -> str:
-    """Where clients on this machine reach the server."""
-    host, port = listener.getsockname()[:2]
-    if ipaddress.ip_address(host).is_unspecified:
-        host = "localhost"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class HttpServer:

@@ -1,0 +1,52 @@
+"""The socket that clients connect to: bound before a model loads, so that a taken port is known at once.
+
+Owns: opening it, who may reach it, its URL. Does not: accept, or import a web framework (the supervisor opens it).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import TYPE_CHECKING
+
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.config import ServingConfig
+
+BACKLOG = 2048
+
+
+def open_socket(serving: ServingConfig) -> socket.socket:
+    """Bind and listen. Raises ConfigError for an exposed address without a key, or one that cannot be had."""
+    if not (is_loopback(serving.host) or serving.api_key or serving.insecure):
+        raise ConfigError(
+            f"--host is {serving.host!r} and there is no --api-key, so anyone who reaches this address could use it; "
+            "give --api-key, or --insecure if that is meant"
+        )
+    if not all(serving.api_key):
+        raise ConfigError("an --api-key is empty, so a client without one would get in; give a key")
+    family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
+    try:
+        listener = socket.create_server((serving.host, serving.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        message = f"cannot listen on --host {serving.host!r}, --port {serving.port} ({error.strerror or error})"
+        raise ConfigError(f"{message}; give an address of this machine and a free port, or --port 0 for any") from None
+    listener.setblocking(False)
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where clients on this machine reach the server."""
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
