@@ -1,0 +1,43 @@
+"""How often a process may be started again, and after how long a wait.
+
+Owns: the count of lives that did nothing useful, the wait before the next one. Does not: start, wait, read a clock or
+draw: `now` (seconds, monotonic) and `draw` (0 to 1) are arguments.
+Invariant: a life that was useful costs nothing; of the others at most `most` end within any `within_s` seconds before
+the budget is spent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class RestartBudget:
+    """Counts useless lives. `first_s` is the wait after one of them, doubled by each further one up to `longest_s`."""
+
+    def __init__(self, most: int = 5, within_s: float = 60.0, *, first_s: float = 0.2, longest_s: float = 10.0) -> None:
+        self.most = most
+        self.within_s = within_s
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._useless: deque[float] = deque()
+
+    def ended(self, now: float, draw: float, *, was_useful: bool) -> float | None:
+        """Note the end of a life; return the seconds to wait before the next, None when there shall be none.
+
+        The wait is drawn from the upper half of its range, so that processes that failed together do not return
+        together, and is never shorter than that half.
+        """
+        if was_useful:
+            return 0.0
+        self._useless.append(now)
+        count = self.num_useless(now)
+        if count > self.most:
+            return None
+        longest = min(self._first_s * 2.0 ** (count - 1), self._longest_s)
+        return longest * (0.5 + 0.5 * draw)
+
+    def num_useless(self, now: float) -> int:
+        """Useless lives that ended within the last `within_s` seconds."""
+        while self._useless and self._useless[0] <= now - self.within_s:
+            self._useless.popleft()
+        return len(self._useless)
