@@ -230,18 +230,48 @@ class ServingConfig:
     api_key: tuple[str, ...] = option(
         (), "key that clients must present; give several for any of them", "--api-key", secret=True
     )
+    api_key_file: str | None = option(
+        None, "TOML or YAML file of named keys with their tenants, limits and priorities", "--api-key-file"
+    )
     tenant_weight: tuple[str, ...] = option(
         (),
-        "TENANT=WEIGHT, its share under the fair policy; a key's tenant is the key's SHA-256 in hex; give several",
+        "TENANT=WEIGHT, its share under the fair policy; the tenant of an --api-key is its SHA-256 in hex; give several",
         "--tenant-weight",
     )
     insecure: bool = option(False, "allow an address other than loopback without a key", "--insecure")
     in_process: bool = option(False, "run the engine inside the API process (no crash protection)", "--in-process")
-    max_waiting: int = option(
-        1024, "requests that may wait before new ones get 429", "--max-queue-size", within=(1, None)
-    )
     drain_timeout_s: float = option(
         30.0, "seconds that open requests get at shutdown", "--shutdown-timeout", within=(0.0, None)
+    )
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients must present a key."""
+        return bool(self.api_key or self.api_key_file)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """How many may wait, and how long (docs/limits.md)."""
+
+    max_waiting: int = option(
+        1024,
+        "sequences that may wait for a free slot before new requests get 429; each choice of a prompt is one",
+        "--max-queue-size",
+        within=(1, None),
+    )
+    max_waiting_tokens: int = option(
+        1_048_576,
+        "prompt tokens of requests without a first token before new ones get 429",
+        "--max-queue-tokens",
+        within=(1, None),
+    )
+    max_queue_time_s: float | None = option(
+        None,
+        "seconds after which a request that has not started gets 408, and 429 at once where it could not start by then "
+        "(default: no bound)",
+        "--max-queue-time",
+        within=(0.001, None),
     )
 
 
@@ -267,6 +297,7 @@ class Config:
     execution: ExecutionConfig = ExecutionConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     serving: ServingConfig = ServingConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     statistics: StatisticsConfig = StatisticsConfig()
 
     def __post_init__(self) -> None:

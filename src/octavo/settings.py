@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import (
+    AdmissionConfig,
     CacheConfig,
     Config,
     ExecutionConfig,
@@ -36,6 +37,7 @@ _PARTS: dict[str, Any] = {
     "execution": ExecutionConfig,
     "speculation": SpeculationConfig,
     "serving": ServingConfig,
+    "admission": AdmissionConfig,
     "statistics": StatisticsConfig,
 }
 _SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}

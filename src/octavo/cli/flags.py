@@ -25,6 +25,7 @@ _TITLES = {
     "execution": "execution",
     "speculation": "speculation",
     "serving": "serving",
+    "admission": "admission",
     "statistics": "statistics",
 }
 

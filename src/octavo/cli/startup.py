@@ -57,7 +57,7 @@ def _features_off(config: Config) -> Iterator[str]:
         yield "chunked prefill (--no-enable-chunked-prefill)"
     if config.serving.in_process:
         yield "crash protection (--in-process)"
-    if not config.serving.api_key:
+    if not config.serving.has_keys:
         reason = (
             "only this machine can connect" if config.serving.host in _LOOPBACK else "ANYONE who reaches it may use it"
         )
@@ -66,7 +66,7 @@ def _features_off(config: Config) -> Iterator[str]:
 
 def call_report(config: Config, model: str, url: str) -> Iterator[str]:
     """The URL and a line to paste."""
-    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if config.serving.api_key else ""
+    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if config.serving.has_keys else ""
     yield f"serving   {url}/v1  (also /docs, /metrics)"
     yield (
         f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "

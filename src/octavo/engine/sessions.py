@@ -39,14 +39,16 @@ OFF_LOOP_TOKENS = 16_384  # beyond this, hashing a prompt's blocks takes over a 
 
 
 class Terms(TypedDict, total=False):
-    """How a request is to be served. `timeout_s` counts from now; objectives are seconds to the first token and for
-    each token after it, and guide the deadline policy; `tenant` shares the engine with others under the fair policy.
+    """How a request is to be served. `timeout_s` counts from now, as does `queue_timeout_s`, which bounds the wait;
+    objectives are seconds to the first token and for each token after it, and guide the deadline policy; `tenant`
+    shares the engine with others under the fair policy.
     """
 
     priority: int
     tenant: str
     cache_salt: bytes
     timeout_s: float | None
+    queue_timeout_s: float | None
     ttft_objective: float | None
     tpot_objective: float | None
 
@@ -250,7 +252,7 @@ class Sessions:
         unknown = terms.keys() - Terms.__optional_keys__
         if unknown:
             raise TypeError(f"submit() knows no {sorted(unknown)[0]}; it takes {', '.join(Terms.__annotations__)}")
-        for name in ("timeout_s", "ttft_objective", "tpot_objective"):
+        for name in ("timeout_s", "queue_timeout_s", "ttft_objective", "tpot_objective"):
             value = terms.get(name)
             if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
                 shown = name.removesuffix("_s")
@@ -267,6 +269,7 @@ class Sessions:
             tenant=terms.get("tenant", ""),
             cache_salt=terms.get("cache_salt", b""),
             deadline=None if timeout_s is None else arrival + timeout_s,
+            queue_timeout=terms.get("queue_timeout_s"),
             ttft_objective=terms.get("ttft_objective"),
             tpot_objective=terms.get("tpot_objective"),
         )

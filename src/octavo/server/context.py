@@ -84,7 +84,7 @@ def build_context(
         lifecycle=lifecycle,
         keys=KeyRing(config.serving.api_key),
         metrics=RequestMetrics(model),
-        waiting=WaitingRoom(config.serving.max_waiting, config.scheduling.max_sequences or _UNKNOWN_MAX_RUNNING),
+        waiting=WaitingRoom(config.admission.max_waiting, config.scheduling.max_sequences or _UNKNOWN_MAX_RUNNING),
         prompts=PromptReader(text, max_len),
         params=ParamsReader(model_defaults(text.spec.generation), text.tokenizer, limits.max_choices),
     )

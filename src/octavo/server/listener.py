@@ -19,10 +19,10 @@ BACKLOG = 2048
 
 def open_socket(serving: ServingConfig) -> socket.socket:
     """Bind and listen. Raises ConfigError for an exposed address without a key, or one that cannot be had."""
-    if not (is_loopback(serving.host) or serving.api_key or serving.insecure):
+    if not (is_loopback(serving.host) or serving.has_keys or serving.insecure):
         raise ConfigError(
             f"--host is {serving.host!r} and there is no --api-key, so anyone who reaches this address could use it; "
-            "give --api-key, or --insecure if that is meant"
+            "give --api-key or --api-key-file, or --insecure if that is meant"
         )
     if not all(serving.api_key):
         raise ConfigError("an --api-key is empty, so a client without one would get in; give a key")
