@@ -1,0 +1,35 @@
+"""Ending with one's parent.
+
+Owns: the watch over stdin, which the parent holds open as long as it lives. Does not: clean up, for nobody is left.
+Invariant: on Linux the end comes even to a process that is stopped, or whose interpreter is busy.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+EXIT_ORPHANED = 3
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """From now on, end this process as soon as stdin ends. Call after the last line was read from it."""
+    if sys.platform == "linux":
+        _ask_the_kernel()
+    threading.Thread(target=_watch, name="octavo-parent", daemon=True).start()
+
+
+def _watch() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(EXIT_ORPHANED)
+
+
+def _ask_the_kernel() -> None:
+    """Have the kernel send SIGKILL when the thread that started this process ends."""
+    import ctypes  # here only: macOS has no prctl
+
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
