@@ -1,8 +1,8 @@
-"""A child for tests of the supervisor: `python fake_child.py --listener FD --status FD`, its task a line of JSON on stdin.
+"""A child for tests of the supervisor: `python fake_child.py --listener FD --status FD`, its task a line on stdin.
 
 The task's "says" is what it does in each of its lives, in order; the last one repeats. "serve" answers every connection
-with its life's number and ends with 0 at SIGTERM; "hang" is ready and ignores SIGTERM; "exit N" ends before it is ready;
-"crash" is ready and then dies; "useful" answers one and dies; "fail" is ready and ends as one whose engine failed.
+with its life's number and ends with 0 at SIGTERM; "hang" is ready and ignores SIGTERM; "exit N" ends before it is
+ready; "crash" is ready and then dies; "useful" answers one and dies; "fail" is ready and ends as one whose engine failed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from octavo.engine.parent import end_with_parent  # noqa: E402  the path comes first
-from octavo.engine.supervisor import ANSWERED, EXIT_ENGINE_FAILED, READY  # noqa: E402
+from octavo.engine.parent import end_with_parent
+from octavo.engine.supervisor import ANSWERED, EXIT_ENGINE_FAILED, READY
 
 
 def main(arguments: list[str]) -> int:
