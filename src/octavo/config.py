@@ -243,6 +243,9 @@ class ServingConfig:
     drain_timeout_s: float = option(
         30.0, "seconds that open requests get at shutdown", "--shutdown-timeout", within=(0.0, None)
     )
+    admin_socket: str | None = option(
+        None, "path of the Unix socket for octavo admin (default: in a folder of this user's)", "--admin-socket"
+    )
 
     @property
     def has_keys(self) -> bool:

@@ -2,7 +2,7 @@
 
 The task's "says" is what it does in each of its lives, in order; the last one repeats. "serve" answers every connection
 with its life's number and ends with 0 at SIGTERM; "hang" is ready and ignores SIGTERM; "exit N" ends before it is
-ready; "crash" is ready and then dies; "useful" answers one and dies; "fail" is ready and ends as one whose engine failed.
+ready; "crash" is ready and then dies; "useful" answers one and dies; "fail" ends as if its engine had failed.
 """
 
 from __future__ import annotations
