@@ -7,9 +7,10 @@ import pytest
 from tests.engine.fakes import make_request
 
 from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason, SamplingParams
+from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import TokenOutput
-from octavo.engine.delivery import ChoiceEnd, Delivery, End
+from octavo.engine.delivery import ChoiceEnd, Delivery, End, Start
+from octavo.engine.entry import Entry
 from octavo.engine.ledger import Ledger
 from octavo.errors import DuplicateRequestError, InvalidRequestError
 
@@ -180,12 +181,15 @@ def test_P03_the_last_choice_ends_with_its_request() -> None:
     ledger = Ledger()
     entry = ledger.add(make_request("a", params=several(2)))
     ledger.accept(0, choice_end(0))
-    assert ledger.accept(0, choice_end(1)) == [] and ledger.rejections.late == 1
-    ledger.accept(0, tokens("a", 0, end=FinishReason.CANCELLED))
-    assert [(o.choice, o.finish_reason, o.is_final) for o in entry.take()] == [
-        (0, FinishReason.STOP, False),
-        (1, FinishReason.CANCELLED, True),
-    ]
+    entry.take()
+    ledger.accept(0, choice_end(1))
+    assert not entry.has_news and entry.ended_choices == [0]
+    ledger.accept(0, choice_end(1))
+    ledger.accept(0, tokens("a", 0, 9, choice=1))
+    assert ledger.rejections.late == 2
+    ledger.accept(0, tokens("b", 0, end=FinishReason.LENGTH))
+    ledger.accept(0, tokens("a", 0, end=FinishReason.LENGTH))
+    assert [(o.choice, o.finish_reason, o.is_final) for o in entry.take()] == [(1, FinishReason.STOP, True)]
 
 
 def test_P04_a_beam_search_gives_the_choices_asked_for() -> None:
@@ -208,3 +212,125 @@ def test_a_request_of_several_choices_starts_anew_in_a_new_epoch() -> None:
     ledger.accept(2, tokens("a", 0, 4, 8, choice=1))
     assert list(entry.pages[0].ids) == [5, 6, 7] and list(entry.pages[1].ids) == [4]
     assert (ledger.rejections.duplicates, ledger.rejections.late) == (3, 1)
+
+
+def test_what_was_true_at_the_first_admission_stays_true() -> None:
+    """A later life finds what was emitted in its cache too: usage tells of the prompt, and of the first admission."""
+    ledger = Ledger(epoch=1)
+    entry = ledger.add(make_request("a", length=6))
+    ledger.accept(1, Delivery(starts=(Start("a", 0.25, 4), Start("gone", 1.0, 1))))
+    ledger.advance(2)
+    ledger.accept(2, Delivery(starts=(Start("a", 9.0, 40),)))
+    ledger.accept(2, Delivery(ends=(End("a", FinishReason.LENGTH, cached_tokens=40, queue_s=9.0),)))
+    (output,) = entry.take()
+    assert (output.cached_tokens, output.queue_s) == (4, 0.25)
+    late = ledger.add(make_request("b", length=6))
+    ledger.accept(2, Delivery(ends=(End("b", FinishReason.LENGTH, cached_tokens=40),)))
+    assert late.take()[0].cached_tokens == 6
+
+
+def test_a_queue_timeout_does_not_count_again_after_the_first_admission() -> None:
+    ledger = Ledger(epoch=1)
+    ledger.add(make_request("a", queue_timeout=2.0, deadline=9.0))
+    ledger.add(make_request("b", queue_timeout=2.0))
+    ledger.accept(1, Delivery(starts=(Start("a", 0.0, 0),)))
+    a, b = ledger.advance(2)
+    assert (a.queue_timeout, a.deadline, b.queue_timeout) == (None, 9.0, 2.0)
+
+
+def test_prompt_scores_are_kept_once_and_asked_for_from_where_they_ended() -> None:
+    ledger = Ledger(epoch=1)
+    entry = ledger.add(make_request("a", length=6, wants=Want.SAMPLE | Want.SCORE))
+
+    def scored(first: int, *positions: int) -> Delivery:
+        return Delivery(scores=(("a", first, tuple(TokenLogprobs(p, -p / 10, 1) for p in positions)),))
+
+    ledger.accept(1, scored(1, 1, 2))
+    assert ledger.advance(2)[0].score_from == 3
+    ledger.accept(2, scored(1, 1, 2, 3))
+    ledger.accept(2, scored(5, 5))  # does not follow: left out
+    ledger.accept(2, scored(4, 4, 5))
+    ledger.accept(2, tokens("a", 0, 8))
+    (output,) = entry.take()
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] == 1
+    assert [item.token_id for item in output.prompt_logprobs[1]] == [1, 2, 3, 4, 5]
+    (resumed,) = ledger.advance(3)
+    assert resumed.wants == Want.SAMPLE and list(resumed.emitted_token_ids or ()) == [8]
+    ledger.accept(3, scored(1, 1, 2))
+    ledger.accept(3, tokens("a", 1, 9))
+    assert entry.take()[0].prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    "ids, end",
+    [
+        ((5, 6), None),
+        ((5, 6, 7), End("a", FinishReason.LENGTH)),
+        ((5, 2), End("a", FinishReason.STOP)),
+        ((5, 40), End("a", FinishReason.STOP, 40)),
+        ((2,), None),  # min_tokens
+    ],
+)
+def test_ids_that_imply_an_end_are_not_resumed(ids: tuple[int, ...], end: End | None) -> None:
+    params = SamplingParams(max_tokens=3, min_tokens=1, seed=1, stop_token_ids=(40,))
+    ledger = Ledger(epoch=1)
+    entry = ledger.add(make_request("a", params=params, eos=(2,)))
+    ledger.accept(1, tokens("a", 0, *ids))
+    assert entry.end_held() == end
+
+
+class Notes:
+    """A LedgerObserver that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[object, ...]] = []
+
+    def opened(self, request: Request) -> None:
+        self.lines.append(("opened", request.request_id))
+
+    def appended(self, delivery: Delivery) -> None:
+        ends = [(end.request_id, end.finish_reason.name) for end in delivery.ends]
+        choice_ends = [(end.request_id, end.choice) for end in delivery.choice_ends]
+        columns = list(zip(delivery.request_ids, delivery.positions, delivery.token_ids, strict=True))
+        self.lines.append(("appended", columns, choice_ends, ends))
+
+    def forgotten(self, request_id: str) -> None:
+        self.lines.append(("forgotten", request_id))
+
+
+def test_an_observer_hears_of_what_was_accepted_and_of_nothing_else() -> None:
+    notes = Notes()
+    ledger = Ledger(1, observer=notes)
+    a = ledger.add(make_request("a"))
+    ledger.add(make_request("b", params=several(2)))
+    ledger.forget("nobody")
+    ledger.accept(1, tokens("a", 0, 5, 6))
+    ledger.accept(0, tokens("a", 2, 7))
+    ledger.accept(1, tokens("a", 1, 6, 7, end=FinishReason.LENGTH))
+    ledger.accept(1, tokens("a", 3, 8, end=FinishReason.LENGTH))
+    ledger.end("b", FinishReason.STOP, choice=1)
+    ledger.end("b", FinishReason.STOP, choice=1)
+    ledger.end("b", FinishReason.CANCELLED, choice=0)
+    a.take()
+    ledger.forget_entry(a)
+    assert notes.lines == [
+        ("opened", "a"),
+        ("opened", "b"),
+        ("appended", [("a", 0, 5), ("a", 1, 6)], [], []),
+        ("appended", [("a", 2, 7)], [], [("a", "LENGTH")]),
+        ("appended", [], [("b", 1)], []),
+        ("appended", [], [], [("b", "CANCELLED")]),
+        ("forgotten", "a"),
+    ]
+
+
+def test_entries_of_an_earlier_front_end_are_put_back() -> None:
+    notes = Notes()
+    ledger = Ledger(1, observer=notes)
+    entry = Entry(make_request("a"))
+    entry.pages[0].ids.extend([4, 5])
+    ledger.restore(entry)
+    with pytest.raises(DuplicateRequestError):
+        ledger.restore(Entry(make_request("a")))
+    assert notes.lines == [] and list(ledger.advance(2)[0].emitted_token_ids or ()) == [4, 5]
+    assert list(entry.take()[0].token_ids) == [4, 5]  # a new reader gets all of it

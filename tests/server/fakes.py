@@ -23,7 +23,7 @@ from octavo.config import Config, ServingConfig
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, TokenOutput
-from octavo.engine.ledger import num_choices
+from octavo.engine.entry import num_choices
 from octavo.engine.sessions import Sessions
 from octavo.errors import AdmissionError, DuplicateRequestError
 from octavo.server.app import create_app

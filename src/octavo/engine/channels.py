@@ -12,15 +12,16 @@ from collections.abc import AsyncIterator, Iterable
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import TokenOutput
 from octavo.engine.delivery import Delivery
-from octavo.engine.ledger import Entry, Ledger
+from octavo.engine.entry import Entry
+from octavo.engine.ledger import Ledger, LedgerObserver
 from octavo.errors import RequestError
 
 
 class Channels:
     """Hands deliveries to waiting readers. Every method runs in the event loop's thread."""
 
-    def __init__(self, epoch: int = 0) -> None:
-        self.ledger = Ledger(epoch)
+    def __init__(self, epoch: int = 0, observer: LedgerObserver | None = None) -> None:
+        self.ledger = Ledger(epoch, observer=observer)
 
     def open(self, request: Request) -> None:
         """Record a request. Raises DuplicateRequestError."""
@@ -33,6 +34,10 @@ class Channels:
     def deliver(self, epoch: int, delivery: Delivery) -> None:
         """Append to the ledger, then wake the readers with news."""
         _wake(self.ledger.accept(epoch, delivery))
+
+    def end(self, request_id: str, reason: FinishReason, message: str | None = None, choice: int | None = None) -> None:
+        """End an open request here, or one choice of it."""
+        _wake(self.ledger.end(request_id, reason, message, choice))
 
     def end_all(self, reason: FinishReason, message: str) -> None:
         """End every open request here."""

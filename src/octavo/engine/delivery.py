@@ -23,6 +23,15 @@ def _ints() -> array[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """The first admission of a request by an engine: seconds since its arrival, prompt tokens found in the cache."""
+
+    request_id: str
+    queue_s: float
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceEnd:
     """The end of one choice of a request that goes on."""
 
@@ -50,6 +59,8 @@ class End:
 class Delivery:
     """One step's tokens (columns, one entry per token), prompt scores, and ends, which come behind the tokens.
 
+    `starts` are admissions of this step and of those before it that had nothing else to tell.
+
     Nobody writes to it once sent.
     """
 
@@ -61,11 +72,12 @@ class Delivery:
     scores: tuple[Score, ...] = ()
     choice_ends: tuple[ChoiceEnd, ...] = ()
     ends: tuple[End, ...] = ()
+    starts: tuple[Start, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Nothing to send."""
-        return not (self.request_ids or self.ends or self.choice_ends or self.scores)
+        return not (self.request_ids or self.ends or self.choice_ends or self.scores or self.starts)
 
 
 class _Open:
@@ -84,6 +96,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
+        self._starts: list[Start] = []
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
@@ -101,9 +114,10 @@ class Outbox:
         self._open[request.request_id] = _Open(request.arrival)
 
     def decided(self, decisions: Iterable[Event]) -> Delivery:
-        """A delivery of decisions alone."""
+        """A delivery of decisions alone. Admissions go with the next commit, or with an end."""
         choice_ends, ends = self._ends(decisions)
-        return Delivery(choice_ends=choice_ends, ends=ends)
+        starts = self._take_starts() if ends else ()
+        return Delivery(choice_ends=choice_ends, ends=ends, starts=starts)
 
     def committed(self, events: Events) -> Delivery:
         """A delivery of a commit; takes over the columns without copying them."""
@@ -117,13 +131,18 @@ class Outbox:
             scores=events.scores,
             choice_ends=choice_ends,
             ends=ends,
+            starts=self._take_starts() if self._starts else (),
         )
 
     def end_all(self, reason: FinishReason, message: str) -> Delivery:
         """End every open request here, whatever the scheduler knows."""
         ends = [self._end(request_id, reason, message) for request_id in self._open]
         self._open.clear()
-        return Delivery(ends=tuple(ends))
+        return Delivery(ends=tuple(ends), starts=self._take_starts())
+
+    def _take_starts(self) -> tuple[Start, ...]:
+        starts, self._starts = tuple(self._starts), []
+        return starts
 
     def _end(self, request_id: str, reason: FinishReason, message: str) -> End:
         entry = self._open[request_id]
@@ -142,6 +161,7 @@ class Outbox:
             reason = FinishReason.ERROR if event.finish_reason is None else event.finish_reason
             if event.kind == EventKind.ADMITTED and entry.queue_s is None:
                 entry.queue_s = max(0.0, event.time - entry.arrival)
+                self._starts.append(Start(event.request_id, entry.queue_s, event.cached_tokens))
             elif event.kind == EventKind.PREEMPTED:
                 entry.num_preemptions += 1
             elif event.kind == EventKind.CHOICE_FINISHED:

@@ -24,7 +24,7 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import Accepted, EngineClient, TokenOutput
 from octavo.engine.deltas import TextDelta, Usage, best_choices
-from octavo.engine.ledger import num_choices
+from octavo.engine.entry import num_choices
 from octavo.engine.transcript import Transcript
 from octavo.errors import AdmissionError, EngineDeadError, InvalidRequestError
 from octavo.executors.protocol import Capacity

@@ -20,11 +20,11 @@ from octavo.core.kv.keys import KEY_BYTES
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine.client import Accepted, Verb
-from octavo.engine.delivery import ChoiceEnd, Delivery, End
+from octavo.engine.delivery import ChoiceEnd, Delivery, End, Start
 from octavo.errors import EngineError, ModelFileError, OctavoError, RequestError
 from octavo.executors.protocol import Capacity
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
 _ERRORS: dict[str, type[OctavoError]] = {  # the whole tree, so that no kind is forgotten when one is added
@@ -187,6 +187,14 @@ class WireEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     message: str | None
 
 
+class WireStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The first admission of one request."""
+
+    request_id: str
+    queue_s: float
+    cached_tokens: int
+
+
 class Outputs(_Message):
     """One step's delivery, as columns."""
 
@@ -198,6 +206,7 @@ class Outputs(_Message):
     scores: tuple[tuple[str, int, tuple[WireLogprobs, ...]], ...]
     choice_ends: tuple[WireChoiceEnd, ...]
     ends: tuple[WireEnd, ...]
+    starts: tuple[WireStart, ...]
 
     @classmethod
     def of(cls, epoch: int, delivery: Delivery) -> Outputs:
@@ -213,6 +222,7 @@ class Outputs(_Message):
             tuple((name, first, tuple(map(_pack_logprobs, entries))) for name, first, entries in delivery.scores),
             tuple(WireChoiceEnd(*_fields(WireChoiceEnd, end)) for end in delivery.choice_ends),
             tuple(WireEnd(*_fields(WireEnd, end)) for end in delivery.ends),
+            tuple(WireStart(*_fields(WireStart, start)) for start in delivery.starts),
         )
 
     def delivery(self) -> Delivery:
@@ -233,6 +243,7 @@ class Outputs(_Message):
             tuple((name, first, tuple(map(_unpack_logprobs, entries))) for name, first, entries in self.scores),
             tuple(ChoiceEnd(*_fields(WireChoiceEnd, end)) for end in self.choice_ends),
             tuple(End(*_fields(WireEnd, end)) for end in self.ends),
+            tuple(Start(*_fields(WireStart, start)) for start in self.starts),
         )
 
 

@@ -1,0 +1,230 @@
+"""One request in the ledger: as sent, a page of ids per choice, its end, and what a later engine is told of it.
+
+Owns: the pages, the reader's place in them, what was given of prompt scores, the request as it resumes.
+Does not: judge epochs (see ledger), wait (see channels).
+Invariants: a choice has one end and takes nothing after it, and the last one to end does so with its request; a prompt
+score is kept once; what was true at the first admission (queue, cached tokens) stays true in later lives of the engine.
+"""
+
+from __future__ import annotations
+
+from array import array
+from asyncio import Future
+from dataclasses import replace
+
+from octavo.core.plan import TokenLogprobs
+from octavo.core.request import FinishReason, Request, SamplingParams, Want
+from octavo.engine.client import TokenOutput
+from octavo.engine.delivery import ChoiceEnd, End, Start
+
+
+def num_choices(params: SamplingParams) -> int:
+    """Choices that the engine gives: of a beam search those asked for, else all that are made."""
+    return params.n if params.beam_width else params.num_sequences
+
+
+class Page:
+    """One choice: its ids, those read so far, and its end. `logprobs` are those of the ids not yet read."""
+
+    __slots__ = ("end", "ids", "is_told", "logprobs", "num_read")
+
+    def __init__(self, ids: array[int] | None = None) -> None:
+        self.ids: array[int] = array("i", ids or ())
+        self.num_read = len(self.ids)
+        self.logprobs: list[TokenLogprobs | None] = []
+        self.end: ChoiceEnd | None = None
+        self.is_told = False  # the reader has the end
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the reader lacks something of it."""
+        return self.num_read < len(self.ids) or (self.end is not None and not self.is_told)
+
+
+class Entry:
+    """One request: as sent (its seed set), a page per choice, and its end. Pages are made as their choices turn up.
+
+    `waiter` and `final_only` belong to whoever reads (see channels). `start` is its first admission. `has_progress`:
+    it got a token in this epoch, if only one held here already. `max_tokens` is what the engine put in force, 0 before
+    it took the request. `wanted` are ends asked for, by choice (None = the whole request), which an engine that died
+    may not have heard.
+    """
+
+    __slots__ = (
+        "_has_logprobs", "_last_choice_end", "_num_choices", "_num_ended", "_scores", "_scores_from", "end",
+        "final_only", "first_at", "has_progress", "is_read", "max_tokens", "next_score", "pages", "request", "start",
+        "waiter", "wanted",
+    )  # fmt: skip
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.pages: dict[int, Page] = {0: Page(request.emitted_token_ids)}
+        self.start: Start | None = None
+        self.end: End | None = None
+        self.is_read = False
+        self.waiter: Future[None] | None = None
+        self.final_only = False
+        self.first_at: float | None = None
+        self.has_progress = False
+        self.max_tokens = 0
+        self.wanted: dict[int | None, FinishReason] = {}
+        self.next_score = request.score_from
+        self._num_choices = num_choices(request.params)
+        self._num_ended = 0
+        self._last_choice_end: ChoiceEnd | None = None
+        self._has_logprobs = request.params.num_logprobs is not None
+        self._scores: list[TokenLogprobs] = []
+        self._scores_from = 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether take() would give anything."""
+        if self.end is not None:
+            return not self.is_read
+        return any(page.has_news for page in self.pages.values())
+
+    @property
+    def has_several(self) -> bool:
+        """Whether the engine runs several sequences for it: such a request begins anew in a later epoch."""
+        params = self.request.params
+        return params.num_sequences > 1 or params.beam_width > 0
+
+    @property
+    def ended_choices(self) -> list[int]:
+        """Choices that ended before the request."""
+        return [choice for choice, page in self.pages.items() if page.end is not None]
+
+    def page(self, choice: int) -> Page | None:
+        """The page of a choice; None when the request has no such choice."""
+        if choice not in self.pages and 0 <= choice < self._num_choices:
+            self.pages[choice] = Page()
+        return self.pages.get(choice)
+
+    def append(self, page: Page, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Add the next id of a choice."""
+        page.ids.append(token_id)
+        if self._has_logprobs:
+            page.logprobs.append(logprobs)
+
+    def end_choice(self, end: ChoiceEnd) -> bool:
+        """End one choice; False where it cannot: ended, or unknown.
+
+        The last one ends with its request. An engine that begins the request anew does not know which are over, and
+        may end the last one first: its reason is kept until then.
+        """
+        page = self.page(end.choice)
+        if page is None or page.end is not None or self._last_choice_end is not None:
+            return False
+        if self._num_ended + 1 >= self._num_choices:
+            self._last_choice_end = end
+        else:
+            page.end = end
+            self._num_ended += 1
+        return True
+
+    def is_closed(self, choice: int, page: Page) -> bool:
+        """Whether a choice takes no more ids."""
+        last = self._last_choice_end
+        return page.end is not None or (last is not None and last.choice == choice)
+
+    def is_last(self, choice: int) -> bool:
+        """Whether all other choices have ended."""
+        page = self.page(choice)
+        return page is not None and page.end is None and self._num_ended + 1 >= self._num_choices
+
+    def finish(self, end: End) -> None:
+        """End the request, and with it every choice that has not ended."""
+        self.end = end
+        last = self._last_choice_end
+        for choice in range(self._num_choices):
+            page = self.page(choice)
+            assert page is not None
+            if page.end is not None:
+                continue
+            page.end = ChoiceEnd(end.request_id, choice, end.finish_reason, end.stop_token_id, end.message)
+            if last is not None and last.choice == choice:
+                page.end = last
+
+    def add_scores(self, first: int, entries: tuple[TokenLogprobs, ...]) -> bool:
+        """Add log-probabilities of prompt positions from `first` on; chunks come in order. False: none was new.
+
+        What an earlier epoch gave already is left out, and so is what does not follow on it.
+        """
+        known = self.next_score - first
+        if known < 0 or known >= len(entries):
+            return False
+        if not self._scores:
+            self._scores_from = self.next_score
+        self._scores.extend(entries[known:])
+        self.next_score = first + len(entries)
+        return True
+
+    def resumed(self) -> Request:
+        """The request as the next engine gets it: behind what was emitted, without what was done already.
+
+        One of several sequences starts anew: the ids that come again are those held here.
+        """
+        request = self.request
+        emitted = request.emitted_token_ids if self.has_several else self.pages[0].ids[:] or None
+        wants, score_from = request.wants, request.score_from
+        if wants & Want.SCORE and self.next_score > score_from:
+            score_from = self.next_score
+            if score_from >= request.num_prompt_tokens and wants != Want.SCORE:
+                wants &= ~Want.SCORE
+        return replace(
+            request,
+            emitted_token_ids=emitted,
+            wants=wants,
+            score_from=score_from,
+            queue_timeout=request.queue_timeout if self.start is None else None,
+        )
+
+    def end_held(self) -> End | None:
+        """The end that the ids held here imply, None while there is none: an engine would refuse to go on."""
+        request, params, ids = self.request, self.request.params, self.pages[0].ids
+        if self.has_several or not ids:
+            return None
+        last, eos = ids[-1], () if params.ignore_eos else request.eos_token_ids
+        if len(ids) > params.min_tokens and (last in eos or last in params.stop_token_ids):
+            stop_id = last if last in params.stop_token_ids else None
+            return End(request.request_id, FinishReason.STOP, stop_id)
+        if len(ids) >= (params.max_tokens or self.max_tokens or len(ids) + 1):
+            return End(request.request_id, FinishReason.LENGTH)
+        return None
+
+    def take(self) -> list[TokenOutput]:
+        """Everything since the last take, one output per choice: snapshots; once ended, the last one is final."""
+        outputs = [self._snapshot(choice) for choice in sorted(self.pages) if self.pages[choice].has_news]
+        if outputs and self._scores:
+            outputs[0] = replace(outputs[0], prompt_logprobs=(self._scores_from, tuple(self._scores)))
+            self._scores = []
+        end = self.end
+        if end is not None:
+            first = self.start or Start(end.request_id, end.queue_s, end.cached_tokens)
+            outputs[-1] = replace(
+                outputs[-1],
+                is_final=True,
+                cached_tokens=min(first.cached_tokens, self.request.num_prompt_tokens),
+                num_preemptions=end.num_preemptions,
+                queue_s=first.queue_s,
+            )
+            self.is_read = True
+        return outputs
+
+    def _snapshot(self, choice: int) -> TokenOutput:
+        page = self.pages[choice]
+        start, end = page.num_read, page.end
+        page.num_read = len(page.ids)
+        page.is_told = end is not None
+        logprobs, page.logprobs = page.logprobs, []
+        return TokenOutput(
+            self.request.request_id,
+            choice,
+            start,
+            page.ids[start:],
+            tuple(logprobs) if logprobs else None,
+            finish_reason=None if end is None else end.finish_reason,
+            stop_token_id=None if end is None else end.stop_token_id,
+            message=None if end is None else end.message,
+            first_at=self.first_at,
+        )
