@@ -7,12 +7,18 @@ OctavoError
 ├── CapacityError            the KV pool would hold nothing (or too little); says what would fit
 ├── RequestError             one request is at fault; the engine is undisturbed
 │   ├── InvalidRequestError      a field is out of range (HTTP 400); `param` names it
+│   │   └── TooComplexError          what was sent costs too much time or memory to look at (HTTP 400)
 │   ├── AdmissionError           the request could never run here (HTTP 400); carries the numbers
 │   ├── DuplicateRequestError    the id is in use
-│   └── QueueFullError           try again later (HTTP 429)
+│   └── BusyError                the same request may be taken later (HTTP 429); says when
+│       ├── QueueFullError           the queue is at its bound
+│       ├── LoadShedError            requests of this kind are refused at this load
+│       ├── WaitTooLongError         it could not start within the time that it gives
+│       └── RateLimitError           the key is at a limit of its own
 ├── EngineError
 │   ├── EngineDeadError          the engine ended while requests were open
-│   └── StepFailedError          a step failed and could not be retried for this request
+│   ├── StepFailedError          a step failed and could not be retried for this request
+│   └── ToolUnavailableError     no tool process can be started (HTTP 503)
 └── InvariantError           a bug of Octavo's own: a checked promise does not hold
 """
 
@@ -65,6 +71,12 @@ class InvalidRequestError(RequestError):
     code = "invalid_value"
 
 
+class TooComplexError(InvalidRequestError):
+    """What the request holds takes too much time or memory to be looked at."""
+
+    code = "too_complex"
+
+
 class AdmissionError(RequestError):
     """The request could never run on this engine, whatever else is in the batch."""
 
@@ -77,10 +89,38 @@ class DuplicateRequestError(RequestError):
     code = "duplicate_request_id"
 
 
-class QueueFullError(RequestError):
-    """The queue is at its bound; the same request may be taken later."""
+class BusyError(RequestError):
+    """The same request may be taken later; `retry_after_s` is an estimate of when, None where there is none."""
+
+    code = "busy"
+
+    def __init__(self, message: str, param: str | None = None, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message, param)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFullError(BusyError):
+    """The queue is at its bound."""
 
     code = "queue_full"
+
+
+class LoadShedError(BusyError):
+    """Requests of this kind are refused at this load."""
+
+    code = "load_shed"
+
+
+class WaitTooLongError(BusyError):
+    """The request could not start within the time that it, or the server, gives it."""
+
+    code = "wait_too_long"
+
+
+class RateLimitError(BusyError):
+    """The key is at a limit of its own."""
+
+    code = "rate_limit_exceeded"
 
 
 class EngineError(OctavoError):
@@ -93,6 +133,10 @@ class EngineDeadError(EngineError):
 
 class StepFailedError(EngineError):
     """A step failed, was retried and bisected, and this request was left as the suspect."""
+
+
+class ToolUnavailableError(EngineError):
+    """No tool process can be started."""
 
 
 class InvariantError(OctavoError, AssertionError):

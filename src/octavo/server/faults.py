@@ -6,21 +6,23 @@ Does not: tell a client anything of the inside (messages of engine errors are re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
 from starlette.responses import Response
 
 from octavo.errors import (
+    BusyError,
     DuplicateRequestError,
     EngineDeadError,
     EngineError,
-    QueueFullError,
     RequestError,
     StepFailedError,
+    ToolUnavailableError,
 )
 
-RETRY_QUEUE_S = 1
+RETRY_QUEUE_S = 1  # at least
 RETRY_ENGINE_S = 5
 _TYPES = {
     401: "authentication_error",
@@ -100,8 +102,9 @@ def from_exception(error: Exception, params: Mapping[str, str] | None = None) ->
     """Translate one of Octavo's exceptions; `params` renames fields to the client's spelling of them."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code=error.code, retry_after_s=RETRY_QUEUE_S)
+    if isinstance(error, BusyError):
+        wait_s = math.ceil(error.retry_after_s or 0.0)
+        return ApiError(429, str(error), code=error.code, param=error.param, retry_after_s=max(RETRY_QUEUE_S, wait_s))
     if isinstance(error, DuplicateRequestError):
         return bad_field("X-Request-Id", str(error), error.code)
     if isinstance(error, RequestError):
@@ -114,6 +117,9 @@ def from_exception(error: Exception, params: Mapping[str, str] | None = None) ->
         return ApiError(500, "the engine failed on this request", code="engine_crash_suspect", is_final=True)
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not available", code="engine_unavailable", retry_after_s=RETRY_ENGINE_S)
+    if isinstance(error, ToolUnavailableError):
+        message = "the process for large inputs is not available"
+        return ApiError(503, message, code="tool_unavailable", retry_after_s=RETRY_ENGINE_S)
     if isinstance(error, EngineError):
         return ApiError(500, "the engine failed", code="engine_error")
     return internal_error()

@@ -1,0 +1,58 @@
+"""The jobs that a tool process can do: name -> argument and function.
+
+Owns: the registry. A new job is one line here and its argument in wire.
+Does not: bound time or memory (child and process do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jinja2.debug  # noqa: F401  (jinja2 loads it at a template's first error, when no file can be opened any more)
+import msgspec
+
+from octavo.errors import EngineError
+from octavo.text.chat_template import ChatTemplate
+from octavo.tool.regex_check import check_regex
+from octavo.tool.schema_check import check_schema
+from octavo.tool.wire import CheckRegex, CheckSchema, RenderChat, WireError
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a job takes, and how it is done. The function gives plain values, or raises an OctavoError."""
+
+    argument: type[msgspec.Struct]
+    do: Callable[[Any], object]
+
+
+def _render_chat(asked: RenderChat) -> str:
+    template = _template(asked.source, tuple(asked.tokens.items()))
+    return template.render(asked.messages, asked.add_generation_prompt, asked.tools, **asked.variables)
+
+
+@lru_cache(maxsize=4)
+def _template(source: str, tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(tokens))
+
+
+JOBS: Mapping[str, Job] = {
+    "render_chat": Job(RenderChat, _render_chat),
+    "check_schema": Job(CheckSchema, lambda asked: check_schema(asked.text)),
+    "check_regex": Job(CheckRegex, lambda asked: check_regex(asked.pattern)),
+}
+
+
+def do(jobs: Mapping[str, Job], name: str, packed: msgspec.Raw) -> object:
+    """Do a job. Raises what it raises, or EngineError for an order that makes no sense."""
+    job = jobs.get(name)
+    if job is None:
+        raise EngineError(f"no job {name!r}")
+    try:
+        argument = msgspec.msgpack.decode(packed, type=job.argument)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise WireError(f"not an argument of {name}: {error}") from None
+    return job.do(argument)

@@ -1,0 +1,147 @@
+"""Frames between a tool process and its parent: `u32 length | msgpack` of tagged structs, over the child's stdin and
+stdout.
+
+Owns: the structs, the arguments of jobs, the size cap. Does not: read or write pipes, or do jobs.
+Invariant: bytes give a checked struct or a WireError, nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from octavo import errors
+from octavo.errors import EngineError, InvalidRequestError, OctavoError, RequestError, TooComplexError
+
+VERSION = 1
+MAX_FRAME_BYTES = 32 * 2**20
+LENGTH = struct.Struct("<I")
+
+
+class WireError(EngineError):
+    """Bytes that are no frame, or a message over the size cap."""
+
+
+class RenderChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Render a conversation with a template. Gives text."""
+
+    source: str
+    tokens: dict[str, str]
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = {}
+
+
+class CheckSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Check a JSON schema, given as JSON text. Gives what it holds: {"values": ..., "depth": ..., "expanded": ...}."""
+
+    text: str
+
+
+class CheckRegex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Check a regular expression. Gives its weight: about as many states as it needs."""
+
+    pattern: str
+
+
+Argument = RenderChat | CheckSchema | CheckRegex | Mapping[str, Any]
+
+
+class Order(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Do a job within `limit_s` seconds. `argument` is packed; the job knows its type."""
+
+    number: int
+    job: str
+    limit_s: float
+    argument: msgspec.Raw
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """The child takes orders: its first frame."""
+
+    version: int
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """The job's result: plain values."""
+
+    number: int
+    value: Any
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """The job's error."""
+
+    number: int
+    kind: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, number: int, error: BaseException) -> Refusal:
+        """Pack an error; one that is not Octavo's own is told by its type alone."""
+        if isinstance(error, RecursionError | MemoryError):
+            return cls(number, TooComplexError.__name__, "it is too large or nested too deeply")
+        if isinstance(error, OctavoError):
+            return cls(number, type(error).__name__, str(error), getattr(error, "param", None))
+        return cls(number, EngineError.__name__, f"the job failed ({type(error).__name__})")
+
+    def error(self) -> OctavoError:
+        """The error; of its own class where that is one of requests."""
+        kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, RequestError):
+            return kind(self.message, self.param)
+        return InvalidRequestError(self.message) if self.kind == "ModelFileError" else EngineError(self.message)
+
+
+ToParent = Ready | Answer | Refusal
+_T = TypeVar("_T")
+_ENCODER = msgspec.msgpack.Encoder()
+_ORDER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_TO_PARENT: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
+
+
+def pack(argument: object) -> msgspec.Raw:
+    """Pack an argument. Raises InvalidRequestError for values that no frame can hold."""
+    try:
+        return msgspec.Raw(_ENCODER.encode(argument))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        reason = "it holds a value that cannot be handed on (a number beyond 64 bits, or text that is no Unicode)"
+        raise InvalidRequestError(reason) from error
+
+
+def frame(message: Order | ToParent) -> bytes:
+    """One frame, with its length. Raises WireError over the size cap."""
+    body = _ENCODER.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise WireError(f"a {type(message).__name__} of {len(body)} bytes; frames hold {MAX_FRAME_BYTES}")
+    return LENGTH.pack(len(body)) + body
+
+
+def length_of(head: bytes) -> int:
+    """How long the body behind this head is. Raises WireError over the size cap."""
+    length: int = LENGTH.unpack(head)[0]
+    if length > MAX_FRAME_BYTES:
+        raise WireError(f"a frame of {length} bytes was announced; frames hold {MAX_FRAME_BYTES}")
+    return length
+
+
+def decode_order(body: bytes) -> Order:
+    """Read a frame's body as an order. Raises WireError."""
+    return _decode(_ORDER, body)
+
+
+def decode_to_parent(body: bytes) -> ToParent:
+    """Read a frame's body as a message of the child. Raises WireError."""
+    return _decode(_TO_PARENT, body)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not a message: {error}") from None
