@@ -27,6 +27,7 @@ class Faults:
     row_error: float = 0.0
     zero_tokens: float = 0.0
     poison: frozenset[str] = frozenset()  # requests whose every row makes the step fail
+    bad: frozenset[str] = frozenset()  # requests whose every row fails alone
 
     def hits(self, chance: float) -> bool:
         return chance > 0.0 and self.rng.random() < chance

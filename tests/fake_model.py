@@ -291,6 +291,8 @@ class FakeExecutor:
 
     def row_error_chance(self, row: Row) -> float:
         """Rows that compute prompt positions fail more often: others may already read what they write."""
+        if self.slots[row.slot].request_id in self.faults.bad:
+            return 1.0
         return self.faults.row_error * (3 if row.start < self.slots[row.slot].num_prompt else 1)
 
     def forward(self, rows: Iterable[Row]) -> None:

@@ -280,11 +280,8 @@ def test_bug_31_no_table_entry_is_negative_or_out_of_the_pool(depth: int) -> Non
 
 
 def test_bug_33_one_failing_request_ends_alone() -> None:
-    run = Run(faults=Faults(random.Random(1), row_error=1.0))
-    records = [run.admit(prompt(6, 1), 9)]
-    run.step()
-    run.executor.faults = Faults(random.Random(1))
-    records += [run.admit(prompt(6, seed), 9, temperature=0.0) for seed in range(2, 5)]
+    run = Run(faults=Faults(random.Random(1), bad=frozenset({"r0"})))
+    records = [run.admit(prompt(6, seed), 9, temperature=0.0) for seed in range(1, 5)]
     run.finish()
     assert [record.reason for record in records] == [FinishReason.ERROR, *[FinishReason.LENGTH] * 3]
 

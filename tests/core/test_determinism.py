@@ -21,15 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 # Chained digest of every plan of each scenario. A change here is a change of scheduling:
 # make it on purpose, say why in the commit, and print the new table with `python -m tests.core.test_determinism`.
 GOLDEN = {
-    "fcfs 1": "950753d677646187",
-    "fcfs 2": "88844530984de4f8",
-    "fcfs 3": "307cbd72b9a57ca4",
-    "fifo 1": "f30253db25fcc9be",
-    "fifo 2": "dc4890185384f2f7",
-    "fifo 3": "92e3aae3bf94ace1",
-    "rich fcfs 1": "ee257cda5bde04e4",
-    "rich fair 2": "528852b075139e8e",
-    "rich fifo 3": "9185b8df1f7e838a",
+    "fcfs 1": "c10e4f7847694d9a",
+    "fcfs 2": "996cbbb99e9c2cb1",
+    "fcfs 3": "a08f1c50e5300956",
+    "fifo 1": "5cca7bfa388d93ab",
+    "fifo 2": "fed9f269b8d75c62",
+    "fifo 3": "d7da7c21876cf4f6",
+    "rich fcfs 1": "e94821ecf775e974",
+    "rich fair 2": "0e25c76aba9debfd",
+    "rich fifo 3": "9cb1ff2793236bfb",
 }
 
 

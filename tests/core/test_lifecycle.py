@@ -9,7 +9,7 @@ import pytest
 from tests.core.harness import EOS, Record, Run, limits, prompt
 from tests.fake_model import Faults, oracle
 
-from octavo.core.plan import ROW_CARRY, EventKind, StepFailure, WaitReason
+from octavo.core.plan import ROW_CARRY, EventKind, StepFailure, StepPlan, StepResult, WaitReason
 from octavo.core.request import FinishReason, SamplingParams, Want
 from octavo.errors import AdmissionError, DuplicateRequestError, InvalidRequestError, InvariantError
 
@@ -318,20 +318,58 @@ def late_reader(run: Run) -> tuple[Record, Record]:
     return first, second
 
 
+@pytest.mark.parametrize("lasts", [False, True])
 @pytest.mark.parametrize("cancels", [False, True])
-def test_row_18_a_failed_row_ends_alone_and_nothing_it_wrote_is_found(cancels: bool) -> None:
+def test_row_18_a_failed_row_is_tried_again_then_ends_alone_and_nothing_it_wrote_is_found(
+    cancels: bool, lasts: bool
+) -> None:
     run = Run(depth=2, faults=Faults(random.Random(1), row_error=1.0))
     first, second = late_reader(run)
     if cancels:
         run.cancel("r1")
     run.executor.run(run.flight[0][1])
-    run.executor.faults = Faults(random.Random(1))
+    run.executor.faults = Faults(random.Random(1), bad=frozenset({"r0"} if lasts else ()))
     run.finish_all()
-    assert first.reason == FinishReason.ERROR and first.token_ids == []
+    assert first.reason == (FinishReason.ERROR if lasts else FinishReason.LENGTH)
+    assert len(first.of_kind(EventKind.PREEMPTED)) == 1 and len(first.token_ids) == 4 * (not lasts)
     assert second.reason == (FinishReason.CANCELLED if cancels else FinishReason.LENGTH)
     third = run.admit(prompt(4), 4)
     run.finish()
     assert third.reason == FinishReason.LENGTH
+
+
+@DEPTHS
+def test_row_18_nothing_that_a_failed_row_found_or_wrote_is_found_again(depth: int) -> None:
+    """Its prefix may be what spoilt it: a chunk before that nobody looked at, or a block that went bad since."""
+    run = Run(limits(num_blocks=40, max_batch_tokens=8, host_blocks=(40,)), depth=depth)
+    run.admit(prompt(16, 1), 1)
+    run.finish_all()
+    run.executor.faults = Faults(random.Random(1), bad=frozenset({"bad"}))
+    bad = run.admit([*prompt(16, 1), *prompt(13, 2)], 4, "bad")
+    run.finish_all()
+    assert bad.reason == FinishReason.ERROR and bad.of_kind(EventKind.ADMITTED)[0].cached_tokens == 16
+    good = run.admit([*prompt(16, 1), *prompt(13, 2)], 4)
+    run.finish()
+    assert good.of_kind(EventKind.ADMITTED)[0].cached_tokens == 0
+
+
+@DEPTHS
+def test_row_18_a_choice_that_fails_again_ends_its_request_though_its_sibling_goes_on(depth: int) -> None:
+    run = Run(depth=depth)
+    record, other = run.admit(prompt(6), 12, n=2), run.admit(prompt(7), 12)
+    execute = run.executor.execute
+
+    def fail_second(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        seats = [run.executor.slots[slot] for slot in plan.slots]
+        rows = [i for i, seat in enumerate(seats) if seat.choice == 1 and len(seat.ids) > 9]
+        result.errors = tuple((index, "bad") for index in rows)
+        return result
+
+    run.executor.execute = fail_second  # type: ignore[method-assign]
+    run.finish()
+    assert record.reason == FinishReason.ERROR and len(record.of_kind(EventKind.PREEMPTED)) == 1
+    assert other.reason == FinishReason.LENGTH
 
 
 @DEPTHS

@@ -71,6 +71,19 @@ def test_non_finite_logits_end_their_row_only(driver: Driver, dense: Dense) -> N
     assert list(result.token_ids or ())[1:] == dense.greedy(prompts[1], 1)
 
 
+def test_row_18_a_chunk_that_samples_nothing_tells_too_that_it_is_not_finite(driver: Driver) -> None:
+    """Else its blocks would be found by others before anybody looked at logits."""
+    for slot in (0, 1):
+        driver.add(slot, make_prompt(12, seed=slot))
+        driver.row(slot, 0, 5, 0)
+    assert driver.run().errors == ()
+    driver.executor._cache.pools[0].values[0][driver.tables[0][0]] = float("nan")
+    for slot in (0, 1):
+        driver.row(slot, 5, 4, 0)
+    ((row, reason),) = driver.run().errors
+    assert row == 0 and "hidden state is not finite" in reason
+
+
 def test_what_a_broken_row_left_in_a_block_does_not_reach_the_next_owner(driver: Driver, dense: Dense) -> None:
     pool = driver.executor._cache.pools[0]
     for layer in range(pool.shape.num_layers):

@@ -63,8 +63,8 @@ class Committer:
         """Append tokens, end what is done, confirm what was published."""
         state, flight, plan = self.state, self.flight, self.flight.plan
         bad = self._bad_rows(result)
-        for index in sorted(bad):
-            recovery.poison(state, flight, flight.rows[index], self.now)
+        if bad:
+            recovery.reject(state, flight, bad, self.now)
         state.cache.confirm(flight.published, plan.step)
         state.cache.host.confirm(flight.saved, plan.step)
         recovery.release(state, flight)
@@ -75,7 +75,7 @@ class Committer:
         if result.num_token_ids is None and not bad and not plan.num_drafts:
             self._commit_regular(result)
         else:
-            self._commit_rows(result, bad)
+            self._commit_rows(result)
         self._adopt_twins(flight.published)
         for request in self.searching:
             self._advance(request)
@@ -127,7 +127,7 @@ class Committer:
         )
         for index, at in odd:
             end = at + (flags[index] & ROW_SAMPLE)
-            self._commit_row(index, rows[index], ids[at:end], None if logprobs is None else logprobs[at:end], None)
+            self._commit_row(index, rows[index], ids[at:end], None if logprobs is None else logprobs[at:end])
 
     def _commit_plain(
         self,
@@ -178,8 +178,8 @@ class Committer:
             sequence.num_computed += count
         self._append(sequence, token, logprobs)
 
-    def _commit_rows(self, result: StepResult, bad: dict[int, str]) -> None:
-        """Take rows of any kind, in order; only those that sample have a result."""
+    def _commit_rows(self, result: StepResult) -> None:
+        """Take rows of any kind, in order; only those that sample have a result. Bad ones are stale by now."""
         plan, rows = self.flight.plan, self.flight.rows
         num_sampling = sum(1 for flag in plan.flags if flag & ROW_SAMPLE)
         lengths = result.num_token_ids
@@ -193,7 +193,7 @@ class Committer:
                 count = 1 if lengths is None else lengths[sampling]
                 sampling += 1
             entries = result.logprobs[at : at + count] if result.logprobs is not None else None
-            self._commit_row(index, sequence, ids[at : at + count], entries, bad.get(index))
+            self._commit_row(index, sequence, ids[at : at + count], entries)
             at += count
 
     def _commit_row(
@@ -202,15 +202,11 @@ class Committer:
         sequence: Sequence,
         ids: array[int],
         logprobs: list[TokenLogprobs | None] | None,
-        error: str | None,
     ) -> None:
         request, plan = sequence.request, self.flight.plan
         sequence.in_flight -= 1
         if request.status == Status.FINISHED or sequence.stale:
             self._drop(sequence)
-            return
-        if error is not None:
-            self.state.finish(request, self.now, FinishReason.ERROR, message=error)
             return
         flags = plan.flags[index]
         if flags & ROW_SAMPLE and not ids:

@@ -1,6 +1,6 @@
 """Undoes what a failed row or step did.
 
-Owns: whom a failure touches, and putting them back. Does not: retry or blame anybody (the engine's loop does).
+Owns: whom a failure touches, and putting them back. Does not: blame anybody for a failed step (the engine's loop does).
 Invariants: nothing that a failed step or row wrote stays findable; whoever may have read it is computed anew; what
 the executor was told by a failed plan is told again.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 
-from octavo.core.request import RequestState, Sequence, Status
+from octavo.core.request import FinishReason, RequestState, Sequence, Status
 from octavo.core.state import Flight, State
 
 
@@ -24,8 +24,33 @@ def discard(state: State, sequence: Sequence, now: float) -> None:
         state.unswap(request)
 
 
-def poison(state: State, flight: Flight, first: Sequence, now: float) -> None:
-    """A row's KV is unusable: withdraw what it published, and put back all who may have built on it."""
+def reject(state: State, flight: Flight, bad: dict[int, str], now: float) -> None:
+    """Rows gave nothing usable, for these reasons: compute their requests anew, and end those that failed there before.
+
+    To be called before the step's rows are taken. A choice that got further since has another try.
+    """
+    for index in sorted(bad):
+        _poison(state, flight, flight.rows[index], now)
+    put_back: list[RequestState] = []
+    for index in sorted(bad):
+        sequence = flight.rows[index]
+        request = sequence.request
+        if request.status == Status.FINISHED or sequence.stale:
+            continue
+        if sequence.retried_at == sequence.num_committed and request not in put_back:
+            state.finish(request, now, FinishReason.ERROR, message=bad[index])
+            continue
+        sequence.retried_at = sequence.num_committed
+        put_back.append(request)
+        discard(state, sequence, now)
+
+
+def _poison(state: State, flight: Flight, first: Sequence, now: float) -> None:
+    """A row's KV is unusable: withdraw what it published or found, and put back all who may have built on it now.
+
+    What it found may be what spoilt it. Others who hold that go on: if it is bad, their own rows say so.
+    """
+    state.cache.withdraw(first)
     flights = [flight, *state.flight]
     doubtful = [first]
     while doubtful:

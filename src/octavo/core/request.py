@@ -124,7 +124,7 @@ class Sequence:
     __slots__ = (
         "candidates", "capacity", "choice", "first_live", "host_tables", "hot_end", "in_flight", "is_entered", "keys",
         "limit", "num_committed", "num_computed", "num_drafts", "num_pending", "num_prompt", "num_published",
-        "num_scheduled", "request", "slot", "stale", "tables", "token_ids", "track",
+        "num_scheduled", "request", "retried_at", "slot", "stale", "tables", "token_ids", "track",
     )  # fmt: skip
 
     def __init__(self, request: RequestState, choice: int, num_groups: int) -> None:
@@ -149,6 +149,7 @@ class Sequence:
         self.capacity = 0
         self.in_flight = 0
         self.stale = 0  # rows in flight whose results must be dropped
+        self.retried_at = -1  # committed ids when a row of it failed last
         self.hot_end = 0  # below this position a decode needs no block, writes no shared one and ends nothing by length
         self.limit = 0
         self.keys: list[bytes] = []

@@ -54,6 +54,13 @@ class StepInputs:
     pool_rows: Ints
     drafts: Drafts | None = None
 
+    @property
+    def silent_rows(self) -> Ints:
+        """Rows with tokens that sample nothing: chunks of prompts."""
+        is_silent_N = self.counts_N > 0
+        is_silent_N[self.sample_rows] = False
+        return is_silent_N.nonzero()[0]
+
 
 def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_begun: bool = True) -> StepInputs:
     """Turn the plan's columns into tensors on the slots' device. Tables must be up to date. Needs a row with tokens."""

@@ -27,6 +27,7 @@ from octavo.sampling.upload import upload
 SCORE_CHUNK = 64  # positions whose logits exist at once: 12 MiB at a vocabulary of 49152
 
 NOT_FINITE = "the model's logits are not finite"
+NO_STATE = "the model's hidden state is not finite"
 
 Score = tuple[int, int, list[LogprobColumns]]
 
@@ -54,6 +55,7 @@ class StepOutputs:
     """A step that was started; the tensors in it may still be computing on the device.
 
     `sampled` is about the sampling rows that `sampled_rows` indexes (None: all of them), `candidates` about others.
+    `is_finite_R` is about the rows that sample nothing: whether the hidden state behind their last token is finite.
     """
 
     inputs: StepInputs | None = None
@@ -63,6 +65,7 @@ class StepOutputs:
     candidates: Candidates | None = None
     scores: list[Score] = field(default_factory=list)
     pooled_RE: Tensor | None = None
+    is_finite_R: Tensor | None = None
 
     def result(self) -> StepResult:
         """Fetch everything. Waits for the device."""
@@ -86,8 +89,7 @@ class StepOutputs:
             else:
                 scores.append((row, first, entries))
         result.scores = tuple(scores)
-        if self.pooled_RE is not None:
-            self._fetch_pooled(self.pooled_RE, result, errors)
+        self._fetch_states(result, errors)
         result.errors = tuple(sorted(errors.items()))
         if self.inputs.drafts is not None:
             self.inputs.drafts.cut(result)
@@ -129,15 +131,27 @@ class StepOutputs:
         for place, entry in zip(places.tolist(), entries, strict=True):
             result.logprobs[place] = entry
 
-    def _fetch_pooled(self, pooled_RE: Tensor, result: StepResult, errors: dict[int, str]) -> None:
+    def _fetch_states(self, result: StepResult, errors: dict[int, str]) -> None:
+        """Pooled states, and which rows that sample nothing have none."""
         assert self.inputs is not None
+        if self.is_finite_R is not None:
+            is_bad_R = ~self.is_finite_R.cpu().numpy()
+            errors.update((row, NO_STATE) for row in self.inputs.silent_rows[is_bad_R].tolist() if row not in errors)
+        if self.pooled_RE is None:
+            return
         pooled = []
-        for row, vector in zip(self.inputs.pool_rows.tolist(), pooled_RE.cpu().numpy(), strict=True):
+        for row, vector in zip(self.inputs.pool_rows.tolist(), self.pooled_RE.cpu().numpy(), strict=True):
             if np.isfinite(vector).all():
                 pooled.append((row, vector.tobytes()))
             else:
-                errors.setdefault(row, "the model's hidden state is not finite")
+                errors.setdefault(row, NO_STATE)
         result.pooled = tuple(pooled)
+
+
+def are_finite(inputs: StepInputs, rows: Ints, hidden_TE: Tensor) -> Tensor:
+    """Whether the state behind each row's last token is finite. It is not where anything that it attends to was not."""
+    last_R = upload(hidden_TE.device, inputs.first_token_N[rows] + inputs.counts_N[rows] - 1)[0]
+    return hidden_TE.index_select(0, last_R).isfinite().all(dim=1)
 
 
 def score_rows(inputs: StepInputs, slots: Slots, hidden_TE: Tensor, logits: Callable[[Tensor], Tensor]) -> list[Score]:

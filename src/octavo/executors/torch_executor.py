@@ -28,7 +28,7 @@ from octavo.executors.loading import AnyDecoder, DecoderChoice, dtype_named
 from octavo.executors.pool_sizing import PoolSizing, describe_groups
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
 from octavo.executors.slots import Slots
-from octavo.executors.step_outputs import Candidates, StepOutputs, pool_rows, score_rows
+from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
 from octavo.ops.attention import AttentionBackend
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
@@ -172,6 +172,8 @@ class TorchExecutor:
             outputs.scores = score_rows(inputs, self._slots, hidden_TE, logits)
         if len(inputs.pool_rows):
             outputs.pooled_RE = pool_rows(inputs, hidden_TE)
+        if len(silent := inputs.silent_rows):
+            outputs.is_finite_R = are_finite(inputs, silent, hidden_TE)
 
     def _sample_beside_beams(self, logits_RV: Tensor, inputs: StepInputs, outputs: StepOutputs) -> None:
         """Give beams their candidates, of which nothing becomes known; sample the other rows."""

@@ -362,6 +362,12 @@ class KVCache:
             if not entry.is_duplicate:
                 self.pools[entry.group].unpublish(entry.block, step)
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Let nobody find the prefix of a sequence any more, on the device or the host, whoever wrote it."""
+        for pool in (*self.pools, *self.host.pools):
+            for block in [pool.block_of[key] for key in sequence.keys if key in pool.block_of]:
+                pool.withdraw(block)
+
     def reset(self) -> bool:
         """Forget all cached prefixes, the host's too. False, and nothing changed, while blocks are held."""
         if any(pool.num_free != pool.num_blocks for pool in (*self.pools, *self.host.pools)):

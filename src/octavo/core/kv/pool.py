@@ -103,11 +103,15 @@ class BlockPool:
         """The plan of `step` will not write the block: withdraw its key. False if it no longer has that one."""
         if self.pending.get(block) != step:
             return False
+        self.withdraw(block)
+        return True
+
+    def withdraw(self, block: int) -> None:
+        """Nobody is to find this block any more; whoever holds it keeps it. It must have a key."""
         if self.references[block] == 0:
             self.free.remove_cached(block)
             self.free.add(block, is_cached=False)
         self._forget(block)
-        return True
 
     def reset(self) -> bool:
         """Forget every key. False, and nothing changed, while any block is referenced."""
