@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import errno
+import json
+import mmap
 import os
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from octavo.artifacts.cache_folder import cache_folder, used_bytes
 from octavo.config import ModelConfig
-from octavo.nn.weight_cache import Bytes, CacheKey, Stored, WeightCache
+from octavo.nn.weight_cache import _PREAMBLE, Bytes, CacheKey, Stored, WeightCache
 
 ABOUT = {"notes": ["a", "b"], "shapes": {"x": [1, 2]}}
 
@@ -115,7 +119,38 @@ def _blank_section(path: Path) -> None:
     path.write_bytes(data)
 
 
+def _relabel(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Another header, of the right checksum: what only a bug or somebody else can have written."""
+
+    def relabel(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        magic, length, _ = _PREAMBLE.unpack(data[: _PREAMBLE.size])
+        header = json.loads(data[_PREAMBLE.size : _PREAMBLE.size + length])
+        text = json.dumps(change(header)).encode().ljust(length)[:length]
+        data[: _PREAMBLE.size + length] = _PREAMBLE.pack(magic, length, zlib.crc32(text)) + text
+        path.write_bytes(data)
+
+    return relabel
+
+
+def _moved(offset: int, nbytes: int) -> Callable[[Any], Any]:
+    def move(header: Any) -> Any:
+        header["sections"]["first"][:2] = offset, nbytes
+        return header
+
+    return move
+
+
 DAMAGES = {
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "cut at a page": lambda path: os.truncate(path, 4096),
+    "a list for a header": _relabel(lambda header: [1]),
+    "a header without sections": _relabel(lambda header: {**header, "sections": None}),
+    "a section of words": _relabel(lambda header: {**header, "sections": {"first": "x"}}),
+    "a section behind the end": _relabel(_moved(1 << 20, 100)),
+    "a section over the end": _relabel(_moved(4096, 1 << 20)),
+    "a section before the file": _relabel(_moved(-4096, 100)),
+    "a section in the header": _relabel(_moved(0, 100)),
     "empty": lambda path: path.write_bytes(b""),
     "foreign": lambda path: path.write_bytes(b"GGUF" + bytes(100_000)),
     "half a preamble": lambda path: os.truncate(path, 10),
@@ -139,6 +174,24 @@ def test_a_damaged_file_is_made_again(cache: WeightCache, source: Path, damage: 
     assert len(cache.notes) == 1 and str(cache.path(key)) in cache.notes[0]
     check(write(cache, key))
     check(cache.open(key))
+
+
+@pytest.mark.parametrize(("left", "words"), [(8192, "has 8192 bytes"), (0, "empty file")])
+def test_a_file_cut_between_its_header_and_its_mapping_is_refused(
+    cache: WeightCache, source: Path, left: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading behind the end of a mapped file is a SIGBUS: the mapping's own length is what counts."""
+    key = CacheKey.of([source])
+    write(cache, key)
+    real = mmap.mmap
+
+    def cut_first(descriptor: int, *args: Any, **options: Any) -> mmap.mmap:
+        os.truncate(cache.path(key), left)
+        return real(descriptor, *args, **options)
+
+    monkeypatch.setattr(mmap, "mmap", cut_first)
+    assert cache.open(key) is None
+    assert words in cache.notes[0]
 
 
 def test_a_file_that_cannot_be_read_is_said(cache: WeightCache, source: Path) -> None:

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -193,26 +193,49 @@ def _edges(array: Bytes) -> int:
 def _map(path: Path, identity: str) -> Stored:
     """Map a file and check it. Raises OSError and _UnfitError."""
     with path.open("rb") as file:
-        preamble = file.read(_PREAMBLE.size)
-        if len(preamble) < _PREAMBLE.size or preamble[:8] != _MAGIC:
-            raise _UnfitError("is no file of this cache")
-        _, length, checksum = _PREAMBLE.unpack(preamble)
-        text = file.read(length) if length <= _MAX_HEADER else b""
-        if len(text) < length or zlib.crc32(text) != checksum:
-            raise _UnfitError("its header is damaged")
-        header = json.loads(text)
+        header, start = _read_header(file)
         if header["identity"] != identity:
             raise _UnfitError("the model's files have changed")
-        size = os.fstat(file.fileno()).st_size
-        if header["size"] != size:
-            raise _UnfitError(f"has {size} bytes, {header['size']} were written")
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:  # cut to nothing since its header was read
+            raise _UnfitError(str(error)) from None
+    if header["size"] != len(data):  # of the mapping itself: reading behind a file's end would end the process
+        raise _UnfitError(f"has {len(data)} bytes, {header['size']} were written")
+    whole = np.frombuffer(data, dtype=np.uint8)
+    places = {name: _place(entry, start, len(data)) for name, entry in header["sections"].items()}
     if hasattr(mmap, "MADV_WILLNEED"):
         data.madvise(mmap.MADV_WILLNEED)  # one long read ahead instead of page by page in the first step
-    whole = np.frombuffer(data, dtype=np.uint8)
-    sections: dict[str, Bytes] = {}
-    for name, (offset, nbytes, edge) in header["sections"].items():
-        sections[name] = whole[offset : offset + nbytes]
-        if _edges(sections[name]) != edge:
+    sections = {name: whole[place] for name, place in places.items()}
+    for name, section in sections.items():
+        if _edges(section) != header["sections"][name][2]:
             raise _UnfitError(f"section {name} is damaged")
     return Stored(sections, header["about"])
+
+
+def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Read the header and where it ends. Raises _UnfitError for one that is not as this module writes it."""
+    preamble = file.read(_PREAMBLE.size)
+    if len(preamble) < _PREAMBLE.size or preamble[:8] != _MAGIC:
+        raise _UnfitError("is no file of this cache")
+    _, length, checksum = _PREAMBLE.unpack(preamble)
+    text = file.read(length) if length <= _MAX_HEADER else b""
+    if len(text) < length or zlib.crc32(text) != checksum:
+        raise _UnfitError("its header is damaged")
+    try:
+        header = json.loads(text)
+        is_whole = {"identity", "about", "size", "sections"} <= header.keys() and isinstance(header["sections"], dict)
+    except (ValueError, AttributeError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise _UnfitError("its header says something else")
+    return header, _PREAMBLE.size + length
+
+
+def _place(entry: object, start: int, end: int) -> slice:
+    """Where a section lies, which must be between the header and the file's end. Raises _UnfitError."""
+    if isinstance(entry, list) and len(entry) == 3 and all(type(number) is int for number in entry):
+        offset, nbytes, _ = entry
+        if start <= offset and 0 <= nbytes <= end - offset:
+            return slice(offset, offset + nbytes)
+    raise _UnfitError("a section lies outside the file")
