@@ -158,6 +158,39 @@ async def test_readiness_asks_the_engine() -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
 
 
+async def test_readiness_follows_what_the_keeper_of_the_engine_says() -> None:
+    harness = Harness()
+    harness.context.lifecycle.engine_trouble = lambda: "the engine is being restarted"
+    for path in ("/readyz", "/health"):
+        response = await harness.get(path)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert "restarted" in response.json()["error"]["message"] and response.headers["retry-after"]
+    assert (await harness.get("/livez")).status_code == 200
+    assert (await harness.chat()).status_code == 200, "what comes meanwhile is taken"
+    harness.context.lifecycle.engine_trouble = lambda: None
+    assert (await harness.get("/readyz")).json() == {"status": "ready"}
+
+
+async def test_a_failed_server_stays_failed_while_it_ends() -> None:
+    harness = Harness()
+    harness.context.lifecycle.fail()
+    assert await harness.context.lifecycle.drain(1) == 0
+    response = await harness.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert response.headers["retry-after"]
+
+
+async def test_the_first_answer_is_told_once() -> None:
+    told: list[int] = []
+    harness = Harness()
+    harness.context.lifecycle._on_answered = lambda: told.append(1)
+    await harness.get("/livez")
+    assert told == []
+    await harness.chat()
+    await harness.chat(stream=True)
+    assert told == [1]
+
+
 async def test_an_unexpected_failure_in_mid_stream_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     harness = Harness()
 

@@ -1,6 +1,7 @@
 """Lifecycle: whether the server takes work, and how open work ends.
 
 Owns: the phase, the count of open requests, the signal that ends them. Does not: know HTTP or the engine.
+A server that failed stays failed: draining it changes nothing for its clients.
 Invariant: work under `supervise` ends in one of four ways: done, its own error, ClientGoneError, ServerStoppingError;
 in every one of them its task has ended before `supervise` returns.
 """
@@ -8,7 +9,7 @@ in every one of them its task has ended before `supervise` returns.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import TypeVar
@@ -38,11 +39,23 @@ class ServerStoppingError(Exception):
 
 
 class Lifecycle:
-    """Counts open requests and ends them when told."""
+    """Counts open requests and ends them when told.
 
-    def __init__(self, phase: Phase = Phase.READY) -> None:
+    `engine_trouble` says why the engine makes no progress, or None; without it, whoever asks must probe the engine.
+    `on_answered` is called once, when the first work under `supervise` was done.
+    """
+
+    def __init__(
+        self,
+        phase: Phase = Phase.READY,
+        *,
+        engine_trouble: Callable[[], str | None] | None = None,
+        on_answered: Callable[[], object] | None = None,
+    ) -> None:
         self.phase = phase
         self.num_open = 0
+        self.engine_trouble = engine_trouble
+        self._on_answered = on_answered
         self._is_stopping = False
         self._stops: set[asyncio.Future[None]] = set()
         self._idle = asyncio.Event()
@@ -70,9 +83,18 @@ class Lifecycle:
             if self.num_open == 0:
                 self._idle.set()
 
+    def fail(self) -> None:
+        """The engine is gone for good: refuse new work from now on."""
+        self.phase = Phase.FAILED
+
+    def refuse(self) -> None:
+        """Refuse new work from now on; open work goes on."""
+        if self.phase is not Phase.FAILED:
+            self.phase = Phase.DRAINING
+
     async def drain(self, timeout_s: float, grace_s: float = 2.0) -> int:
         """Refuse new work, let open work finish, end the rest after `timeout_s`; give their number."""
-        self.phase = Phase.DRAINING
+        self.refuse()
         if await self._is_idle_within(timeout_s):
             return 0
         num_left = self.num_open
@@ -82,7 +104,7 @@ class Lifecycle:
 
     def stop(self) -> None:
         """End all open work now; each request is answered with an error. Idempotent."""
-        self.phase = Phase.DRAINING
+        self.refuse()
         self._is_stopping = True
         for stop in self._stops:
             if not stop.done():
@@ -107,13 +129,20 @@ class Lifecycle:
         try:
             await asyncio.wait((task, gone, stop), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
-                return task.result()
+                result = task.result()
+                self._note_answer()
+                return result
             raise ServerStoppingError if stop.done() else ClientGoneError
         finally:
             self._stops.discard(stop)
             for each in (task, gone, stop):
                 each.cancel()
             await asyncio.gather(task, gone, stop, return_exceptions=True)
+
+    def _note_answer(self) -> None:
+        if self._on_answered is not None:
+            self._on_answered()
+            self._on_answered = None
 
 
 async def _disconnected(receive: Receive) -> None:

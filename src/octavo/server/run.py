@@ -89,6 +89,7 @@ class HttpServer:
     def stop(self) -> None:
         """Drain and end; called again, end what is open now. Call in the event loop's thread."""
         if self._ending is None:
+            self._lifecycle.refuse()
             self._ending = asyncio.ensure_future(self._drain())
         else:
             self._lifecycle.stop()

@@ -34,7 +34,14 @@ async def health(request: Request) -> Response:
 
 
 async def _check_ready(context: Context) -> None:
+    """Refuse when new work is refused, or the engine makes no progress. While it recovers, requests are still taken."""
     context.check_admitting()
+    ask = context.lifecycle.engine_trouble
+    if ask is not None:
+        trouble = ask()
+        if trouble is not None:
+            raise ApiError(503, trouble, code="engine_unavailable", retry_after_s=RETRY_ENGINE_S)
+        return
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             await context.engine_statistics()
