@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from octavo.config import AdmissionConfig, Config, SchedulingConfig
 from octavo.core.request import FinishReason
 from octavo.errors import EngineDeadError, QueueFullError, StepFailedError
+from octavo.server.admission import Wish
 from octavo.server.limits import HttpLimits
 from tests.server.fakes import MAX_LEN, Harness, events
 
@@ -63,6 +65,7 @@ HUGE = 10**6
         ({"logit_bias": {"five": 1}}, "logit_bias.five"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
         ({"timeout": 0}, "timeout"),
+        ({"queue_timeout": -1}, "queue_timeout"),
         ({"priority": 2**40}, "priority"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"stream_options": {"surprise": 1}}, "stream_options.surprise"),
@@ -217,19 +220,27 @@ async def test_unknown_model_route_and_method() -> None:
     assert response.headers["allow"] == "POST"
 
 
-async def test_the_id_may_be_given_and_a_duplicate_is_refused() -> None:
+async def test_an_id_may_be_given_and_reused_at_any_time() -> None:
     harness = Harness()
     response = await harness.chat(headers={"X-Request-Id": "mine-1"})
     assert response.json()["id"] == response.headers["x-request-id"] == "mine-1"
     harness.engine.is_held = True
     first = asyncio.create_task(harness.chat(headers={"X-Request-Id": "mine-2"}))
-    harness.engine.submitted.clear()
-    await harness.engine.submitted.wait()
-    response = await harness.chat(headers={"X-Request-Id": "mine-2"})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (400, "X-Request-Id", "duplicate_request_id")
-    harness.engine.answer(harness.engine.requests[-1])
-    assert (await first).status_code == 200, "the first is undisturbed"
+    second = asyncio.create_task(harness.chat(headers={"X-Request-Id": "mine-2"}))
+    while len(harness.engine.requests) < 3:
+        await asyncio.sleep(0.001)
+    names = [request.request_id for request in harness.engine.requests[1:]]
+    assert len(set(names)) == 2 and all(name.startswith("mine-2~") for name in names)
+    assert harness.context.directory.find("mine-2", "") == names and not harness.context.directory.find("mine-2", "x")
+    for request in harness.engine.requests[1:]:
+        harness.engine.answer(request)
+    for response in (await first, await second):
+        assert response.status_code == 200 and response.json()["id"] == response.headers["x-request-id"] == "mine-2"
+    assert len(harness.context.directory) == 0
+
+
+async def test_a_malformed_id_is_refused() -> None:
+    harness = Harness()
     for bad in ("a b", "x" * 129, "é".encode(), ""):
         response = await harness.chat(headers={"X-Request-Id": bad})  # type: ignore[dict-item]
         assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Request-Id")
@@ -260,7 +271,8 @@ async def test_the_engines_refusals(
 @pytest.mark.parametrize(
     ("end", "status", "code"),
     [
-        ((FinishReason.TIMEOUT, ""), 408, "timeout"),
+        ((FinishReason.TIMEOUT, "deadline 5.0 passed 0.010 s ago"), 408, "timeout"),
+        ((FinishReason.TIMEOUT, "queue_timeout of 2 s passed before the request could start"), 408, "queue_timeout"),
         ((FinishReason.CANCELLED, ""), 503, "cancelled"),
         ((FinishReason.ERROR, "StepFailedError: x"), 500, "engine_crash_suspect"),
         ((FinishReason.ERROR, "EngineDeadError: x"), 503, "engine_unavailable"),
@@ -282,12 +294,15 @@ async def test_an_end_by_error_is_an_error_whole_and_in_mid_stream(
     assert 'finish_reason":"' not in response.text, "no reason is claimed for an answer that failed"
 
 
-async def test_a_full_waiting_room_is_429_before_anything_is_tokenised() -> None:
-    harness = Harness()
-    seat = harness.context.waiting.enter(1024 + 256)
-    response = await harness.chat()
+async def test_a_full_queue_is_429_before_the_body_is_read() -> None:
+    config = Config(admission=AdmissionConfig(max_waiting=4), scheduling=SchedulingConfig(max_sequences=2))
+    harness = Harness(config=config)
+    lease = harness.context.admission.enter(Wish(num_prompts=6))
+    response = await harness.post(b"not even JSON")
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    error = response.json()["error"]
+    assert error["code"] == "queue_full" and "4 sequences wait, 4 may" in error["message"]
     assert not harness.engine.requests
-    seat.leave()
+    lease.leave()
     assert (await harness.chat()).status_code == 200
-    assert harness.context.waiting.num_waiting == 0
+    assert harness.context.waiting.num_pending == 0

@@ -87,6 +87,7 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
     "stream_options": ({"stream": True}, {"include_usage": True}, answer(lambda r: '"choices":[],"usage"' in r.text)),
     "priority": ({}, -4, lambda q, _: q.priority == -4),
     "cache_salt": ({}, "salt", lambda q, _: q.cache_salt == b"salt"),
+    "queue_timeout": ({}, 2.5, lambda q, _: q.queue_timeout == 2.5),
     "timeout": ({}, 2.5, lambda q, _: abs(q.deadline - q.arrival - 2.5) < 1e-6),
     "chat_template_kwargs": ({}, {"mood": "calm"}, lambda q, _: PLAYED.encode("[calm]")[0] in q.prompt_token_ids),
     "add_generation_prompt": ({}, False, lambda q, _: len(q.prompt_token_ids) == len("user:hi\n")),

@@ -1,13 +1,11 @@
-"""Reading JSON under bounds, and the waiting room."""
+"""Reading JSON under bounds."""
 
 import time
 
 import pytest
 
-from octavo.errors import QueueFullError
 from octavo.server.faults import ApiError
 from octavo.server.limits import parse_object
-from octavo.server.waiting import WaitingRoom
 
 
 def test_depth_is_counted_exactly() -> None:
@@ -41,28 +39,3 @@ def test_nasty_bodies_cost_time_in_proportion() -> None:
         except ApiError as error:
             assert error.status == 400
     assert time.process_time() - begun < 5
-
-
-def test_the_waiting_room_bounds_and_gives_seats_back_once() -> None:
-    room = WaitingRoom(max_waiting=2, max_running=1)
-    seats = [room.enter() for _ in range(3)]
-    with pytest.raises(QueueFullError, match="3 requests wait"):
-        room.enter()
-    seats[0].leave()
-    seats[0].leave()
-    assert room.num_waiting == 2
-    with pytest.raises(QueueFullError):
-        room.enter(2)
-    room.enter()
-    for seat in seats:
-        seat.leave()
-    assert room.num_waiting == 1
-
-
-def test_a_batch_larger_than_the_room_is_taken_when_it_is_alone() -> None:
-    room = WaitingRoom(max_waiting=2, max_running=1)
-    seat = room.enter(10)
-    with pytest.raises(QueueFullError):
-        room.enter()
-    seat.leave()
-    assert room.num_waiting == 0

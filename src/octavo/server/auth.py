@@ -1,23 +1,21 @@
 """Who may use which route: refused unless a policy lets in.
 
-Owns: the routes' policies, the keys' digests, the tenant of a key and its prefix-cache salt.
-Does not: keep a key itself, look at Host, or trust a path in any spelling but the exact one.
+Owns: the routes' policies, and whose request it is (the holder of its key).
+Does not: hold keys (keys does), look at Host, or trust a path in any spelling but the exact one.
 Invariant: a route without a policy cannot be served (`check_policies` at start), and an unknown path needs a key.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import secrets
 from collections.abc import Iterable
 from enum import Enum
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.faults import ApiError
+from octavo.server.keys import NOBODY, KeyRing
 
-TENANT = "octavo.tenant"
+KEY = "octavo.key"  # the KeyInfo of the request
 
 
 class Access(Enum):
@@ -45,35 +43,6 @@ def check_policies(paths: Iterable[str]) -> None:
     """Refuse to serve a route that nobody decided about."""
     missing = [path for path in paths if path not in POLICIES]
     assert not missing, f"routes without a policy in server/auth.py: {missing}"
-
-
-class KeyRing:
-    """Digests of the keys. A tenant is the hex digest of its key; without keys everyone is tenant ""."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in dict.fromkeys(keys))
-        self._secret = secrets.token_bytes(32)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no key is asked for."""
-        return not self._digests
-
-    def tenant_of(self, key: bytes) -> str | None:
-        """The key's tenant, or None. Takes the same time whichever key matches."""
-        given = hashlib.sha256(key).digest()
-        found = None
-        for digest in self._digests:
-            if hmac.compare_digest(digest, given):
-                found = digest
-        return None if found is None else found.hex()
-
-    def salt(self, tenant: str, given: str | None) -> bytes:
-        """Prefix-cache salt: with several keys tenants never share; a client's own salt only narrows."""
-        asked = (given or "").encode()
-        if len(self._digests) < 2:
-            return asked
-        return hmac.digest(self._secret, tenant.encode() + b"\0" + asked, "sha256")
 
 
 def bearer_key(scope: Scope) -> bytes | None:
@@ -105,14 +74,14 @@ class AuthMiddleware:
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
         elif self._keys.is_empty or _is_open(scope):
-            scope[TENANT] = ""
+            scope[KEY] = NOBODY
             await self._app(scope, receive, send)
         else:
             key = bearer_key(scope)
-            tenant = None if key is None else self._keys.tenant_of(key)
-            if tenant is None:
+            holder = None if key is None else self._keys.find(key)
+            if holder is None:
                 message = "give a valid key in the header: Authorization: Bearer KEY"
                 await ApiError(401, message, code="invalid_api_key").response()(scope, receive, send)
                 return
-            scope[TENANT] = tenant
+            scope[KEY] = holder
             await self._app(scope, receive, send)

@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from octavo.metrics.requests import RequestMetrics
-from octavo.server.auth import KeyRing
+from octavo.server.admission import Admission
+from octavo.server.auth import KEY
+from octavo.server.directory import Directory
+from octavo.server.estimate import Estimator
 from octavo.server.faults import ApiError
+from octavo.server.keys import KeyRing
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
 from octavo.server.params import ParamsReader, model_defaults
 from octavo.server.prompts import PromptReader
+from octavo.server.shell import METER
 from octavo.server.waiting import WaitingRoom
 
 if TYPE_CHECKING:
@@ -27,7 +32,6 @@ if TYPE_CHECKING:
     from octavo.text.text_model import TextModel
 
 EngineStatistics = Callable[[], Awaitable[Mapping[str, object]]]
-_UNKNOWN_MAX_RUNNING = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class Context:
     keys: KeyRing
     metrics: RequestMetrics
     waiting: WaitingRoom
+    admission: Admission
+    directory: Directory
     prompts: PromptReader
     params: ParamsReader
 
@@ -53,6 +59,16 @@ class Context:
         if asked is not None and asked != self.model:
             message = f"no model {asked[:128]!r} is served here; this server has: {self.model}"
             raise ApiError(404, message, code="model_not_found", param="model")
+
+    def check_in(self, request: Request) -> None:
+        """Refuse new work before its body is read: while loading or draining, at a full queue, at its key's limit.
+
+        Raises ApiError, BusyError.
+        """
+        self.check_admitting()
+        key = request.scope[KEY]
+        request.scope[METER] = self.admission.meter(key)
+        self.admission.glance(key)
 
     def check_admitting(self) -> None:
         """Refuse new work while loading or draining (503)."""
@@ -72,6 +88,7 @@ def build_context(
 ) -> Context:
     """Put the parts together."""
     model = config.model.served_model_name or text.name
+    waiting = _waiting_room(config, sessions)
     max_len = min(text.spec.max_model_len, config.model.max_model_len or text.spec.max_model_len)
     return Context(
         sessions=sessions,
@@ -82,12 +99,23 @@ def build_context(
         engine_statistics=engine_statistics,
         limits=limits,
         lifecycle=lifecycle,
-        keys=KeyRing(config.serving.api_key),
+        keys=KeyRing.of(config.serving),
         metrics=RequestMetrics(model),
-        waiting=WaitingRoom(config.admission.max_waiting, config.scheduling.max_sequences or _UNKNOWN_MAX_RUNNING),
+        waiting=waiting,
+        admission=Admission(
+            config.admission, waiting, Estimator(), is_by_priority=config.scheduling.policy == "priority"
+        ),
+        directory=Directory(),
         prompts=PromptReader(text, max_len),
         params=ParamsReader(model_defaults(text.spec.generation), text.tokenizer, limits.max_choices),
     )
+
+
+def _waiting_room(config: Config, sessions: Sessions) -> WaitingRoom:
+    capacity = sessions.capacity
+    if capacity is None:
+        return WaitingRoom(config.scheduling.max_sequences or 0)
+    return WaitingRoom(capacity.num_slots, capacity.num_blocks[0] * capacity.block_size)
 
 
 def context_of(request: Request) -> Context:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,8 @@ from octavo.core.request import FinishReason, SamplingParams
 from octavo.engine.sessions import Terms
 from octavo.errors import EngineDeadError, EngineError, OctavoError, StepFailedError
 from octavo.metrics.requests import Finished, RequestMetrics
+from octavo.server.admission import Lease
 from octavo.server.faults import RETRY_ENGINE_S, ApiError, from_exception
-from octavo.server.waiting import Seat
 
 if TYPE_CHECKING:
     from octavo.engine.sessions import Session, Sessions, TextDelta
@@ -28,13 +28,23 @@ REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one HTTP request asks of the engine. `arrival` is when it reached the server, on the monotonic clock."""
+    """What one HTTP request asks of the engine. `arrival` is when it reached the server, on the monotonic clock.
+
+    `request_id` is the engine's: no two requests have the same, whatever their clients call them.
+    """
 
     request_id: str
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     arrival: float
     terms: Terms = field(default_factory=Terms)
+
+    @property
+    def session_ids(self) -> list[str]:
+        """The engine's name for each prompt."""
+        if len(self.prompts) == 1:
+            return [self.request_id]
+        return [f"{self.request_id}-{index}" for index in range(len(self.prompts))]
 
 
 @dataclass(slots=True)
@@ -50,13 +60,19 @@ class Choice:
 
 
 class Generation:
-    """Sessions of one request, one per prompt; the choices of the first prompt come first."""
+    """Sessions of one request, one per prompt; the choices of the first prompt come first.
 
-    def __init__(self, asked: Asked, sessions: list[Session], metrics: RequestMetrics, seat: Seat) -> None:
+    `closing` gives back whatever was taken for it, the lease too.
+    """
+
+    def __init__(
+        self, asked: Asked, sessions: list[Session], metrics: RequestMetrics, lease: Lease, closing: ExitStack
+    ) -> None:
         self.asked = asked
         self._sessions = sessions
         self._metrics = metrics
-        self._seat = seat
+        self._lease = lease
+        self._closing = closing
         self._last_at = [0.0] * self.num_choices
         self._open = set(range(len(sessions)))
         self._silent = set(self._open)  # without a token yet
@@ -103,14 +119,18 @@ class Generation:
     def _note(self, session: int, index: int, delta: TextDelta) -> None:
         now = time.monotonic()
         if delta.token_ids:
+            num_tokens = len(delta.token_ids)
+            gap_s: float | None = None
             if session in self._silent:
                 self._silent.discard(session)
-                self._metrics.first_tokens(now - self.asked.arrival, len(delta.token_ids))
-                self._seat.leave_one()
+                self._metrics.first_tokens(now - self.asked.arrival, num_tokens)
+                self._lease.seat.start()
             elif self._last_at[index]:
-                self._metrics.next_tokens(now - self._last_at[index], len(delta.token_ids))
+                gap_s = now - self._last_at[index]
+                self._metrics.next_tokens(gap_s, num_tokens)
             else:
-                self._metrics.other_tokens(len(delta.token_ids))
+                self._metrics.other_tokens(num_tokens)
+            self._lease.generated(num_tokens, gap_s)
             self._last_at[index] = now
         reason = delta.finish_reason
         if reason is None:
@@ -133,6 +153,7 @@ class Generation:
                 num_choices=self.asked.params.num_sequences,
             )
             self._metrics.finished(end)
+            self._lease.ended(end)
 
     async def collect(self) -> list[Choice]:
         """Wait for every choice to end."""
@@ -143,14 +164,16 @@ class Generation:
         return choices
 
     async def close(self) -> None:
-        """Cancel in the engine what has not ended. Idempotent."""
-        self._seat.leave()
+        """Cancel in the engine what has not ended, and give back what was taken. Idempotent."""
+        self._closing.close()
         while self._open:
             await self._sessions[self._open.pop()].cancel()
 
 
 def _failure(delta: TextDelta) -> ApiError:
     reason, message = delta.finish_reason, delta.message or ""
+    if reason is FinishReason.TIMEOUT and message.startswith("queue_timeout"):
+        return ApiError(408, "the request did not start within its queue timeout", code="queue_timeout")
     if reason is FinishReason.TIMEOUT:
         return ApiError(408, "the request did not finish within its timeout", code="timeout")
     if reason is FinishReason.CANCELLED:
@@ -173,15 +196,8 @@ async def open_sessions(sessions: Sessions, asked: Asked) -> list[Session]:
     """Submit every prompt, or none: when one is refused the others are cancelled."""
     opened: list[Session] = []
     try:
-        for index, prompt in enumerate(asked.prompts):
-            is_alone = len(asked.prompts) == 1
-            session = await sessions.submit(
-                prompt,
-                asked.params,
-                request_id=asked.request_id if is_alone else f"{asked.request_id}-{index}",
-                **asked.terms,
-            )
-            opened.append(session)
+        for request_id, prompt in zip(asked.session_ids, asked.prompts, strict=True):
+            opened.append(await sessions.submit(prompt, asked.params, request_id=request_id, **asked.terms))
     except (OctavoError, asyncio.CancelledError):
         for session in opened:
             await session.cancel()

@@ -205,11 +205,21 @@ class SamplingBody(_Body):
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: int = Field(
-        0, ge=-(2**31), lt=2**31, description="for the scheduling policy; fcfs and fifo do not look at it"
+    priority: int | None = Field(
+        None,
+        ge=-(2**31),
+        lt=2**31,
+        description="smaller is more urgent, 0 unless the key says otherwise; for the scheduling policy (fcfs and fifo "
+        "do not look at it), and what is above 0 is refused first under load",
     )
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="seconds until the request is given up")
+    queue_timeout: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_TIMEOUT_S,
+        description="seconds until the request is given up if it has not started; the server may have a shorter bound",
+    )
     ttft_objective: float | None = Field(
         None, gt=0, le=MAX_TIMEOUT_S, description="seconds to the first token that the deadline policy aims at"
     )

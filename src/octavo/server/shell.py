@@ -21,6 +21,7 @@ from octavo.server.limits import HttpLimits, check_headers
 ARRIVAL = "octavo.arrival"
 REQUEST_ID = "octavo.request_id"
 GIVEN_ID = "octavo.given_id"
+METER = "octavo.meter"  # of the request's key, once it was looked at
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,9 @@ class ShellMiddleware:
                 has_started = True
                 self._metrics.responded(message["status"])
                 message["headers"] = [*message["headers"], (b"x-request-id", scope[REQUEST_ID].encode())]
+                meter = scope.get(METER)
+                if meter is not None:
+                    message["headers"] += meter.headers(time.monotonic())
             await send(message)
 
         with self._lifecycle.opened():

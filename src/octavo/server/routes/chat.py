@@ -15,8 +15,8 @@ from octavo.server.shapes import ChatShape
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    context.check_admitting()
-    body = read_chat(await read_json(request, context.limits))
+    context.check_in(request)
+    body = await read_json(request, context.limits, read_chat)
     context.check_model(body.model)
     tokenizer = context.text.tokenizer
 
@@ -28,6 +28,8 @@ async def chat_completions(request: Request) -> Response:
         body=body,
         params=context.params.chat(body),
         num_prompts=1,
+        num_characters=sum(len(part.text) for message in body.messages for part in message.content),
+        num_ids=0,
         prompt_param="messages",
         read_prompts=read_prompts,
         make_shape=lambda identity: ChatShape(identity, tokenizer, wants_usage(body)),

@@ -18,8 +18,8 @@ from octavo.server.shapes import CompletionShape
 async def completions(request: Request) -> Response:
     """Go on with one or several texts; the choices of each prompt follow those of the one before."""
     context = context_of(request)
-    context.check_admitting()
-    body = read_completion(await read_json(request, context.limits))
+    context.check_in(request)
+    body = await read_json(request, context.limits, read_completion)
     context.check_model(body.model)
     num_prompts = len(body.prompt)
     if num_prompts > context.limits.max_prompts:
@@ -39,6 +39,8 @@ async def completions(request: Request) -> Response:
         body=body,
         params=params,
         num_prompts=num_prompts,
+        num_characters=sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str)),
+        num_ids=sum(len(prompt) for prompt in body.prompt if isinstance(prompt, list)),
         prompt_param="prompt",
         read_prompts=read_prompts,
         make_shape=lambda identity: CompletionShape(identity, tokenizer, echoes, params.n, wants_usage(body)),

@@ -11,6 +11,7 @@ from prometheus_client.exposition import generate_latest
 from starlette.responses import Response
 
 from octavo.errors import EngineError
+from octavo.metrics.admission import AdmissionMetrics
 from octavo.metrics.engine import EngineMetrics
 from octavo.server.context import context_of
 
@@ -29,6 +30,7 @@ async def metrics(request: Request) -> Response:
         pass  # shown as octavo_engine_up 0
     registry = CollectorRegistry(auto_describe=False)
     registry.register(context.metrics)
+    registry.register(AdmissionMetrics(context.model, context.admission.snapshot()))
     registry.register(EngineMetrics(context.model, statistics))
     return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
 

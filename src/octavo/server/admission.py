@@ -1,0 +1,285 @@
+"""Admission: whether a request may come in now, or when it may come again.
+
+Owns: the order of the checks, the load levels, shares of the queue, the meters of keys, what a refusal says.
+Does not: count (waiting, rates), predict (estimate), read bodies, or know HTTP.
+Twice: `glance` before the body is read, by counts alone; `enter` once the body is checked and before anything is
+tokenised. `settle` looks again when the prompts' tokens are known.
+Invariant: a refusal takes nothing and costs no more than some counting; every lease is given back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+
+from octavo.config import AdmissionConfig
+from octavo.errors import BusyError, LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
+from octavo.metrics.requests import Finished
+from octavo.server.estimate import Estimator
+from octavo.server.keys import NOBODY, KeyInfo
+from octavo.server.rates import Meter
+from octavo.server.waiting import Seat, WaitingRoom
+
+MAX_RETRY_S = 60.0
+DEFAULT_PRIORITY = 0  # smaller is more urgent
+_BOUNDS = (0.5, 0.75, 1.0)  # shares of the queue at which the load levels begin
+MAX_METERS = 4096  # of keys that are gone too, until then
+
+
+class Load(IntEnum):
+    """How full the queue is, in sequences or tokens, whichever is fuller."""
+
+    NORMAL = 0
+    BUSY = 1  # half
+    CROWDED = 2  # three quarters
+    FULL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a checked body asks for, before anything is tokenised. Given token ids are counted, not guessed.
+
+    `max_wait_s` is how long it may wait at most: its queue timeout or its timeout.
+    """
+
+    key: KeyInfo = NOBODY
+    priority: int = DEFAULT_PRIORITY
+    num_prompts: int = 1
+    width: int = 1
+    max_tokens: int | None = None
+    num_characters: int = 0
+    num_ids: int = 0
+    max_wait_s: float | None = None
+
+
+class Lease:
+    """What an admitted request holds: its seat and its place among its key's open requests."""
+
+    def __init__(self, admission: Admission, wish: Wish, seat: Seat) -> None:
+        self.seat = seat
+        self._admission = admission
+        self._wish = wish
+        self._meter = admission.meter(wish.key)
+        if self._meter is not None:
+            self._meter.num_open += 1
+
+    def settle(self, num_tokens: int) -> None:
+        """Look again now that all prompts' tokens are counted, and charge them. Raises BusyError."""
+        admission, wish = self._admission, self._wish
+        admission.estimator.text_read(wish.num_characters, num_tokens - wish.num_ids)
+        self.seat.expect(0, 0)
+        admission.check_tokens(wish, num_tokens)
+        self.seat.expect(num_tokens, admission.estimator.output_tokens(wish.max_tokens))
+        if self._meter is not None:
+            self._meter.use_tokens(num_tokens, admission.now())
+
+    def generated(self, num_tokens: int, gap_s: float | None = None) -> None:
+        """Charge tokens that came, `gap_s` after those of their choice before them."""
+        self.seat.grow(num_tokens)
+        if gap_s is not None:
+            self._admission.estimator.tokens_came(gap_s, num_tokens)
+        if self._meter is not None:
+            self._meter.use_tokens(num_tokens, self._admission.now())
+
+    def ended(self, end: Finished) -> None:
+        """One prompt ran to its end."""
+        self.seat.end()
+        estimator = self._admission.estimator
+        estimator.prompt_done(max(0.0, end.ttft_s - end.queue_s), end.prompt_tokens - end.cached_tokens)
+        estimator.sequences_ended(end.completion_tokens, end.num_choices)
+
+    def leave(self) -> None:
+        """Give everything back. Idempotent."""
+        self.seat.leave()
+        if self._meter is not None:
+            self._meter.num_open -= 1
+            self._meter = None
+
+
+class Admission:
+    """Decides who comes in. `is_by_priority`: the scheduler lets the more urgent go first."""
+
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        room: WaitingRoom,
+        estimator: Estimator,
+        *,
+        is_by_priority: bool = False,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.room = room
+        self.estimator = estimator
+        self.now = now
+        self._is_by_priority = is_by_priority
+        self._meters: dict[str, Meter] = {}
+
+    def meter(self, key: KeyInfo) -> Meter | None:
+        """What a key uses; None where there are no keys."""
+        if not key.name:
+            return None
+        meter = self._meters.get(key.name)
+        if meter is None:
+            if len(self._meters) >= MAX_METERS:
+                self._meters = {name: each for name, each in self._meters.items() if each.num_open}
+            meter = self._meters[key.name] = Meter(key, self.now())
+        elif meter.info is not key:
+            meter.update(key, self.now())
+        return meter
+
+    @property
+    def meters(self) -> Mapping[str, Meter]:
+        """Of every key that came, by its name."""
+        return self._meters
+
+    @property
+    def load(self) -> Load:
+        """How full the queue is."""
+        share = self._share(self.room.num_waiting, self.room.num_waiting_tokens if self.room.num_waiting else 0)
+        return Load(sum(share >= bound for bound in _BOUNDS))
+
+    def glance(self, key: KeyInfo) -> None:
+        """Before the body is read: count the request, or refuse it at a full queue or its key's limit (BusyError)."""
+        meter = self.meter(key)
+        with _counted(meter):
+            self._check_full(1)
+            if meter is not None:
+                self._check_concurrent(meter)
+                meter.begin(self.now())
+
+    def enter(self, wish: Wish) -> Lease:
+        """Take a seat for a checked body. Raises BusyError."""
+        meter = self.meter(wish.key)
+        num_sequences = wish.num_prompts * wish.width
+        num_tokens = wish.num_ids + self.estimator.tokens_of(wish.num_characters)
+        with _counted(meter):
+            self._check_full(num_sequences)
+            self._check_load(wish)
+            self._check_share(wish.key, num_sequences, num_tokens)
+            self._check_wait(wish)
+            if meter is not None:
+                self._check_concurrent(meter)
+        self.check_tokens(wish, num_tokens)
+        seat = self.room.enter(wish.key.name, wish.priority, wish.num_prompts, wish.width)
+        seat.expect(num_tokens, self.estimator.output_tokens(wish.max_tokens))
+        return Lease(self, wish, seat)
+
+    def check_tokens(self, wish: Wish, num_tokens: int) -> None:
+        """Refuse more tokens than the queue or the key has left. Raises BusyError."""
+        meter, room, most = self.meter(wish.key), self.room, self.config.max_waiting_tokens
+        with _counted(meter):
+            others = room.num_waiting_tokens
+            if others and others + num_tokens > most:
+                each = max(1.0, others / max(1, room.num_pending))
+                text = f"requests with {others} prompt tokens wait for their first token, {most} may, and this one has "
+                raise QueueFullError(
+                    f"the queue is full: {text}{num_tokens}; {self._told()}",
+                    retry_after_s=self._room_s((others + num_tokens - most) / each),
+                )
+            if meter is not None:
+                meter.check_tokens(self.now(), num_tokens)
+
+    def snapshot(self) -> dict[str, object]:
+        """The figures of now, for metrics."""
+        keys = {
+            name: {"requests": m.num_requests, "tokens": m.num_tokens, "refused": m.num_refused, "open": m.num_open}
+            for name, m in self._meters.items()
+        }
+        return {
+            "waiting": self.room.num_waiting,
+            "max_waiting": self.config.max_waiting,
+            "waiting_tokens": self.room.num_waiting_tokens,
+            "max_waiting_tokens": self.config.max_waiting_tokens,
+            "running": self.room.num_running,
+            "load": int(self.load),
+            "wait_s": self.wait_s(),
+            "keys": keys,
+        }
+
+    def wait_s(self, priority: int = DEFAULT_PRIORITY) -> float | None:
+        """How long a request that came now would wait; 0 where it could start at once, None where that is unknown."""
+        room = self.room
+        if room.num_free > room.num_pending:
+            return 0.0
+        return self.estimator.wait_s(room.ahead_of(priority if self._is_by_priority else None), room.num_busy)
+
+    def _share(self, num_sequences: float, num_tokens: float) -> float:
+        return max(num_sequences / self.config.max_waiting, num_tokens / self.config.max_waiting_tokens)
+
+    def _check_full(self, num_sequences: int) -> None:
+        waiting, most = self.room.num_waiting, self.config.max_waiting
+        if waiting and waiting + num_sequences > most:
+            asked = "" if num_sequences == 1 else f", and this request has {num_sequences}"
+            raise QueueFullError(
+                f"the queue is full: {waiting} sequences wait, {most} may{asked}; {self._told()}",
+                retry_after_s=self._room_s(waiting + num_sequences - most),
+            )
+
+    def _check_load(self, wish: Wish) -> None:
+        load = self.load
+        if wish.priority <= DEFAULT_PRIORITY or load < Load.BUSY:
+            return
+        if load >= Load.CROWDED or wish.width > 1:
+            kind = "requests" if load >= Load.CROWDED else "requests of several choices"
+            text = f"the queue is {load.name.lower()} and {kind} of priority {wish.priority} are refused"
+            raise LoadShedError(
+                f"{text}: {self.room.num_waiting} sequences wait, {self.config.max_waiting} may; {self._told()}",
+                retry_after_s=self._room_s(self.room.num_waiting - self.config.max_waiting / 2),
+            )
+
+    def _check_share(self, key: KeyInfo, num_sequences: int, num_tokens: int) -> None:
+        """While the queue is over half full and several keys wait, none takes more than its share of it."""
+        room = self.room
+        mine = room.by_key.get(key.name, 0)
+        if self.load < Load.BUSY or not mine or len(room.by_key) == 1:
+            return
+        weights = {name: meter.info.weight for name, meter in self._meters.items() if name in room.by_key}
+        share = key.weight / sum(weights.values())
+        if self._share(mine + num_sequences, room.tokens_by_key[key.name] + num_tokens) > share:
+            raise QueueFullError(
+                f"key {key.name!r} has its share of the queue: {mine} of its sequences wait, {share:.0%} of the "
+                f"{self.config.max_waiting} places are its own while {len(weights)} keys wait; {self._told()}",
+                retry_after_s=self._room_s(num_sequences),
+            )
+
+    def _check_wait(self, wish: Wish) -> None:
+        limits = [limit for limit in (wish.max_wait_s, self.config.max_queue_time_s) if limit is not None]
+        wait_s = self.wait_s(wish.priority) if limits else None
+        if wait_s is not None and wait_s > min(limits):
+            raise WaitTooLongError(
+                f"this request would wait about {wait_s:.1f} s, and may wait {min(limits):g} s: "
+                f"{self.room.num_waiting} sequences wait, {self.config.max_waiting} may",
+                retry_after_s=min(MAX_RETRY_S, wait_s - min(limits)),
+            )
+
+    def _check_concurrent(self, meter: Meter) -> None:
+        most = meter.info.max_concurrent
+        if most is not None and meter.num_open >= most:
+            wait_s = min(MAX_RETRY_S, self.estimator.slot_s(meter.num_open) or 0.0)
+            raise RateLimitError(
+                f"key {meter.info.name!r} is at its limit: {meter.num_open} of its requests are open, {most} may be",
+                retry_after_s=wait_s,
+            )
+
+    def _room_s(self, num_sequences: float) -> float | None:
+        """Seconds until so many have started, at the present speed; None where that is unknown."""
+        slot_s = self.estimator.slot_s(self.room.num_busy)
+        return None if slot_s is None else min(MAX_RETRY_S, max(0.0, num_sequences) * slot_s)
+
+    def _told(self) -> str:
+        wait_s = self.wait_s()
+        return "how long is not known yet" if wait_s is None else f"a new request would wait about {wait_s:.1f} s"
+
+
+@contextmanager
+def _counted(meter: Meter | None) -> Iterator[None]:
+    try:
+        yield
+    except BusyError:
+        if meter is not None:
+            meter.num_refused += 1
+        raise

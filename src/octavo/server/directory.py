@@ -1,0 +1,50 @@
+"""Directory: which requests are open, by the names that their clients know.
+
+Owns: the table from (tenant, client's name) to the engine's names. Does not: end or explain anything.
+Invariant: a tenant finds its own requests only; a name that is used twice at once finds both.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+
+MARK = "~"  # in no client's own id, so that nobody can spell the engine's name of another's request
+
+
+def engine_id(given: str | None, own: str) -> str:
+    """The engine's name of a request: `own` (made here, random), or the client's with something random behind it."""
+    return own if given is None else f"{given}{MARK}{secrets.token_hex(6)}"
+
+
+class Directory:
+    """Open requests of all tenants."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, str], list[Sequence[str]]] = {}
+
+    def add(self, tenant: str, name: str, engine_ids: Sequence[str]) -> Callable[[], None]:
+        """List a request; call what is returned when it has ended."""
+        key = (tenant, name)
+        self._names.setdefault(key, []).append(engine_ids)
+
+        def remove() -> None:
+            listed = self._names.get(key, [])
+            if engine_ids in listed:
+                listed.remove(engine_ids)
+            if not listed:
+                self._names.pop(key, None)
+
+        return remove
+
+    def find(self, name: str, tenant: str | None = None) -> list[str]:
+        """The engine's names of what is open under a client's name, or under the engine's own: of one tenant, or (for
+        whoever runs the server) of all."""
+        found: list[str] = []
+        for (owner, public), listed in self._names.items():
+            if tenant is None or owner == tenant:
+                found += [one for ids in listed for one in ids if name in (public, one)]
+        return found
+
+    def __len__(self) -> int:
+        return sum(map(len, self._names.values()))

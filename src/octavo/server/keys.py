@@ -1,0 +1,156 @@
+"""Keys: who holds one and what its holder may do; the ring that finds a key's holder and can be filled anew.
+
+Owns: KeyInfo, the digests, each tenant's prefix-cache salt, replacing all keys at once.
+Does not: keep or show a key itself, read HTTP, or count what holders use (rates does).
+Invariants: finding takes the same time whichever key matches; a key file that cannot be read changes nothing;
+with keys every tenant has a salt of its own, so that a tenant who leaves or comes later shares with nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.errors import ConfigError
+from octavo.server.key_file import KeyEntry, read_key_file
+
+if TYPE_CHECKING:
+    from octavo.config import Config, ServingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """The holder of a key. `name` may be shown, in logs, metrics and answers; limits that are None do not bound.
+
+    `priority` is that of requests that name none, `max_priority` the most urgent (least) that they may name.
+    """
+
+    name: str
+    tenant: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    priority: int = 0
+    max_priority: int | None = None
+    weight: float = 1.0
+    digest: bytes = field(default=b"", repr=False)
+
+
+NOBODY = KeyInfo("", "")  # everyone, where no keys are set
+
+
+class KeyRing:
+    """All keys. Without any, everyone is NOBODY."""
+
+    def __init__(self, keys: Iterable[KeyInfo] = ()) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._serving: ServingConfig | None = None
+        self._keys = _checked(keys)
+
+    @classmethod
+    def of(cls, serving: ServingConfig) -> KeyRing:
+        """The keys of --api-key and --api-key-file. Raises ConfigError."""
+        ring = cls(_configured(serving))
+        ring._serving = serving
+        return ring
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no key is asked for."""
+        return not self._keys
+
+    @property
+    def keys(self) -> tuple[KeyInfo, ...]:
+        """Everyone who may come in."""
+        return self._keys
+
+    def find(self, key: bytes) -> KeyInfo | None:
+        """The key's holder, or None."""
+        given = hashlib.sha256(key).digest()
+        found = None
+        for info in self._keys:
+            if hmac.compare_digest(info.digest, given):
+                found = info
+        return found
+
+    def salt(self, tenant: str, given: str | None) -> bytes:
+        """Prefix-cache salt: with keys, tenants never share; a client's own salt only narrows."""
+        asked = (given or "").encode()
+        if not self._keys:
+            return asked
+        return hmac.digest(self._secret, tenant.encode() + b"\0" + asked, "sha256")
+
+    def reload(self) -> str:
+        """Read the key file again and take all of it, or raise ConfigError and change nothing; say what changed.
+
+        Open requests go on, those of a key that is gone too. Weights of the fair policy stay until a restart.
+        """
+        if self._serving is None or self._serving.api_key_file is None:
+            raise ConfigError("there is no --api-key-file to read again")
+        fresh = _checked(_configured(self._serving))
+        old, new = ({info.digest: info for info in keys} for keys in (self._keys, fresh))
+        num_changed = sum(digest in old and old[digest] != info for digest, info in new.items())
+        self._keys = fresh
+        return (
+            f"{len(new)} keys: {len(new.keys() - old.keys())} added, {len(old.keys() - new.keys())} removed, "
+            f"{num_changed} changed"
+        )
+
+
+def with_key_weights(config: Config) -> Config:
+    """The settings with the key file's weights among --tenant-weight, for the engine's fair policy."""
+    from dataclasses import replace
+
+    if config.serving.api_key_file is None:
+        return config
+    weights = {info.tenant: info.weight for info in KeyRing.of(config.serving).keys if info.weight != 1.0}
+    named = {spelled.rpartition("=")[0] for spelled in config.serving.tenant_weight}
+    spelled = tuple(f"{tenant}={weight}" for tenant, weight in weights.items() if tenant not in named)
+    return replace(config, serving=replace(config.serving, tenant_weight=(*config.serving.tenant_weight, *spelled)))
+
+
+def _configured(serving: ServingConfig) -> Iterable[KeyInfo]:
+    for number, key in enumerate(dict.fromkeys(serving.api_key), 1):
+        digest = hashlib.sha256(key.encode()).digest()
+        yield KeyInfo(f"key-{number}", digest.hex(), digest=digest)
+    if serving.api_key_file is not None:
+        yield from map(_info, read_key_file(Path(serving.api_key_file)))
+
+
+def _info(entry: KeyEntry) -> KeyInfo:
+    return KeyInfo(
+        entry.name,
+        entry.tenant or entry.name,
+        entry.requests_per_minute,
+        entry.tokens_per_minute,
+        entry.max_concurrent,
+        entry.priority,
+        entry.max_priority,
+        entry.weight,
+        entry.digest,
+    )
+
+
+def _checked(keys: Iterable[KeyInfo]) -> tuple[KeyInfo, ...]:
+    """Every name and key once, one weight a tenant. Raises ConfigError."""
+    names: dict[str, KeyInfo] = {}
+    digests: dict[bytes, KeyInfo] = {}
+    weights: dict[str, KeyInfo] = {}
+    for info in keys:
+        if info.name in names:
+            raise ConfigError(f"two keys are named {info.name!r}; give each a name of its own")
+        if info.digest in digests:
+            raise ConfigError(f"{digests[info.digest].name!r} and {info.name!r} have the same key; give each its own")
+        first = weights.setdefault(info.tenant, info)
+        if first.weight != info.weight:
+            raise ConfigError(
+                f"{first.name!r} and {info.name!r} are of tenant {info.tenant!r}, with weights {first.weight:g} and "
+                f"{info.weight:g}; give them one weight"
+            )
+        names[info.name] = digests[info.digest] = info
+    return tuple(names.values())
