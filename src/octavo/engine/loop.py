@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
@@ -21,27 +21,18 @@ from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted, Verb
 from octavo.engine.clock import Clock, MonotonicClock
 from octavo.engine.delivery import Delivery, Outbox
+from octavo.engine.flight import Flight
+from octavo.engine.heartbeat import NoHeart
 from octavo.engine.instruments import EventSink, Instruments
 from octavo.engine.step_times import StepTimes
 from octavo.engine.suspects import Suspects
 from octavo.errors import EngineDeadError, EngineError, QueueFullError, RequestError, StepFailedError
-from octavo.executors.protocol import Executor, Ticket
+from octavo.executors.protocol import Executor
 
 _LOG = logging.getLogger(__name__)
 MIN_WAIT_S = 0.001  # an empty plan waits at least this long, so that a deadline just missed cannot spin
 
 Reply = Callable[[object], None]  # called once, in the loop's thread or the caller's: a value or an Exception
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A plan on its way: its ticket, or why it could not be submitted."""
-
-    plan: StepPlan
-    ticket: Ticket
-    error: Exception | None
-    schedule_s: float
-    begun: float
 
 
 class EngineLoop:
@@ -65,6 +56,7 @@ class EngineLoop:
         self.step_times = StepTimes()
         self.sections: dict[str, Callable[[], object]] = {}  # more of the statistics, read in the loop's thread
         self.verbs: dict[str, Callable[[str], object]] = {}  # more of control; both are set before start
+        self.heart = NoHeart()  # told what the loop does; set before start
         self.num_turns = 0
         self.num_discarded = 0
         self._scheduler = scheduler
@@ -73,7 +65,7 @@ class EngineLoop:
         self._max_waiting = max_waiting
         self._receive: Callable[[Delivery], None] = _ignore
         self._ended: Callable[[], None] = _nothing
-        self._flight: deque[_Flight] = deque()
+        self._flight: deque[Flight] = deque()
         self._outbox = Outbox()
         self._suspects = Suspects()
         self._owners: dict[int, str] = {}  # executor slot -> request, as of the plan last retired
@@ -171,6 +163,8 @@ class EngineLoop:
     def _turn(self) -> None:
         """One beat: commands, plans, one result; or a wait when there is nothing of these."""
         self.num_turns += 1
+        if self._inbox:
+            self.heart.commands()
         while self._inbox:
             self._run_command(*self._inbox.popleft())
         only = self._suspects.only
@@ -191,6 +185,7 @@ class EngineLoop:
 
     def _wait(self, wake_at: float | None) -> None:
         until = None if wake_at is None else max(wake_at, self.clock.now() + MIN_WAIT_S)
+        self.heart.rests()
         with self._condition:
             if not (self._inbox or self._is_stopping):
                 self.clock.wait(self._condition, until)
@@ -213,13 +208,14 @@ class EngineLoop:
                 break
         return None
 
-    def _submit(self, plan: StepPlan, schedule_s: float, begun: float) -> _Flight:
+    def _submit(self, plan: StepPlan, schedule_s: float, begun: float) -> Flight:
+        self.heart.begins(plan)
         try:
-            return _Flight(plan, self._executor.submit(plan), None, schedule_s, begun)
+            return Flight(plan, self._executor.submit(plan), None, schedule_s, begun)
         except EngineDeadError:
             raise
         except Exception as error:  # the executor shell: a step that fails is retried, then bisected
-            return _Flight(plan, None, error, schedule_s, begun)
+            return Flight(plan, None, error, schedule_s, begun)
 
     def _retire(self) -> None:
         """Collect and commit the oldest plan in flight, deliver, and note the times."""
@@ -234,6 +230,7 @@ class EngineLoop:
         events = self._scheduler.commit(plan, outcome, collected)
         committed = self.clock.now()
         self._deliver(plan, outcome, events)
+        self.heart.ended(isinstance(outcome, StepResult))
         if isinstance(outcome, StepResult):
             sent, timings = self.clock.now(), outcome.timings
             schedule_s, step_s = flight.schedule_s + committed - collected, sent - flight.begun
@@ -243,7 +240,7 @@ class EngineLoop:
         else:
             self._recover(plan, outcome)
 
-    def _collect(self, flight: _Flight) -> StepResult | StepFailure:
+    def _collect(self, flight: Flight) -> StepResult | StepFailure:
         error = flight.error
         if error is None:
             try:

@@ -1,0 +1,52 @@
+"""The watchdog: says from the heartbeat, and from what was asked, whether an engine stands still.
+
+Owns: the judgement. Does not: read the page, a clock, or end anything.
+Invariants: an engine is accused only after its deadline, or after a question that it let wait while nothing moved; and
+never for time in which this side did not look: who was late itself gives the engine as long again.
+"""
+
+from __future__ import annotations
+
+from octavo.engine.heartbeat import Beat
+
+LOOK_S = 0.1  # how often to look
+LATE_S = 0.5  # two looks that are further apart than this say that this side, or the machine, stood still
+CONFIRM_S = 0.3  # how long the same overdue beat must be seen
+ANSWER_S = 5.0  # how long an idle engine may leave a question
+
+
+class Watchdog:
+    """Looks at one engine. Times are seconds on the monotonic clock."""
+
+    def __init__(self, now: float) -> None:
+        self._looked_at = now
+        self._number = -1  # of the last beat seen
+        self._moved_at = now
+        self._overdue_since: float | None = None
+
+    def look(self, now: float, beat: Beat | None, asked_at: float | None) -> str | None:
+        """What is wrong, or None. `asked_at` is when the oldest open question was asked."""
+        late = now - self._looked_at
+        self._looked_at = now
+        number = 0 if beat is None else beat.number
+        if number != self._number or late > LATE_S:
+            self._number, self._moved_at, self._overdue_since = number, now, None
+            return None
+        if beat is not None and beat.deadline is not None:
+            return self._judge_deadline(now, beat, beat.deadline)
+        since = self._moved_at if asked_at is None else max(asked_at, self._moved_at)
+        if asked_at is not None and now - since > ANSWER_S:
+            return f"it was asked something {now - asked_at:.1f} s ago and does not stir"
+        return None
+
+    def _judge_deadline(self, now: float, beat: Beat, deadline: float) -> str | None:
+        if now <= deadline:
+            return None
+        if self._overdue_since is None:
+            self._overdue_since = now
+        if now - self._overdue_since < CONFIRM_S:
+            return None
+        return (
+            f"{beat.phase.name.lower()} {beat.step}: nothing has moved for {now - self._moved_at:.1f} s, the limit was "
+            f"{now - deadline:.1f} s ago"
+        )

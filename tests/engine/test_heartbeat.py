@@ -1,0 +1,152 @@
+"""The heartbeat page: what is read is what was written, whole, or the beat before it."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from pathlib import Path
+
+import pytest
+
+from octavo.core.plan import NewSequence, StepPlan
+from octavo.core.request import SamplingParams
+from octavo.engine import heartbeat
+from octavo.engine.heartbeat import (
+    FIRST_STEP_S,
+    MIN_STEP_S,
+    NEW_KIND_S,
+    Heart,
+    HeartbeatPage,
+    NoHeart,
+    Phase,
+    StepLimits,
+)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> HeartbeatPage:
+    return HeartbeatPage(tmp_path / "page", create=True)
+
+
+class Hand:
+    """A clock turned by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plan_of(step: int, slots: list[int], new: dict[int, str] | None = None, tokens: int = 0) -> StepPlan:
+    fresh = tuple(NewSequence(slot, name, 0, 1, None, SamplingParams()) for slot, name in (new or {}).items())
+    return StepPlan(step, 0.0, slots=array("i", slots), num_query_tokens=tokens or len(slots), new_sequences=fresh)
+
+
+def ids_on(page: HeartbeatPage) -> list[str]:
+    beat = page.beat()
+    assert beat is not None
+    batch = page.batch(beat.batch)
+    assert batch is not None
+    return list(batch)
+
+
+def test_an_empty_page_has_no_beat(page: HeartbeatPage) -> None:
+    assert page.beat() is None and page.batch(1) is None
+
+
+def test_another_process_sees_what_the_loop_does(tmp_path: Path) -> None:
+    page, clock = HeartbeatPage(tmp_path / "page", create=True), Hand()
+    heart = Heart(HeartbeatPage(tmp_path / "page"), epoch=3, now=clock)
+    heart.rests()
+    beat = page.beat()
+    assert beat is not None and (beat.phase, beat.epoch, beat.deadline) == (Phase.IDLE, 3, None)
+    heart.commands()
+    heart.begins(plan_of(8, [0, 1], {0: "a", 1: "b"}))
+    beat = page.beat()
+    assert beat is not None and (beat.phase, beat.step, beat.num_committed) == (Phase.STEP, 8, 0)
+    assert beat.deadline == clock.now + FIRST_STEP_S and ids_on(page) == ["a", "b"]
+    clock.now += 0.5
+    heart.ended(True)
+    heart.begins(plan_of(9, [0, 1]))
+    beat = page.beat()
+    assert beat is not None and (beat.step, beat.num_committed, beat.deadline) == (9, 1, clock.now + 5.0)
+    heart.ended(False)
+    beat = page.beat()
+    assert beat is not None and beat.num_committed == 1
+
+
+def test_the_batch_names_everybody_in_flight(page: HeartbeatPage) -> None:
+    heart = Heart(page, 1)
+    heart.begins(plan_of(1, [0, 1], {0: "a", 1: "b"}))
+    heart.begins(plan_of(2, [0]))
+    assert ids_on(page) == ["a", "b"]
+    heart.ended(True)
+    heart.begins(plan_of(3, [0]))
+    assert ids_on(page) == ["a"]
+    heart.ended(True)
+    heart.ended(True)
+    heart.begins(plan_of(4, [0], {0: "c"}))  # the same slots, another request
+    assert ids_on(page) == ["c"]
+
+
+def test_torn_writes_are_never_believed(tmp_path: Path) -> None:
+    """The writer dies after any number of bytes of a beat or a batch: the one before it is read."""
+    rng = random.Random(5)
+    path = tmp_path / "page"
+    page = HeartbeatPage(path, create=True)
+    names = {0: ("x", "y"), 1: tuple(f"r{i}" for i in range(50))}
+    for number in (1, 2):
+        page.write_batch(number, names[number % 2])
+        page.write_beat(number, (1, 2, number, number, 1.5, number))
+    whole = path.read_bytes()
+    page.write_batch(3, names[1][::-1])
+    page.write_beat(3, (1, 2, 3, 3, 1.5, 3))
+    after = path.read_bytes()
+    changed = [i for i in range(len(whole)) if whole[i] != after[i]]
+    for _ in range(300):
+        torn = bytearray(whole)
+        for i in rng.sample(changed, rng.randrange(len(changed))):  # stores may come in any order
+            torn[i] = after[i]
+        path.write_bytes(torn)
+        beat = HeartbeatPage(path).beat()
+        assert beat is not None and beat.step == beat.num_committed and beat.step in (2, 3)
+        assert page.batch(3) in (None, names[1][::-1]) and page.batch(2) == names[0]
+    page.close()
+
+
+def test_garbage_is_no_beat(tmp_path: Path) -> None:
+    rng, path = random.Random(6), tmp_path / "page"
+    HeartbeatPage(path, create=True).close()
+    for _ in range(50):
+        path.write_bytes(rng.randbytes(heartbeat.PAGE_BYTES))
+        page = HeartbeatPage(path)
+        assert page.beat() is None and page.batch(rng.randrange(2**62)) is None
+        page.close()
+
+
+def test_ids_that_do_not_fit_are_left_out(page: HeartbeatPage) -> None:
+    page.write_batch(1, [f"{i:0200}" for i in range(2000)])
+    found = page.batch(1)
+    assert found is not None and 400 < len(found) < 2000
+
+
+def test_limits_follow_what_steps_of_a_size_took() -> None:
+    limits = StepLimits()
+    assert limits.limit(1) == FIRST_STEP_S
+    limits.note(1, 0.02)
+    assert limits.limit(1) == MIN_STEP_S
+    assert limits.limit(512) == pytest.approx(10 * 0.02 * 512)
+    limits.note(512, 3.0)
+    assert limits.limit(600) == 30.0 and limits.limit(20) == NEW_KIND_S
+    for _ in range(200):
+        limits.note(512, 1.0)
+    assert limits.limit(512) == pytest.approx(10.0, rel=0.01)
+
+
+def test_a_loop_without_a_watcher_has_the_same_methods() -> None:
+    still = NoHeart()
+    still.begins(plan_of(1, [0]))
+    still.ended(True)
+    still.commands()
+    still.rests()
