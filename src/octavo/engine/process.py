@@ -1,13 +1,15 @@
 """The engine in a process of its own, seen from its parent.
 
 Owns: starting it (config as a line of JSON on its stdin, which then stays open: its end tells the child that
-the parent is gone), waiting until it is ready, ending it. Its stderr passes through.
-Does not: restart it, or import torch.
+the parent is gone), waiting until it is ready, its heartbeat page, ending it. Its stderr passes through.
+Does not: judge, restart it, or import torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -18,29 +20,43 @@ from pathlib import Path
 import msgspec
 
 from octavo.config import Config
-from octavo.engine.socket_client import SocketClient
-from octavo.errors import EngineDeadError
+from octavo.engine.heartbeat import PAGE_NAME, HeartbeatPage
+from octavo.engine.process_side import DUMP_SIGNAL
+from octavo.engine.socket_client import Receive, SocketClient
+from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
 
 COMMAND = (sys.executable, "-m", "octavo.assembly")
 CONNECT_POLL_S = 0.02
+CONNECT_LIMIT_S = 60.0  # to import and listen
+OPEN_LIMIT_S = 600.0  # to load a model
 STOP_TIMEOUT_S = 5.0
+DUMP_S = 0.3  # for the stacks to be written
 
 
 class EngineProcess:
-    """A running engine process: `client` talks to it, `capacity` says what it has."""
+    """A running engine process: `client` talks to it, `capacity` says what it has, `page` what it does."""
 
-    def __init__(self, process: asyncio.subprocess.Process, folder: tempfile.TemporaryDirectory[str]) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, folder: tempfile.TemporaryDirectory[str], page: HeartbeatPage
+    ) -> None:
         self.client: SocketClient
         self.capacity: Capacity
+        self.page = page
         self._process = process
         self._folder = folder
 
     @classmethod
-    async def start(cls, config: Config, *, epoch: int = 1, command: Sequence[str] = COMMAND) -> EngineProcess:
-        """Start an engine and wait until it is ready. Raises what kept it from opening, or EngineDeadError."""
-        folder = tempfile.TemporaryDirectory(prefix="octavo-")  # mode 0700
+    async def start(
+        cls, config: Config, *, epoch: int = 1, command: Sequence[str] = COMMAND, receive: Receive | None = None
+    ) -> EngineProcess:
+        """Start an engine and wait until it is ready. Raises what kept it from opening, or EngineDeadError.
+
+        `receive` gets its deliveries; without it the client keeps them, and ends open requests with its connection.
+        """
+        folder = tempfile.TemporaryDirectory(prefix="octavo-", dir=_memory_folder())  # mode 0700
         path = Path(folder.name) / "engine.sock"
+        page = HeartbeatPage(path.with_name(PAGE_NAME), create=True)
         process = await asyncio.create_subprocess_exec(
             *command,
             "--socket",
@@ -50,22 +66,31 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             start_new_session=True,  # signals of the terminal are the parent's to handle
         )
-        engine = cls(process, folder)
+        engine = cls(process, folder, page)
         try:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(config) + b"\n")
-            await engine._connect(path, epoch)
-        except BaseException:
+            async with asyncio.timeout(CONNECT_LIMIT_S):
+                await engine._listens(path)
+            async with asyncio.timeout(OPEN_LIMIT_S):
+                await engine._connect(path, epoch, receive)
+        except BaseException as error:
+            if not isinstance(error, OctavoError):  # else it has said its last word and ends by itself
+                engine.kill()
             await engine.close()
+            if isinstance(error, TimeoutError):
+                raise EngineDeadError("the engine process did not get ready in time and was killed") from None
             raise
         return engine
 
-    async def _connect(self, path: Path, epoch: int) -> None:
+    async def _listens(self, path: Path) -> None:
         while not path.exists():
             if self._process.returncode is not None:
                 raise EngineDeadError(f"the engine process ended before it was ready: {self.describe_exit()}")
             await asyncio.sleep(CONNECT_POLL_S)
-        self.client = await SocketClient.connect(path, epoch)
+
+    async def _connect(self, path: Path, epoch: int, receive: Receive | None) -> None:
+        self.client = await SocketClient.connect(path, epoch, receive)
         try:
             self.capacity = await self.client.ready()
         except EngineDeadError:
@@ -94,6 +119,21 @@ class EngineProcess:
         if self._process.returncode is None:
             self._process.kill()
 
+    async def dump(self) -> None:
+        """Have it write its threads' stacks to stderr, stopped or hung as it may be."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(DUMP_SIGNAL)
+                self._process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(DUMP_S)
+
+    async def reap(self) -> None:
+        """Kill it, wait for its end and that of its connection, and let go of what belongs to it. Idempotent."""
+        self.kill()
+        await self._process.wait()
+        await self.client.ended()
+        self._let_go()
+
     async def close(self) -> None:
         """Let it answer everyone, and end it; by force after STOP_TIMEOUT_S. Idempotent."""
         client = getattr(self, "client", None)
@@ -108,9 +148,18 @@ class EngineProcess:
             self.kill()
             await self._process.wait()
         finally:
-            self._close_stdin()
-            self._folder.cleanup()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._close_stdin()
+        self.page.close()
+        self._folder.cleanup()
 
     def _close_stdin(self) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
+
+
+def _memory_folder() -> str | None:
+    """A folder that is no disk, where there is one: the loop would wait for a page that is being written back."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None

@@ -1,15 +1,17 @@
 """What runs inside the engine process around any executor.
 
-Owns: arguments, the config line, the watch for the parent's death, exit status.
+Owns: arguments, the config line, the watch for the parent's death, what is said on a crash or when asked, exit status.
 Does not: know which executor; assembly (or a test) says how to open one.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.config import Config
+from octavo.engine.heartbeat import PAGE_NAME, Heart, HeartbeatPage
 from octavo.engine.loop import EngineLoop
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import ConfigError, OctavoError
@@ -26,6 +29,7 @@ from octavo.executors.protocol import Capacity
 CONNECT_TIMEOUT_S = 30.0
 EXIT_FAILED = 1  # the engine could not be opened; the parent was told why
 EXIT_ORPHANED = 3  # the parent is gone
+DUMP_SIGNAL = signal.SIGUSR1  # every thread's stack to stderr; also while a step hangs, for no Python code runs for it
 
 Open = Callable[[Config], tuple[EngineLoop, Capacity]]
 
@@ -36,6 +40,8 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
     parser.add_argument("--socket", type=Path, required=True, help="path to listen on, in a folder of mode 0700")
     parser.add_argument("--epoch", type=int, default=1, help="number of this engine's life, in every frame")
     args = parser.parse_args(arguments)
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
     config = _read_config(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, name="octavo-parent", daemon=True).start()
@@ -49,6 +55,9 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
                 logging.getLogger(__name__).exception("the engine cannot start")
             server.fail(error)
             return EXIT_FAILED
+        page = args.socket.with_name(PAGE_NAME)
+        if page.exists():  # made by whoever watches
+            engine.heart = Heart(HeartbeatPage(page), args.epoch)
         gc.freeze()  # what exists now lives as long as this process: the collector need not walk it between steps
         server.serve(engine, capacity)
         return EXIT_FAILED if engine.failure is not None else 0

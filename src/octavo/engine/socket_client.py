@@ -1,8 +1,9 @@
 """EngineClient for an engine process behind a Unix socket.
 
-Owns: the connection, the answers awaited, the channels. Does not: start or restart the process (see process).
-Invariants: when the connection ends, every open request ends with an error and every question is answered
-with one; frames of another epoch, and malformed ones, are dropped and counted.
+Owns: the connection, the answers awaited; the channels, unless deliveries go to a keeper.
+Does not: start or restart the process (see process).
+Invariants: when the connection ends, every question is answered with an error, and so is every open request unless a
+keeper has them; frames of another epoch, and malformed ones, are dropped and counted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,36 +20,47 @@ from octavo.core.request import FinishReason, Request
 from octavo.engine import wire
 from octavo.engine.channels import Channels
 from octavo.engine.client import Accepted, TokenOutput, Verb
+from octavo.engine.delivery import Delivery
 from octavo.errors import EngineDeadError, EngineError, InvalidRequestError, OctavoError
 from octavo.executors.protocol import Capacity
 
 _READ_BYTES = 1 << 18
 
+Receive = Callable[[int, Delivery], None]  # gets the epoch and what came
+
 
 class SocketClient:
     """One connection to one engine process; lives in one event loop."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, epoch: int) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        epoch: int,
+        receive: Receive | None = None,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.epoch = epoch
         self.num_malformed = 0
         self.num_stale = 0
         self.channels = Channels(epoch)
+        self._receive = receive or self.channels.deliver
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[object]] = {}
         self._submits: dict[str, asyncio.Future[Accepted]] = {}
+        self._asked_at: dict[str | int, float] = {}  # what has no answer yet, oldest first
         self._ready: asyncio.Future[Capacity] = loop.create_future()
         self._end: OctavoError | None = None
         self._is_closing = False
         self._reading = loop.create_task(self._read_all(), name="octavo-reader")
 
     @classmethod
-    async def connect(cls, path: Path, epoch: int) -> SocketClient:
+    async def connect(cls, path: Path, epoch: int, receive: Receive | None = None) -> SocketClient:
         """Connect to a listening engine. Raises OSError."""
         reader, writer = await asyncio.open_unix_connection(str(path))
-        return cls(reader, writer, epoch)
+        return cls(reader, writer, epoch, receive)
 
     async def ready(self) -> Capacity:
         """Wait until the engine is open. Raises whatever kept it from opening, or EngineDeadError."""
@@ -62,25 +75,40 @@ class SocketClient:
         """Wait for the end of the connection."""
         await asyncio.wait({self._reading})
 
+    @property
+    def asked_at(self) -> float | None:
+        """When the oldest question without an answer was asked, on the monotonic clock."""
+        return next(iter(self._asked_at.values()), None)
+
     async def submit(self, request: Request) -> Accepted:
         """Hand a request over. Raises RequestError, EngineDeadError."""
         self._check_alive()
         self.channels.open(request)
-        answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
-        self._submits[request.request_id] = answer
-        is_sent = False
+        answer: asyncio.Future[Accepted] | None = None
         try:
-            frame = _frame_of(wire.Submit.of(self.epoch, request))
-            is_sent = True
-            await self._write(frame)
+            answer = self.send(request)
+            await self._drain()
             return await answer
         except BaseException:
             self.channels.forget(request.request_id)
-            if is_sent and self.is_alive and not answer.done():
+            if answer is not None and self.is_alive and not answer.done():
                 self._writer.write(wire.frame(wire.Cancel(self.epoch, (request.request_id,), FinishReason.CANCELLED)))
             raise
         finally:
-            self._submits.pop(request.request_id, None)
+            self._answered(self._submits, request.request_id)
+
+    def send(self, request: Request) -> asyncio.Future[Accepted]:
+        """Send a request that is recorded elsewhere; the future has the engine's answer, or what ended the engine.
+
+        Raises InvalidRequestError when no frame holds it, EngineDeadError.
+        """
+        self._check_alive()
+        frame = _frame_of(wire.Submit.of(self.epoch, request))
+        answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+        self._submits[request.request_id] = answer
+        self._asked_at[request.request_id] = time.monotonic()
+        self._writer.write(frame)
+        return answer
 
     def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
         """Outputs of an accepted request, ending after the final one."""
@@ -116,11 +144,12 @@ class SocketClient:
         number = next(self._numbers)
         answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
+        self._asked_at[number] = time.monotonic()
         try:
             await self._write(wire.frame(wire.Ask(self.epoch, number, verb, argument)))
             return await answer
         finally:
-            del self._answers[number]
+            self._answered(self._answers, number)
 
     async def _tell(self, message: wire.Cancel | wire.Close) -> None:
         """Send what an engine that is gone need not hear: its end answers everyone anyway."""
@@ -128,9 +157,17 @@ class SocketClient:
             with contextlib.suppress(EngineDeadError):
                 await self._write(wire.frame(message))
 
+    def _answered(self, waiting: dict[Any, asyncio.Future[Any]], key: str | int) -> asyncio.Future[Any] | None:
+        """Nothing is awaited under this key any more; the future that was."""
+        self._asked_at.pop(key, None)
+        return waiting.pop(key, None)
+
     async def _write(self, frame: bytes) -> None:
+        self._writer.write(frame)
+        await self._drain()
+
+    async def _drain(self) -> None:
         try:
-            self._writer.write(frame)
             await self._writer.drain()
         except (ConnectionError, RuntimeError) as error:
             raise EngineDeadError(f"the engine process ended: {error}") from None
@@ -163,11 +200,11 @@ class SocketClient:
         if message.epoch != self.epoch:
             self.num_stale += 1
         elif delivery is not None:
-            self.channels.deliver(message.epoch, delivery)
+            self._receive(message.epoch, delivery)
         elif isinstance(message, wire.Took):
-            _settle(self._submits.get(message.request_id), message.accepted())
+            _settle(self._answered(self._submits, message.request_id), message.accepted())
         elif isinstance(message, wire.Answer):
-            _settle(self._answers.get(message.number), message.value)
+            _settle(self._answered(self._answers, message.number), message.value)
         elif isinstance(message, wire.Failure):
             self._fail(message)
         elif isinstance(message, wire.Ready):
@@ -177,9 +214,9 @@ class SocketClient:
 
     def _fail(self, message: wire.Failure) -> None:
         if message.request_id is not None:
-            _settle(self._submits.get(message.request_id), message.error())
+            _settle(self._answered(self._submits, message.request_id), message.error())
         elif message.number is not None:
-            _settle(self._answers.get(message.number), message.error())
+            _settle(self._answered(self._answers, message.number), message.error())
         elif self._ready.done():
             self._finish(message.message)
         else:
@@ -196,6 +233,8 @@ class SocketClient:
         waiting: tuple[asyncio.Future[Any], ...] = (self._ready, *self._submits.values(), *self._answers.values())
         for answer in waiting:
             _settle(answer, self._end)
+        self._submits.clear()
+        self._asked_at.clear()
         if not self._ready.cancelled():
             self._ready.exception()
         self.channels.end_all(FinishReason.ERROR, f"EngineDeadError: {self._end}")
