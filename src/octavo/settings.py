@@ -30,6 +30,7 @@ from octavo.config import (
 from octavo.errors import ConfigError
 
 PREFIX = "OCTAVO_"
+_NO_SETTINGS = (PREFIX + "CONFIG", PREFIX + "RUN_DIR")  # the config file; where a server's own folder is made
 _PARTS: dict[str, Any] = {
     "model": ModelConfig,
     "cache": CacheConfig,
@@ -228,7 +229,7 @@ def _from_environ(environ: Mapping[str, str], remarks: list[str]) -> dict[str, t
     found: dict[str, tuple[object, str]] = {}
     variables = {PREFIX + key.upper().replace("-", "_"): setting for key, setting in _BY_KEY.items()}
     for variable in sorted(environ):
-        if not variable.startswith(PREFIX) or variable == PREFIX + "CONFIG":
+        if not variable.startswith(PREFIX) or variable in _NO_SETTINGS:
             continue
         setting = variables.get(variable)
         if setting is not None:
