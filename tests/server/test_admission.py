@@ -1,0 +1,274 @@
+"""Admission: exact bounds, load levels, shares, waits that cannot be met, limits of keys; every seat comes back."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from octavo.config import AdmissionConfig
+from octavo.errors import LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
+from octavo.metrics.requests import Finished
+from octavo.server.admission import Admission, Lease, Load, Wish
+from octavo.server.estimate import Estimator
+from octavo.server.keys import KeyInfo
+from octavo.server.waiting import WaitingRoom
+from tests.server.test_estimate import taught
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def made(slots: int = 4, bound: int = 8, tokens: int = 10_000, **options: Any) -> Admission:
+    config = AdmissionConfig(
+        max_waiting=bound, max_waiting_tokens=tokens, max_queue_time_s=options.pop("max_queue_time_s", None)
+    )
+    room = WaitingRoom(slots, options.pop("kv", 0))
+    return Admission(config, room, options.pop("estimator", None) or Estimator(), now=Clock(), **options)
+
+
+def running(admission: Admission, count: int, num_tokens: int = 10, **fields: Any) -> list[Lease]:
+    """Requests that have their first token."""
+    leases = [admission.enter(Wish(num_ids=num_tokens, **fields)) for _ in range(count)]
+    for lease in leases:
+        lease.settle(num_tokens)
+        lease.seat.start()
+        lease.generated(1)
+    return leases
+
+
+def fill(admission: Admission, **fields: Any) -> list[Lease]:
+    """Requests until one is refused for a full queue."""
+    leases: list[Lease] = []
+    with pytest.raises(QueueFullError):
+        while True:
+            admission.glance(fields.get("key", KeyInfo("", "")))
+            leases.append(admission.enter(Wish(num_ids=10, **fields)))
+            leases[-1].settle(10)
+    return leases
+
+
+def test_the_bound_is_what_waits_beside_what_runs() -> None:
+    admission = made(slots=4, bound=8)
+    assert len(fill(admission)) == 4 + 8, "an idle engine has four slots"
+    assert admission.room.num_waiting == 8 and admission.room.num_busy == 4
+    admission = made(slots=4, bound=8)
+    busy = running(admission, 4)
+    queued = fill(admission)
+    assert len(queued) == 8 and admission.load is Load.FULL
+    busy[0].ended(finished())
+    assert admission.room.num_waiting == 7, "the slot is the next one's before it has a token"
+    queued[0].seat.start()
+    assert (admission.room.num_waiting, admission.room.num_running) == (7, 4)
+    admission.enter(Wish())
+    with pytest.raises(QueueFullError, match="8 sequences wait, 8 may"):
+        admission.enter(Wish())
+
+
+def test_kv_room_bounds_what_counts_as_running() -> None:
+    admission = made(slots=100, bound=8, kv=1000)
+    running(admission, 3, num_tokens=300)
+    leases = fill(admission)
+    assert 8 + 8 <= len(leases) <= 8 + 10, "ten more prompts of ten tokens fit beside 3 x 301"
+
+
+def test_choices_and_prompts_count_each() -> None:
+    admission = made(slots=4, bound=8)
+    running(admission, 4)
+    lease = admission.enter(Wish(num_prompts=2, width=3))
+    assert admission.room.num_waiting == 6
+    with pytest.raises(QueueFullError, match="and this request has 3"):
+        admission.enter(Wish(width=3))
+    admission.enter(Wish(width=2))
+    lease.leave()
+    lease.leave()
+    assert admission.room.num_waiting == 2
+
+
+def test_a_request_larger_than_the_queue_is_taken_when_nobody_waits() -> None:
+    admission = made(slots=4, bound=2, tokens=100)
+    running(admission, 4)
+    lease = admission.enter(Wish(num_prompts=10, num_ids=5000))
+    lease.settle(5000)
+    with pytest.raises(QueueFullError):
+        admission.enter(Wish())
+
+
+def test_tokens_are_bounded_by_a_guess_and_again_exactly() -> None:
+    admission = made(tokens=1000)
+    admission.enter(Wish(num_ids=600)).settle(600)
+    with pytest.raises(QueueFullError, match=r"600 prompt tokens wait .* 1000 may, and this one has 600"):
+        admission.enter(Wish(num_characters=2000))
+    lease = admission.enter(Wish(num_characters=1000))
+    assert admission.room.num_waiting_tokens == 900, "a guess of 0.3 tokens a character"
+    with pytest.raises(QueueFullError, match="this one has 401"):
+        lease.settle(401)
+    lease.leave()
+    assert admission.room.num_waiting_tokens == 600
+    admission.enter(Wish(num_characters=10)).settle(400)
+
+
+def test_what_is_refused_first_under_load() -> None:
+    admission = made(slots=4, bound=8)
+    running(admission, 4)
+    admission.enter(Wish(num_prompts=4))
+    assert admission.load is Load.BUSY
+    with pytest.raises(LoadShedError, match="busy and requests of several choices of priority 1"):
+        admission.enter(Wish(priority=1, width=2))
+    admission.enter(Wish(priority=1)).leave()
+    admission.enter(Wish(width=2))
+    assert admission.load is Load.CROWDED
+    with pytest.raises(LoadShedError, match="crowded and requests of priority 1"):
+        admission.enter(Wish(priority=1))
+    admission.enter(Wish(priority=0))
+    admission.enter(Wish(priority=-1))
+    assert admission.load is Load.FULL
+    with pytest.raises(QueueFullError):
+        admission.enter(Wish(priority=-9))
+
+
+def test_a_key_keeps_to_its_share_while_others_wait() -> None:
+    a, b = KeyInfo("a", "a"), KeyInfo("b", "b", weight=3.0)
+    admission = made(slots=2, bound=16)
+    running(admission, 2, key=a)
+    for _ in range(8):
+        admission.enter(Wish(key=a))
+    admission.enter(Wish(key=a))
+    admission.enter(Wish(key=b))
+    assert admission.meter(b) is not None
+    with pytest.raises(QueueFullError, match=r"key 'a' has its share .* 9 of its sequences wait, 25% of the 16"):
+        admission.enter(Wish(key=a))
+    for _ in range(6):
+        admission.enter(Wish(key=b))
+    assert admission.load is Load.FULL
+    meter = admission.meter(a)
+    assert meter is not None and meter.num_refused == 1
+
+
+def test_a_wait_that_cannot_be_met_is_refused_with_the_numbers() -> None:
+    admission = made(slots=4, bound=100, estimator=taught())
+    assert admission.wait_s() == 0
+    running(admission, 4)
+    for _ in range(8):
+        admission.enter(Wish(num_ids=100)).settle(100)
+    expected_s = 8 * (50 * 0.02 + 100 * 0.001) / 4 + 50 * 0.02 / 4
+    assert admission.wait_s() == pytest.approx(expected_s, rel=0.05)
+    admission.enter(Wish(max_wait_s=expected_s * 1.2)).leave()
+    with pytest.raises(WaitTooLongError, match=r"about 2.\d s, and may wait 0.5 s: 8 sequences wait, 100 may") as told:
+        admission.enter(Wish(max_wait_s=0.5))
+    assert told.value.retry_after_s == pytest.approx(expected_s - 0.5, rel=0.1)
+    bounded = made(slots=4, bound=100, estimator=taught(), max_queue_time_s=0.5)
+    running(bounded, 4)
+    bounded.enter(Wish(num_prompts=8, num_ids=800))
+    with pytest.raises(WaitTooLongError):
+        bounded.enter(Wish())
+
+
+def test_urgent_requests_wait_for_those_before_them_only() -> None:
+    admission = made(slots=4, bound=100, estimator=taught(), is_by_priority=True)
+    running(admission, 4)
+    for _ in range(20):
+        admission.enter(Wish(num_ids=100, priority=5)).settle(100)
+    urgent, other = admission.wait_s(-1), admission.wait_s(5)
+    assert urgent is not None and other is not None and other > 10 * urgent
+    admission.enter(Wish(priority=-1, max_wait_s=1.0))
+    with pytest.raises(WaitTooLongError):
+        admission.enter(Wish(priority=6, max_wait_s=1.0))
+
+
+def test_retry_after_is_when_there_will_be_room() -> None:
+    admission = made(slots=4, bound=8, estimator=taught(gap_s=0.2))
+    running(admission, 4)
+    for _ in range(8):
+        admission.enter(Wish())
+    with pytest.raises(QueueFullError) as one:
+        admission.glance(KeyInfo("", ""))
+    assert one.value.retry_after_s == pytest.approx(50 * 0.2 / 4, rel=0.05)
+    with pytest.raises(QueueFullError) as many:
+        admission.enter(Wish(num_prompts=500))
+    assert many.value.retry_after_s == 60, "never more than a minute"
+
+
+def test_limits_of_a_key_hold_and_its_refusals_are_counted() -> None:
+    key = KeyInfo("a", "a", requests_per_minute=3, tokens_per_minute=1000, max_concurrent=2)
+    admission = made()
+    admission.glance(key)
+    first = admission.enter(Wish(key=key, num_ids=100))
+    first.settle(100)
+    first.generated(40)
+    admission.glance(key)
+    second = admission.enter(Wish(key=key, num_ids=100))
+    with pytest.raises(RateLimitError, match="2 of its requests are open, 2 may be"):
+        admission.glance(key)
+    second.leave()
+    with pytest.raises(RateLimitError, match="1000 tokens a minute") as told:
+        admission.enter(Wish(key=key, num_ids=861))
+    assert told.value.retry_after_s == pytest.approx(1 * 60 / 1000)
+    admission.glance(key)
+    with pytest.raises(RateLimitError, match="3 requests a minute") as told:
+        admission.glance(key)
+    assert told.value.retry_after_s == pytest.approx(20)
+    meter = admission.meters["a"]
+    assert (meter.num_requests, meter.num_tokens, meter.num_refused, meter.num_open) == (3, 140, 3, 1)
+    admission.glance(KeyInfo("b", "b"))
+
+
+def finished(num_choices: int = 1, tokens: int = 5) -> Finished:
+    return Finished("stop", 10, tokens, 0, 0.1, 0.2, 0.3, None, num_choices)
+
+
+def test_whatever_happens_every_seat_comes_back() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        admission = made(slots=rng.randint(1, 6), bound=rng.randint(1, 20), tokens=rng.randint(100, 3000), kv=2000)
+        keys = [KeyInfo(name, name, weight=rng.choice((1.0, 3.0))) for name in "abc"]
+        open_leases: list[tuple[Lease, Wish]] = []
+        for _ in range(150):
+            step(admission, rng, keys, open_leases)
+            room = admission.room
+            assert room.num_running == sum(lease.seat.num_started * wish.width for lease, wish in open_leases)
+            assert room.num_pending == sum(lease.seat.num_waiting * wish.width for lease, wish in open_leases)
+            assert sum(room.by_key.values()) == room.num_pending and room.num_waiting >= 0
+            assert room.num_tokens_held >= 0
+        for lease, _ in open_leases:
+            lease.leave()
+        room = admission.room
+        assert (room.num_running, room.num_pending, room.num_tokens_held, room.num_waiting_tokens) == (0, 0, 0, 0)
+        assert not room.by_key and not room.tokens_by_key and not room._by_priority
+        assert all(meter.num_open == 0 for meter in admission.meters.values())
+
+
+def step(admission: Admission, rng: random.Random, keys: list[KeyInfo], open_leases: list[tuple[Lease, Wish]]) -> None:
+    """Something that may happen to requests."""
+    if rng.random() < 0.4 or not open_leases:
+        tokens = rng.randint(1, 200)
+        wish = Wish(
+            rng.choice(keys), rng.randint(-2, 2), rng.randint(1, 3), rng.randint(1, 3), num_characters=tokens * 3
+        )
+        try:
+            lease = admission.enter(wish)
+        except (QueueFullError, LoadShedError):
+            return
+        open_leases.append((lease, wish))
+        try:
+            lease.settle(tokens)
+        except QueueFullError:
+            lease.leave()
+            open_leases.pop()
+        return
+    lease, _ = rng.choice(open_leases)
+    actions: list[Callable[[], None]] = [
+        lease.seat.start,
+        lambda: lease.generated(rng.randint(1, 20), 0.01),
+        lambda: lease.ended(finished()),
+        lease.leave,
+    ]
+    index = rng.randrange(4)
+    actions[index]()
+    if index == 3:
+        open_leases[:] = [entry for entry in open_leases if entry[0] is not lease]
