@@ -5,7 +5,7 @@ import time
 import pytest
 
 from octavo.server.faults import ApiError
-from octavo.server.limits import parse_object
+from octavo.server.json_reader import JsonLimits, parse_object
 
 
 def test_depth_is_counted_exactly() -> None:
@@ -13,15 +13,15 @@ def test_depth_is_counted_exactly() -> None:
         inner = "1" if opening != "[" else ""
         for depth in (63, 64):
             text = '{"a": ' + opening * (depth - 1) + inner + closing * (depth - 1) + "}"
-            assert parse_object(text.encode(), 64)
+            assert parse_object(text.encode(), JsonLimits())
         text = '{"a": ' + opening * 64 + inner + closing * 64 + "}"
         with pytest.raises(ApiError, match="64 deep"):
-            parse_object(text.encode(), 64)
+            parse_object(text.encode(), JsonLimits())
 
 
 def test_brackets_in_strings_and_wide_bodies_are_no_depth() -> None:
-    assert parse_object(b'{"a": "' + b"[" * 1000 + b'"}', 64)
-    assert parse_object(b'{"a": [' + b",".join([b"[]"] * 1000) + b"]}", 64)
+    assert parse_object(b'{"a": "' + b"[" * 1000 + b'"}', JsonLimits())
+    assert parse_object(b'{"a": [' + b",".join([b"[]"] * 1000) + b"]}", JsonLimits())
 
 
 def test_nasty_bodies_cost_time_in_proportion() -> None:
@@ -35,7 +35,7 @@ def test_nasty_bodies_cost_time_in_proportion() -> None:
     begun = time.process_time()
     for body in bodies:
         try:
-            parse_object(body, 64)
+            parse_object(body, JsonLimits())
         except ApiError as error:
             assert error.status == 400
     assert time.process_time() - begun < 5
