@@ -59,6 +59,7 @@ reliability: setup
 
 docs: setup
 	$(PYTHON) tools/behaviours.py
+	$(PYTHON) tools/errors.py
 
 bench: setup
 	$(VENV)/bin/octavo bench offline --model '$(MODEL)'

@@ -1,0 +1,64 @@
+"""Every code that an answer's error may have: its statuses, Python's exception for it, what it means, what to do.
+
+Owns: the table that docs/errors.md is made from. Does not: raise or map anything (faults does).
+Invariant: a code in an ApiError, in bad_field or on an exception of `octavo.errors` is in here; a test finds others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from octavo import errors
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """One code. `raised` is what Python raises for it, where it has one."""
+
+    statuses: tuple[int, ...]
+    meaning: str
+    raised: type[errors.OctavoError] | None = None
+
+
+CODES: Mapping[str, Code] = {
+    "invalid_json": Code((400,), "the body is not one strict JSON object within the bounds"),
+    "body_too_complex": Code((400,), "the body holds too many parts to look at"),
+    "invalid_event_id": Code((400,), "`Last-Event-ID` is none that this server gave"),
+    "unknown_field": Code((400,), "a field that the endpoint does not know; `param` names it"),
+    "missing_field": Code((400,), "a field that must be there is not"),
+    "unsupported_field": Code((400,), "a known field, or a value of it, that is not supported yet"),
+    "invalid_value": Code((400,), "a field is of the wrong kind or out of its range", errors.InvalidRequestError),
+    "invalid_request": Code((400,), "the request is at fault in another way", errors.RequestError),
+    "too_complex": Code((400,), "what was sent costs too much time or memory to look at", errors.TooComplexError),
+    "context_length_exceeded": Code((400,), "the text has more tokens than the model holds, whatever they are"),
+    "cannot_be_scheduled": Code(
+        (400,), "the request could never run here; the message has the numbers", errors.AdmissionError
+    ),
+    "duplicate_request_id": Code((400,), "the engine has an open request of this id", errors.DuplicateRequestError),
+    "client_disconnected": Code((400, 499), "the client left; nobody reads this, it is for metrics"),
+    "invalid_api_key": Code((401,), "no key, or none that is known here"),
+    "priority_not_allowed": Code((403,), "the key may not ask for this priority"),
+    "not_found": Code((404,), "no endpoint of this path"),
+    "model_not_found": Code((404,), "no such model is served; the message names the one that is"),
+    "method_not_allowed": Code((405,), "the endpoint has other methods; `Allow` names them"),
+    "body_timeout": Code((408,), "the body did not arrive in time"),
+    "queue_timeout": Code((408,), "the request did not start within its queue timeout"),
+    "timeout": Code((408,), "the request did not finish within its timeout"),
+    "body_too_large": Code((413,), "the body is larger than the bound"),
+    "headers_too_large": Code((431,), "too many headers, or too large ones"),
+    "busy": Code((429,), "the request may be taken later", errors.BusyError),
+    "queue_full": Code((429,), "the queue, or the key's share of it, is full", errors.QueueFullError),
+    "load_shed": Code((429,), "requests of this kind are refused at this load", errors.LoadShedError),
+    "wait_too_long": Code((429,), "it could not start within the time that it gives", errors.WaitTooLongError),
+    "rate_limit_exceeded": Code((429,), "the key is at a limit of its own", errors.RateLimitError),
+    "internal_error": Code((500,), "a fault of ours that nobody expected"),
+    "engine_error": Code((500,), "the engine failed on this request", errors.EngineError),
+    "engine_crash_suspect": Code((500,), "steps with this request fail, those without do not", errors.StepFailedError),
+    "engine_unavailable": Code((503,), "the engine is not there, or does not answer", errors.EngineDeadError),
+    "tool_unavailable": Code((503,), "the process for large inputs is not there", errors.ToolUnavailableError),
+    "loading": Code((503,), "the model is loading"),
+    "draining": Code((503,), "the server is going down"),
+    "cancelled": Code((503,), "whoever runs the server cancelled the request"),
+    "slow_reader": Code((), "in metrics only: a stream was cut because its client did not read"),
+}
