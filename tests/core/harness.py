@@ -68,14 +68,8 @@ class Run:
     ) -> None:
         self.limits = sizes or limits()
         self.depth, self.check, self.now = depth, check, 0.0
-        self.scheduler = Scheduler(self.limits)
-        self.executor = FakeExecutor(
-            self.limits.groups, vocab_size=self.limits.vocab_size, faults=faults, **{"lazy": depth > 1, **executor}
-        )
-        self.executor.make_pool(self.limits.block_size, self.limits.num_blocks, self.limits.host_blocks)
-        self.executor.encoder.budget = self.limits.encoder_budget
-        self.executor.encoder.room = self.limits.encoder_cache
-        self.executor.names_all_prefixes = self.limits.find_shared_prefixes
+        self.executor_options = {"faults": faults, "lazy": depth > 1, **executor}
+        self.scheduler, self.executor = self.make_engine()
         self.flight: deque[tuple[StepPlan, object]] = deque()
         self.records: dict[str, Record] = {}
         self.slot_owner: dict[int, str] = {}
@@ -87,6 +81,18 @@ class Run:
         self.is_paused = False
         self.checks = PlanChecks(self)
         self.is_ordered = True  # whether admissions must follow arrival strictly
+        self.max_step = self.limits.max_batch_tokens  # tokens that a step may have now
+        self.num_epochs = 1
+        self.first_plan = 0  # of this epoch, in `plans`
+
+    def make_engine(self) -> tuple[Scheduler, FakeExecutor]:
+        """A new scheduler and a new executor."""
+        executor = FakeExecutor(self.limits.groups, vocab_size=self.limits.vocab_size, **self.executor_options)
+        executor.make_pool(self.limits.block_size, self.limits.num_blocks, self.limits.host_blocks)
+        executor.encoder.budget = self.limits.encoder_budget
+        executor.encoder.room = self.limits.encoder_cache
+        executor.names_all_prefixes = self.limits.find_shared_prefixes
+        return Scheduler(self.limits), executor
 
     # -- verbs
 
@@ -145,6 +151,30 @@ class Run:
         except InjectedError as fault:
             return self.fail(plan, str(fault))
         return self.take(self.scheduler.commit(plan, result, self.now))
+
+    def die(self) -> None:
+        """The engine is gone with all it knew. A new epoch takes over what is open, as the ledger has it."""
+        self.num_epochs, self.first_plan = self.num_epochs + 1, len(self.plans)
+        self.executor_options["faults"] = self.executor.faults
+        self.scheduler, self.executor = self.make_engine()
+        self.flight.clear()
+        self.slot_owner.clear()
+        self.checks = PlanChecks(self)
+        self.max_step = self.limits.max_batch_tokens
+        for name, record in self.records.items():
+            if record.finished is None:
+                self.scheduler.admit(record.resume(), self.now)
+                self.executor.encoder.spans[name] = record.request.spans
+        # Whose cancellation was under way is not forgotten: its end may not have come through.
+        self.scheduler.cancel([name for name, record in self.records.items() if record.is_cancelled], self.now)
+        if self.is_paused:
+            self.scheduler.pause()
+
+    def limit_step(self, num_tokens: int | None) -> None:
+        """The executor ran out of memory, or has enough again: steps may have so many tokens from now on."""
+        most = self.limits.max_batch_tokens
+        self.max_step = most if num_tokens is None else max(1, min(num_tokens, most))
+        self.scheduler.limit_step(num_tokens)
 
     def fail(self, plan: StepPlan, message: str = "injected") -> Events:
         """Commit a failure of `plan`; later plans in flight are void."""
@@ -263,6 +293,8 @@ class Run:
         for name, choice, position, token_id in columns:
             record = self.records[name]
             given = record.choices[choice]
+            if record.comes_again(choice, position, token_id):
+                continue
             assert record.finished is None and given.finished is None, f"{name}/{choice} gives a token after its end"
             assert position == len(given.token_ids), f"{name}/{choice}: {position} after {len(given.token_ids)}"
             given.token_ids.append(token_id)
@@ -283,7 +315,8 @@ class Run:
             record.events.append(event)
             if event.kind in (EventKind.ADMITTED, EventKind.RESUMED):
                 assert not record.is_running, event
-                assert (event.kind == EventKind.RESUMED) == bool(record.of_kind(EventKind.PREEMPTED)), event
+                was_preempted = any(earlier.kind == EventKind.PREEMPTED for earlier in record.events[record.epoch_at :])
+                assert (event.kind == EventKind.RESUMED) == was_preempted, event
                 record.is_running = True
             elif event.kind == EventKind.PREEMPTED:
                 assert record.is_running, event

@@ -79,11 +79,20 @@ class Driver:
             (rng.choice((0.0, 0.02)), self.jump),
             (0.3, self.pass_time),
         ]
+        # Drawn apart, so that a seed without these is the run that it was before there were any.
+        self.apart = random.Random(f"apart {seed}")
+        self.disasters: list[tuple[float, Callable[[], object]]] = [
+            (self.apart.choice((0.0, 0.0, 0.005, 0.02)), self.die),
+            (self.apart.choice((0.0, 0.0, 0.01, 0.05)), self.run_out_of_memory),
+        ]
 
     def drive(self, num_steps: int) -> int:
         """`num_steps` plans and commits among other actions, then the end; give the steps taken."""
         weights = [weight for weight, _ in self.actions]
         while self.num_steps < num_steps:
+            for chance, disaster in self.disasters:
+                if self.apart.random() < chance:
+                    disaster()
             self.rng.choices(self.actions, weights)[0][1]()
             if self.is_draining and not self.run.scheduler.has_work:
                 break
@@ -95,6 +104,7 @@ class Driver:
         run = self.run
         run.executor.faults = Faults(random.Random(0))
         run.resume()
+        run.limit_step(None)
         work = sum(
             (record.request.num_prompt_tokens + record.max_tokens) * len(record.choices)
             for record in run.records.values()
@@ -155,9 +165,24 @@ class Driver:
             self.run.fail_oldest()
             self.num_steps += 1
 
+    def die(self) -> None:
+        """The executor's process dies with the scheduler, and all in flight; a new epoch goes on."""
+        self.run.die()
+        if self.is_draining:
+            self.run.scheduler.drain()
+
+    def run_out_of_memory(self) -> None:
+        """A step has no memory: steps are smaller for a while."""
+        if self.run.flight:
+            num_tokens = self.run.flight[0][0].num_query_tokens
+            self.fail()
+            self.run.limit_step(num_tokens // 2 or None)
+        else:
+            self.run.limit_step(None)
+
     def repeat_commit(self) -> None:
         """A late or repeated result is refused, and changes nothing."""
-        made = [plan for plan in self.run.plans[-8:] if not plan.is_empty]
+        made = [plan for plan in self.run.plans[max(self.run.first_plan, len(self.run.plans) - 8) :] if plan.slots]
         in_flight = {plan.step for plan, _ in self.run.flight}
         for plan in made[:1]:
             if plan.step not in in_flight:

@@ -5,7 +5,8 @@ Owns: Record, Choice, `check_text`. Does not: look into the scheduler.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from array import array
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.beam_oracle import beam_oracle
@@ -44,6 +45,8 @@ class Record:
     is_cancelled: bool = False
     num_bypassed: int = 0  # steps since its last admission in which it lacked room and a later one was let in
     lacks_room: bool = False
+    epoch_at: int = 0  # events before this one are of earlier epochs
+    starts_anew: bool = False  # an earlier epoch gave some of what comes now
 
     def __post_init__(self) -> None:
         self.choices = [Choice() for _ in range(self.request.params.num_sequences)]
@@ -62,6 +65,24 @@ class Record:
     def num_outputs(self) -> int:
         """Ids given, over all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    def resume(self) -> Request:
+        """The request as a new epoch gets it: behind its outputs, or, of several sequences, from the start."""
+        self.is_running = self.lacks_room = False
+        self.num_bypassed, self.epoch_at = 0, len(self.events)
+        self.scores, self.pooled = [], []
+        if len(self.choices) > 1 or self.request.params.beam_width:
+            self.starts_anew = True
+            return self.request
+        return replace(self.request, emitted_token_ids=array("i", self.token_ids) if self.token_ids else None)
+
+    def comes_again(self, choice: int, position: int, token_id: int) -> bool:
+        """Whether a token was given before, by an earlier epoch; then it is the same."""
+        given = self.choices[choice]
+        if not self.starts_anew or (position >= len(given.token_ids) and given.finished is None):
+            return False
+        assert token_id == given.token_ids[position] if position < len(given.token_ids) else given.is_cancelled
+        return True
 
     @property
     def ends(self) -> set[int]:
@@ -111,8 +132,12 @@ class Record:
     def end_choice(self, event: Event, sizes: Limits) -> None:
         """One choice ended before its request."""
         choice = self.choices[event.choice]
+        if self.starts_anew and choice.finished is not None:
+            return
         assert choice.finished is None, f"{event} after {choice.finished}"
-        assert event.num_tokens == len(choice.token_ids), f"{event} after {len(choice.token_ids)} tokens"
+        # One that is ended while it comes again has given less than was given.
+        is_whole = event.num_tokens == len(choice.token_ids) or (self.starts_anew and choice.is_cancelled)
+        assert is_whole, f"{event} after {len(choice.token_ids)} tokens"
         choice.finished = event
         if not self.request.params.beam_width:
             self._check_choice(event, event.choice, sizes)
@@ -121,7 +146,7 @@ class Record:
         """The request ended, and with it every choice that had not."""
         self.finished = event
         assert event.finish_reason is not None
-        assert event.num_tokens == self.num_outputs, f"{event} after {self.num_outputs} tokens"
+        assert self.starts_anew or event.num_tokens == self.num_outputs, f"{event} after {self.num_outputs} tokens"
         if self.request.params.beam_width:
             self._check_beams(event, sizes)
             return

@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.suspects import MAX_CULPRITS, MAX_FAILURES, Suspects
+from octavo.engine.step_limit import FIRST_PAUSE, MAX_PAUSE, MIN_TOKENS, StepLimit
+from octavo.engine.suspects import MAX_CULPRITS, MAX_FAILURES, MEMORY_TRIES, Suspects
 
 
 def search(names: list[str], culprits: set[str], max_rows: int) -> tuple[list[str], int]:
@@ -65,3 +66,42 @@ def test_requests_that_fail_only_together_are_not_ended() -> None:
             assert suspects.only == {name}
             suspects.progressed([name])
         assert suspects.only is None
+
+
+def test_row_19_steps_without_memory_are_made_smaller_before_anybody_is_suspected() -> None:
+    told: list[int | None] = []
+    suspects = Suspects(told.append)
+    for num_tokens in (512, 256, 100, 50, 25, 12):
+        assert suspects.failed(["a", "b"], num_tokens) == () and suspects.only is None
+    assert told == [256, 128, 50, 25, 12, 8]
+    for _ in range(2):
+        assert suspects.failed(["a", "b"], MIN_TOKENS) == () and suspects.only is not None
+    assert suspects.only == {"a"}
+
+
+def test_row_19_a_lone_request_is_ended_for_want_of_memory_after_several_tries_only() -> None:
+    suspects = Suspects()
+    assert [suspects.failed(["a"], 1) for _ in range(MEMORY_TRIES)] == [()] * (MEMORY_TRIES - 1) + [("a",)]
+
+
+def test_row_19_the_limit_is_doubled_after_a_while_and_lifted_and_tried_less_often_where_that_fails() -> None:
+    told: list[int | None] = []
+    limit = StepLimit(told.append)
+
+    def steps_until_lifted() -> int:
+        count = 0
+        while limit.tokens is not None:
+            limit.stepped()
+            count += 1
+        return count
+
+    assert limit.shrink(100)
+    assert steps_until_lifted() == 2 * FIRST_PAUSE and told == [50, 100, None]
+    counts = []
+    for _ in range(8):
+        assert limit.shrink(100)
+        counts.append(steps_until_lifted())
+    assert counts == sorted(counts) and counts[0] == 4 * FIRST_PAUSE and counts[-1] == 2 * MAX_PAUSE
+    for _ in range(MAX_PAUSE):
+        limit.stepped()
+    assert limit.shrink(100) and steps_until_lifted() == 2 * FIRST_PAUSE

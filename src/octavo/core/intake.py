@@ -236,7 +236,7 @@ class Intake:
         granted = state.encoder.grant(request.name, slot, spans, match.num_tokens, count)
         if granted == count:
             return count, None
-        is_whole = not state.limits.chunked_prefill and todo <= state.limits.max_batch_tokens
+        is_whole = not state.limits.chunked_prefill and todo <= self.planner.tokens.limit
         if granted and not is_whole and state.partial_budget.left:
             return granted, None
         state.encoder.release(request.name)
@@ -252,10 +252,10 @@ class Intake:
 
     def _first_chunk(self, request: RequestState, match: Match) -> tuple[int, WaitReason | None]:
         """Tokens that the request would be granted now; or why it has to wait for another step."""
-        planner, limits = self.planner, self.state.limits
+        planner = self.planner
         todo = request.sequences[0].num_known - match.num_tokens
         count = planner.chunk(todo)
-        if count < todo and not limits.chunked_prefill and todo <= limits.max_batch_tokens:
+        if count < todo and not self.state.limits.chunked_prefill and todo <= planner.tokens.limit:
             return 0, self._defer(request, WaitReason.TOKEN_BUDGET, todo, planner.tokens.left)
         if count < todo and not self.state.partial_budget.left:
             return 0, self._defer(request, WaitReason.PARTIAL_PREFILL_CAP, 1, 0)

@@ -296,9 +296,10 @@ class StepResult:
     accepted drafts (an executor that gives one for each row is right too). None from an executor that knows only
     durations. `logprobs` is None or aligned with `token_ids`. `scores`: (row index, first position,
     entries) for rows with ROW_SCORE. `pooled`: (row index, float32 bytes). `errors`: (row index, reason)
-    for rows whose own result is unusable; their tokens are ignored. A row with ROW_BEAM has its candidates in
-    `logprobs`: top_ids and top_logprobs, best first, at least twice the beam width, log-probabilities after the
-    processors (penalties, biases, bans) as transformers' beam search has them; its token id is the best one's.
+    for rows whose own result is unusable: their tokens are ignored, and they are computed anew once. A row with
+    ROW_BEAM has its candidates in `logprobs`: top_ids and top_logprobs, best first, at least twice the beam width,
+    log-probabilities after the processors (penalties, biases, bans) as transformers' beam search has them; its token
+    id is the best one's.
     """
 
     token_ids: array[int] | None
@@ -312,9 +313,13 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """A step that produced nothing: commit it in place of a result, and everything is put back."""
+    """A step that produced nothing: commit it in place of a result, and everything is put back.
+
+    `is_memory`: the executor ran out of memory, so that a smaller step may do.
+    """
 
     message: str
+    is_memory: bool = False
 
 
 @dataclass(slots=True)

@@ -205,8 +205,8 @@ class Planner:
 
     def _cut(self, request: RequestState, sequence: Sequence, todo: int) -> tuple[WaitReason | None, int]:
         """Cut a grant to what may run in this step; or say what it waits for."""
-        limits, start, count = self.state.limits, sequence.num_scheduled, self.chunk(todo)
-        if count < todo and not limits.chunked_prefill and todo <= limits.max_batch_tokens:
+        start, count = sequence.num_scheduled, self.chunk(todo)
+        if count < todo and not self.state.limits.chunked_prefill and todo <= self.tokens.limit:
             return WaitReason.TOKEN_BUDGET, 0
         is_decoding = request.is_decoding or (todo == 1 and sequence.num_known > sequence.num_prompt)
         refusal = self.turn.refusal(request, is_decoding)

@@ -164,11 +164,11 @@ class Deadlines:
         self._heap: list[tuple[float, int, bool, RequestState]] = []
 
     def add(self, request: RequestState) -> None:
-        """Enter the request's deadline and queue timeout, where it has them."""
+        """Enter the request's deadline and queue timeout, where it has them; what has outputs does not queue."""
         asked = request.request
         if asked.deadline is not None:
             heappush(self._heap, (asked.deadline, request.order, False, request))
-        if asked.queue_timeout is not None:
+        if asked.queue_timeout is not None and not asked.emitted_token_ids:
             heappush(self._heap, (asked.arrival + asked.queue_timeout, request.order, True, request))
 
     def next(self) -> float | None:

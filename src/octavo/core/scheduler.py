@@ -183,6 +183,11 @@ class Scheduler:
         """Take no new requests; those taken are served to their end."""
         self.state.is_draining = True
 
+    def limit_step(self, num_tokens: int | None) -> None:
+        """Grant at most so many tokens in a step, as after one ran out of memory; None = as configured."""
+        most = self.state.limits.max_batch_tokens
+        self.state.token_budget.limit = most if num_tokens is None else max(1, min(num_tokens, most))
+
     @property
     def num_waiting(self) -> int:
         """Requests that wait, preempted ones included."""

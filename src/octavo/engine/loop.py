@@ -67,7 +67,7 @@ class EngineLoop:
         self._ended: Callable[[], None] = _nothing
         self._flight: deque[Flight] = deque()
         self._outbox = Outbox()
-        self._suspects = Suspects()
+        self._suspects = Suspects(scheduler.limit_step)
         self._owners: dict[int, str] = {}  # executor slot -> request, as of the plan last retired
         self._condition = threading.Condition()
         self._inbox: deque[tuple[Callable[[], object], Reply]] = deque()
@@ -250,7 +250,7 @@ class EngineLoop:
             except Exception as raised:  # the executor shell
                 error = raised
         _LOG.warning("step %d failed: %s: %s", flight.plan.step, type(error).__name__, error)
-        return StepFailure(f"{type(error).__name__}: {error}")
+        return StepFailure(f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
 
     def _discard_flight(self) -> None:
         """Collect what was submitted after a failed plan, for order's sake; its results are void."""
@@ -287,9 +287,10 @@ class EngineLoop:
             self.instruments.decided(decisions)
 
     def _recover(self, plan: StepPlan, failure: StepFailure) -> None:
-        """After a failed step: retry it, halve it, or end the one request left under suspicion."""
+        """After a failed step: retry it, make it smaller, halve it, or end the one request left under suspicion."""
         names = [self._owners[slot] for slot in plan.slots]
-        culprits = self._suspects.failed([name for name in names if name in self._outbox])
+        memory_tokens = plan.num_query_tokens if failure.is_memory else 0
+        culprits = self._suspects.failed([name for name in names if name in self._outbox], memory_tokens)
         if culprits:
             error = StepFailedError(f"steps with this request fail, those without it do not: {failure.message}")
             self._scheduler.cancel(culprits, self.clock.now(), FinishReason.ERROR, f"{type(error).__name__}: {error}")
