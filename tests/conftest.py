@@ -14,3 +14,5 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["NO_COLOR"] = "1"
 _CACHE = tempfile.TemporaryDirectory(prefix="octavo-weights-")  # removed when the run ends
 os.environ["OCTAVO_CACHE_DIR"] = _CACHE.name
+_RUN = tempfile.TemporaryDirectory(prefix="octavo-run-")
+os.environ["OCTAVO_RUN_DIR"] = _RUN.name

@@ -15,6 +15,7 @@ import pytest
 from tests.tiny_models import make_tiny_model
 
 from octavo import cli
+from octavo.engine.supervisor import EXIT_ENGINE_FAILED
 
 COMMON = ["--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "1K", "-np", "4", "--port", "0"]
 
@@ -77,10 +78,11 @@ def test_it_answers_and_drains(model, flags) -> None:
 
 def test_a_dead_engine_is_told_in_one_line(model) -> None:
     with Server(model) as server:
-        (engine,) = psutil.Process(server.process.pid).children()
+        (api,) = psutil.Process(server.process.pid).children()
+        (engine,) = api.children()
         engine.kill()
         code, rest = server.wait()
-    assert code == 2
+    assert code == EXIT_ENGINE_FAILED
     assert rest == "error: the engine ended (killed by SIGKILL); see the lines above\n"
 
 
@@ -91,9 +93,9 @@ def test_a_dead_engine_is_told_in_one_line(model) -> None:
         (["nosuch"], "no model 'nosuch' here"),
     ],
 )
-def test_mistakes_are_told_before_anything_loads(capsys, words, message) -> None:
+def test_mistakes_are_told_in_one_line(capfd, words, message) -> None:
     assert cli.main(["serve", "--port", "0", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert capfd.readouterr().err.startswith(f"error: {message}")
 
 
 def test_an_engine_that_cannot_open_is_one_line(model, capfd) -> None:

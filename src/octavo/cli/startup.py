@@ -5,11 +5,17 @@ Owns: the words. Does not: measure or decide anything.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from octavo.artifacts.resolve import ModelFiles
 from octavo.config import Config
 from octavo.executors.protocol import Capacity
+
+if TYPE_CHECKING:
+    from octavo.cli.api_task import ApiTask
+    from octavo.cli.engines import Engine
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -62,6 +68,16 @@ def _features_off(config: Config) -> Iterator[str]:
             "only this machine can connect" if config.serving.host in _LOOPBACK else "ANYONE who reaches it may use it"
         )
         yield f"authentication (no --api-key): {reason}"
+
+
+def process_report(task: ApiTask, engine: Engine) -> Iterator[str]:
+    """Who runs where, and what a crash would do."""
+    if not engine.is_protected:
+        yield f"process   {os.getpid()}, engine included; no crash protection (--in-process): a crash ends the server"
+    else:
+        yield f"processes supervisor {task.supervisor}, api {os.getpid()}, engine {engine.pid}"
+        yield "crashes   an engine that dies or hangs is restarted, and open requests go on; no standby"
+    yield f"admin     octavo admin status, on {task.admin}"
 
 
 def call_report(config: Config, model: str, url: str) -> Iterator[str]:

@@ -1,0 +1,66 @@
+"""Asking a running server over its admin socket.
+
+Owns: finding the socket, one question and its answer. Does not: know the verbs.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import msgspec
+
+from octavo.cli.servers import find_servers
+from octavo.errors import ConfigError, OctavoError
+
+TIMEOUT_S = 65.0  # above the server's own bound
+_READ_BYTES = 1 << 16
+MAX_ANSWER_BYTES = 1 << 24
+
+
+class AdminError(OctavoError):
+    """The server did not answer, or refused."""
+
+
+class _Answer(msgspec.Struct):
+    ok: Any = None
+    error: str | None = None
+
+
+def find_socket(given: str | None) -> str:
+    """The socket given, else the only server's. Raises ConfigError."""
+    if given:
+        return given
+    servers = find_servers()
+    if len(servers) == 1:
+        return servers[0].admin
+    if not servers:
+        raise ConfigError("no server of this user runs here; start one with octavo serve, or give --socket PATH")
+    known = ", ".join(f"{server.admin} ({server.url})" for server in servers)
+    raise ConfigError(f"{len(servers)} servers run here; choose one with --socket PATH: {known}")
+
+
+def ask(path: str, verb: str, argument: str = "", timeout_s: float = TIMEOUT_S) -> Any:
+    """Ask one question. Raises AdminError."""
+    line = msgspec.json.encode({"verb": verb, "argument": argument}) + b"\n"
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(path)
+            connection.sendall(line)
+            answer = msgspec.json.decode(_read_line(connection), type=_Answer)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise AdminError(f"no answer on the admin socket {path} ({error})") from None
+    if answer.error is not None:
+        raise AdminError(answer.error)
+    return answer.ok
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    data = bytearray()
+    while not data.endswith(b"\n") and len(data) < MAX_ANSWER_BYTES:
+        part = connection.recv(_READ_BYTES)
+        if not part:
+            break
+        data += part
+    return bytes(data)

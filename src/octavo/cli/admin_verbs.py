@@ -1,0 +1,114 @@
+"""What the admin socket can be asked: the verbs of a running server.
+
+Owns: the verbs and the status. Does not: know the socket (server.admin), or the command line's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.cli.engines import Engine
+from octavo.engine.client import Verb as EngineVerb
+from octavo.errors import ConfigError
+from octavo.server.admin import Verb
+
+if TYPE_CHECKING:
+    from octavo.cli.api_task import ApiTask
+    from octavo.server.context import Context
+    from octavo.server.run import HttpServer
+
+VERBS = {  # verb -> what octavo admin --help says of it
+    "status": "processes, epoch, restarts and open requests, as JSON",
+    "pause": "stop making steps; requests wait",
+    "resume": "go on after pause",
+    "drain": "take no new requests, finish the open ones, end the server",
+    "cancel": "end the request with this id",
+    "cancel_all": "end every request in the engine",
+    "explain": "say why the request with this id waits",
+    "reset_prefix_cache": "forget the cached prefixes that nobody uses",
+    "reload_keys": "read the key file again",
+    "kill_engine": "kill the engine process, for a drill: requests are resumed by the next",
+}
+
+
+def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Context, url: str) -> dict[str, Verb]:
+    """The verbs of one server."""
+    begun = time.monotonic()
+
+    async def status(_: str) -> object:
+        processes = {"supervisor": task.supervisor or None, "api": os.getpid(), "engine": engine.pid}
+        return {
+            "url": url,
+            "model": context.model,
+            "phase": context.lifecycle.phase.value,
+            "trouble": engine.trouble(),
+            "uptime_s": round(time.monotonic() - begun, 3),
+            "processes": {role: pid for role, pid in processes.items() if pid is not None},
+            "api_restarts": task.life - 1,
+            "engine": engine.report(),
+            "open_requests": context.lifecycle.num_open,
+            "api": _own_figures(),
+        }
+
+    async def drain(_: str) -> object:
+        asyncio.get_running_loop().call_soon(server.stop)
+        return {"open_requests": context.lifecycle.num_open}
+
+    async def cancel(request_id: str) -> object:
+        await engine.client.cancel((_needed(request_id, "cancel"),))
+        return True
+
+    async def explain(request_id: str) -> object:
+        return await engine.client.control("explain", _needed(request_id, "explain"))
+
+    async def reload_keys(_: str) -> object:
+        raise ConfigError("this server has no key file; start it with one to change keys while it runs")
+
+    async def kill_engine(_: str) -> object:
+        pid = engine.pid
+        engine.kill("asked for by octavo admin")
+        return {"killed": pid}
+
+    asked: dict[str, Verb] = {
+        "status": status,
+        "drain": drain,
+        "cancel": cancel,
+        "explain": explain,
+        "reload_keys": reload_keys,
+        "kill_engine": kill_engine,
+        "pause": _control(engine, "pause"),
+        "resume": _control(engine, "resume"),
+        "cancel_all": _control(engine, "cancel_all"),
+        "reset_prefix_cache": _control(engine, "reset_prefix_cache"),
+    }
+    return {name: asked[name] for name in VERBS}
+
+
+def _control(engine: Engine, verb: EngineVerb) -> Callable[[str], Awaitable[object]]:
+    async def ask(_: str) -> object:
+        return await engine.client.control(verb)
+
+    return ask
+
+
+def _needed(argument: str, verb: str) -> str:
+    if not argument:
+        raise ConfigError(f"{verb} needs the id of a request")
+    return argument
+
+
+def _own_figures() -> dict[str, object]:
+    """What should not grow: this process's memory, descriptors, tasks."""
+    figures: dict[str, object] = {"tasks": len(asyncio.all_tasks())}
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        figures["rss_bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
+        figures["fds"] = len(os.listdir("/proc/self/fd"))
+    except OSError:  # no /proc here
+        pass
+    return figures

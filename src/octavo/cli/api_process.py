@@ -1,0 +1,117 @@
+"""`python -m octavo.cli.api_process`: the process that owns HTTP and the ledger, child of `octavo serve`.
+
+Owns: reading its task (a line on stdin, whose end means that the parent is gone), the order of starting: the engine
+first, for it takes longest; what else is heavy loads meanwhile.
+Does not: open the socket, restart itself (engine.supervisor), or know a route (cli.api_server).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.artifacts.resolve import resolve_model
+from octavo.cli.api_task import ApiTask
+from octavo.cli.engines import Engine, ProcessEngine
+from octavo.config import Config
+from octavo.engine.parent import end_with_parent
+from octavo.errors import OctavoError
+from octavo.server.event_loop import new_event_loop
+
+EXIT_ERROR = 2  # as every command's
+EXIT_TOLD = 128 + signal.SIGTERM  # told to end before it served
+
+StartEngine = Callable[[Config], Awaitable[Engine]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where it serves: the open socket, and whom it tells how it is (see engine.supervisor)."""
+
+    listener: socket.socket
+    tell: Callable[[bytes], object]
+
+
+def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = ProcessEngine.start) -> int:
+    """Serve as told on stdin; give the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m octavo.cli.api_process", description="the api of octavo serve")
+    parser.add_argument("--listener", type=int, required=True, help="descriptor of the listening socket")
+    parser.add_argument("--status", type=int, required=True, help="descriptor on which to tell how it is")
+    args = parser.parse_args(arguments)
+    for fd in (args.listener, args.status):
+        os.set_inheritable(fd, False)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        task = ApiTask.of_line(sys.stdin.buffer.readline())
+        end_with_parent()
+        listener = socket.socket(fileno=args.listener)
+        return run(task, Place(listener, lambda word: _tell(args.status, word)), start_engine)
+    except OctavoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def run(task: ApiTask, place: Place, start_engine: StartEngine) -> int:
+    """Serve in an event loop of its own; give the exit status. Raises OctavoError."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        try:
+            return runner.run(_serve(task, place, start_engine))
+        except asyncio.CancelledError:
+            return EXIT_TOLD
+
+
+async def _serve(task: ApiTask, place: Place, start_engine: StartEngine) -> int:
+    begun = time.perf_counter()
+    resolve_model(task.config.model.model, task.config.model.revision)  # a wrong name is told before anything starts
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # until it serves
+    starting = asyncio.ensure_future(start_engine(task.config))
+    loading = asyncio.ensure_future(asyncio.to_thread(_load, task))
+    try:
+        await asyncio.wait((starting, loading), return_when=asyncio.FIRST_EXCEPTION)
+        server, loaded = await loading
+        engine = await starting
+    except BaseException:
+        await _undo(starting, loading)
+        raise
+    try:
+        code: int = await server.serve(task, place, engine, loaded, begun)
+    finally:
+        await engine.close()
+    return code
+
+
+def _load(task: ApiTask) -> tuple[Any, Any]:
+    """Import what is heavy, and load the model's text side, in a thread while the engine starts."""
+    server = importlib.import_module("octavo.cli.api_server")
+    return server, server.load(task)
+
+
+async def _undo(starting: asyncio.Future[Engine], loading: asyncio.Future[Any]) -> None:
+    """End what was begun; an engine that is there is closed."""
+    starting.cancel()
+    loading.cancel()
+    await asyncio.gather(starting, loading, return_exceptions=True)
+    if not starting.cancelled() and starting.exception() is None:
+        await starting.result().close()
+
+
+def _tell(fd: int, word: bytes) -> None:
+    with contextlib.suppress(OSError):  # the supervisor is going
+        os.write(fd, word)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What the api process serves once its engine is there: the application, the admin socket, the words at start-up.
+
+Owns: putting them together, their order of starting and ending, the pulse while busy.
+Does not: start or close the engine, or open the listening socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.artifacts.resolve import ModelFiles
+from octavo.assembly import find_files, load_text
+from octavo.cli.admin_verbs import admin_verbs
+from octavo.cli.api_task import ApiTask
+from octavo.cli.engines import Engine
+from octavo.cli.startup import call_report, process_report, startup_report
+from octavo.cli.terminal import say, warn_limits
+from octavo.engine.client import EngineClient
+from octavo.engine.pulse import PULSE_S, Pulse
+from octavo.engine.sessions import Sessions
+from octavo.engine.supervisor import ANSWERED, EXIT_ENGINE_FAILED, READY
+from octavo.errors import EngineDeadError
+from octavo.server.admin import AdminServer
+from octavo.server.app import create_app
+from octavo.server.lifecycle import Lifecycle
+from octavo.server.listener import url_of
+from octavo.server.run import HttpServer
+from octavo.text.text_model import TextModel
+
+if TYPE_CHECKING:
+    from octavo.cli.api_process import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The model's files and its text side."""
+
+    files: ModelFiles
+    text: TextModel
+
+
+def load(task: ApiTask) -> Loaded:
+    """Find the model and load its text side. Raises UnknownModelError, ModelFileError."""
+    files = find_files(task.config)
+    return Loaded(files, load_text(task.config, files))
+
+
+async def serve(task: ApiTask, place: Place, engine: Engine, loaded: Loaded, begun: float) -> int:
+    """Serve until told to end (0), or until the engine is gone for good (EXIT_ENGINE_FAILED)."""
+    config = task.config
+    warn_limits(config, engine.capacity)
+    sessions = Sessions(engine.client, loaded.text, config.execution.seed, capacity=engine.capacity)
+    lifecycle = Lifecycle(
+        engine_trouble=engine.trouble if engine.is_protected else None, on_answered=lambda: place.tell(ANSWERED)
+    )
+    app = create_app(sessions, sessions.text, config, engine.client.statistics, lifecycle=lifecycle)
+    server = HttpServer(app, place.listener, lifecycle, config.serving.drain_timeout_s)
+    verbs = admin_verbs(task, engine, server, app.state.context, url_of(place.listener))
+    async with _answering(AdminServer(Path(task.admin), verbs)), _pulse(engine.client, task.is_quiet):
+        if not task.is_quiet:
+            if task.life == 1:
+                say(*startup_report(config, loaded.files, engine.capacity, time.perf_counter() - begun))
+            say(*process_report(task, engine))
+            if task.life == 1:
+                say(*call_report(config, app.state.context.model, url_of(place.listener)))
+        place.tell(READY)
+        return await _run_until_failed(server, engine, lifecycle)
+
+
+async def _run_until_failed(server: HttpServer, engine: Engine, lifecycle: Lifecycle) -> int:
+    serving = asyncio.create_task(server.run())
+    failing = asyncio.create_task(engine.failed.wait())
+    try:
+        await asyncio.wait((serving, failing), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            await serving
+            return 0
+        say(f"error: {engine.failure}")
+        lifecycle.fail()
+        server.stop()
+        await serving
+        return EXIT_ENGINE_FAILED
+    finally:
+        for task in (serving, failing):
+            task.cancel()
+        await asyncio.gather(serving, failing, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _answering(admin: AdminServer) -> AsyncIterator[None]:
+    await admin.open()
+    try:
+        yield
+    finally:
+        await admin.close()
+
+
+@asynccontextmanager
+async def _pulse(client: EngineClient, is_quiet: bool) -> AsyncIterator[None]:
+    """Meanwhile say how busy the engine is, every few seconds while it is."""
+    beating = None if is_quiet else asyncio.create_task(_beat(client))
+    try:
+        yield
+    finally:
+        if beating is not None:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+
+
+async def _beat(client: EngineClient) -> None:
+    pulse = Pulse()
+    while True:
+        try:
+            line = pulse.line(await client.statistics(), time.monotonic())
+        except EngineDeadError:
+            line = None  # it may come back
+        if line is not None:
+            say(line)
+        await asyncio.sleep(PULSE_S)

@@ -1,0 +1,150 @@
+"""The admin socket: a Unix socket for whoever runs the server, apart from the clients' port.
+
+Owns: the socket and who may use it, one JSON line in, one out, bounds. Does not: know what the verbs do.
+Invariants: only this user (and root) is answered; a line over the bound, a slow one or one too many ends its connection
+and nothing else; a path that holds anything but a dead socket is left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from octavo.errors import ConfigError, OctavoError
+
+Verb = Callable[[str], Awaitable[object]]
+
+MAX_LINE_BYTES = 1 << 16
+MAX_CONNECTIONS = 16
+LINE_TIMEOUT_S = 30.0
+VERB_TIMEOUT_S = 60.0
+_log = logging.getLogger(__name__)
+
+
+class Ask(msgspec.Struct, forbid_unknown_fields=True):
+    """One question."""
+
+    verb: str
+    argument: str = ""
+
+
+class AdminServer:
+    """Answers on the socket at `path` until closed."""
+
+    def __init__(self, path: Path, verbs: Mapping[str, Verb]) -> None:
+        self.path = path
+        self._verbs = verbs
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Listen. Raises ConfigError."""
+        self._server = await asyncio.start_unix_server(self._serve, sock=bind(self.path), limit=MAX_LINE_BYTES)
+
+    async def close(self) -> None:
+        """Stop answering, and take the socket's file away. Idempotent."""
+        if self._server is None:
+            return
+        self._server.close()
+        self._server = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            if len(self._tasks) <= MAX_CONNECTIONS and _is_own(writer.get_extra_info("socket")):
+                while line := await _line(reader):
+                    writer.write(msgspec.json.encode(await self._answer(line)) + b"\n")
+                    await writer.drain()
+        except (OSError, ValueError, TimeoutError, asyncio.CancelledError):
+            pass  # a client that is slow, too long or gone, or the server's end: nobody is left to tell
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _answer(self, line: bytes) -> dict[str, object]:
+        try:
+            ask = msgspec.json.decode(line, type=Ask)
+        except msgspec.MsgspecError as error:
+            return {"error": f'give {{"verb": ..., "argument": ...}} on a line: {error}'}
+        verb = self._verbs.get(ask.verb)
+        if verb is None:
+            return {"error": f"{ask.verb[:64]!r} is no verb; give one of {', '.join(self._verbs)}"}
+        try:
+            async with asyncio.timeout(VERB_TIMEOUT_S):
+                return {"ok": await verb(ask.argument)}
+        except TimeoutError:
+            return {"error": f"no answer within {VERB_TIMEOUT_S:g} s"}
+        except OctavoError as error:
+            return {"error": str(error)}
+        except Exception:  # a verb's bug is told and logged, and the socket goes on
+            _log.exception("admin verb %s failed", ask.verb)
+            return {"error": "internal error; see the server's log"}
+
+
+def bind(path: Path) -> socket.socket:
+    """A listening socket that only this user can reach; a dead one's file is taken over. Raises ConfigError."""
+    _clear(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+        listener.listen(MAX_CONNECTIONS)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--admin-socket {str(path)!r} cannot be had ({error.strerror or error})") from None
+    finally:
+        os.umask(before)
+    listener.setblocking(False)
+    return listener
+
+
+def _clear(path: Path) -> None:
+    """Remove the file of a socket that nobody listens to."""
+    try:
+        is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+    except OSError:
+        return
+    if not is_socket:
+        raise ConfigError(f"--admin-socket {str(path)!r} is a file that is no socket; give another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            return
+        except OSError as error:
+            raise ConfigError(f"--admin-socket {str(path)!r} cannot be had ({error})") from None
+    raise ConfigError(f"--admin-socket {str(path)!r} is in use by a running server; give another path")
+
+
+def _is_own(connection: socket.socket) -> bool:
+    """Whether the other end is this user or root; where the system cannot tell, the file's mode must do."""
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        return True
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, option, size))
+    return uid in (0, os.getuid())
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(LINE_TIMEOUT_S):
+        return await reader.readline()
