@@ -240,6 +240,9 @@ class ServingConfig:
     )
     insecure: bool = option(False, "allow an address other than loopback without a key", "--insecure")
     in_process: bool = option(False, "run the engine inside the API process (no crash protection)", "--in-process")
+    standby: bool = option(
+        False, "keep a second engine open, which takes over at once when the first one dies", "--standby"
+    )
     drain_timeout_s: float = option(
         30.0, "seconds that open requests get at shutdown", "--shutdown-timeout", within=(0.0, None)
     )
@@ -279,6 +282,36 @@ class AdmissionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RetryConfig:
+    """What is kept of requests with an Idempotency-Key, so that they can be asked for again (docs/journal.md)."""
+
+    journal: str | None = option(
+        None, "folder of the journal, which carries requests with an Idempotency-Key over a restart", "--journal"
+    )
+    journal_sync: str = option(
+        "none",
+        "when the journal waits for the disk: none (it outlives this process), group (the machine too)",
+        "--journal-sync",
+        choices=("none", "group"),
+    )
+    keep_s: float = option(
+        600.0, "seconds that a finished answer is kept for a retry", "--journal-keep", within=(0.0, 86_400.0)
+    )
+    max_kept: int = option(
+        10_000, "requests with an Idempotency-Key that are kept", "--max-kept-requests", within=(1, None)
+    )
+    max_kept_bytes: int = option(
+        256 << 20, "bytes of finished answers that are kept, such as 256M", "--max-kept-bytes", within=(0, None)
+    )
+    orphan_timeout_s: float = option(
+        120.0,
+        "seconds that a request with an Idempotency-Key goes on while nobody reads it",
+        "--orphan-timeout",
+        within=(0.0, 86_400.0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class StatisticsConfig:
     """What the engine keeps of its steps and requests."""
 
@@ -301,6 +334,7 @@ class Config:
     speculation: SpeculationConfig = SpeculationConfig()
     serving: ServingConfig = ServingConfig()
     admission: AdmissionConfig = AdmissionConfig()
+    retry: RetryConfig = RetryConfig()
     statistics: StatisticsConfig = StatisticsConfig()
 
     def __post_init__(self) -> None:

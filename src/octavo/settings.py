@@ -22,6 +22,7 @@ from octavo.config import (
     Config,
     ExecutionConfig,
     ModelConfig,
+    RetryConfig,
     SchedulingConfig,
     ServingConfig,
     SpeculationConfig,
@@ -39,6 +40,7 @@ _PARTS: dict[str, Any] = {
     "speculation": SpeculationConfig,
     "serving": ServingConfig,
     "admission": AdmissionConfig,
+    "retry": RetryConfig,
     "statistics": StatisticsConfig,
 }
 _SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}

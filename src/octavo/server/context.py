@@ -18,13 +18,16 @@ from octavo.server.auth import KEY
 from octavo.server.directory import Directory
 from octavo.server.estimate import Estimator
 from octavo.server.faults import ApiError
+from octavo.server.idempotency import Runs
 from octavo.server.keys import KeyRing
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
 from octavo.server.params import ParamsReader, model_defaults
 from octavo.server.prompts import PromptReader
+from octavo.server.replay_outputs import one_by_one
 from octavo.server.shell import METER
 from octavo.server.waiting import WaitingRoom
+from octavo.tool.process import ToolProcess
 
 if TYPE_CHECKING:
     from octavo.config import Config
@@ -36,7 +39,7 @@ EngineStatistics = Callable[[], Awaitable[Mapping[str, object]]]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Everything that a route needs beside its request."""
+    """Everything that a route needs beside its request. `fine_sessions` give their outputs token by token."""
 
     sessions: Sessions
     text: TextModel
@@ -48,9 +51,12 @@ class Context:
     lifecycle: Lifecycle
     keys: KeyRing
     metrics: RequestMetrics
+    fine_sessions: Sessions
+    runs: Runs
     waiting: WaitingRoom
     admission: Admission
     directory: Directory
+    tool: ToolProcess
     prompts: PromptReader
     params: ParamsReader
 
@@ -89,6 +95,7 @@ def build_context(
     """Put the parts together."""
     model = config.model.served_model_name or text.name
     waiting = _waiting_room(config, sessions)
+    tool = ToolProcess()
     max_len = min(text.spec.max_model_len, config.model.max_model_len or text.spec.max_model_len)
     return Context(
         sessions=sessions,
@@ -101,12 +108,15 @@ def build_context(
         lifecycle=lifecycle,
         keys=KeyRing.of(config.serving),
         metrics=RequestMetrics(model),
+        fine_sessions=one_by_one(sessions),
+        runs=Runs(config.retry, text.tokenizer),
         waiting=waiting,
         admission=Admission(
             config.admission, waiting, Estimator(), is_by_priority=config.scheduling.policy == "priority"
         ),
         directory=Directory(),
-        prompts=PromptReader(text, max_len),
+        tool=tool,
+        prompts=PromptReader(text, max_len, tool),
         params=ParamsReader(model_defaults(text.spec.generation), text.tokenizer, limits.max_choices),
     )
 

@@ -78,6 +78,11 @@ class Generation:
         self._silent = set(self._open)  # without a token yet
 
     @property
+    def name(self) -> str:
+        """The engine's name of it, for the log."""
+        return self.asked.request_id
+
+    @property
     def num_choices(self) -> int:
         """Choices of the answer."""
         return len(self._sessions) * self.asked.params.n
@@ -139,7 +144,7 @@ class Generation:
         if usage is not None:
             self._open.discard(session)
         if reason not in REASONS:
-            raise _failure(delta)
+            raise failure_of(delta)
         if usage is not None:
             end = Finished(
                 REASONS[reason],
@@ -170,7 +175,8 @@ class Generation:
             await self._sessions[self._open.pop()].cancel()
 
 
-def _failure(delta: TextDelta) -> ApiError:
+def failure_of(delta: TextDelta) -> ApiError:
+    """What a choice's last delta says went wrong."""
     reason, message = delta.finish_reason, delta.message or ""
     if reason is FinishReason.TIMEOUT and message.startswith("queue_timeout"):
         return ApiError(408, "the request did not start within its queue timeout", code="queue_timeout")

@@ -6,6 +6,7 @@ Does not: know which kind it answers.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
@@ -21,13 +22,17 @@ from octavo.server.admission import Wish
 from octavo.server.auth import KEY
 from octavo.server.context import Context, context_of
 from octavo.server.directory import engine_id
-from octavo.server.faults import ApiError, draining_error, from_exception
+from octavo.server.faults import ApiError, bad_field, draining_error, from_exception
 from octavo.server.generation import Asked, Generation, open_sessions
+from octavo.server.idempotency import Begun, RetryKey, Run, key_of
 from octavo.server.keys import KeyInfo
 from octavo.server.lifecycle import ClientGoneError, ServerStoppingError
+from octavo.server.limits import OFF_LOOP_BYTES
+from octavo.server.offload import off_loop
 from octavo.server.params import spellings
+from octavo.server.replay import Replay
 from octavo.server.schema import SamplingBody
-from octavo.server.shapes import Identity, Shape
+from octavo.server.shapes import Form, Identity, Shape
 from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
 from octavo.server.stream import EventStream
 
@@ -36,7 +41,7 @@ CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the logs and metrics 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be answered: `read_prompts` gives the ids, `make_shape` the form.
+    """What is to be answered: `read_prompts` gives the ids, `make_form` the form.
 
     `kind` begins the answer's id; `prompt_param` is the field that holds the prompt. `num_characters` are those of all
     prompts that are texts, `num_ids` the ids of those that are not.
@@ -50,7 +55,7 @@ class Task:
     num_ids: int
     prompt_param: str
     read_prompts: Callable[[], Awaitable[Sequence[Sequence[int]]]]
-    make_shape: Callable[[Identity], Shape]
+    make_form: Callable[[Identity], Form]
 
 
 def wants_usage(body: SamplingBody) -> bool:
@@ -59,8 +64,45 @@ def wants_usage(body: SamplingBody) -> bool:
 
 
 async def reply(request: Request, task: Task) -> Response:
-    """Submit the prompts and answer. Raises ApiError."""
+    """Answer: submit the prompts, or read what runs or is kept under the same Idempotency-Key. Raises ApiError."""
     context = context_of(request)
+    key, event = key_of(request)
+    if key is not None:
+        return await _replied(request, context, task, (key, event))
+    generation, form = await _begin(request, context, task)
+    return await _answer(request, context, task, generation, form.shape(context.text.tokenizer))
+
+
+async def _replied(request: Request, context: Context, task: Task, asked: tuple[str, str | None]) -> Response:
+    """Answer from a run, which goes on without this connection."""
+    key, event = asked
+    if event is not None and not task.body.stream:
+        raise bad_field("Last-Event-ID", "Last-Event-ID goes with a stream; set stream to true")
+    holder: KeyInfo = request.scope[KEY]
+    retry = RetryKey(holder.tenant, key, await _body_hash(task), event)
+
+    async def begin(run: Run) -> Begun:
+        generation, form = await _begin(request, context, task, run)
+        return Begun(generation, form, generation.num_choices)
+
+    replay = await context.runs.replay(retry, begin)
+    return await _answer(request, context, task, replay, replay)
+
+
+async def _body_hash(task: Task) -> bytes:
+    """What tells two bodies apart: the endpoint and the fields given, however they were written."""
+
+    def digest() -> bytes:
+        return hashlib.sha256(
+            task.kind.encode() + b"\n" + task.body.model_dump_json(exclude_unset=True).encode()
+        ).digest()
+
+    is_long = task.num_characters + task.num_ids > OFF_LOOP_BYTES
+    return await off_loop(digest) if is_long else digest()
+
+
+async def _begin(request: Request, context: Context, task: Task, run: Run | None = None) -> tuple[Generation, Form]:
+    """Submit the prompts. Raises ApiError; then nothing of it is left."""
     given = request.scope[GIVEN_ID]
     name = given or f"{task.kind}-{request.scope[REQUEST_ID]}"
     wish = _wish(request, task)
@@ -71,17 +113,25 @@ async def reply(request: Request, task: Task) -> Response:
             prompts = await task.read_prompts()
             lease.settle(sum(map(len, prompts)))
             asked = _asked(request, context, task, engine_id(given, name), prompts)
+            form = task.make_form((name, int(time.time()), context.model))
             undo.callback(context.directory.add(wish.key.tenant, name, asked.session_ids))
-            opened = await open_sessions(context.sessions, asked)
+            if run is not None:
+                context.runs.announce(run, form, asked.session_ids)
+            sessions = context.sessions if run is None else context.fine_sessions
+            opened = await open_sessions(sessions, asked)
         except OctavoError as error:
             names = {name: task.prompt_param for name in ("prompt_token_ids", "prompt", "messages")}
             raise from_exception(error, {**spellings(task.body), **names}) from None
         closing = undo.pop_all()
-    generation = Generation(asked, opened, context.metrics, lease, closing)
-    shape = task.make_shape((name, int(time.time()), context.model))
+    return Generation(asked, opened, context.metrics, lease, closing), form
+
+
+async def _answer(
+    request: Request, context: Context, task: Task, source: Generation | Replay, shape: Shape
+) -> Response:
     if task.body.stream:
-        return EventStream(generation, shape, context.lifecycle, context.limits, context.metrics)
-    return await _whole(request, context, generation, shape)
+        return EventStream(source, shape, context.lifecycle, context.limits, context.metrics)
+    return await _whole(request, context, source, shape)
 
 
 def _wish(request: Request, task: Task) -> Wish:
@@ -132,9 +182,9 @@ def _asked(request: Request, context: Context, task: Task, request_id: str, prom
     )
 
 
-async def _whole(request: Request, context: Context, generation: Generation, shape: Shape) -> Response:
+async def _whole(request: Request, context: Context, source: Generation | Replay, shape: Shape) -> Response:
     try:
-        choices = await context.lifecycle.supervise(generation.collect(), request.receive)
+        choices = await context.lifecycle.supervise(source.collect(), request.receive)
     except ClientGoneError:
         context.metrics.failed("client_disconnected")
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -143,5 +193,5 @@ async def _whole(request: Request, context: Context, generation: Generation, sha
     except (ApiError, OctavoError) as error:
         raise from_exception(error) from None
     finally:
-        await generation.close()
+        await source.close()
     return Response(msgspec.json.encode(shape.whole(choices)), media_type="application/json")

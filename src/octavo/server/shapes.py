@@ -8,8 +8,9 @@ Chunks are joined from bytes made once per request; only the text and what follo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
+from msgspec import Struct
 from msgspec.json import encode
 
 from octavo.server.answer import (
@@ -45,6 +46,22 @@ class Shape(Protocol):
     def last(self) -> bytes:
         """The events behind the last delta: usage when asked for."""
         ...
+
+
+class Form(Struct, frozen=True, array_like=True):
+    """What a shape is made from: plain data, so that an answer can be shaped again, by another server too."""
+
+    kind: Literal["chat", "text"]
+    identity: Identity
+    include_usage: bool = False
+    echoes: tuple[str, ...] = ("",)
+    n: int = 1
+
+    def shape(self, pieces: Pieces) -> Shape:
+        """A new shape, which has given nothing yet."""
+        if self.kind == "chat":
+            return ChatShape(self.identity, pieces, self.include_usage)
+        return CompletionShape(self.identity, pieces, self.echoes, self.n, self.include_usage)
 
 
 class _Stream:

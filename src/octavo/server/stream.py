@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -17,15 +19,34 @@ from starlette.types import Receive, Scope, Send
 from octavo.errors import OctavoError
 from octavo.metrics.requests import RequestMetrics
 from octavo.server.faults import ApiError, draining_error, from_exception, internal_error
-from octavo.server.generation import Generation
 from octavo.server.lifecycle import ClientGoneError, Lifecycle, ServerStoppingError
 from octavo.server.limits import HttpLimits
 from octavo.server.shapes import Shape
+
+if TYPE_CHECKING:
+    from octavo.engine.deltas import TextDelta
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Where the deltas come from."""
+
+    @property
+    def name(self) -> str:
+        """For the log."""
+        ...
+
+    def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Yield (index, delta) until every choice has ended. Raises ApiError."""
+        ...
+
+    async def close(self) -> None:
+        """Nobody reads any more. Idempotent."""
+        ...
 
 
 class SlowReaderError(Exception):
@@ -36,11 +57,11 @@ class EventStream(Response):
     """Streams one generation."""
 
     def __init__(
-        self, generation: Generation, shape: Shape, lifecycle: Lifecycle, limits: HttpLimits, metrics: RequestMetrics
+        self, source: Source, shape: Shape, lifecycle: Lifecycle, limits: HttpLimits, metrics: RequestMetrics
     ) -> None:
         super().__init__(headers=_HEADERS, media_type="text/event-stream")
         del self.headers["content-length"]
-        self._generation = generation
+        self._source = source
         self._shape = shape
         self._lifecycle = lifecycle
         self._limits = limits
@@ -62,7 +83,7 @@ class EventStream(Response):
         except SlowReaderError:
             self._metrics.failed("slow_reader")
         finally:
-            await self._generation.close()
+            await self._source.close()
 
     async def _run(self, receive: Receive, send: Send) -> ApiError | None:
         """Write the deltas; give the error that ended them, if one did."""
@@ -75,14 +96,14 @@ class EventStream(Response):
         except (ClientGoneError, SlowReaderError, OSError):
             raise
         except Exception:  # the route's shell: the client is told, the log has the story
-            _log.exception("request %s failed in mid-stream", self._generation.asked.request_id)
+            _log.exception("request %s failed in mid-stream", self._source.name)
             return internal_error()
         return None
 
     async def _write_all(self, send: Send) -> None:
         ticker = asyncio.create_task(self._keep_alive(send))
         try:
-            async with aclosing(self._generation.deltas()) as deltas:
+            async with aclosing(self._source.deltas()) as deltas:
                 async for index, delta in deltas:
                     chunk = self._shape.chunk(index, delta)
                     if chunk:

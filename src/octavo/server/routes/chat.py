@@ -9,7 +9,7 @@ from octavo.server.context import context_of
 from octavo.server.limits import read_json
 from octavo.server.reply import Task, reply, wants_usage
 from octavo.server.schema import REFUSED_CHAT, ChatBody, field_notes, inline_schema, read_chat
-from octavo.server.shapes import ChatShape
+from octavo.server.shapes import Form
 
 
 async def chat_completions(request: Request) -> Response:
@@ -18,7 +18,6 @@ async def chat_completions(request: Request) -> Response:
     context.check_in(request)
     body = await read_json(request, context.limits, read_chat)
     context.check_model(body.model)
-    tokenizer = context.text.tokenizer
 
     async def read_prompts() -> list[list[int]]:
         return [await context.prompts.chat(body)]
@@ -32,7 +31,7 @@ async def chat_completions(request: Request) -> Response:
         num_ids=0,
         prompt_param="messages",
         read_prompts=read_prompts,
-        make_shape=lambda identity: ChatShape(identity, tokenizer, wants_usage(body)),
+        make_form=lambda identity: Form("chat", identity, wants_usage(body)),
     )
     return await reply(request, task)
 

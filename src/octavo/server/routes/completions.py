@@ -12,7 +12,7 @@ from octavo.server.faults import bad_field
 from octavo.server.limits import read_json
 from octavo.server.reply import Task, reply, wants_usage
 from octavo.server.schema import REFUSED_COMPLETION, CompletionBody, field_notes, inline_schema, read_completion
-from octavo.server.shapes import CompletionShape
+from octavo.server.shapes import Form
 
 
 async def completions(request: Request) -> Response:
@@ -24,7 +24,6 @@ async def completions(request: Request) -> Response:
     num_prompts = len(body.prompt)
     if num_prompts > context.limits.max_prompts:
         raise bad_field("prompt", f"prompt holds {num_prompts} prompts; give at most {context.limits.max_prompts}")
-    tokenizer = context.text.tokenizer
     params = context.params.completion(body)
     echoes = [""] * num_prompts
 
@@ -43,7 +42,7 @@ async def completions(request: Request) -> Response:
         num_ids=sum(len(prompt) for prompt in body.prompt if isinstance(prompt, list)),
         prompt_param="prompt",
         read_prompts=read_prompts,
-        make_shape=lambda identity: CompletionShape(identity, tokenizer, echoes, params.n, wants_usage(body)),
+        make_form=lambda identity: Form("text", identity, wants_usage(body), tuple(echoes), params.n),
     )
     return await reply(request, task)
 

@@ -1,0 +1,335 @@
+"""Runs: requests with an Idempotency-Key, each executed once, whoever asks for it how often.
+
+Owns: the table from (tenant, key) to a run, its bounds in number, bytes and age, running a request apart from the
+connections that read it, and giving up one that nobody reads any more.
+Does not: submit (reply does), put back what a former server left (idempotency_restore does), or write files.
+Invariants: a run that goes on or ended well is never begun again while it is kept; a failure that may be tried again
+is not kept; what is told of an end was journaled before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import msgpack
+from starlette.requests import Request
+
+from octavo.engine.journal_records import Began
+from octavo.errors import OctavoError
+from octavo.server.faults import ApiError, bad_field, draining_error, from_exception, internal_error
+from octavo.server.replay import Position, Replay, Tape
+from octavo.server.shapes import Form
+
+if TYPE_CHECKING:
+    from octavo.config import RetryConfig
+    from octavo.engine.deltas import TextDelta
+    from octavo.engine.journal import Journal
+    from octavo.server.answer import Pieces
+
+KEY_HEADER = b"idempotency-key"
+EVENT_HEADER = b"last-event-id"
+MAX_KEY = 255
+SWEEP_S = 1.0
+RETRY_FULL_S = 5
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryKey:
+    """What a retry shows: whose it is, the key, what the body says, and the last event it has."""
+
+    tenant: str
+    key: str
+    body_hash: bytes
+    last_event: str | None = None
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Under which a run is kept."""
+        return self.tenant, self.key
+
+
+def key_of(request: Request) -> tuple[str | None, str | None]:
+    """The Idempotency-Key and the Last-Event-ID of a request. Raises ApiError."""
+    key = _only(request, KEY_HEADER, "Idempotency-Key")
+    event = _only(request, EVENT_HEADER, "Last-Event-ID")
+    if event is not None and key is None:
+        message = "Last-Event-ID goes with the Idempotency-Key of the stream that it belongs to; give both"
+        raise bad_field("Last-Event-ID", message, "missing_idempotency_key")
+    return key, event
+
+
+def _only(request: Request, header: bytes, spelled: str) -> str | None:
+    values: list[bytes] = [value for name, value in request.scope["headers"] if name == header]
+    if not values:
+        return None
+    most = MAX_KEY if header == KEY_HEADER else 1024
+    if len(values) > 1 or not 1 <= len(values[0]) <= most or not all(0x21 <= byte < 0x7F for byte in values[0]):
+        raise bad_field(spelled, f"{spelled}: give one value of 1 to {most} visible ASCII characters, without spaces")
+    return values[0].decode()
+
+
+class Source(Protocol):
+    """What runs: deltas, and an end that is always called."""
+
+    def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
+        """Yield (index, delta) until every choice has ended. Raises ApiError."""
+        ...
+
+    async def close(self) -> None:
+        """Cancel what has not ended. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request that was taken: what runs, its form, and the number of choices."""
+
+    source: Source
+    form: Form
+    num_choices: int
+
+
+class Run:
+    """One execution and its tape. `begun` is known once the engine has taken it."""
+
+    def __init__(self, key: RetryKey) -> None:
+        self.key = key
+        self.begun: asyncio.Future[Begun] = asyncio.get_running_loop().create_future()
+        self.tape: Tape | None = None
+        self.num_readers = 0
+        self.ended_at: float | None = None
+        self.num_bytes = 0
+        self.orphaned: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.number: int | None = None  # in the journal
+        self.revive: Callable[[], Begun] | None = None  # of a result kept by a former server, until it is asked for
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it goes on no more."""
+        return self.ended_at is not None
+
+
+class Runs:
+    """All runs of this server."""
+
+    def __init__(self, config: RetryConfig, pieces: Pieces, now: Callable[[], float] = time.monotonic) -> None:
+        self.journal: Journal | None = None  # set before anything is served
+        self.num_attached = 0
+        self.num_conflicts = 0
+        self.num_orphaned = 0
+        self._config = config
+        self._pieces = pieces
+        self._now = now
+        self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()  # least recently asked for first
+        self._kept_bytes = 0  # of ended runs
+        self._sweeper: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Roughly what they take in memory."""
+        running = (run.tape.num_bytes for run in self._runs.values() if run.tape is not None and not run.is_ended)
+        return self._kept_bytes + sum(running)
+
+    def report(self) -> dict[str, object]:
+        """What /health and /metrics tell."""
+        running = sum(not run.is_ended for run in self._runs.values())
+        return {
+            "kept": len(self._runs) - running,
+            "running": running,
+            "bytes": self.num_bytes,
+            "attached": self.num_attached,
+            "conflicts": self.num_conflicts,
+            "orphaned": self.num_orphaned,
+            "journal": {"state": "off"} if self.journal is None else self.journal.report(),
+        }
+
+    async def replay(self, key: RetryKey, begin: Callable[[Run], Awaitable[Begun]]) -> Replay:
+        """A reading of the run of this key, which is begun if there is none. Raises ApiError."""
+        run = self._runs.get(key.name)
+        if run is None:
+            run = await self._begin(key, begin)
+        else:
+            self._check_same(run, key)
+            self._runs.move_to_end(key.name)
+            self.num_attached += 1
+            await self._wait_begun(run)
+        if self.journal is not None:
+            await self.journal.synced()
+        return self._read(run, key)
+
+    async def _begin(self, key: RetryKey, begin: Callable[[Run], Awaitable[Begun]]) -> Run:
+        if key.last_event is not None:
+            message = "nothing is kept under this Idempotency-Key; ask again without Last-Event-ID to start anew"
+            raise ApiError(409, message, code="nothing_to_resume", param="Last-Event-ID")
+        self._make_room(1)
+        self._start_sweeping()
+        run = self._runs[key.name] = Run(key)
+        try:
+            begun = await begin(run)
+        except BaseException as error:
+            self._drop(run)
+            run.begun.set_exception(error if isinstance(error, ApiError) else draining_error())
+            run.begun.exception()  # whoever waits gets it; nobody has to
+            raise
+        self.start(run, begun)
+        return run
+
+    def announce(self, run: Run, form: Form, request_ids: Sequence[str]) -> None:
+        """It is about to be submitted under these names: the journal has it before the engine."""
+        if self.journal is not None:
+            key = run.key
+            began = Began(0, key.tenant, key.key, key.body_hash, msgpack.encode(form), len(request_ids), self._now())
+            run.number = self.journal.begin(began, request_ids)
+
+    def start(self, run: Run, begun: Begun) -> None:
+        """Let it run, apart from any connection."""
+        run.tape = Tape(begun.num_choices)
+        run.begun.set_result(begun)
+        run.task = asyncio.create_task(self._pump(run, begun, run.tape))
+
+    def keep(self, run: Run) -> None:
+        """Take in a run of a former server."""
+        self._start_sweeping()
+        self._runs[run.key.name] = run
+        if run.is_ended:
+            self._kept_bytes += run.num_bytes
+            self._make_room(0)
+        else:
+            self._await_reader(run)
+
+    async def close(self) -> None:
+        """End everything here. What the journal has stays open there, for the next server. Idempotent."""
+        self._is_closed = True
+        if self.journal is not None:
+            self.journal.close()
+        tasks = [run.task for run in self._runs.values() if run.task is not None]
+        tasks += [self._sweeper] if self._sweeper is not None else []
+        for run in self._runs.values():
+            if run.orphaned is not None:
+                run.orphaned.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _check_same(self, run: Run, key: RetryKey) -> None:
+        if run.key.body_hash != key.body_hash:
+            self.num_conflicts += 1
+            message = "this Idempotency-Key was used with another body; a new request needs a new key"
+            raise ApiError(409, message, code="idempotency_key_reused", param="Idempotency-Key")
+
+    async def _wait_begun(self, run: Run) -> None:
+        if run.revive is not None:
+            revive, run.revive = run.revive, None
+            self.start(run, revive())
+        await asyncio.shield(run.begun)
+
+    def _read(self, run: Run, key: RetryKey) -> Replay:
+        assert run.tape is not None
+        form = run.begun.result().form
+        seen = None if key.last_event is None else Position.parse(key.last_event, len(run.tape.choices))
+        if seen is not None and not run.tape.reaches(seen):
+            message = "Last-Event-ID is beyond the end of this stream"
+            raise bad_field("Last-Event-ID", message, "invalid_event_id")
+        run.num_readers += 1
+        if run.orphaned is not None:
+            run.orphaned.cancel()
+            run.orphaned = None
+        return Replay(run.tape, form.shape(self._pieces), form.identity[0], seen, lambda: self._leave(run))
+
+    def _leave(self, run: Run) -> None:
+        run.num_readers -= 1
+        if run.num_readers == 0 and not run.is_ended:
+            self._await_reader(run)
+
+    def _await_reader(self, run: Run) -> None:
+        """Nobody reads it: it goes on for a while, since who asked may come back."""
+        loop = asyncio.get_running_loop()
+        run.orphaned = loop.call_later(self._config.orphan_timeout_s, self._give_up, run)
+
+    def _give_up(self, run: Run) -> None:
+        run.orphaned = None
+        if run.num_readers == 0 and not run.is_ended and run.task is not None:
+            self.num_orphaned += 1
+            self._drop(run)
+            run.task.cancel()
+
+    async def _pump(self, run: Run, begun: Begun, tape: Tape) -> None:
+        """Move everything from the source to the tape."""
+        failure: ApiError | None = internal_error()
+        try:
+            async for index, delta in begun.source.deltas():
+                if delta.finish_reason is not None and self.journal is not None:
+                    await self.journal.synced()
+                tape.add(index, delta)
+            failure = None
+        except (ApiError, OctavoError) as error:
+            failure = from_exception(error)
+        except asyncio.CancelledError:
+            failure = draining_error()
+        except Exception:  # the shell of a run: its readers are told, the log has the story
+            _log.exception("request %s failed", begun.form.identity[0])
+        finally:
+            with suppress(OctavoError):
+                await begun.source.close()
+            self._end(run, tape, failure)
+
+    def _end(self, run: Run, tape: Tape, failure: ApiError | None) -> None:
+        if run.is_ended and self._runs.get(run.key.name) is run:
+            self._kept_bytes -= run.num_bytes  # it is counted anew
+        run.ended_at = self._now() if run.ended_at is None else run.ended_at
+        run.num_bytes = tape.num_bytes
+        if self._runs.get(run.key.name) is run:
+            self._kept_bytes += run.num_bytes
+        if run.orphaned is not None:
+            run.orphaned.cancel()
+            run.orphaned = None
+        if failure is not None and not failure.is_final:
+            self._drop(run)
+        tape.finish(failure)
+        self._make_room(0)
+
+    def _drop(self, run: Run) -> None:
+        if self._runs.get(run.key.name) is run:
+            del self._runs[run.key.name]
+            self._kept_bytes -= run.num_bytes if run.is_ended else 0
+        if run.number is not None and self.journal is not None and not self.journal.is_closed:
+            self.journal.forget(run.number)
+
+    def _make_room(self, num_new: int) -> None:
+        """Drop ended runs beyond the bounds, the least recently asked for first. Raises ApiError when all go on."""
+        config = self._config
+        if len(self._runs) + num_new <= config.max_kept and self._kept_bytes <= config.max_kept_bytes:
+            return
+        for run in [run for run in self._runs.values() if run.is_ended]:
+            self._drop(run)
+            if len(self._runs) + num_new <= config.max_kept and self._kept_bytes <= config.max_kept_bytes:
+                return
+        if num_new and len(self._runs) + num_new > config.max_kept:
+            message = f"{len(self._runs)} requests with an Idempotency-Key go on, {config.max_kept} may"
+            raise ApiError(429, message, code="too_many_idempotency_keys", retry_after_s=RETRY_FULL_S)
+
+    def _start_sweeping(self) -> None:
+        if self._sweeper is None and not self._is_closed:
+            self._sweeper = asyncio.create_task(self._sweep())
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            oldest = self._now() - self._config.keep_s
+            for run in [r for r in self._runs.values() if r.ended_at is not None and r.ended_at < oldest]:
+                self._drop(run)
+            if self.journal is not None:
+                self.journal.tick()

@@ -1,0 +1,256 @@
+"""Replay: an answer kept as it comes, read by any number of connections, each from where the one before ended.
+
+Owns: the tape, the position in it (the event ids of a stream), cutting it into events.
+Does not: run a request (runs does), or know the form of an event (shapes does).
+Invariants: a position counts tokens, not events, so it means the same however the text was cut, and in the server's
+next life; each event moves one choice's position, and connections with successive positions get one whole answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from array import array
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from octavo.core.plan import TokenLogprobs
+from octavo.engine.deltas import TextDelta
+from octavo.server.answer import Json
+from octavo.server.faults import ApiError, bad_field
+from octavo.server.generation import Choice
+from octavo.server.shapes import Shape
+
+MAX_IDENTIFIED = 64  # choices; the streams of more carry no ids: each would name all of them
+MAX_PIECE_TOKENS = 256  # in one event
+_ENTRY_BYTES = 240  # of one token's log-probabilities, roughly
+_TOP_BYTES = 72  # and of each of the best ones beside it
+_PLACE = re.compile(r"(-|[0-9]{1,9})([+.]?)")
+_BEGUN, _TAIL, _ENDED = 0, 1, 2
+Place = tuple[int, int]  # tokens given (-1: not begun), then _BEGUN, _TAIL (text behind the last token given), _ENDED
+
+
+@dataclass(slots=True)
+class Position:
+    """What a client has: per choice a place, and whether it has the usage."""
+
+    places: list[Place]
+    has_usage: bool = False
+
+    @classmethod
+    def start(cls, num_choices: int) -> Position:
+        """Nothing yet."""
+        return cls([(-1, _BEGUN)] * num_choices)
+
+    @classmethod
+    def parse(cls, text: str, num_choices: int) -> Position:
+        """Read an event id. Raises ApiError."""
+        places, mark, usage = text.partition(";")
+        found = [_PLACE.fullmatch(place) for place in places.split(",", num_choices)]
+        read = [place for match in found if match and (place := _place(match[1], match[2])) is not None]
+        if len(found) != num_choices or len(read) != num_choices or (mark and usage != "u"):
+            message = f"Last-Event-ID is {text[:64]!r}; give the id of an event of this stream"
+            raise bad_field("Last-Event-ID", message, "invalid_event_id")
+        return cls(read, usage == "u")
+
+    def text(self) -> str:
+        """As an event id."""
+        marks = ("", "+", ".")
+        places = ",".join("-" if tokens < 0 else f"{tokens}{marks[stage]}" for tokens, stage in self.places)
+        return places + ";u" if self.has_usage else places
+
+
+def _place(tokens: str, mark: str) -> Place | None:
+    if tokens == "-":
+        return None if mark else (-1, _BEGUN)
+    return int(tokens), ("", "+", ".").index(mark)
+
+
+@dataclass(slots=True)
+class TapeChoice:
+    """One choice: its text as UTF-8, and for each token where its text ends."""
+
+    text: bytearray = field(default_factory=bytearray)
+    ends: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    last: TextDelta | None = None  # without its text
+
+    def add(self, delta: TextDelta) -> None:
+        """Take the next delta. Text of several tokens counts with the last of them."""
+        begin = len(self.text)
+        self.text += delta.text.encode()
+        num_tokens = len(delta.token_ids)
+        if num_tokens:
+            self.ends.extend([begin] * (num_tokens - 1))
+            self.ends.append(len(self.text))
+        if delta.logprobs is not None:
+            self.logprobs.extend([None] * (len(self.ends) - num_tokens - len(self.logprobs)))
+            self.logprobs.extend(delta.logprobs)
+        if delta.finish_reason is not None:
+            self.last = replace(delta, text="", token_ids=array("i"), logprobs=None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Roughly what it takes in memory."""
+        tops = len(self.logprobs[0].top_ids) if self.logprobs and self.logprobs[0] is not None else 0
+        return len(self.text) + 4 * len(self.ends) + len(self.logprobs) * (_ENTRY_BYTES + _TOP_BYTES * tops)
+
+    def next_piece(self, index: int, at: Place, stop: int) -> tuple[TextDelta, Place] | None:
+        """What comes behind a place, and the place behind it; no piece reaches across `stop` tokens."""
+        tokens, stage = at
+        if tokens < 0:
+            return TextDelta(index, "", array("i")), (0, _BEGUN)
+        if stage == _BEGUN and tokens < len(self.ends):
+            end = min(len(self.ends), tokens + MAX_PIECE_TOKENS)
+            end = min(end, stop) if tokens < stop else end
+            logprobs = tuple(self.logprobs[tokens:end])
+            return TextDelta(index, self._text(tokens, end), array("i"), logprobs or None), (end, _BEGUN)
+        if self.last is None or stage == _ENDED:
+            return None
+        tail = self._text(tokens, None)
+        if stage == _BEGUN and tail:
+            return TextDelta(index, tail, array("i")), (tokens, _TAIL)
+        return replace(self.last, choice=index), (tokens, _ENDED)
+
+    def whole(self, index: int) -> TextDelta:
+        """All of it, once it has ended."""
+        assert self.last is not None
+        return replace(self.last, choice=index, text=self.text.decode(), logprobs=tuple(self.logprobs) or None)
+
+    def _text(self, tokens: int, end: int | None) -> str:
+        first = self.ends[tokens - 1] if tokens else 0
+        return self.text[first : len(self.text) if end is None else self.ends[end - 1]].decode()
+
+
+class Tape:
+    """The answer so far. `failure` is how it ended, if it failed."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.choices = [TapeChoice() for _ in range(num_choices)]
+        self.is_done = False
+        self.failure: ApiError | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Roughly what it takes in memory."""
+        return sum(choice.num_bytes for choice in self.choices)
+
+    def add(self, index: int, delta: TextDelta) -> None:
+        """Take the next delta of a choice, and wake the readers."""
+        self.choices[index].add(delta)
+        self._wake()
+
+    def finish(self, failure: ApiError | None = None) -> None:
+        """Nothing more will come. Idempotent."""
+        if not self.is_done:
+            self.is_done, self.failure = True, failure
+            self._wake()
+
+    async def news(self) -> None:
+        """Wait for the next delta or the end."""
+        if self.is_done:
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    async def collect(self) -> list[Choice]:
+        """Wait for the end; every choice whole. Raises ApiError when it failed."""
+        while not self.is_done:
+            await self.news()
+        if self.failure is not None:
+            raise self.failure
+        return [Choice([choice.whole(index)]) for index, choice in enumerate(self.choices)]
+
+    def reaches(self, position: Position) -> bool:
+        """Whether a client can have this position: what is still running may reach any."""
+        if not self.is_done or self.failure is not None:
+            return True
+        return all(tokens <= len(c.ends) for c, (tokens, _) in zip(self.choices, position.places, strict=True))
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class Replay:
+    """One connection's reading of a tape from a position on: a source of deltas, and their shape with event ids."""
+
+    def __init__(
+        self, tape: Tape, shape: Shape, name: str, seen: Position | None, on_close: Callable[[], None]
+    ) -> None:
+        self.name = name
+        self._tape = tape
+        self._shape = shape
+        self._at = Position.start(len(tape.choices))
+        self._seen = seen or Position.start(len(tape.choices))
+        self._is_identified = len(tape.choices) <= MAX_IDENTIFIED
+        self._on_close: Callable[[], None] | None = on_close
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Yield the answer in pieces of one event each. Raises ApiError when it failed."""
+        tape = self._tape
+        while True:
+            for index in range(len(tape.choices)):
+                for piece in self._pieces(index):
+                    yield index, piece
+            if tape.is_done and not self._is_behind():
+                break
+            if not self._is_behind():
+                await tape.news()
+        if tape.failure is not None:
+            raise tape.failure
+
+    async def collect(self) -> list[Choice]:
+        """The whole answer. Raises ApiError when it failed."""
+        return await self._tape.collect()
+
+    async def close(self) -> None:
+        """The connection is over. Idempotent."""
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """The event of a piece that deltas() gave, b"" when the client has it."""
+        event = self._shape.chunk(index, delta)
+        if not event or self._at.places[index] <= self._seen.places[index]:
+            return b""
+        return self._identified(event)
+
+    def last(self) -> bytes:
+        """The usage chunk, unless the client has it."""
+        event = self._shape.last()
+        if not event or self._seen.has_usage:
+            return b""
+        self._at.has_usage = True
+        return self._identified(event)
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """The answer as one object."""
+        return self._shape.whole(choices)
+
+    def _identified(self, event: bytes) -> bytes:
+        return b"id: %b\n%b" % (self._at.text().encode(), event) if self._is_identified else event
+
+    def _pieces(self, index: int) -> Iterator[TextDelta]:
+        """What a choice has beyond this reader; it takes turns with the others after each piece of full size."""
+        choice, stop = self._tape.choices[index], self._seen.places[index][0]
+        while (found := choice.next_piece(index, self._at.places[index], stop)) is not None:
+            piece, place = found
+            is_large = place[0] - self._at.places[index][0] >= MAX_PIECE_TOKENS
+            self._at.places[index] = place
+            yield piece
+            if is_large:
+                return
+
+    def _is_behind(self) -> bool:
+        return any(
+            choice.next_piece(index, self._at.places[index], 0) is not None
+            for index, choice in enumerate(self._tape.choices)
+        )
