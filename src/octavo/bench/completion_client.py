@@ -47,11 +47,14 @@ _DECODE = msgspec.json.Decoder(_Chunk).decode
 class Answer:
     """One request as its client saw it: perf_counter seconds of sending and of each chunk with a token.
 
-    `error` is empty when the server finished it; `kind` of an error: refused, lost, failed, timeout.
+    `error` is empty when the server finished it; `kind` of an error: refused, lost, failed, timeout. `status` is that
+    of an answer that is no stream. `texts` are those of the chunks, where they are kept.
     """
 
     sent: float
     chunk_times: array[float] = field(default_factory=lambda: array("d"))
+    texts: list[str] | None = None
+    status: int = 0
     num_prompt_tokens: int = 0
     usage_tokens: int | None = None
     is_finished: bool = False
@@ -96,8 +99,9 @@ class Target:
 class CompletionClient:
     """Sends completions to one server, each over a connection of its own."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, *, keeps_texts: bool = False) -> None:
         self._target = target
+        self._keeps_texts = keeps_texts
         self._host, self._port, is_tls, path = target.address()
         self._tls = ssl.create_default_context() if is_tls else None
         key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
@@ -125,7 +129,7 @@ class CompletionClient:
 
     async def send(self, body: bytes, advance: Callable[[int], object] = lambda tokens: None) -> Answer:
         """Send one body of body(); give what came."""
-        answer = Answer(time.perf_counter())
+        answer = Answer(time.perf_counter(), texts=[] if self._keeps_texts else None)
         try:
             async with asyncio.timeout(self._target.timeout_s):
                 await self._exchange(body, answer, advance)
@@ -165,6 +169,7 @@ class CompletionClient:
                     advance(len(answer.chunk_times) - before)
             if not parser.is_stream and parser.status:
                 text = parser.body.decode("utf-8", "replace")
+                answer.status = parser.status
                 _fail(answer, "failed", f"status {parser.status}: {text}")
         finally:
             writer.close()
@@ -183,6 +188,8 @@ def _note(answer: Answer, event: bytes, now: float) -> None:
     for choice in chunk.choices:
         if choice.text or choice.finish_reason is None:
             answer.chunk_times.append(now)
+            if answer.texts is not None:
+                answer.texts.append(choice.text)
         if choice.finish_reason is not None:
             answer.is_finished = True
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.cli.admin import VERBS
 from octavo.cli.engines import Engine
 from octavo.engine.client import Verb as EngineVerb
 from octavo.errors import ConfigError
@@ -21,19 +22,6 @@ if TYPE_CHECKING:
     from octavo.cli.api_task import ApiTask
     from octavo.server.context import Context
     from octavo.server.run import HttpServer
-
-VERBS = {  # verb -> what octavo admin --help says of it
-    "status": "processes, epoch, restarts and open requests, as JSON",
-    "pause": "stop making steps; requests wait",
-    "resume": "go on after pause",
-    "drain": "take no new requests, finish the open ones, end the server",
-    "cancel": "end the request with this id",
-    "cancel_all": "end every request in the engine",
-    "explain": "say why the request with this id waits",
-    "reset_prefix_cache": "forget the cached prefixes that nobody uses",
-    "reload_keys": "read the key file again",
-    "kill_engine": "kill the engine process, for a drill: requests are resumed by the next",
-}
 
 
 def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Context, url: str) -> dict[str, Verb]:
@@ -67,7 +55,7 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         return await engine.client.control("explain", _needed(request_id, "explain"))
 
     async def reload_keys(_: str) -> object:
-        raise ConfigError("this server has no key file; start it with one to change keys while it runs")
+        return context.keys.reload()
 
     async def kill_engine(_: str) -> object:
         pid = engine.pid
@@ -86,7 +74,8 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         "cancel_all": _control(engine, "cancel_all"),
         "reset_prefix_cache": _control(engine, "reset_prefix_cache"),
     }
-    return {name: asked[name] for name in VERBS}
+    assert asked.keys() == VERBS.keys()
+    return asked
 
 
 def _control(engine: Engine, verb: EngineVerb) -> Callable[[str], Awaitable[object]]:

@@ -77,7 +77,7 @@ async def _serve(task: ApiTask, place: Place, start_engine: StartEngine) -> int:
     this = asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # until it serves
-    starting = asyncio.ensure_future(start_engine(task.config))
+    starting = asyncio.ensure_future(start_engine(_engine_config(task.config)))
     loading = asyncio.ensure_future(asyncio.to_thread(_load, task))
     try:
         await asyncio.wait((starting, loading), return_when=asyncio.FIRST_EXCEPTION)
@@ -91,6 +91,15 @@ async def _serve(task: ApiTask, place: Place, start_engine: StartEngine) -> int:
     finally:
         await engine.close()
     return code
+
+
+def _engine_config(config: Config) -> Config:
+    """The settings as the engine needs them: what a key file says of tenants included."""
+    if config.serving.api_key_file is None:
+        return config
+    from octavo.server.keys import with_key_weights  # reading the file takes a heavy library
+
+    return with_key_weights(config)
 
 
 def _load(task: ApiTask) -> tuple[Any, Any]:

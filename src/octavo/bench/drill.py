@@ -1,0 +1,181 @@
+"""A drill: greedy streams of a server while its engine is killed and stopped, compared with their unfaulted texts.
+
+Owns: the streams, the faults and when they come, judging each answer. Does not: find the server, or print.
+Invariants: a process that was stopped is let go on at the end, should it still be there; a stream that the server
+refused (busy, starting) is no loss and is asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from octavo.bench.completion_client import Answer, CompletionClient
+from octavo.errors import EngineError
+
+REFUSED = (429, 503)
+RETRY_S = 0.25
+MAX_PROMPTS = 16
+FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """What is done: `every_s` by kind of fault, and how many streams of how many tokens for how long."""
+
+    every_s: dict[str, float]
+    num_streams: int = 16
+    max_tokens: int = 64
+    duration_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """An unfaulted text, and where its chunks end: a chunk is a token, unless several came at once."""
+
+    text: str
+    ends: tuple[int, ...]
+    num_tokens: int
+
+    @classmethod
+    def of(cls, answer: Answer) -> Expected:
+        """What a finished answer said."""
+        ends, length = [], 0
+        for text in answer.texts or ():
+            length += len(text)
+            ends.append(length)
+        return cls("".join(answer.texts or ()), tuple(ends), answer.num_tokens)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What was found. Gaps are seconds between chunks of a stream; `fault_gaps` those in which a fault fell."""
+
+    num_finished: int = 0
+    num_refused: int = 0
+    num_tokens: int = 0
+    num_lost: int = 0
+    num_duplicated: int = 0
+    num_different: int = 0  # streams
+    errors: Counter[str] = field(default_factory=Counter)
+    faults: list[tuple[str, float, int]] = field(default_factory=list)  # kind, when, process
+    num_skipped: int = 0  # faults for which there was no engine
+    gaps: list[float] = field(default_factory=list)
+    fault_gaps: list[float] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was lost, doubled or changed."""
+        return not (self.num_lost or self.num_duplicated or self.num_different)
+
+
+def judge(answer: Answer, expected: Expected) -> tuple[int, int]:
+    """Tokens lost, and tokens that are too many or other ones."""
+    got = "".join(answer.texts or ())
+    same = next((i for i, pair in enumerate(zip(got, expected.text, strict=False)) if pair[0] != pair[1]), None)
+    same = min(len(got), len(expected.text)) if same is None else same
+    per_chunk = expected.num_tokens / max(1, len(expected.ends))
+    lost = round(sum(end > same for end in expected.ends) * per_chunk)
+    too_much = len(got) - same
+    extra = max(1, round(too_much * expected.num_tokens / max(1, len(expected.text)))) if too_much else 0
+    if not (lost or extra) and answer.num_tokens != expected.num_tokens and answer.usage_tokens is not None:
+        extra = abs(answer.num_tokens - expected.num_tokens)  # a token without text
+    return lost, extra
+
+
+class Drilling:
+    """One run of a drill. `find_engine` gives the engine's process id, None when there is none; it may block."""
+
+    def __init__(self, drill: Drill, client: CompletionClient, find_engine: Callable[[], int | None]) -> None:
+        self.drill = drill
+        self.outcome = Outcome()
+        self._client = client
+        self._find_engine = find_engine
+        self._expected: list[Expected] = []
+        self._answers: list[Answer] = []
+        self._stopped: set[int] = set()
+        self._end = 0.0
+
+    async def run(self) -> Outcome:
+        """Take the unfaulted texts, then stream and make faults until the time is over. Raises EngineError."""
+        bodies = [self._client.body(text, self.drill.max_tokens) for text in _prompts(self.drill.num_streams)]
+        for answer in await asyncio.gather(*map(self._client.send, bodies)):
+            if answer.has_failed:
+                raise EngineError(f"no unfaulted text can be had: {answer.kind}, {answer.error}")
+            self._expected.append(Expected.of(answer))
+        self._end = time.perf_counter() + self.drill.duration_s
+        faults = [asyncio.create_task(self._make(kind, every_s)) for kind, every_s in self.drill.every_s.items()]
+        try:
+            await asyncio.gather(*(self._stream(index, bodies) for index in range(self.drill.num_streams)))
+        finally:
+            for task in faults:
+                task.cancel()
+            await asyncio.gather(*faults, return_exceptions=True)
+            for pid in self._stopped:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGCONT)
+        self._count_gaps()
+        return self.outcome
+
+    async def _stream(self, index: int, bodies: Sequence[bytes]) -> None:
+        """Ask for one text after another; each is read to its end, also beyond the drill's."""
+        turn = index
+        while time.perf_counter() < self._end:
+            answer = await self._client.send(bodies[turn % len(bodies)])
+            if answer.status in REFUSED or (answer.kind in ("refused", "lost") and not answer.chunk_times):
+                self.outcome.num_refused += 1
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._note(answer, self._expected[turn % len(bodies)])
+            turn += 1
+
+    def _note(self, answer: Answer, expected: Expected) -> None:
+        lost, extra = judge(answer, expected)
+        outcome = self.outcome
+        outcome.num_lost += lost
+        outcome.num_duplicated += extra
+        outcome.num_different += bool(lost or extra)
+        outcome.num_tokens += answer.num_tokens
+        outcome.num_finished += not answer.has_failed
+        if answer.has_failed:
+            outcome.errors[f"{answer.kind}: {answer.error}"] += 1
+        self._answers.append(answer)
+
+    async def _make(self, kind: str, every_s: float) -> None:
+        """Make a fault of one kind again and again. None comes in the last moments: what it did could not be seen."""
+        while (start := time.perf_counter()) + every_s < self._end:
+            await asyncio.sleep(every_s)
+            pid = await asyncio.to_thread(self._find_engine)
+            try:
+                if pid is None:
+                    raise ProcessLookupError
+                os.kill(pid, FAULTS[kind])
+            except ProcessLookupError:
+                self.outcome.num_skipped += 1
+                continue
+            self.outcome.faults.append((kind, max(start, time.perf_counter()), pid))
+            if kind == "stop":
+                self._stopped.add(pid)
+
+    def _count_gaps(self) -> None:
+        moments = [moment for _, moment, _ in self.outcome.faults]
+        for answer in self._answers:
+            times = answer.chunk_times
+            for before, after in pairwise(times):
+                self.outcome.gaps.append(after - before)
+                if any(before <= moment < after for moment in moments):
+                    self.outcome.fault_gaps.append(after - before)
+
+
+def _prompts(num_streams: int) -> list[str]:
+    count = min(num_streams, MAX_PROMPTS)
+    return [
+        f"Drill {number}. Tell me a story in which the number {number * 7 + 3} is found." for number in range(count)
+    ]

@@ -1,0 +1,36 @@
+"""`octavo admin VERB`: ask or tell a running server over its admin socket."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from octavo.cli.admin_client import ask, find_socket
+
+VERBS = {  # verb -> what it does
+    "status": "processes, epoch, restarts and open requests, as JSON",
+    "pause": "stop making steps; requests wait",
+    "resume": "go on after pause",
+    "drain": "take no new requests, finish the open ones, end the server",
+    "cancel": "end the request with the id ARG",
+    "cancel_all": "end every request in the engine",
+    "explain": "say why the request with the id ARG waits",
+    "reset_prefix_cache": "forget the cached prefixes that nobody uses",
+    "reload_keys": "read the key file again",
+    "kill_engine": "kill the engine process, for a drill; requests go on in the next",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    known = "; ".join(f"{verb}: {text}" for verb, text in VERBS.items())
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help=known)
+    parser.add_argument("argument", nargs="?", default="", metavar="ARG", help="the id that a verb needs")
+    parser.add_argument("--socket", metavar="PATH", help="the server's admin socket [the only server's here]")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the answer: text as it is, anything else as JSON."""
+    answer = ask(find_socket(args.socket), args.verb, args.argument)
+    print(answer if isinstance(answer, str) else json.dumps(answer, indent=2))
+    return 0

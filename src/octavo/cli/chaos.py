@@ -1,0 +1,174 @@
+"""`octavo chaos`: a drill against a server on this machine, which shows what its users see when its engine dies.
+
+Owns: the arguments and their bounds, finding the server, the report. Does not: make faults or judge (bench.drill does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import sys
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from octavo.bench.completion_client import CompletionClient, Target
+from octavo.bench.drill import Drill, Drilling, Outcome
+from octavo.bench.percentiles import percentile
+from octavo.bench.server_facts import first_model
+from octavo.bench.table import show_facts
+from octavo.cli.admin_client import AdminError, ask, find_socket
+from octavo.cli.flags import UsageError
+from octavo.cli.servers import find_servers
+from octavo.server.listener import is_loopback
+
+MAX_STREAMS = 256
+MAX_TOKENS = 4096
+MAX_DURATION_S = 1800.0
+MIN_INTERVAL_S = 0.5
+REQUEST_TIMEOUT_S = 300.0
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m)?")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    for flag, text in (
+        ("--kill-engine", "kill the engine process so often (SIGKILL)"),
+        ("--stop-engine", "stop it so often, as one that hangs (SIGSTOP)"),
+    ):
+        parser.add_argument(flag, nargs="+", metavar="every 5s", help=text)
+    parser.add_argument("--streams", type=int, default=16, metavar="N", help="streams at once [16]")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens of each [64]")
+    parser.add_argument("--duration", default="30s", metavar="30s", help="how long new streams are begun [30s]")
+    parser.add_argument("--url", help="the server, on this machine only [the one of the admin socket]")
+    parser.add_argument("--socket", metavar="PATH", help="its admin socket [the only server's here]")
+    parser.add_argument("--api-key", metavar="KEY", help="a key of the server [OCTAVO_API_KEY]")
+    parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Drill; 0 when nothing was lost, 1 otherwise."""
+    drill = _drill(args)
+    socket = _socket(args)
+    url = _local_url(args.url or ask(socket, "status")["url"])
+    key = args.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
+    target = Target(url, api_key=key, timeout_s=REQUEST_TIMEOUT_S)
+    before = ask(socket, "status")
+    outcome = asyncio.run(_run(drill, target, socket))
+    report = make_report(drill, outcome, before, ask(socket, "status"))
+    if not args.json:
+        show_facts(Console(file=sys.stdout, highlight=False), f"drill of {url}", _facts(report))
+    print(json.dumps(report))
+    return 0 if outcome.is_clean else 1
+
+
+async def _run(drill: Drill, target: Target, socket: str) -> Outcome:
+    model = await first_model(CompletionClient(target))
+    named = Target(target.base_url, model, target.api_key, timeout_s=target.timeout_s)
+    return await Drilling(drill, CompletionClient(named, keeps_texts=True), lambda: engine_of(socket)).run()
+
+
+def engine_of(socket: str) -> int | None:
+    """The engine's process as its server tells, None when there is none now."""
+    try:
+        pid = ask(socket, "status", timeout_s=5.0)["processes"].get("engine")
+    except AdminError:
+        return None
+    return pid if isinstance(pid, int) and pid > 1 else None
+
+
+def make_report(drill: Drill, outcome: Outcome, before: Any, after: Any) -> dict[str, Any]:
+    """Every figure, as JSON."""
+    kinds = [kind for kind, _, _ in outcome.faults]
+    return {
+        "streams": drill.num_streams,
+        "duration_s": drill.duration_s,
+        "faults": {**{kind: kinds.count(kind) for kind in drill.every_s}, "skipped": outcome.num_skipped},
+        "finished": outcome.num_finished,
+        "refused": outcome.num_refused,
+        "tokens": outcome.num_tokens,
+        "lost": outcome.num_lost,
+        "duplicated": outcome.num_duplicated,
+        "different": outcome.num_different,
+        "errors": dict(outcome.errors.most_common(5)),
+        "gap_s": _points(outcome.fault_gaps),
+        "token_gap_s": _points(outcome.gaps),
+        "restarts": {
+            "engine": after["engine"]["restarts"] - before["engine"]["restarts"],
+            "api": after["api_restarts"] - before["api_restarts"],
+        },
+    }
+
+
+def _points(gaps: list[float]) -> dict[str, float]:
+    named = {f"p{point}": percentile(gaps, point) for point in (50, 95)}
+    return {name: round(value, 4) for name, value in {**named, "max": max(gaps, default=0.0)}.items()}
+
+
+def _facts(report: dict[str, Any]) -> dict[str, object]:
+    faults = ", ".join(f"{count} {kind}" for kind, count in report["faults"].items() if count) or "none"
+    failed = sum(report["errors"].values())
+    return {
+        "faults": faults,
+        "restarts": f"engine {report['restarts']['engine']}, api {report['restarts']['api']}",
+        "streams": f"{report['finished']} finished, {failed} failed, {report['refused']} refused",
+        "tokens": report["tokens"],
+        "lost tokens": report["lost"],
+        "duplicated or other tokens": report["duplicated"],
+        "gap at a fault": _spelled(report["gap_s"]),
+        "gap between tokens": _spelled(report["token_gap_s"]),
+        **{f"error, {count} times": text for text, count in report["errors"].items()},
+    }
+
+
+def _spelled(points: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f} s" for name, value in points.items())
+
+
+def _drill(args: argparse.Namespace) -> Drill:
+    given = {"kill": args.kill_engine, "stop": args.stop_engine}
+    every_s = {kind: _interval(f"--{kind}-engine", words) for kind, words in given.items() if words}
+    duration_s = _seconds("--duration", args.duration)
+    for flag, value, most in (
+        ("--streams", args.streams, MAX_STREAMS),
+        ("--max-tokens", args.max_tokens, MAX_TOKENS),
+        ("--duration", duration_s, MAX_DURATION_S),
+    ):
+        if not 1 <= value <= most:
+            raise UsageError(f"{flag} is {value:g}; give 1 to {most:g}")
+    return Drill(every_s, args.streams, args.max_tokens, duration_s)
+
+
+def _interval(flag: str, words: list[str]) -> float:
+    if len(words) > 2 or (len(words) == 2 and words[0] != "every"):
+        raise UsageError(f"{flag} is {' '.join(words)!r}; give an interval, such as every 5s")
+    seconds = _seconds(flag, words[-1])
+    if seconds < MIN_INTERVAL_S:
+        raise UsageError(f"{flag} is every {seconds:g} s; give at least {MIN_INTERVAL_S:g} s")
+    return seconds
+
+
+def _seconds(flag: str, text: str) -> float:
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{flag} is {text!r}; give a time, such as 500ms, 5s or 2m")
+    return float(match[1]) * {"ms": 0.001, "m": 60.0}.get(match[2], 1.0)
+
+
+def _socket(args: argparse.Namespace) -> str:
+    if args.url and not args.socket:
+        for server in find_servers():
+            if server.url == args.url.rstrip("/").removesuffix("/v1"):
+                return server.admin
+    return find_socket(args.socket)
+
+
+def _local_url(url: str) -> str:
+    host = urlsplit(url).hostname or ""
+    if not is_loopback(host):
+        raise UsageError(f"--url is {url!r}; a drill is for a server on this machine: give a loopback address")
+    return url
