@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass
-from json.decoder import scanstring  # type: ignore[attr-defined]  (not in the stubs)
+from json.decoder import scanstring  # type: ignore[attr-defined]
 
 from octavo.server.faults import ApiError, bad_field
 

@@ -1,98 +1,165 @@
 """From messages and prompts to token ids, without holding up the event loop.
 
-Owns: which work leaves the loop, and the refusal of texts that cannot fit before they are tokenised.
+Owns: which work leaves the loop, to a thread or to a tool process, and the refusal of texts that cannot fit.
 Does not: know templates or vocabularies (TextModel does).
+Invariant: what is done in the event loop itself is bounded: a short text, a short conversation.
+
+Tokenizing releases the interpreter's lock, so a thread does; a template does not, so a large conversation is rendered
+in another process, where it can also be ended.
 """
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.errors import RequestError
 from octavo.server.faults import bad_field, from_exception
-from octavo.server.limits import OFF_LOOP_BYTES
+from octavo.server.offload import off_loop
 from octavo.server.schema import ChatBody, Message
+from octavo.text.length import num_tokens_if_over
+from octavo.tool.wire import RenderChat
 
 if TYPE_CHECKING:
-    from octavo.text.text_model import TextModel
+    from octavo.text.text_model import Conversation, TextModel
+    from octavo.tool.process import ToolProcess
 
 T = TypeVar("T")
+HERE_CHARS = 4096  # a text of this length is tokenized in 2 ms
+HERE_WORK = 16_384  # of a conversation, as `_work_of` counts it: a millisecond or two
+THREAD_WORK = 131_072
+SLOW_RENDER_S = 0.05  # a template that took this long for a conversation of less is rendered elsewhere from then on
+RENDER_LIMIT_S = 5.0
+_PER_MESSAGE = 128  # characters that a message's own steps in a template are worth
+_PER_VALUE = 16
 _ROLES = {"developer": "system"}
 
 
 class PromptReader:
     """Makes prompt ids for one model. `max_len` is the most tokens a prompt may have."""
 
-    def __init__(self, text: TextModel, max_len: int) -> None:
+    def __init__(self, text: TextModel, max_len: int, tool: ToolProcess) -> None:
         self._text = text
         self._max_len = max_len
-        self._longest_piece = 0
+        self._tool = tool
+        self._is_slow = False
 
     async def chat(self, body: ChatBody) -> list[int]:
-        """Render the conversation with the model's template and tokenise it."""
-        messages = [_shown(message) for message in body.messages]
+        """Render the conversation with the model's template and tokenise it. Raises ApiError, EngineError."""
         if body.continue_final_message and body.add_generation_prompt:
             message = "continue_final_message goes on with the last message; leave add_generation_prompt out"
             raise bad_field("add_generation_prompt", message)
-        size = sum(len(message["content"]) for message in messages)
-
-        def render() -> list[int]:
-            self._check_size("messages", size)
-            begins_answer = (
-                not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-            )
-            return self._text.prompt_ids_from_messages(
+        messages = [_shown(message) for message in body.messages]
+        size = sum(len(message["content"]) + len(message.get("name", "")) for message in messages)
+        begins_answer = (
+            not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+        )
+        try:
+            asked = self._text.conversation(
                 messages,
                 add_generation_prompt=begins_answer,
                 continue_final_message=body.continue_final_message,
-                template_kwargs=body.chat_template_kwargs,
+                variables=body.chat_template_kwargs,
             )
-
-        ids = await self._run("messages", size, render)
+            if size > HERE_CHARS:
+                await off_loop(lambda: self._check_size("messages", size))
+            prompt = asked.finish(await self._render(asked, _work_of(size, asked)))
+            ids = await self._encode("messages", prompt, add_special_tokens=False)
+        except RequestError as error:
+            error.param = error.param or "messages"
+            raise from_exception(error) from None
         if not ids:
             raise bad_field("messages", "messages make an empty prompt")
         return ids
 
+    async def _render(self, asked: Conversation, work: int) -> str:
+        template = self._text.chat_template
+        assert template is not None
+
+        def render() -> str:
+            begun = time.thread_time()
+            prompt = template.render(asked.messages, asked.add_generation_prompt, asked.tools, **asked.variables)
+            self._is_slow |= time.thread_time() - begun > SLOW_RENDER_S
+            return prompt
+
+        if work <= HERE_WORK and not self._is_slow:
+            return render()
+        if work <= THREAD_WORK and not self._is_slow:
+            return await off_loop(render)
+        order = RenderChat(
+            template.source,
+            template.tokens,
+            asked.messages,
+            asked.add_generation_prompt,
+            variables=asked.variables,
+        )
+        return str(await self._tool.run("render_chat", order, RENDER_LIMIT_S))
+
     async def completion(self, prompts: Sequence[object]) -> list[Sequence[int]]:
-        """Token ids of each prompt, given as text or as ids."""
+        """Token ids of each prompt, given as text or as ids. Raises ApiError."""
         return [await self._one(prompt) for prompt in prompts]
 
     async def _one(self, prompt: object) -> Sequence[int]:
         if not prompt:
             raise bad_field("prompt", "prompt is empty; give at least one token")
         if isinstance(prompt, list):
+            if len(prompt) > self._max_len:
+                message = f"prompt has {len(prompt)} tokens; this model holds {self._max_len}"
+                raise bad_field("prompt", message, "context_length_exceeded")
             return prompt  # Sessions checks the ids
         assert isinstance(prompt, str)
-
-        def encode() -> list[int]:
-            self._check_size("prompt", len(prompt))
-            return self._text.tokenizer.encode(prompt)
-
-        return await self._run("prompt", len(prompt), encode)
+        try:
+            return await self._encode("prompt", prompt)
+        except RequestError as error:
+            raise from_exception(error, {"prompt_token_ids": "prompt"}) from None
 
     async def echo(self, prompts: Sequence[object]) -> list[str]:
         """The prompts as text."""
         decode = self._text.tokenizer.decode
-        return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]  # type: ignore[arg-type]
 
-    async def _run(self, param: str, size: int, work: Callable[[], T]) -> T:
-        try:
-            return await asyncio.to_thread(work) if size > OFF_LOOP_BYTES else work()
-        except RequestError as error:
-            raise from_exception(error, {"prompt_token_ids": param}) from None
+        def texts() -> list[str]:
+            return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]  # type: ignore[arg-type]
 
-    def _check_size(self, param: str, num_characters: int) -> None:
-        """Refuse a text that has more tokens than fit even if each were the vocabulary's longest piece."""
-        if num_characters <= OFF_LOOP_BYTES:
+        num_ids = sum(len(prompt) for prompt in prompts if isinstance(prompt, list))
+        return await self._run(texts, is_short=num_ids <= HERE_CHARS)
+
+    async def _encode(self, param: str, text: str, add_special_tokens: bool = True) -> list[int]:
+        def encode() -> list[int]:
+            self._check_size(param, len(text), text)
+            return self._text.tokenizer.encode(text, add_special_tokens)
+
+        return await self._run(encode, is_short=len(text) <= HERE_CHARS)
+
+    async def _run(self, work: Callable[[], T], is_short: bool) -> T:
+        return work() if is_short else await off_loop(work)
+
+    def _check_size(self, param: str, num_characters: int, text: str | None = None) -> None:
+        """Refuse a text that cannot fit, by its length or by the tokens of its first parts. Raises ApiError."""
+        if num_characters <= HERE_CHARS:
             return
-        if not self._longest_piece:
-            self._longest_piece = max(map(len, self._text.tokenizer.backend.get_vocab(with_added_tokens=True)))
-        least = num_characters // self._longest_piece
-        if least > self._max_len:
+        tokenizer = self._text.tokenizer
+        if text is None:
+            least: int | None = num_characters // tokenizer.longest_piece
+        else:
+            least = num_tokens_if_over(tokenizer, text, self._max_len)
+        if least is not None and least > self._max_len:
             size = f"{param} has {num_characters} characters, so at least {least} tokens"
             raise bad_field(param, f"{size}; this model holds {self._max_len}", "context_length_exceeded")
+
+
+def _work_of(size: int, asked: Conversation) -> int:
+    """About how much there is to render, in characters."""
+    work = size + _PER_MESSAGE * len(asked.messages)
+    pending: list[Any] = [asked.variables]
+    while pending and work <= THREAD_WORK:
+        value = pending.pop()
+        work += _PER_VALUE + (len(value) if isinstance(value, str) else 0)
+        if isinstance(value, dict):
+            pending += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            pending += value
+    return work
 
 
 def _shown(message: Message) -> dict[str, str]:

@@ -48,7 +48,10 @@ async def serve(
         server = HttpServer(app, bound, lifecycle, config.serving.drain_timeout_s)
         if on_listening is not None:
             on_listening(url_of(bound))
-        await server.run()
+        try:
+            await server.run()
+        finally:
+            await app.state.context.tool.close()
 
 
 class HttpServer:

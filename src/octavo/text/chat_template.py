@@ -44,7 +44,7 @@ class ChatTemplate:
         if len(source) > _MAX_SOURCE_CHARS:
             raise ModelFileError(path, f"chat template has {len(source)} characters; {_MAX_SOURCE_CHARS} are supported")
         self.source = source
-        self._tokens = dict(tokens)
+        self.tokens = dict(tokens)
         self._max_output_chars = max_output_chars
         try:
             self._template: Template = _environment().from_string(source)
@@ -64,7 +64,7 @@ class ChatTemplate:
         """
         check_variables(kwargs)
         variables = {
-            **self._tokens,
+            **self.tokens,
             **kwargs,
             "messages": list(messages),
             "tools": list(tools) if tools else None,

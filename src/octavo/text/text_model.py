@@ -22,6 +22,21 @@ from octavo.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
+class Conversation:
+    """Checked messages and what else the template is given; `is_continued` when the last message is to go on."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    variables: dict[str, Any]
+    is_continued: bool
+
+    def finish(self, prompt: str) -> str:
+        """Return the prompt to be used, from the one that the template made. Raises InvalidRequestError."""
+        return cut_at_continuation(prompt) if self.is_continued else prompt
+
+
+@dataclass(frozen=True, slots=True)
 class TextModel:
     """A model's text side. `chat_template` is None for a model without one."""
 
@@ -59,15 +74,31 @@ class TextModel:
 
         The template sees `template_kwargs` (from a client: any name may be in them) and `variables` alike.
         """
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        asked = self.conversation(messages, **options, tools=tools, variables={**(template_kwargs or {}), **variables})
+        assert self.chat_template is not None
+        made = self.chat_template.render(asked.messages, asked.add_generation_prompt, asked.tools, **asked.variables)
+        return asked.finish(made)
+
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Conversation:
+        """Check what a template is to render, here or elsewhere. Raises InvalidRequestError."""
         if self.chat_template is None:
             reason = f"{self.name} has no chat template; start with --chat-template FILE, or use plain completions"
             raise InvalidRequestError(reason, "messages")
         plain = plain_messages(messages)
-        kwargs = {**(template_kwargs or {}), **variables}
-        check_variables(kwargs)
-        if not continue_final_message:
-            return self.chat_template.render(plain, add_generation_prompt, tools, **kwargs)
-        return cut_at_continuation(self.chat_template.render(mark_continuation(plain), False, tools, **kwargs))
+        variables = dict(variables or {})
+        check_variables(variables)
+        if continue_final_message:
+            return Conversation(mark_continuation(plain), False, tools, variables, True)
+        return Conversation(plain, add_generation_prompt, tools, variables, False)
 
     def prompt_ids_from_messages(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Return the prompt ids of a chat; `options` are those of prompt_from_messages.

@@ -8,6 +8,7 @@ Invariants: no truncation and no padding, whatever the file asks for; ids of a t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,16 @@ class Tokenizer:
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def count(self, text: str) -> int:
+        """The number of tokens of a part of a text, without those put before and after."""
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=False)
+        return len(encoding)
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """Characters of the longest token; no token stands for more of a text."""
+        return max(1, *map(len, self.backend.get_vocab(with_added_tokens=True)))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids; ids without a token add nothing. Raises InvalidRequestError for no possible id."""
