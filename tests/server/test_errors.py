@@ -227,8 +227,9 @@ async def test_an_id_may_be_given_and_reused_at_any_time() -> None:
     harness.engine.is_held = True
     first = asyncio.create_task(harness.chat(headers={"X-Request-Id": "mine-2"}))
     second = asyncio.create_task(harness.chat(headers={"X-Request-Id": "mine-2"}))
-    while len(harness.engine.requests) < 3:
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(5):
+        while len(harness.engine.requests) < 3:
+            await asyncio.sleep(0.001)
     names = [request.request_id for request in harness.engine.requests[1:]]
     assert len(set(names)) == 2 and all(name.startswith("mine-2~") for name in names)
     assert harness.context.directory.find("mine-2", "") == names and not harness.context.directory.find("mine-2", "x")
