@@ -1,0 +1,148 @@
+"""Row 24: nobody gets in without a key, whatever the route, the method, the header, the Host or the path's spelling."""
+
+import hashlib
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from octavo.config import Config, ServingConfig
+from octavo.server import app as app_module
+from octavo.server.auth import POLICIES, Access
+from octavo.server.routes import models
+from tests.reliability.scorecard import Score
+from tests.server.fakes import Harness
+
+Headers = list[tuple[bytes, bytes]]
+KEY = "sk-right-and-long"
+METHODS = ("GET", "POST", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
+BAD_KEYS: list[Headers] = [
+    [],
+    [(b"authorization", b"")],
+    [(b"authorization", b"Bearer")],
+    [(b"authorization", b"Bearer ")],
+    [(b"authorization", b"Bearer \x00")],
+    [(b"authorization", b"Bearer \xff\xfe")],
+    [(b"authorization", b"Bearer " + b"A" * 8000)],
+    [(b"authorization", f"Bearer {KEY}x".encode())],
+    [(b"authorization", f"Bearer {KEY[:-1]}".encode())],
+    [(b"authorization", f"Bearer {KEY.upper()}".encode())],
+    [(b"authorization", f"Bearer {KEY} {KEY}".encode())],
+    [(b"authorization", f"Bearer,{KEY}".encode())],
+    [(b"authorization", f"Basic {KEY}".encode())],
+    [(b"authorization", KEY.encode())],
+    [(b"authorization", b"Bearer " + hashlib.sha256(KEY.encode()).hexdigest().encode())],
+    [(b"authorization", b"Bearer x"), (b"authorization", f"Bearer {KEY}".encode())],
+    [(b"x-api-key", KEY.encode())],
+    [(b"cookie", f"authorization=Bearer {KEY}".encode())],
+    [(b"proxy-authorization", f"Bearer {KEY}".encode())],
+]
+HOSTS: list[Headers] = [
+    [],
+    [(b"host", b"localhost")],
+    [(b"host", b"127.0.0.1/livez")],
+    [(b"host", b"x/livez?")],
+    [(b"host", b"a"), (b"host", b"b")],
+    [(b"host", b"\xff\x00")],
+    [(b"x-forwarded-for", b"127.0.0.1"), (b"x-forwarded-prefix", b"/livez"), (b"x-real-ip", b"::1")],
+    [(b"x-original-url", b"/livez"), (b"x-rewrite-url", b"/livez"), (b"x-http-method-override", b"GET")],
+]
+SPELLINGS = [
+    "/livez/../{}", "//{}", "/{}/", "/{}//", "/./{}", "/%2e/{}", "/livez%2f..%2f{}", "/livez;/{}", "/{};x=/livez",
+    "/{}%00", "/{}?/livez", "/{}#/livez", "/{}%3f", "/LIVEZ/../{}", "/readyz/%2e%2e/{}", "http://x/{}", "/\\{}",
+]  # fmt: skip
+ODD = [
+    "", "*", "/", "//", "livez", "/livez/", "//livez", "/livez%20", "/livez%00", "/%6civez", "/LIVEZ", "/livez;",
+    "/readyz/x", "/livez/..", "/readyz%2f", "/nothing", "/v1", "/static/../livez", "/.well-known/x", "/admin", "/debug",
+]  # fmt: skip
+
+
+def concrete(path: str) -> str:
+    return path.replace("{model_id:path}", "tiny").replace("{request_id}", "r")
+
+
+def harness(tmp_path: Path) -> Harness:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys: [{{name: a, key: {KEY}}}]")
+    path.chmod(0o600)
+    return Harness(config=Config(serving=ServingConfig(api_key=("sk-other",), api_key_file=str(path))))
+
+
+async def status_of(app: Any, method: str, path: str, headers: Headers, root: str = "") -> int:
+    """One request as an HTTP server would hand it over, in a spelling that a client library would not send."""
+    raw, _, query = path.partition("?")
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+        "path": unquote(raw), "raw_path": raw.encode(), "query_string": query.encode(), "root_path": root,
+        "headers": headers, "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1),
+    }  # fmt: skip
+    statuses: list[int] = []
+    sent = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
+
+    async def receive() -> Any:
+        return next(sent, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    await app(scope, receive, send)
+    assert len(statuses) == 1
+    return statuses[0]
+
+
+async def test_row_24_nobody_gets_in_without_a_key(tmp_path: Path, score: Score) -> None:
+    played = harness(tmp_path)
+    routes = [concrete(path) for path, access in POLICIES.items() if access is Access.KEY]
+    paths = [*routes, *(spelling.format(route[1:]) for spelling in SPELLINGS for route in routes), *ODD]
+    asked: Iterable[tuple[str, str, Headers, Headers]] = itertools.product(METHODS, paths, BAD_KEYS, HOSTS)
+    if score.dose(True, False):  # some of each on every spelling, all of each on every route
+        asked = [
+            (method, path, key, host)
+            for number, path in enumerate(paths)
+            for method, key, host in zip(METHODS, BAD_KEYS[number % 9 :], itertools.cycle(HOSTS), strict=False)
+        ]
+        asked += itertools.product(METHODS[:3], routes, BAD_KEYS, HOSTS[:1])
+        asked += itertools.product(["POST"], routes, BAD_KEYS[:1], HOSTS)
+    num_asked = 0
+    let_in = others = 0
+    for method, path, key, host in asked:
+        status = await status_of(played.app, method, path, [*key, *host])
+        num_asked += 1
+        let_in += 200 <= status < 300
+        others += status not in (401, 431)
+    score.tell("requests", num_asked)
+    score.count("unauthenticated 2xx", let_in)
+    score.count("answers that are neither 401 nor 431", others)
+    score.count("requests that reached the engine", len(played.engine.requests))
+    roots = [await status_of(played.app, "GET", path, [], root) for path in routes for root in ("/livez", "/v1", "/")]
+    score.count("let in by a root path", sum(status != 401 for status in roots))
+
+
+async def test_row_24_the_open_routes_and_the_right_key_do_get_in(tmp_path: Path, score: Score) -> None:
+    played = harness(tmp_path)
+    right = [(b"authorization", f"Bearer {KEY}".encode())]
+    opened = [await status_of(played.app, "GET", path, []) for path in ("/livez", "/readyz")]
+    keyed = [await status_of(played.app, "GET", path, right) for path in ("/health", "/metrics", "/docs", "/v1/models")]
+    score.share("open routes and the right key answer 200", [*opened, *keyed].count(200), 6)
+
+
+def test_row_24_a_new_route_without_a_policy_fails(score: Score, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def page(request: Request) -> Response:
+        return Response()
+
+    real = models.add_routes
+
+    def add_routes(app: FastAPI) -> None:
+        real(app)
+        app.add_api_route("/v1/new", page, methods=["GET"])
+
+    monkeypatch.setattr(app_module.models, "add_routes", add_routes)
+    with pytest.raises(AssertionError, match="/v1/new"):
+        Harness()
+    score.count("routes served without a policy", 0)
