@@ -1,0 +1,49 @@
+"""A drill's judgement of answers; what it does to a server is shown in tests/reliability."""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+import pytest
+
+from octavo.bench.completion_client import Answer
+from octavo.bench.drill import Expected, Outcome, judge
+
+
+def answer(*texts: str, usage_tokens: int | None = None) -> Answer:
+    given = Answer(time.perf_counter(), texts=list(texts))
+    given.chunk_times = array("d", range(len(texts)))
+    given.usage_tokens = usage_tokens
+    return given
+
+
+WHOLE = ("the", " cat", " sat", " on")
+
+
+@pytest.mark.parametrize(
+    ("got", "lost", "extra"),
+    [
+        (answer(*WHOLE, usage_tokens=4), 0, 0),
+        (answer("the cat", " sat on", usage_tokens=4), 0, 0),  # several tokens at once
+        (answer("the", " cat"), 2, 0),
+        (answer(), 4, 0),
+        (answer(*WHOLE, " on", usage_tokens=4), 0, 1),
+        (answer("the", " cat", " cat", " sat", " on"), 2, 3),  # judged by length, once it differs
+        (answer("the", " sat", " on"), 3, 2),
+        (answer(*WHOLE, "", usage_tokens=5), 0, 1),  # a token without text too many
+    ],
+)
+def test_what_is_lost_and_what_is_too_much(got: Answer, lost: int, extra: int) -> None:
+    expected = Expected.of(answer(*WHOLE, usage_tokens=4))
+    assert judge(got, expected) == (lost, extra)
+
+
+def test_chunks_of_several_tokens_count_for_as_many() -> None:
+    expected = Expected.of(answer("the cat", " sat on", usage_tokens=4))
+    assert judge(answer("the cat"), expected) == (2, 0)
+
+
+def test_an_outcome_is_clean_when_nothing_was_lost_doubled_or_changed() -> None:
+    assert Outcome().is_clean and Outcome(num_refused=3).is_clean
+    assert not Outcome(num_lost=1).is_clean and not Outcome(num_duplicated=1).is_clean
