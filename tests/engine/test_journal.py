@@ -67,8 +67,8 @@ def began(key: str = "key", num_requests: int = 1) -> Began:
 
 def tokens(name: str, *entries: tuple[int, int, int], logprobs: list[Any] | None = None, **rest: Any) -> Delivery:
     """(choice, position, id) of one request."""
-    columns = [array("i", column) for column in zip(*entries, strict=True)] or [array("i") for _ in range(3)]
-    return Delivery([name] * len(entries), *columns, logprobs, **rest)
+    choices, positions, token_ids = (array("i", column) for column in zip(*entries, strict=True))
+    return Delivery([name] * len(entries), choices, positions, token_ids, logprobs, **rest)
 
 
 def start(journal: Journal, name: str = "a", key: str = "key", **options: Any) -> int:
@@ -297,9 +297,11 @@ async def test_compaction_keeps_what_is_held_and_frees_the_rest(
             journal.forget(run)
         journal.tick()
         await asyncio.sleep(0)
-    while journal._tasks:
-        await asyncio.sleep(0.01)
-    assert journal.num_compactions >= 2 and journal.trouble is None
+    for _ in range(2):
+        while journal._tasks:
+            await asyncio.sleep(0.01)
+        journal.tick()
+    assert journal.num_compactions >= 2 and not journal.trouble
     size = sum(path.stat().st_size for _, path in numbered(tmp_path))
     assert size < 2 * journal.state.num_bytes + 40_000 and len(numbered(tmp_path)) <= 2
     expected = contents(journal)
@@ -334,7 +336,7 @@ async def test_R21_a_full_disk_suspends_it_and_room_brings_it_back(
     journal.tick()
     while journal._tasks:
         await asyncio.sleep(0.001)
-    assert journal.trouble is None and journal.num_suspensions == 1
+    assert not journal.trouble and journal.num_suspensions == 1
     journal.appended(tokens("a", (0, 2, 7)))
     expected = contents(journal)
     assert expected == {"a": ({0: [5, 6, 7]}, None), "b": ({0: [8]}, FinishReason.STOP)}

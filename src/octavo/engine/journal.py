@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from octavo.config import Config
 from octavo.core.request import Request
 from octavo.engine.delivery import Delivery
 from octavo.engine.journal_files import Clock, Disk, Segment, lock_folder, recover, segment_path, write_snapshot
@@ -34,11 +35,23 @@ from octavo.engine.journal_records import (
 from octavo.engine.journal_rows import to_record
 from octavo.engine.journal_state import HeldRequest, HeldRun
 from octavo.engine.wire import Submit
+from octavo.errors import ConfigError
 
 SYNC_S = 0.010  # least time between two syncs
 RETRY_S = 5.0  # how long a failed disk is left alone
 COMPACT_BYTES = 4 << 20  # below this nothing is compacted
 _log = logging.getLogger(__name__)
+
+
+def open_journal(config: Config) -> Journal | None:
+    """Open the journal that the settings ask for, if any. Blocks while it reads what is there. Raises ConfigError."""
+    retry, model = config.retry, config.model
+    if retry.journal is None:
+        return None
+    if config.serving.in_process:
+        raise ConfigError("--journal needs an engine in a process of its own; leave --in-process out")
+    name = f"{model.model}@{model.revision or ''}"
+    return Journal(Path(retry.journal), name, is_synced=retry.journal_sync == "group")
 
 
 class Journal:

@@ -1,0 +1,158 @@
+"""Taking over what a former server left in the journal: requests go on, answers are there for who asks again.
+
+Owns: making runs from what the journal held. Does not: read files (the journal did), or keep runs (idempotency does).
+Invariants: an answer that was finished is never computed again, nor its text made before somebody asks for it; a run
+that cannot be taken over is forgotten, so that a retry begins it anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+
+import msgspec
+
+from octavo.core.request import FinishReason
+from octavo.engine.client import Accepted, EngineClient
+from octavo.engine.deltas import TextDelta
+from octavo.engine.entry import Entry
+from octavo.engine.journal import Journal
+from octavo.engine.journal_state import HeldRequest, HeldRun
+from octavo.engine.sessions import Session
+from octavo.engine.transcript import Transcript
+from octavo.errors import StepFailedError
+from octavo.server.admission import Lease, Wish
+from octavo.server.context import Context
+from octavo.server.generation import REASONS, Asked, Generation, failure_of
+from octavo.server.idempotency import Begun, RetryKey, Run
+from octavo.server.replay_outputs import OneByOne, Stored
+from octavo.server.shapes import Form
+
+_log = logging.getLogger(__name__)
+RestoreEntries = Callable[[Iterable[Entry]], None]
+
+
+def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tuple[int, int]:
+    """Have the engine go on with what is open, and keep what has ended; give the number of runs of each kind.
+
+    Call it in the event loop, before anything is served. `restore` is EngineKeeper.restore. Raises EngineDeadError.
+    """
+    runs = context.runs
+    runs.journal = journal
+    going: list[tuple[HeldRun, Form]] = []
+    num_kept = 0
+    for held in journal.recovered:
+        form = _form(held)
+        if form is None or not _is_worth_keeping(held):
+            journal.forget(held.began.run)
+        elif held.is_ended:
+            runs.keep(_stored(context, held, form))
+            num_kept += 1
+        else:
+            going.append((held, form))
+    restore([held.entry() for run, _ in going for held in _requests(run)])
+    for held_run, form in going:
+        run = _run(held_run)
+        runs.keep(run)
+        runs.start(run, Begun(_generation(context, held_run), form, _num_choices(held_run)))
+    return len(going), num_kept
+
+
+def _form(held: HeldRun) -> Form | None:
+    try:
+        return msgspec.msgpack.decode(held.began.facts, type=Form)
+    except msgspec.MsgspecError:
+        _log.warning("journal: request %s was written by another version and is left out", held.began.run)
+        return None
+
+
+def _requests(held: HeldRun) -> list[HeldRequest]:
+    return [held.requests[index] for index in sorted(held.requests)]
+
+
+def _num_choices(held: HeldRun) -> int:
+    return sum(each.request.params.n for each in held.requests.values())
+
+
+def _is_worth_keeping(held: HeldRun) -> bool:
+    """Whether nothing of it failed in a way that may be tried again."""
+    ends = [each.end for each in held.requests.values() if each.end is not None]
+    return all(
+        end.finish_reason in REASONS
+        or (end.finish_reason is FinishReason.ERROR and (end.message or "").startswith(StepFailedError.__name__))
+        for end in ends
+    )
+
+
+def _run(held: HeldRun) -> Run:
+    began = held.began
+    run = Run(RetryKey(began.tenant, began.key, began.body_hash))
+    run.number = began.run
+    return run
+
+
+def _stored(context: Context, held: HeldRun, form: Form) -> Run:
+    run = _run(held)
+    run.ended_at = max(each.ended_at for each in held.requests.values())
+    run.num_bytes = held.num_bytes
+    run.revive = lambda: Begun(_StoredAnswer(context, held), form, _num_choices(held))
+    return run
+
+
+def _sessions(context: Context, held: HeldRun, client: EngineClient) -> list[Session]:
+    return [_session(context, each, client) for each in _requests(held)]
+
+
+def _session(context: Context, held: HeldRequest, client: EngineClient) -> Session:
+    request = held.request
+
+    def make_transcript() -> Transcript:
+        return Transcript(context.text.tokenizer, request.params, request.eos_token_ids)
+
+    accepted = Accepted(request.request_id, request.params.max_tokens or 0, False)
+    return Session(client, request, accepted, make_transcript)
+
+
+def _generation(context: Context, held: HeldRun) -> Generation:
+    """What goes on, with a seat of its own: it was let in once."""
+    requests = [each.request for each in _requests(held)]
+    first = requests[0]
+    wish = Wish(priority=first.priority, num_prompts=len(requests), width=first.params.num_sequences)
+    lease = Lease(context.admission, wish, context.waiting.enter("", wish.priority, wish.num_prompts, wish.width))
+    closing = ExitStack()
+    closing.callback(lease.leave)
+    names = [request.request_id for request in requests]
+    closing.callback(context.directory.add(first.tenant, names[0], names))
+    asked = Asked(
+        request_id=first.request_id,
+        prompts=[request.prompt_token_ids or () for request in requests],
+        params=first.params,
+        arrival=first.arrival,
+    )
+    sessions = _sessions(context, held, OneByOne(context.sessions.client))
+    return Generation(asked, sessions, context.metrics, lease, closing)
+
+
+class _StoredAnswer:
+    """The deltas of a run that has ended; they count in no metric again."""
+
+    def __init__(self, context: Context, held: HeldRun) -> None:
+        self._held = _requests(held)
+        entries = {each.request.request_id: each.entry() for each in self._held}
+        self._sessions = _sessions(context, held, Stored(entries))
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Yield (index, delta), one request after the other. Raises ApiError for one that failed."""
+        for number, (held, session) in enumerate(zip(self._held, self._sessions, strict=True)):
+            async for delta in session:
+                if delta.usage is not None:
+                    usage = replace(delta.usage, e2e_s=held.ended_at - held.request.arrival)
+                    delta = replace(delta, usage=usage)
+                if delta.finish_reason is not None and delta.finish_reason not in REASONS:
+                    raise failure_of(delta)
+                yield number * held.request.params.n + delta.choice, delta
+
+    async def close(self) -> None:
+        """Nothing is open."""
