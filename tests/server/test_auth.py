@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from octavo.server.auth import POLICIES, Access, check_policies
+from octavo.server.gate import GATED
 from tests.server.fakes import Harness, Wire, keyed
 
 KEY = "sk-right"
@@ -45,6 +46,8 @@ def test_every_route_has_a_policy_and_only_two_are_open() -> None:
     paths = {route.path for route in harness.app.routes}  # type: ignore[attr-defined]
     assert paths == set(POLICIES)
     assert {path for path, access in POLICIES.items() if access is Access.OPEN} == {"/livez", "/readyz"}
+    posts = {route.path for route in harness.app.routes if "POST" in (getattr(route, "methods", None) or ())}
+    assert posts <= GATED, "a new endpoint that makes work goes through the gate, or is excused here by name"
     with pytest.raises(AssertionError, match="/new"):
         check_policies([*paths, "/new"])
 

@@ -142,11 +142,15 @@ class Admission:
         share = self._share(self.room.num_waiting, self.room.num_waiting_tokens if self.room.num_waiting else 0)
         return Load(sum(share >= bound for bound in _BOUNDS))
 
-    def glance(self, key: KeyInfo) -> None:
-        """Before the body is read: count the request, or refuse it at a full queue or its key's limit (BusyError)."""
+    def glance(self, key: KeyInfo, *, may_be_known: bool = False) -> None:
+        """Before the body is read: count the request, or refuse it at a full queue or its key's limit (BusyError).
+
+        `may_be_known`: it may ask for something that is here already, and so needs no room in the queue.
+        """
         meter = self.meter(key)
         with _counted(meter):
-            self._check_full(1)
+            if not may_be_known:
+                self._check_full(1)
             if meter is not None:
                 self._check_concurrent(meter)
                 meter.begin(self.now())

@@ -1,7 +1,7 @@
 """create_app: the HTTP application over Sessions.
 
 Owns: putting routes, middleware and error handlers together. Does not: start a server or an engine.
-Order from outside: shell (id, limits, last catch), auth (default deny), router.
+Order from outside: shell (id, limits, last catch), auth (default deny), gate (room for new work), router.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from octavo.errors import EngineError, RequestError
 from octavo.server.auth import AuthMiddleware, check_policies
 from octavo.server.context import EngineStatistics, build_context
 from octavo.server.faults import ApiError, from_exception
+from octavo.server.gate import GateMiddleware
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
 from octavo.server.routes import chat, completions, docs, health, metrics, models
@@ -53,6 +54,7 @@ def create_app(
     for kind in (ApiError, RequestError, EngineError):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_middleware(GateMiddleware, context=context)
     app.add_middleware(AuthMiddleware, keys=context.keys)
     app.add_middleware(ShellMiddleware, limits=context.limits, lifecycle=context.lifecycle, metrics=context.metrics)
     return app

@@ -14,7 +14,6 @@ from starlette.requests import Request
 
 from octavo.metrics.requests import RequestMetrics
 from octavo.server.admission import Admission
-from octavo.server.auth import KEY
 from octavo.server.directory import Directory
 from octavo.server.estimate import Estimator
 from octavo.server.faults import ApiError
@@ -25,7 +24,6 @@ from octavo.server.limits import HttpLimits
 from octavo.server.params import ParamsReader, model_defaults
 from octavo.server.prompts import PromptReader
 from octavo.server.replay_outputs import one_by_one
-from octavo.server.shell import METER
 from octavo.server.waiting import WaitingRoom
 from octavo.tool.process import ToolProcess
 
@@ -65,16 +63,6 @@ class Context:
         if asked is not None and asked != self.model:
             message = f"no model {asked[:128]!r} is served here; this server has: {self.model}"
             raise ApiError(404, message, code="model_not_found", param="model")
-
-    def check_in(self, request: Request) -> None:
-        """Refuse new work before its body is read: while loading or draining, at a full queue, at its key's limit.
-
-        Raises ApiError, BusyError.
-        """
-        self.check_admitting()
-        key = request.scope[KEY]
-        request.scope[METER] = self.admission.meter(key)
-        self.admission.glance(key)
 
     def check_admitting(self) -> None:
         """Refuse new work while loading or draining (503)."""

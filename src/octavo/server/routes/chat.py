@@ -15,7 +15,6 @@ from octavo.server.shapes import Form
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    context.check_in(request)
     body = await read_json(request, context.limits, read_chat)
     context.check_model(body.model)
 

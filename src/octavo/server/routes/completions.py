@@ -18,7 +18,6 @@ from octavo.server.shapes import Form
 async def completions(request: Request) -> Response:
     """Go on with one or several texts; the choices of each prompt follow those of the one before."""
     context = context_of(request)
-    context.check_in(request)
     body = await read_json(request, context.limits, read_completion)
     context.check_model(body.model)
     num_prompts = len(body.prompt)
