@@ -1,13 +1,16 @@
 """An engine process around the fake executor, for tests: `python fake_engine.py --socket PATH --epoch N`.
 
-The configured model's name says how it behaves: "fake" works, "gated" never ends a step, "broken" cannot open,
-"crash" exits while opening, "dying" dies after some steps.
+The configured model's name says how it behaves: "fake" works, "slow" takes 5 ms a step, "gated" never ends its fourth
+step, "broken" cannot open, "crash" exits while opening, "dying" dies after some steps, "stillborn" kills itself in its
+first. A request whose id begins with "poison" kills the process in any of its steps.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +26,8 @@ from octavo.engine.process_side import run_engine_process  # noqa: E402
 from octavo.errors import CapacityError, EngineDeadError  # noqa: E402
 from octavo.executors.protocol import Capacity  # noqa: E402
 
+SLOW_STEP_S = 0.005
+
 
 def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
     behaviour = config.model.model
@@ -34,12 +39,15 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
     capacity = open_fake(executor, limits)
     if behaviour == "gated":
         executor.shut_after = 4
-    if behaviour == "dying":
 
-        def fail(plan: StepPlan, owners: list[str]) -> Exception | None:
-            return EngineDeadError("the device is gone") if plan.step > 8 else None
+    def fail(plan: StepPlan, owners: list[str]) -> Exception | None:
+        if behaviour == "stillborn" or any(name.startswith("poison") for name in owners):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "slow":
+            time.sleep(SLOW_STEP_S)
+        return EngineDeadError("the device is gone") if behaviour == "dying" and plan.step > 8 else None
 
-        executor.fail = fail
+    executor.fail = fail
     return EngineLoop(Scheduler(limits), executor), capacity
 
 

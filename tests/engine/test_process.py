@@ -94,6 +94,9 @@ async def test_a_hung_child_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(process, "STOP_TIMEOUT_S", 0.3)
     async with engine("gated") as child:
         await child.client.submit(make_request("a", max_tokens=60))
+        async for output in child.client.outputs("a"):
+            if output.position + len(output.token_ids) == 3:  # it hangs in the fourth step
+                break
     assert child.describe_exit() == "killed by SIGKILL"
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import TokenOutput
-from octavo.engine.delivery import Delivery
+from octavo.engine.delivery import Delivery, End
 from octavo.engine.entry import Entry
 from octavo.engine.ledger import Ledger, LedgerObserver
 from octavo.errors import RequestError
@@ -23,9 +23,9 @@ class Channels:
     def __init__(self, epoch: int = 0, observer: LedgerObserver | None = None) -> None:
         self.ledger = Ledger(epoch, observer=observer)
 
-    def open(self, request: Request) -> None:
+    def open(self, request: Request) -> Entry:
         """Record a request. Raises DuplicateRequestError."""
-        self.ledger.add(request)
+        return self.ledger.add(request)
 
     def forget(self, request_id: str) -> None:
         """Drop a request that the engine refused."""
@@ -38,6 +38,10 @@ class Channels:
     def end(self, request_id: str, reason: FinishReason, message: str | None = None, choice: int | None = None) -> None:
         """End an open request here, or one choice of it."""
         _wake(self.ledger.end(request_id, reason, message, choice))
+
+    def finish(self, entry: Entry, end: End) -> None:
+        """End an open request here with this end."""
+        _wake(self.ledger.finish(entry, end))
 
     def end_all(self, reason: FinishReason, message: str) -> None:
         """End every open request here."""

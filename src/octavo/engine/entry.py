@@ -165,6 +165,8 @@ class Entry:
         One of several sequences starts anew: the ids that come again are those held here.
         """
         request = self.request
+        if self.start is None and not self.pages[0].ids and self.next_score == request.score_from:
+            return request
         emitted = request.emitted_token_ids if self.has_several else self.pages[0].ids[:] or None
         wants, score_from = request.wants, request.score_from
         if wants & Want.SCORE and self.next_score > score_from:

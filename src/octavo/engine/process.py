@@ -127,12 +127,22 @@ class EngineProcess:
                 self._process.send_signal(signal.SIGCONT)
             await asyncio.sleep(DUMP_S)
 
-    async def reap(self) -> None:
-        """Kill it, wait for its end and that of its connection, and let go of what belongs to it. Idempotent."""
+    async def kill_and_wait(self) -> None:
+        """Kill it, and wait until everything that it had sent was read. Its page can still be read. Idempotent."""
         self.kill()
         await self._process.wait()
         await self.client.ended()
-        self._let_go()
+
+    async def reap(self) -> None:
+        """Kill it, and let go of what belongs to it. Idempotent."""
+        await self.kill_and_wait()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Remove its page and folder; it has ended. Idempotent."""
+        self._close_stdin()
+        self.page.close()
+        self._folder.cleanup()
 
     async def close(self) -> None:
         """Let it answer everyone, and end it; by force after STOP_TIMEOUT_S. Idempotent."""
@@ -148,12 +158,7 @@ class EngineProcess:
             self.kill()
             await self._process.wait()
         finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._close_stdin()
-        self.page.close()
-        self._folder.cleanup()
+            self.let_go()
 
     def _close_stdin(self) -> None:
         if self._process.stdin is not None:

@@ -71,9 +71,14 @@ class SocketClient:
         """Whether the connection stands."""
         return self._end is None
 
-    async def ended(self) -> None:
-        """Wait for the end of the connection."""
-        await asyncio.wait({self._reading})
+    async def ended(self, timeout_s: float | None = None) -> None:
+        """Wait for the end of the connection, at most so long."""
+        await asyncio.wait({self._reading}, timeout=timeout_s)
+
+    @property
+    def unanswered(self) -> tuple[str, ...]:
+        """Requests that were sent and neither taken nor refused; those at the connection's end, once it has ended."""
+        return tuple(self._submits)
 
     @property
     def asked_at(self) -> float | None:
@@ -119,6 +124,18 @@ class SocketClient:
     ) -> None:
         """End requests, or one choice of them, in whatever state; nothing to do once the engine is gone."""
         await self._tell(wire.Cancel(self.epoch, tuple(request_ids), reason, choice))
+
+    def post_cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """As cancel, without waiting until it is written."""
+        if self.is_alive:
+            self._writer.write(wire.frame(wire.Cancel(self.epoch, tuple(request_ids), reason, choice)))
+
+    def post_order(self, verb: Verb) -> None:
+        """Give an order whose answer says nothing, without waiting."""
+        if self.is_alive:
+            self._writer.write(wire.frame(wire.Ask(self.epoch, next(self._numbers), verb, "")))
 
     async def statistics(self) -> Mapping[str, object]:
         """Engine counters and gauges as plain JSON values."""
@@ -233,7 +250,6 @@ class SocketClient:
         waiting: tuple[asyncio.Future[Any], ...] = (self._ready, *self._submits.values(), *self._answers.values())
         for answer in waiting:
             _settle(answer, self._end)
-        self._submits.clear()
         self._asked_at.clear()
         if not self._ready.cancelled():
             self._ready.exception()

@@ -71,7 +71,7 @@ class EngineServer:
     def serve(self, engine: EngineLoop, capacity: Capacity) -> None:
         """Announce the engine, attach to it, and act on commands until the connection ends; then stop the engine."""
         assert self._connection is not None, "accept comes first"
-        engine.attach(self._send, partial(self._engine_ended, engine))
+        engine.attach(partial(self._deliver, engine), partial(self._engine_ended, engine))
         engine.start()
         self._send(wire.Ready(self.epoch, wire.VERSION, capacity))
         splitter = wire.FrameSplitter()
@@ -118,6 +118,11 @@ class EngineServer:
             else:
                 engine.control(message.verb, message.argument, answer)
         return not isinstance(message, wire.Close)
+
+    def _deliver(self, engine: EngineLoop, delivery: Delivery) -> None:
+        """In the engine's thread. A loop that died ends everybody: that is for the client, who may know better."""
+        if engine.failure is None:
+            self._send(delivery)
 
     def _engine_ended(self, engine: EngineLoop) -> None:
         """In the engine's thread: tell the client why, and wake the reader, so that the process ends too."""
