@@ -27,10 +27,17 @@ async def ready(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Like /readyz, with the model and the number of open requests."""
+    """Like /readyz, with the model, the number of open requests, and how the journal is."""
     context = context_of(request)
     await _check_ready(context)
-    return _json({"status": "ready", "model": context.model, "open_requests": context.lifecycle.num_open})
+    return _json(
+        {
+            "status": "ready",
+            "model": context.model,
+            "open_requests": context.lifecycle.num_open,
+            "journal": context.runs.report()["journal"],
+        }
+    )
 
 
 async def _check_ready(context: Context) -> None:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from octavo.errors import EngineError
 from octavo.metrics.admission import AdmissionMetrics
 from octavo.metrics.engine import EngineMetrics
+from octavo.metrics.retries import RetryMetrics
 from octavo.metrics.tool import ToolMetrics
 from octavo.server.context import context_of
 
@@ -32,6 +33,7 @@ async def metrics(request: Request) -> Response:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(context.metrics)
     registry.register(AdmissionMetrics(context.model, context.admission.snapshot()))
+    registry.register(RetryMetrics(context.model, context.runs.report()))
     registry.register(EngineMetrics(context.model, statistics))
     registry.register(ToolMetrics(context.model, context.tool.statistics()))
     return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
