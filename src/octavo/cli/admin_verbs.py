@@ -29,14 +29,14 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
     begun = time.monotonic()
 
     async def status(_: str) -> object:
-        processes = {"supervisor": task.supervisor or None, "api": os.getpid(), "engine": engine.pid}
+        processes = {"supervisor": task.supervisor} if task.supervisor else {}
         return {
             "url": url,
             "model": context.model,
             "phase": context.lifecycle.phase.value,
             "trouble": engine.trouble(),
             "uptime_s": round(time.monotonic() - begun, 3),
-            "processes": {role: pid for role, pid in processes.items() if pid is not None},
+            "processes": {**processes, "api": os.getpid(), **engine.processes},
             "api_restarts": task.life - 1,
             "engine": engine.report(),
             "open_requests": context.lifecycle.num_open,
@@ -58,9 +58,8 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         return context.keys.reload()
 
     async def kill_engine(_: str) -> object:
-        pid = engine.pid
         engine.kill("asked for by octavo admin")
-        return {"killed": pid}
+        return engine.processes
 
     asked: dict[str, Verb] = {
         "status": status,

@@ -23,7 +23,7 @@ from typing import Any
 
 from octavo.artifacts.resolve import resolve_model
 from octavo.cli.api_task import ApiTask
-from octavo.cli.engines import Engine, ProcessEngine
+from octavo.cli.engines import Engine, KeptEngine
 from octavo.config import Config
 from octavo.engine.parent import end_with_parent
 from octavo.errors import OctavoError
@@ -43,7 +43,7 @@ class Place:
     tell: Callable[[bytes], object]
 
 
-def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = ProcessEngine.start) -> int:
+def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = KeptEngine.start) -> int:
     """Serve as told on stdin; give the exit status."""
     parser = argparse.ArgumentParser(prog="python -m octavo.cli.api_process", description="the api of octavo serve")
     parser.add_argument("--listener", type=int, required=True, help="descriptor of the listening socket")

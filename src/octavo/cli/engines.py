@@ -6,14 +6,15 @@ Owns: what is asked of either, and why it is not ready, in words. Does not: rest
 from __future__ import annotations
 
 import asyncio
-import os
+from collections.abc import Sequence
 from typing import Protocol
 
 from octavo.config import Config
 from octavo.engine.client import EngineClient
+from octavo.engine.keeper import EngineKeeper, KeeperState
 from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
-from octavo.engine.process import EngineProcess
+from octavo.engine.process import COMMAND
 from octavo.errors import ConfigError
 from octavo.executors.protocol import Capacity
 
@@ -21,12 +22,16 @@ WATCH_S = 0.5  # how long a dead engine of this process goes unnoticed
 
 
 class Engine(Protocol):
-    """A running engine, wherever it is. `failed` is set when it is gone for good, and `failure` says how."""
+    """A running engine, wherever it is. `failed` is set when it is gone for good."""
 
     capacity: Capacity
     failed: asyncio.Event
-    failure: str
     is_protected: bool
+
+    @property
+    def failure(self) -> str:
+        """How it ended for good."""
+        ...
 
     @property
     def client(self) -> EngineClient:
@@ -34,8 +39,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def pid(self) -> int:
-        """The process that it is in now."""
+    def processes(self) -> dict[str, int]:
+        """Its processes by their roles, those that the api does not share."""
         ...
 
     def trouble(self) -> str | None:
@@ -76,9 +81,9 @@ class InProcessEngine:
         return cls(*await asyncio.to_thread(open_engine, config))
 
     @property
-    def pid(self) -> int:
-        """This process."""
-        return os.getpid()
+    def processes(self) -> dict[str, int]:
+        """None but this one."""
+        return {}
 
     def trouble(self) -> str | None:
         """Why it makes no progress now, or None."""
@@ -104,48 +109,46 @@ class InProcessEngine:
         self.failed.set()
 
 
-class ProcessEngine:
-    """An engine process without a keeper: it has one life."""
+class KeptEngine:
+    """Engine processes that follow each other (see EngineKeeper)."""
 
     is_protected = True
 
-    def __init__(self, process: EngineProcess) -> None:
-        self.client = process.client
-        self.capacity = process.capacity
-        self.failed = asyncio.Event()
-        self.failure = ""
-        self._process = process
-        self._watching = asyncio.create_task(self._watch(), name="octavo-engine-watch")
+    def __init__(self, keeper: EngineKeeper) -> None:
+        self.client = keeper
+        self.capacity = keeper.capacity
+        self.failed = keeper.failed
 
     @classmethod
-    async def start(cls, config: Config) -> ProcessEngine:
-        """Start an engine process and wait until it is ready."""
-        return cls(await EngineProcess.start(config))
+    async def start(cls, config: Config, command: Sequence[str] = COMMAND) -> KeptEngine:
+        """Start the first engine process and wait until it is ready."""
+        return cls(await EngineKeeper.start(config, command=command))
 
     @property
-    def pid(self) -> int:
-        """The engine process."""
-        return self._process.pid
+    def failure(self) -> str:
+        """How it ended for good."""
+        return self.client.failure
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Its processes by their roles."""
+        found = {"engine": self.client.pid, "standby": self.client.standby_pid}
+        return {role: pid for role, pid in found.items() if pid is not None}
 
     def trouble(self) -> str | None:
         """Why it makes no progress now, or None."""
-        return None if self._process.returncode is None else "the engine ended"
+        if self.client.state is KeeperState.READY:
+            return None if self.client.is_stepping else "the engine makes no steps"
+        return "the engine is being restarted" if self.client.state is not KeeperState.FAILED else "the engine failed"
 
     def report(self) -> dict[str, object]:
-        """Its one life."""
-        return {"epoch": 1, "restarts": 0}
+        """Its lives so far."""
+        return self.client.report()
 
     def kill(self, why: str) -> None:
-        """End its process at once."""
-        self._process.kill()
+        """End the process of the engine at once."""
+        self.client.kill(why)
 
     async def close(self) -> None:
         """Answer everyone, then end it."""
-        self._watching.cancel()
-        await self._process.close()
-
-    async def _watch(self) -> None:
-        while self._process.returncode is None:
-            await asyncio.sleep(WATCH_S)
-        self.failure = f"the engine ended ({self._process.describe_exit()}); see the lines above"
-        self.failed.set()
+        await self.client.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from typing import Any
 
 from octavo.cli.admin_client import AdminError, ask
@@ -52,7 +53,7 @@ def _row(server: dict[str, Any]) -> tuple[str, ...]:
         server["url"],
         server["model"],
         state,
-        _duration(server["uptime_s"]) if "uptime_s" in server else "-",
+        _duration(max(0.0, time.time() - server["begun"])),
         str(processes.get("api", "-")),
         str(processes.get("engine", "-")),
         str(engine.get("epoch", "-")),

@@ -75,9 +75,11 @@ def process_report(task: ApiTask, engine: Engine) -> Iterator[str]:
     if not engine.is_protected:
         yield f"process   {os.getpid()}, engine included; no crash protection (--in-process): a crash ends the server"
     else:
-        yield f"processes supervisor {task.supervisor}, api {os.getpid()}, engine {engine.pid}"
-        yield "crashes   an engine that dies or hangs is restarted, and open requests go on; no standby"
-    yield f"admin     octavo admin status, on {task.admin}"
+        others = "".join(f", {role} {pid}" for role, pid in engine.processes.items())
+        yield f"processes supervisor {task.supervisor}, api {os.getpid()}{others}"
+        standby = "a standby takes over" if task.config.serving.standby else "no standby (--standby)"
+        yield f"crashes   an engine that dies or hangs is replaced and open requests go on; {standby}"
+    yield f"admin     octavo admin status --socket {task.admin}"
 
 
 def call_report(config: Config, model: str, url: str) -> Iterator[str]:
