@@ -19,7 +19,7 @@ import pytest
 
 from octavo.config import Config, ServingConfig
 from octavo.errors import ConfigError, QueueFullError
-from octavo.server import connection
+from octavo.server.limits import HttpLimits
 from octavo.server.listener import is_loopback, open_socket, url_of
 from octavo.server.run import HttpServer
 from octavo.server.schema import MAX_STOPS
@@ -41,14 +41,16 @@ class Running:
 
 
 @contextmanager
-def running(config: Config | None = None, drain_timeout_s: float = 5.0) -> Iterator[Running]:
+def running(
+    config: Config | None = None, drain_timeout_s: float = 5.0, limits: HttpLimits | None = None
+) -> Iterator[Running]:
     """Serve in a thread; gone when the block ends."""
     listener = open_socket(ServingConfig(port=0))
     ready: list[Running] = []
     begun = threading.Event()
 
     async def main() -> None:
-        harness = Harness(config=config or keyed(KEY))
+        harness = Harness(config=config or keyed(KEY), limits=limits or HttpLimits())
         server = HttpServer(harness.app, listener, harness.context.lifecycle, drain_timeout_s)
         ready.append(Running(url_of(listener), asyncio.get_running_loop(), server, harness.engine, harness.context))
         begun.set()
@@ -161,9 +163,8 @@ def port_of(server: Running) -> int:
     return int(server.url.rsplit(":", 1)[1])
 
 
-def test_slow_heads_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.1)
-    with running(config=Config()) as server:
+def test_slow_heads_are_cut() -> None:
+    with running(config=Config(), limits=HttpLimits(head_timeout_s=0.1)) as server:
         for head in (b"", b"GET /livez HTTP/1.1\r\nx-slow: "):
             with socket.create_connection(("127.0.0.1", port_of(server)), timeout=5) as slow:
                 slow.sendall(head)

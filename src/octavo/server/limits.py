@@ -23,7 +23,11 @@ OFF_LOOP_BYTES = 32 * 1024  # beyond this, parsing a body leaves the event loop
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Bounds of one request and one connection."""
+    """Bounds of one request, one connection and all of them.
+
+    `max_header_bytes` get an answer (431); a head of more than `max_head_bytes` is cut. The application answers a slow
+    body after `body_timeout_s`; a connection whose body nobody reads is cut `body_grace_s` later.
+    """
 
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 16 * 1024
@@ -31,7 +35,12 @@ class HttpLimits:
     json: JsonLimits = field(default_factory=JsonLimits)
     max_prompts: int = 256
     max_choices: int = 16
+    max_head_bytes: int = 64 * 1024
+    head_timeout_s: float = 10.0
+    max_connections: int = 1024
+    max_pipelined: int = 16
     body_timeout_s: float = 30.0
+    body_grace_s: float = 5.0
     stall_timeout_s: float = 30.0
     keep_alive_s: float = 10.0
 

@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from octavo.server.app import create_app
-from octavo.server.connection import BoundedConnection
+from octavo.server.connection import bounded
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.listener import open_socket, url_of
 
@@ -48,19 +48,17 @@ async def serve(
         server = HttpServer(app, bound, lifecycle, config.serving.drain_timeout_s)
         if on_listening is not None:
             on_listening(url_of(bound))
-        try:
-            await server.run()
-        finally:
-            await app.state.context.tool.close()
+        await server.run()
 
 
 class HttpServer:
     """Serves one application on an open socket until stopped, in the running event loop."""
 
     def __init__(self, app: FastAPI, listener: socket.socket, lifecycle: Lifecycle, drain_timeout_s: float) -> None:
+        context = app.state.context
         config = uvicorn.Config(
             app,
-            http=BoundedConnection,
+            http=bounded(context.limits, context.metrics.failed),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -73,6 +71,7 @@ class HttpServer:
         self._listener = listener
         self._lifecycle = lifecycle
         self._drain_timeout_s = drain_timeout_s
+        self._tool = context.tool
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -88,6 +87,7 @@ class HttpServer:
                 loop.remove_signal_handler(number)
             if self._ending is not None:
                 await self._ending
+            await self._tool.close()
 
     def stop(self) -> None:
         """Drain and end; called again, end what is open now. Call in the event loop's thread."""

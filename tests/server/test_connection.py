@@ -1,0 +1,178 @@
+"""Connections that keep to no rule, over real sockets: each is cut or answered, an honest one beside it is served."""
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from octavo.config import Config
+from octavo.server.limits import HttpLimits
+from tests.server.test_run import Running, running
+
+QUICK = HttpLimits(
+    head_timeout_s=0.3, body_timeout_s=0.3, body_grace_s=0.2, max_connections=8, max_pipelined=4, max_body_bytes=65_536
+)
+BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+
+
+def connect(server: Running) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=5)
+
+
+def head(path: str = "/v1/chat/completions", method: str = "POST", **headers: str) -> bytes:
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+    return f"{method} {path} HTTP/1.1\r\nhost: x\r\n{lines}\r\n".encode()
+
+
+def rest(sock: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while data := sock.recv(65_536):
+            received += data
+    return received
+
+
+def send(sock: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # cut already
+        sock.sendall(data)
+
+
+def is_served(server: Running) -> bool:
+    with httpx.Client() as client:
+        chat = client.post(server.url + "/v1/chat/completions", content=BODY)
+        return chat.status_code == 200 and client.get(server.url + "/livez").status_code == 200
+
+
+def failures(server: Running) -> dict[str, float]:
+    text = httpx.get(server.url + "/metrics").text
+    found = re.findall(r'^octavo_requests_failed_total\{code="(\w+)".*\} (.*)$', text, re.MULTILINE)
+    return {code: float(count) for code, count in found}
+
+
+CUT = {
+    "slow head": head()[:20],
+    "no head": b"",
+    "endless header": b"GET /livez HTTP/1.1\r\nx: " + b"y" * 200_000,
+    "endless url": b"GET /" + b"y" * 200_000,
+    "many headers": b"GET /livez HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(20_000)),
+    "slow body": head(content_length="100") + b"{",
+    "slow body that nobody reads": head("/livez", "GET", content_length="100000") + b"x",
+    "slow chunks": head(transfer_encoding="chunked") + b"5\r\nab",
+    "endless extension": head(transfer_encoding="chunked") + b"5;" + b"x" * 200_000,
+    "endless trailers": head(transfer_encoding="chunked") + b"0\r\n" + b"x: y\r\n" * 40_000,
+    "too much that nobody reads": head("/livez", "GET", content_length="90000000") + b"x" * 3_000_000,
+    "chunks that nobody reads": head("/livez", "GET", transfer_encoding="chunked") + b"10000\r\n" + b"x" * 3_000_000,
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_row_29_what_does_not_end_is_cut(name: str) -> None:
+    with running(config=Config(), limits=QUICK) as server, connect(server) as sock:
+        begun = time.monotonic()
+        send(sock, CUT[name])
+        received = rest(sock)
+        assert time.monotonic() - begun < 4
+        assert b" 500 " not in received
+        assert is_served(server)
+
+
+INVALID = {
+    "no http": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 100,
+    "http/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "absurd chunk": head(transfer_encoding="chunked") + b"FFFFFFFFFFFFFFFFFF\r\nx",
+    "negative chunk": head(transfer_encoding="chunked") + b"-5\r\nhello\r\n",
+    "negative length": head(content_length="-1") + BODY,
+    "absurd length": head(content_length="9" * 40) + BODY,
+    "no length": head(content_length="ten") + BODY,
+    "two lengths": head()[:-2] + b"content-length: 5\r\ncontent-length: 6\r\n\r\n" + BODY,
+    "both ways": head(content_length="5", transfer_encoding="chunked") + b"0\r\n\r\n",
+    "unknown way": head(transfer_encoding="zip") + BODY,
+    "zero in a header": b"GET /livez HTTP/1.1\r\nx: a\x00b\r\n\r\n",
+    "space in a name": b"GET /livez HTTP/1.1\r\nx y : a\r\n\r\n",
+    "bare line ends": b"GET /livez HTTP/1.1\nhost: x\n x: y\r\r\n\n",
+    "url of bytes": b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+    "wrong version": b"GET /livez HTTP/9.9\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_row_29_what_is_no_http_is_refused(name: str) -> None:
+    with running(config=Config(), limits=QUICK) as server, connect(server) as sock:
+        send(sock, INVALID[name])
+        received = rest(sock)
+        assert b" 200 " not in received.split(b"\r\n")[0] and b" 500 " not in received
+        if received:
+            assert b" 400 " in received.split(b"\r\n")[0] and b'"error"' in received
+        assert is_served(server)
+
+
+def test_pipelined_requests_are_served_up_to_a_bound() -> None:
+    with running(config=Config(), limits=QUICK) as server:
+        with connect(server) as sock:
+            send(sock, head("/livez", "GET") * 4)
+            assert rest(sock).count(b"200 OK") == 4
+        with connect(server) as sock:
+            send(sock, head("/livez", "GET") * 5000)
+            assert rest(sock).count(b"200 OK") < 100
+        assert is_served(server)
+
+
+def test_a_client_that_waits_for_100_continue_gets_it_only_when_its_body_is_wanted() -> None:
+    with running(config=Config(), limits=QUICK) as server:
+        with connect(server) as sock:
+            send(sock, head(expect="100-continue", content_length=str(len(BODY))))
+            assert sock.recv(1000).startswith(b"HTTP/1.1 100 ")
+            send(sock, BODY)
+            assert b" 200 " in sock.recv(1000)
+        with connect(server) as sock:
+            send(sock, head(expect="100-continue", content_length="99999999"))
+            assert b" 413 " in sock.recv(1000)
+
+
+def test_a_body_of_tiny_chunks_is_honest() -> None:
+    with running(config=Config(), limits=QUICK) as server, connect(server) as sock:
+        long = json.dumps({"messages": [{"role": "user", "content": "x" * 3000}]}).encode()
+        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in long)
+        send(sock, head(transfer_encoding="chunked", connection="close") + chunks + b"0\r\n\r\n")
+        assert b" 200 " in rest(sock)
+
+
+def test_when_all_places_are_taken_the_longest_idle_one_goes() -> None:
+    limits = HttpLimits(head_timeout_s=30, max_connections=4)
+    with running(config=Config(), limits=limits) as server:
+        idle = [connect(server) for _ in range(4)]
+        time.sleep(0.1)
+        assert is_served(server)
+        assert idle[0].recv(10) == b"", "the first one was cut"
+        idle[3].sendall(head("/livez", "GET"))
+        assert b" 200 " in idle[3].recv(1000), "the last one was not"
+        assert failures(server)["idle_connection"] >= 1
+        for sock in idle:
+            sock.close()
+
+
+def test_when_all_places_are_at_work_the_next_connection_is_told_to_come_later() -> None:
+    with running(config=Config(), limits=HttpLimits(max_connections=3)) as server:
+        server.engine.is_held = True
+        threads = [threading.Thread(target=lambda: httpx.post(server.url + "/v1/chat/completions", content=BODY))
+                   for _ in range(3)]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        while len(server.engine.requests) < 3:
+            time.sleep(0.01)
+        with connect(server) as sock:
+            received = rest(sock)
+            assert b" 503 " in received and b"too_many_connections" in received and b"retry-after: 5" in received
+        server.engine.is_held = False
+        for request in list(server.engine.requests):
+            server.loop.call_soon_threadsafe(server.engine.answer, request)
+        for thread in threads:
+            thread.join(5)
+        assert is_served(server)
