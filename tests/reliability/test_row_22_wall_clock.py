@@ -32,14 +32,6 @@ SHOWN = {
 }  # fmt: skip
 CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.datetime.now", "time.localtime"}
 SERVING = ("octavo.core", "octavo.engine", "octavo.server", "octavo.tool", "octavo.text", "octavo.artifacts")
-    "octavo.core",
-    "octavo.engine",
-    "octavo.server",
-    "octavo.tool",
-    "octavo.text",
-    "octavo.artifacts",
-    "octavo.cli",
-)
 
 
 async def ask(client: httpx.AsyncClient, number: int, max_tokens: int, timeout_s: float) -> tuple[int, float]:
