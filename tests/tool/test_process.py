@@ -201,7 +201,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 8.0) -> bool:
 
 @pytest.mark.parametrize("job", ["", "spin"], ids=["idle", "busy"])
 def test_the_process_ends_when_its_parent_is_killed(job: str) -> None:
-    """Idle it sees the end of its stdin; busy its alarm ends it, a while after the job's time."""
+    """Idle it sees the end of its stdin; busy the kernel ends it, or its alarm, a while after the job's time."""
     code = (
         "import asyncio\n"
         "from octavo.tool.process import ToolLimits, ToolProcess\n"

@@ -22,6 +22,7 @@ class Code:
 
 
 CODES: Mapping[str, Code] = {
+    "invalid_http": Code((400,), "what was sent is no request in HTTP/1.1"),
     "invalid_json": Code((400,), "the body is not one strict JSON object within the bounds"),
     "body_too_complex": Code((400,), "the body holds too many parts to look at"),
     "invalid_event_id": Code((400,), "`Last-Event-ID` is none that this server gave"),
@@ -61,8 +62,12 @@ CODES: Mapping[str, Code] = {
     "engine_crash_suspect": Code((500,), "steps with this request fail, those without do not", errors.StepFailedError),
     "engine_unavailable": Code((503,), "the engine is not there, or does not answer", errors.EngineDeadError),
     "tool_unavailable": Code((503,), "the process for large inputs is not there", errors.ToolUnavailableError),
+    "too_many_connections": Code((503,), "every connection that the server takes is at work"),
     "loading": Code((503,), "the model is loading"),
     "draining": Code((503,), "the server is going down"),
     "cancelled": Code((503,), "whoever runs the server cancelled the request"),
+    "idle_connection": Code((), "in metrics only: a connection without a request was cut, for its place was needed"),
+    "head_timeout": Code((), "in metrics only: a connection was cut because a head did not arrive in time"),
+    "head_too_large": Code((), "in metrics only: a connection was cut because there was too much around a body"),
     "slow_reader": Code((), "in metrics only: a stream was cut because its client did not read"),
 }

@@ -9,6 +9,7 @@ the alarm; the process ends with its stdin.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
 import os
 import resource
@@ -20,6 +21,7 @@ from typing import BinaryIO
 from octavo.tool import wire
 from octavo.tool.jobs import JOBS, Job, do
 
+_PR_SET_PDEATHSIG = 1
 SPARE_S = 2.0  # beyond a job's limit, before the process ends itself: the parent is to be first
 
 
@@ -32,10 +34,17 @@ def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> 
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what prints goes to the log, not among the frames
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's signals are the parent's to handle
+    _end_with_parent()
     _set_limits(args.memory_bytes, answers.fileno() + 1)
     _send(answers, wire.Ready(wire.VERSION))
     while (order := _receive(orders)) is not None:
         _send(answers, _answer(jobs, order))
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process with its parent, even while it does a job or is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _set_limits(memory_bytes: int, num_files: int) -> None:
