@@ -10,10 +10,8 @@ import argparse
 import faulthandler
 import gc
 import logging
-import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,13 +20,13 @@ import msgspec
 from octavo.config import Config
 from octavo.engine.heartbeat import PAGE_NAME, Heart, HeartbeatPage
 from octavo.engine.loop import EngineLoop
+from octavo.engine.parent import end_with_parent
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import ConfigError, OctavoError
 from octavo.executors.protocol import Capacity
 
 CONNECT_TIMEOUT_S = 30.0
 EXIT_FAILED = 1  # the engine could not be opened; the parent was told why
-EXIT_ORPHANED = 3  # the parent is gone
 DUMP_SIGNAL = signal.SIGUSR1  # every thread's stack to stderr; also while a step hangs, for no Python code runs for it
 
 Open = Callable[[Config], tuple[EngineLoop, Capacity]]
@@ -44,7 +42,7 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
     faulthandler.register(DUMP_SIGNAL)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
     config = _read_config(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_parent, name="octavo-parent", daemon=True).start()
+    end_with_parent()
     server = EngineServer(args.socket, args.epoch)
     try:
         server.accept(CONNECT_TIMEOUT_S)
@@ -70,10 +68,3 @@ def _read_config(line: bytes) -> Config:
         return msgspec.json.decode(line, type=Config)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"the config line on stdin cannot be read: {error}") from None
-
-
-def _end_with_parent() -> None:
-    """Block until stdin ends. Nobody is left to answer then, and a step may hang: leave at once."""
-    while os.read(0, 4096):
-        pass
-    os._exit(EXIT_ORPHANED)
