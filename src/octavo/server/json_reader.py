@@ -113,6 +113,7 @@ class PatientReader:
         self._depth = 0
         self._num_parts = 0
         self._num_values = 0
+        self._field: str | None = None  # of the outermost object, whose value is being read
 
     def read(self) -> object:
         """The whole text's value. Raises ValueError, ApiError."""
@@ -176,6 +177,8 @@ class PatientReader:
             if self._peek() != ":":
                 raise self._wrong("a colon")
             self._at += 1
+            if self._depth == 1:
+                self._field = key[:64]
             pairs.append((key, self._value()))
             if self._has_ended("}"):
                 return _unique(pairs)
@@ -213,13 +216,13 @@ class PatientReader:
     def _count_part(self) -> None:
         self._num_parts += 1
         if self._num_parts > self._limits.max_parts:
-            raise _too_many("strings, objects and lists", self._limits.max_parts)
+            raise self._too_many("strings, objects and lists", self._limits.max_parts)
 
     def _count_values(self, num: int) -> None:
         self._num_values += num
         if self._num_values > self._limits.max_values:
-            raise _too_many("numbers", self._limits.max_values)
+            raise self._too_many("numbers", self._limits.max_values)
 
-
-def _too_many(what: str, most: int) -> ApiError:
-    return bad_field(None, f"the body holds more than {most} {what}", "body_too_complex")
+    def _too_many(self, what: str, most: int) -> ApiError:
+        where = "the body" if self._field is None else f"the body, up to {self._field},"
+        return bad_field(self._field, f"{where} holds more than {most} {what}", "body_too_complex")
