@@ -71,7 +71,9 @@ def main(role: str, arguments: list[str]) -> int:
         from octavo.cli import api_process
         from octavo.cli.engines import KeptEngine
 
-        return api_process.main(arguments, lambda config: KeptEngine.start(config, (*this, "engine")))
+        return api_process.main(
+            arguments, lambda config, observer: KeptEngine.start(config, observer, (*this, "engine"))
+        )
     from octavo import cli
     from octavo.cli import serve
 

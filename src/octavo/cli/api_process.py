@@ -25,6 +25,8 @@ from octavo.artifacts.resolve import resolve_model
 from octavo.cli.api_task import ApiTask
 from octavo.cli.engines import Engine, KeptEngine
 from octavo.config import Config
+from octavo.engine.journal import open_journal
+from octavo.engine.ledger import LedgerObserver
 from octavo.engine.parent import end_with_parent
 from octavo.errors import OctavoError
 from octavo.server.event_loop import new_event_loop
@@ -32,7 +34,7 @@ from octavo.server.event_loop import new_event_loop
 EXIT_ERROR = 2  # as every command's
 EXIT_TOLD = 128 + signal.SIGTERM  # told to end before it served
 
-StartEngine = Callable[[Config], Awaitable[Engine]]
+StartEngine = Callable[[Config, LedgerObserver | None], Awaitable[Engine]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ async def _serve(task: ApiTask, place: Place, start_engine: StartEngine) -> int:
     this = asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # until it serves
-    starting = asyncio.ensure_future(start_engine(_engine_config(task.config)))
+    journal = await asyncio.to_thread(open_journal, task.config)
+    starting = asyncio.ensure_future(start_engine(_engine_config(task.config), journal))
     loading = asyncio.ensure_future(asyncio.to_thread(_load, task))
     try:
         await asyncio.wait((starting, loading), return_when=asyncio.FIRST_EXCEPTION)
@@ -87,7 +90,7 @@ async def _serve(task: ApiTask, place: Place, start_engine: StartEngine) -> int:
         await _undo(starting, loading)
         raise
     try:
-        code: int = await server.serve(task, place, engine, loaded, begun)
+        code: int = await server.serve(task, place, (engine, journal), loaded, begun)
     finally:
         await engine.close()
     return code

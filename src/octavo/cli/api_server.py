@@ -19,15 +19,17 @@ from octavo.assembly import find_files, load_text
 from octavo.cli.admin_verbs import admin_verbs
 from octavo.cli.api_task import ApiTask
 from octavo.cli.engines import Engine
-from octavo.cli.startup import call_report, process_report, startup_report
+from octavo.cli.startup import call_report, journal_report, process_report, startup_report
 from octavo.cli.terminal import say, warn_limits
 from octavo.engine.client import EngineClient
+from octavo.engine.journal import Journal
 from octavo.engine.pulse import PULSE_S, Pulse
 from octavo.engine.sessions import Sessions
 from octavo.engine.supervisor import ANSWERED, EXIT_ENGINE_FAILED, READY
 from octavo.errors import EngineDeadError
 from octavo.server.admin import AdminServer
 from octavo.server.app import create_app
+from octavo.server.idempotency_restore import take_over
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.listener import url_of
 from octavo.server.run import HttpServer
@@ -51,26 +53,32 @@ def load(task: ApiTask) -> Loaded:
     return Loaded(files, load_text(task.config, files))
 
 
-async def serve(task: ApiTask, place: Place, engine: Engine, loaded: Loaded, begun: float) -> int:
+async def serve(task: ApiTask, place: Place, kept: tuple[Engine, Journal | None], loaded: Loaded, begun: float) -> int:
     """Serve until told to end (0), or until the engine is gone for good (EXIT_ENGINE_FAILED)."""
     config = task.config
+    engine, journal = kept
     warn_limits(config, engine.capacity)
     sessions = Sessions(engine.client, loaded.text, config.execution.seed, capacity=engine.capacity)
     lifecycle = Lifecycle(
         engine_trouble=engine.trouble if engine.is_protected else None, on_answered=lambda: place.tell(ANSWERED)
     )
     app = create_app(sessions, sessions.text, config, engine.client.statistics, lifecycle=lifecycle)
+    context = app.state.context
+    taken = (0, 0) if journal is None else take_over(context, journal, engine.restore)
     server = HttpServer(app, place.listener, lifecycle, config.serving.drain_timeout_s)
-    verbs = admin_verbs(task, engine, server, app.state.context, url_of(place.listener))
+    verbs = admin_verbs(task, engine, server, context, url_of(place.listener))
     async with _answering(AdminServer(Path(task.admin), verbs)), _pulse(engine.client, task.is_quiet):
         if not task.is_quiet:
             if task.life == 1:
                 say(*startup_report(config, loaded.files, engine.capacity, time.perf_counter() - begun))
-            say(*process_report(task, engine))
+            say(*process_report(task, engine), *journal_report(*taken))
             if task.life == 1:
-                say(*call_report(config, app.state.context.model, url_of(place.listener)))
+                say(*call_report(config, context.model, url_of(place.listener)))
         place.tell(READY)
-        return await _run_until_failed(server, engine, lifecycle)
+        try:
+            return await _run_until_failed(server, engine, lifecycle)
+        finally:
+            await context.runs.close()  # before the engine: what is open stays so in the journal
 
 
 async def _run_until_failed(server: HttpServer, engine: Engine, lifecycle: Lifecycle) -> int:

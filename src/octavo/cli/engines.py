@@ -6,12 +6,14 @@ Owns: what is asked of either, and why it is not ready, in words. Does not: rest
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from octavo.config import Config
 from octavo.engine.client import EngineClient
+from octavo.engine.entry import Entry
 from octavo.engine.keeper import EngineKeeper, KeeperState
+from octavo.engine.ledger import LedgerObserver
 from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
 from octavo.engine.process import COMMAND
@@ -51,6 +53,10 @@ class Engine(Protocol):
         """Its lives so far."""
         ...
 
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Put back requests of a former server, and go on with them. Raises EngineDeadError."""
+        ...
+
     def kill(self, why: str) -> None:
         """End its process at once, as a crash would. Raises ConfigError where that cannot be."""
         ...
@@ -74,8 +80,8 @@ class InProcessEngine:
         self._watching = asyncio.create_task(self._watch(), name="octavo-engine-watch")
 
     @classmethod
-    async def start(cls, config: Config) -> InProcessEngine:
-        """Open an engine here."""
+    async def start(cls, config: Config, observer: LedgerObserver | None = None) -> InProcessEngine:
+        """Open an engine here; nobody observes it."""
         from octavo.assembly import open_engine  # heavy, and needed here only
 
         return cls(*await asyncio.to_thread(open_engine, config))
@@ -92,6 +98,10 @@ class InProcessEngine:
     def report(self) -> dict[str, object]:
         """Its one life."""
         return {"epoch": 1, "restarts": 0}
+
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Refuse. Raises ConfigError."""
+        raise ConfigError("an engine in the server's own process (--in-process) has no journal")
 
     def kill(self, why: str) -> None:
         """Refuse. Raises ConfigError."""
@@ -120,9 +130,11 @@ class KeptEngine:
         self.failed = keeper.failed
 
     @classmethod
-    async def start(cls, config: Config, command: Sequence[str] = COMMAND) -> KeptEngine:
+    async def start(
+        cls, config: Config, observer: LedgerObserver | None = None, command: Sequence[str] = COMMAND
+    ) -> KeptEngine:
         """Start the first engine process and wait until it is ready."""
-        return cls(await EngineKeeper.start(config, command=command))
+        return cls(await EngineKeeper.start(config, command=command, observer=observer))
 
     @property
     def failure(self) -> str:
@@ -144,6 +156,10 @@ class KeptEngine:
     def report(self) -> dict[str, object]:
         """Its lives so far."""
         return self.client.report()
+
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Put back requests of a former server, and go on with them."""
+        self.client.restore(entries)
 
     def kill(self, why: str) -> None:
         """End the process of the engine at once."""

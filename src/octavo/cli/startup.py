@@ -90,3 +90,10 @@ def call_report(config: Config, model: str, url: str) -> Iterator[str]:
         f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f'-d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\''
     )
+
+
+def journal_report(num_going: int, num_kept: int) -> list[str]:
+    """What a server took over from the journal, if anything."""
+    if not num_going + num_kept:
+        return []
+    return [f"journal: {num_going} requests go on, {num_kept} answers are kept for a retry"]
