@@ -15,7 +15,6 @@ import pytest
 from tests.tiny_models import make_tiny_model
 
 from octavo import cli
-from octavo.engine.supervisor import EXIT_ENGINE_FAILED
 
 COMMON = ["--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "1K", "-np", "4", "--port", "0"]
 
@@ -76,14 +75,17 @@ def test_it_answers_and_drains(model, flags) -> None:
     assert "KV pool   1,024 tokens" in "".join(server.lines)
 
 
-def test_a_dead_engine_is_told_in_one_line(model) -> None:
+def test_a_dead_engine_is_replaced(model) -> None:
     with Server(model) as server:
+        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 8, "temperature": 0}
+        before = server.post("/v1/completions", body)["choices"]
         (api,) = psutil.Process(server.process.pid).children()
         (engine,) = api.children()
         engine.kill()
-        code, rest = server.wait()
-    assert code == EXIT_ENGINE_FAILED
-    assert rest == "error: the engine ended (killed by SIGKILL); see the lines above\n"
+        assert server.post("/v1/completions", body)["choices"] == before
+        code, rest = server.end(signal.SIGTERM)
+    assert code == 0
+    assert "the engine of epoch 1 ended (killed by SIGKILL)" in rest and "Traceback" not in rest
 
 
 @pytest.mark.parametrize(
