@@ -121,6 +121,7 @@ class EngineKeeper:
             "epoch": self.epoch,
             "restarts": self.num_restarts,
             "open_requests": len(self._custody.ledger),
+            "unread_requests": self._custody.ledger.num_unread,
             "resumed_requests": self._custody.num_resumed,
             "stalls": self.num_stalls,
             "suspects_failed": self._custody.num_convicted,

@@ -71,6 +71,11 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def num_unread(self) -> int:
+        """Ended requests that nobody has read to the end."""
+        return len(self._ended)
+
     def __iter__(self) -> Iterator[Entry]:
         return iter(tuple(self._open.values()))
 
