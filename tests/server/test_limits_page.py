@@ -1,0 +1,74 @@
+"""docs/limits.md tells every limit as the code has it."""
+
+from dataclasses import fields
+
+from octavo.config import AdmissionConfig
+from octavo.core.request import SamplingParams
+from octavo.server import key_file, schema
+from octavo.server.admission import _BOUNDS, MAX_RETRY_S, Load
+from octavo.server.json_reader import JsonLimits
+from octavo.server.limits import HttpLimits
+from tests.source_tree import ROOT
+
+PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+HTTP = {
+    "max_body_bytes": "bytes of a body",
+    "max_header_bytes": "bytes of headers",
+    "max_headers": "headers",
+    "max_prompts": "prompts of a text completion",
+    "max_choices": "choices, made or returned, and beams",
+    "max_head_bytes": "bytes of a head that are read at all",
+    "head_timeout_s": "seconds for a head",
+    "max_connections": "connections",
+    "max_pipelined": "requests sent ahead on one connection",
+    "body_timeout_s": "seconds for a body",
+    "body_grace_s": "seconds more until its connection is cut",
+    "stall_timeout_s": "seconds that a client may not read a stream",
+    "keep_alive_s": "seconds between keep-alive comments",
+}
+JSON = {
+    "max_depth": "depth of JSON",
+    "max_parts": "strings, objects and lists in a body",
+    "max_values": "numbers and constants in a body",
+}
+SCHEMA = {
+    "MAX_MESSAGES": "messages",
+    "MAX_STOPS": "stop strings",
+    "MAX_STOP_CHARACTERS": "characters of a stop string",
+    "MAX_BIASES": "biases, each from -100 to 100",
+    "MAX_STOP_IDS": "stop ids",
+    "MAX_BAD_WORDS": "bad words",
+    "MAX_BREAKERS": "sequence breakers",
+    "MAX_WORD_CHARACTERS": "characters of a bad word or breaker",
+    "MAX_ALLOWED_IDS": "allowed ids",
+    "MAX_TIMEOUT_S": "seconds of a timeout or objective",
+}
+
+
+def told(words: str, value: float) -> bool:
+    return f"| {words} | {value:.0f} |" in PAGE
+
+
+def test_the_page_has_every_limit_of_a_connection_a_body_and_a_request() -> None:
+    assert set(HTTP) | {"json"} == {field.name for field in fields(HttpLimits)}, "tell of it in docs/limits.md"
+    assert set(JSON) == {field.name for field in fields(JsonLimits)}
+    assert set(SCHEMA) == {name for name in vars(schema) if name.startswith("MAX_")}
+    limits = HttpLimits()
+    for owner, names in ((limits, HTTP), (limits.json, JSON), (schema, SCHEMA)):
+        for name, words in names.items():
+            assert told(words, getattr(owner, name)), f"{name} is {getattr(owner, name)}, docs/limits.md says otherwise"
+
+
+def test_the_page_has_the_queues_limits_and_levels() -> None:
+    for name in ("max_waiting", "max_waiting_tokens"):
+        field = next(field for field in fields(AdmissionConfig) if field.name == name)
+        assert f"| `{field.metadata['flags'][0]}` | {field.default} |" in PAGE
+    assert MAX_RETRY_S == 60 and "at most 60" in PAGE
+    for level, share in zip((Load.BUSY, Load.CROWDED), ("1/2", "3/4"), strict=True):
+        assert f"| {level.value} {level.name.lower()} | {share} |" in PAGE
+        top, bottom = share.split("/")
+        assert _BOUNDS[level - 1] == int(top) / int(bottom)
+    assert f"at most {key_file.MAX_KEYS}" in PAGE
+    for name in key_file.KeyEntry.model_fields:
+        assert name in PAGE, f"docs/limits.md does not tell of {name}"
+    assert SamplingParams(logprobs=20) and "| 20 | `top_logprobs`" in PAGE
