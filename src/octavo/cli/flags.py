@@ -26,6 +26,7 @@ _TITLES = {
     "speculation": "speculation",
     "serving": "serving",
     "admission": "admission",
+    "retry": "retries and the journal",
     "statistics": "statistics",
 }
 
