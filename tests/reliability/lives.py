@@ -1,0 +1,111 @@
+"""Engines that follow each other in this thread, so that an engine can die between any two steps, hundreds of times.
+
+Owns: Life (in the place of an engine process and its socket) and Lives (in the place of the keeper: an EngineClient
+over Custody). Does not: start processes; deaths of real ones are in the rows 1, 3 and 5.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
+
+from octavo.core.limits import Limits
+from octavo.core.request import FinishReason, Request
+from octavo.core.scheduler import Scheduler
+from octavo.engine.client import Accepted, TokenOutput
+from octavo.engine.custody import Custody
+from octavo.engine.delivery import Delivery
+from octavo.engine.loop import EngineLoop
+from octavo.executors.protocol import Executor
+
+Opened = tuple[Executor, Limits]
+
+
+class Life:
+    """An engine of this thread: what Custody needs of a SocketClient, and one turn of the loop at a time."""
+
+    def __init__(self, epoch: int, opened: Opened, receive: Callable[[int, Delivery], None], depth: int) -> None:
+        executor, limits = opened
+        self.epoch = epoch
+        self.is_alive = True
+        self.num_turns = 0
+        self.scheduler = Scheduler(limits)
+        self.loop = EngineLoop(self.scheduler, executor, depth=depth)
+        self.loop.attach(lambda delivery: receive(epoch, delivery) if self.is_alive else None)
+
+    def send(self, request: Request) -> asyncio.Future[Accepted]:
+        answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+
+        def settle(value: Any) -> None:
+            if not answer.done() and self.is_alive:
+                answer.set_exception(value) if isinstance(value, Exception) else answer.set_result(value)
+
+        self.loop.submit(request, settle)
+        return answer
+
+    def post_cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        self.loop.cancel(tuple(request_ids), reason, choice)
+
+    def turn(self) -> bool:
+        """One beat of the loop; False when there is nothing to do."""
+        if not (self.loop._inbox or self.scheduler.has_work or self.loop._flight):
+            return False
+        self.num_turns += 1
+        self.loop._turn()
+        return True
+
+
+class Lives:
+    """An EngineClient over engines of which `open_engine` makes one after another."""
+
+    def __init__(self, open_engine: Callable[[], Opened], depth: int = 1) -> None:
+        self.custody = Custody()
+        self._open_engine = open_engine
+        self._depth = depth
+        self.epoch = 0
+        self.life: Life
+        self.next_life()
+
+    def next_life(self) -> None:
+        """The engine in force, if there is one, is no more; another begins."""
+        if self.epoch:
+            self.life.is_alive = False
+            self.custody.bereave(())
+        self.epoch += 1
+        self.life = Life(self.epoch, self._open_engine(), self.custody.deliver, self._depth)
+        self.custody.begin(self.life)  # type: ignore[arg-type]
+
+    async def run(self, cut_after: Callable[[int], bool] = lambda _: False) -> int:
+        """Turn until nothing is to be done; die after the turns that `cut_after` names. Returns how many turns."""
+        turns = 0
+        while True:
+            for _ in range(4):  # readers, and what they ask for
+                await asyncio.sleep(0)
+            if not self.life.turn():
+                return turns
+            turns += 1
+            if cut_after(turns):
+                self.next_life()
+
+    async def submit(self, request: Request) -> Accepted:
+        return await self.custody.submit(request)
+
+    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+        return self.custody.outputs(request_id, final_only)
+
+    async def cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        self.custody.cancel(request_ids, reason, choice)
+
+    async def statistics(self) -> Mapping[str, object]:
+        return {}
+
+    async def control(self, verb: str, argument: str = "") -> object:
+        return True
+
+    async def close(self) -> None:
+        """Nothing to end."""
