@@ -6,8 +6,9 @@ Owns: Faults, InjectedError, `damage`. Does not: decide what a failure means to 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.core.plan import DROP_BLOCK, StepPlan
 from tests.fake_pool import FakePool, Slot, quads, triples
@@ -19,7 +20,7 @@ class InjectedError(RuntimeError):
 
 @dataclass
 class Faults:
-    """Chances per step (or per row) of each injected fault, drawn from `rng`."""
+    """Chances per step (or per row) of each injected fault, drawn from `rng`; `struck` counts them."""
 
     rng: random.Random
     submit_failure: float = 0.0
@@ -29,8 +30,12 @@ class Faults:
     poison: frozenset[str] = frozenset()  # requests whose every row makes the step fail
     bad: frozenset[str] = frozenset()  # requests whose every row fails alone
 
-    def hits(self, chance: float) -> bool:
-        return chance > 0.0 and self.rng.random() < chance
+    struck: Counter[str] = field(default_factory=Counter)
+
+    def hits(self, chance: float, name: str) -> bool:
+        has_hit = chance > 0.0 and self.rng.random() < chance
+        self.struck[name] += has_hit
+        return has_hit
 
 
 def damage(plan: StepPlan, slots: dict[int, Slot], pool: FakePool, rng: random.Random) -> None:

@@ -92,7 +92,7 @@ class FakeExecutor:
         """Queue a plan; execute it now unless lazy."""
         if plan.is_empty:
             raise FakeModelError("an empty plan was submitted")
-        if self.faults.hits(self.faults.submit_failure):
+        if self.faults.hits(self.faults.submit_failure, "failed submits"):
             for earlier in self.queue:
                 if earlier.result is None and earlier.fault is None:
                     self.run(earlier)
@@ -144,7 +144,7 @@ class FakeExecutor:
         plan = ticket.plan
         if self.is_broken:
             ticket.fault = InjectedError("an earlier step failed")
-        elif self.faults.hits(self.faults.collect_failure) or self.is_poisoned(plan):
+        elif self.faults.hits(self.faults.collect_failure, "failed steps") or self.is_poisoned(plan):
             ticket.fault = InjectedError("injected: step")
             self.is_broken = True
         if ticket.fault is not None:
@@ -177,7 +177,7 @@ class FakeExecutor:
         self.check_rows(rows)
         if self.strict:
             self.check_prefixes(plan)
-        self.failing = {row.slot for row in rows if self.faults.hits(self.row_error_chance(row))}
+        self.failing = {row.slot for row in rows if self.faults.hits(self.row_error_chance(row), "rows of NaN")}
         self.forward(rows)
         result = fake_sampling.sample(self, list(plan.rows()))
         self.encoder.free(plan)

@@ -64,7 +64,7 @@ def _give(result: StepResult, token_id: int, entry: TokenLogprobs | None) -> Non
 
 def _sample_row(executor: FakeExecutor, state: Slot, row: Row, cell: int, result: StepResult) -> None:
     """One sampling row: its id, or its candidates, or, by a fault, nothing at all."""
-    if executor.faults.hits(executor.faults.zero_tokens):
+    if executor.faults.hits(executor.faults.zero_tokens, "results without tokens"):
         assert result.num_token_ids is not None
         result.num_token_ids.append(0)
         state.may_repeat = True

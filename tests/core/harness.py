@@ -74,7 +74,6 @@ class Run:
         self.records: dict[str, Record] = {}
         self.slot_owner: dict[int, str] = {}
         self.plans: list[StepPlan] = []
-        self.digests: list[bytes] = []
         self.num_scheduled = 0
         self.num_failures = 0
         self.check_every, self.num_unchecked = check_every, 0
@@ -120,7 +119,6 @@ class Run:
         plan = self.scheduler.plan(self.now, None if only is None else frozenset(only))
         self.absorb(plan.events)
         self.plans.append(plan)
-        self.digests.append(plan.digest())
         if self.check:
             self.checks.check(plan, only is None)
             self.check_plan(plan, only is None)
@@ -266,6 +264,11 @@ class Run:
         raise AssertionError("the condition never held")
 
     # -- views
+
+    @property
+    def digests(self) -> list[bytes]:
+        """The digest of each plan."""
+        return [plan.digest() for plan in self.plans]
 
     def rows(self, plan: StepPlan) -> dict[str, tuple[int, int, int]]:
         """Rows by request: (start, count, flags)."""

@@ -59,6 +59,7 @@ class Driver:
         self.run.is_ordered = False
         self.maker = RequestMaker(rng, sizes, rng.random() < 0.3)
         self.num_steps = 0
+        self.struck = self.faults.struck  # faults by name, ours beside the executor's
         self.is_draining = False
         busy = rng.choice((0.1, 0.3, 1.0))
         self.actions: list[tuple[float, Callable[[], object]]] = [
@@ -102,7 +103,7 @@ class Driver:
     def settle(self) -> None:
         """Faults stop; then everything must end within a bound."""
         run = self.run
-        run.executor.faults = Faults(random.Random(0))
+        run.executor.faults = Faults(random.Random(0), struck=self.struck)
         run.resume()
         run.limit_step(None)
         work = sum(
@@ -164,10 +165,12 @@ class Driver:
         if self.run.flight:
             self.run.fail_oldest()
             self.num_steps += 1
+            self.struck["executors dead"] += 1
 
     def die(self) -> None:
         """The executor's process dies with the scheduler, and all in flight; a new epoch goes on."""
         self.run.die()
+        self.struck["engines dead"] += 1
         if self.is_draining:
             self.run.scheduler.drain()
 
@@ -177,6 +180,7 @@ class Driver:
             num_tokens = self.run.flight[0][0].num_query_tokens
             self.fail()
             self.run.limit_step(num_tokens // 2 or None)
+            self.struck["memory errors"] += 1
         else:
             self.run.limit_step(None)
 
@@ -189,17 +193,21 @@ class Driver:
                 outcome = self.rng.choice((StepResult(array("i")), StepFailure("late")))
                 with refused(InvariantError):
                     self.run.scheduler.commit(plan, outcome, self.run.now)
+                self.struck["late or doubled results"] += 1
 
     def commit_early(self) -> None:
         """A result out of order is refused, and changes nothing."""
         if len(self.run.flight) > 1:
             with refused(InvariantError):
                 self.run.scheduler.commit(self.run.flight[-1][0], StepResult(array("i")), self.run.now)
+            self.struck["results out of order"] += 1
 
     def cancel(self) -> None:
         names = [*self.rng.sample(self.open_ids(), min(len(self.open_ids()), self.rng.randrange(1, 4))), "nobody"]
         names += list(self.run.records)[:1]
-        self.run.cancel(*names, reason=self.rng.choice((FinishReason.CANCELLED, FinishReason.STOP)))
+        self.struck["aborts"] += self.run.cancel(
+            *names, reason=self.rng.choice((FinishReason.CANCELLED, FinishReason.STOP))
+        )
 
     def end_choice(self) -> None:
         for name in self.rng.sample(self.open_ids(), min(2, len(self.open_ids()))):
@@ -232,10 +240,12 @@ class Driver:
     def drain(self) -> None:
         self.run.scheduler.drain()
         self.is_draining = True
+        self.struck["drains"] += 1
 
     def jump(self) -> None:
         """The clock jumps, forward or back."""
         self.run.now = max(0.0, self.run.now + self.rng.choice((-0.2, 0.7, 3600.0)))
+        self.struck["jumps of the clock"] += 1
 
     def pass_time(self) -> None:
         self.run.now += self.rng.random() * 0.1

@@ -170,7 +170,10 @@ class Intake:
         victims = [other for rank, other in ranked if rank > own]
         floors = [0] * self.state.cache.num_groups
         if reason != WaitReason.BARRIER:
-            floors = [floor + room.growth(self.state, request) for floor in self.state.headroom.floors]
+            floors = [
+                floor + room.growth(self.state, request, group)
+                for group, floor in enumerate(self.state.headroom.floors)
+            ]
         if not victims or not room.fits_without(self.planner, request, victims, floors):
             return False
         while victims and not room.fits_without(self.planner, request, [], floors):
@@ -283,8 +286,8 @@ class Intake:
             return self._defer_for_room(request, reason, (group, -left[group], needed[group]), has_company)
         if not has_company or request.num_bypassed >= self.state.limits.max_bypass:
             return None
-        growth = room.growth(self.state, request)
         for group, floor in enumerate(self.state.headroom.floors):
+            growth = room.growth(self.state, request, group)
             short = floor + growth - left[group]
             if short > 0:
                 wanted = needed[group] + floor + growth

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["FinishReason", "Request", "RequestState", "SamplingParams", "Sequence", "Span", "Status", "Want"]
 
 
+MAX_RETURNS = 3  # preemptions after which a request comes back only for good (see room.growth)
+
+
 class FinishReason(IntEnum):
     """Why a request ended; exactly one per request."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core.kv.cache import NO_BLOCK, KVCache
 from octavo.core.plan import WaitReason
-from octavo.core.request import Lack, RequestState
+from octavo.core.request import MAX_RETURNS, Lack, RequestState
 from octavo.core.state import State
 
 if TYPE_CHECKING:
@@ -44,12 +44,23 @@ def num_swapped_blocks(cache: KVCache, request: RequestState, growth: int) -> li
     return total
 
 
-def growth(state: State, request: RequestState) -> int:
-    """Blocks by which those running must be able to grow before a request that was preempted comes back.
+def growth(state: State, request: RequestState, group: int) -> int:
+    """Blocks of a group by which those running must be able to grow before a request comes in.
 
-    A block each, and two after the second time, or it would be preempted again at once.
+    A block each if it was preempted, and two after the second time, or it would be preempted again at once. Where it,
+    or one that runs, was preempted MAX_RETURNS times: all that they and it may still come to need, so that none of
+    them has to go for another.
     """
-    return min(request.num_preemptions, 2) * state.sequence_budget.used
+    if request.num_preemptions < MAX_RETURNS and not state.num_guarded:
+        return min(request.num_preemptions, 2) * state.sequence_budget.used
+    cache = state.cache
+    rest = sum(
+        max(0, cache.peak_blocks(sequence.limit)[group] - cache.held_blocks(sequence)[group])
+        for entry in state.running.requests
+        for sequence in entry.sequences
+    )
+    own = [(cache.peak_blocks(one.limit), cache.peak_blocks(one.num_known)) for one in request.sequences]
+    return rest + sum(most[group] - now[group] for most, now in own)
 
 
 def still_lacks(planner: Planner, request: RequestState, lack: Lack) -> bool:
@@ -67,7 +78,7 @@ def kept_beside(planner: Planner, request: RequestState, lack: Lack) -> int:
     """Blocks that must stay free beside a newcomer, in the group that it lacked."""
     kept = planner.outstanding[lack.group]
     if lack.reason == WaitReason.HEADROOM:
-        kept += planner.state.headroom.floors[lack.group] + growth(planner.state, request)
+        kept += planner.state.headroom.floors[lack.group] + growth(planner.state, request, lack.group)
     return kept
 
 
