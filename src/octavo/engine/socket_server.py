@@ -21,11 +21,12 @@ from octavo.engine import wire
 from octavo.engine.client import Accepted
 from octavo.engine.delivery import Delivery, End
 from octavo.engine.loop import EngineLoop
-from octavo.errors import EngineDeadError, EngineError
+from octavo.errors import EngineDeadError, EngineError, RequestError
 from octavo.executors.protocol import Capacity
 
 _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 18
+MOST_TOLD = 20  # dropped frames that make a line in the log; all are counted
 
 
 @dataclass(slots=True)
@@ -99,15 +100,19 @@ class EngineServer:
         """Act on one frame; False when it was the last."""
         try:
             message = wire.decode_to_engine(body)
-            request = message.request() if isinstance(message, wire.Submit) else None
-        except (wire.WireError, ValueError) as error:
-            self.dropped.malformed += 1
-            _LOG.warning("a frame was dropped: %s", error)
-            return True
+        except wire.WireError as error:
+            return self._drop(error)
         if message.epoch != self.epoch:
             self.dropped.stale_epochs += 1
             return True
-        if request is not None:
+        if isinstance(message, wire.Submit):
+            try:
+                request = message.request()
+            except RequestError as error:
+                self._took(message.request_id, error)
+                return True
+            except (wire.WireError, ValueError, OverflowError) as error:
+                return self._drop(error)
             engine.submit(request, partial(self._took, request.request_id))
         elif isinstance(message, wire.Cancel):
             engine.cancel(message.request_ids, message.reason, message.choice)
@@ -118,6 +123,12 @@ class EngineServer:
             else:
                 engine.control(message.verb, message.argument, answer)
         return not isinstance(message, wire.Close)
+
+    def _drop(self, error: Exception) -> bool:
+        self.dropped.malformed += 1
+        if self.dropped.malformed <= MOST_TOLD:
+            _LOG.warning("a frame was dropped: %s", error)
+        return True
 
     def _deliver(self, engine: EngineLoop, delivery: Delivery) -> None:
         """In the engine's thread. A loop that died ends everybody: that is for the client, who may know better."""
