@@ -31,7 +31,8 @@ from octavo.config import (
 from octavo.errors import ConfigError
 
 PREFIX = "OCTAVO_"
-_NO_SETTINGS = (PREFIX + "CONFIG", PREFIX + "RUN_DIR")  # the config file; where a server's own folder is made
+# The config file; where a server's own folders are made.
+_NO_SETTINGS = (PREFIX + "CONFIG", PREFIX + "RUN_DIR", PREFIX + "SCRATCH_DIR")
 _PARTS: dict[str, Any] = {
     "model": ModelConfig,
     "cache": CacheConfig,

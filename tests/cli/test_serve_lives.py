@@ -58,8 +58,12 @@ def test_a_killed_api_is_replaced_on_the_same_port(server: FakeServer) -> None:
     assert server.post("/v1/completions", BODY)[2]["choices"] == before, "a connection between two lives waits"
     status = server.status()
     assert status["api_restarts"] == 1 and status["processes"]["supervisor"] == pids["supervisor"]
+    (home,) = Path(os.environ["OCTAVO_RUN_DIR"]).glob(f"{server.process.pid}-*")
+    scratch = (home / "scratch").readlink()
+    assert len(list(scratch.iterdir())) == 1, "the folder of the engine that died with its api is gone"
     assert not psutil.pid_exists(pids["engine"]) and status["processes"]["engine"] != pids["engine"]
     assert server.end() == 0
+    assert not home.exists() and not scratch.exists()
     assert "the api process ended (killed by SIGKILL)" in server.text
 
 

@@ -43,13 +43,23 @@ def test_a_server_is_found_while_it_lives(folder: Path) -> None:
 def test_what_a_killed_server_left_is_removed(folder: Path) -> None:
     script = (
         "import os\nfrom octavo.cli.servers import Record, own_home\nwith own_home() as home:\n"
-        f"    home.record(Record({os.getpid()}, 'http://127.0.0.1:1', 'tiny', '/x', 1.0))\n    os._exit(0)"
+        "    (home.scratch / 'engine').mkdir()\n    print(home.scratch)\n"
+        f"    home.record(Record({os.getpid()}, 'http://127.0.0.1:1', 'tiny', '/x', 1.0))\n    os.kill(os.getpid(), 9)"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    subprocess.run([sys.executable, "-c", script], check=True, env=environ)
-    assert len(list(folder.iterdir())) == 1
+    done = subprocess.run([sys.executable, "-uc", script], stdout=subprocess.PIPE, text=True, env=environ)
+    scratch = Path(done.stdout.strip())
+    assert len(list(folder.iterdir())) == 1 and (scratch / "engine").is_dir()
     assert find_servers() == [], "although a process of that number lives"
-    assert list(folder.iterdir()) == []
+    assert list(folder.iterdir()) == [] and not scratch.exists()
+
+
+def test_what_a_killed_process_left_is_removed() -> None:
+    with own_home() as home:
+        (home.scratch / "octavo-x").mkdir()
+        home.clear_scratch()
+        assert list(home.scratch.iterdir()) == []
+    assert not home.scratch.exists()
 
 
 def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ import time
 
 from octavo.cli.api_task import COMMAND, ApiTask
 from octavo.cli.flags import add_settings, config_from
-from octavo.cli.servers import Record, own_home
+from octavo.cli.servers import Home, Record, find_servers, own_home
 from octavo.config import Config
+from octavo.engine import scratch
 from octavo.engine.restarts import RestartBudget
 from octavo.engine.supervisor import ChildSpec, Supervisor
 from octavo.server.listener import open_socket, url_of
@@ -37,13 +38,16 @@ def run(args: argparse.Namespace) -> int:
         admin = str(home.admin_path(config.serving.admin_socket))
         task = ApiTask(config, admin, is_quiet=args.quiet)
         home.record(Record(os.getpid(), url_of(listener), _name(config), admin, time.time()))
+        os.environ[scratch.VARIABLE] = str(home.scratch)
+        find_servers()  # for what those left that were killed
         if config.serving.in_process:
             return _run_here(task, listener)
-        return _supervise(task, listener)
+        return _supervise(task, listener, home)
 
 
-def _supervise(task: ApiTask, listener: socket.socket) -> int:
+def _supervise(task: ApiTask, listener: socket.socket, home: Home) -> int:
     def make_line(life: int) -> bytes:
+        home.clear_scratch()
         return ApiTask(task.config, task.admin, life, os.getpid(), task.is_quiet).line()
 
     drain_s = task.config.serving.drain_timeout_s

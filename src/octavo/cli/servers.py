@@ -1,6 +1,7 @@
 """The servers that this user runs on this machine: a folder with a record for each.
 
-Owns: the folder of a server (mode 0700: record, admin socket), its record, finding the live ones, removing the dead.
+Owns: the folder of a server (mode 0700: record, admin socket), a second one for what its processes write all the time,
+finding the servers that live, removing what dead ones left.
 Does not: talk to a server (see admin_client). Invariant: a server holds a lock on its record as long as it lives, so a
 record without a lock is stale, whatever became of its process or of the process's number.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from octavo.engine.scratch import scratch_root
 from octavo.errors import ConfigError
 
 RUN_DIR = "OCTAVO_RUN_DIR"
@@ -25,6 +27,7 @@ MAX_SOCKET_PATH = 100  # bytes; the system's bound is 104 or 108
 _RECORD = "server.json"
 _UNLOCKED = "server.new"
 _ADMIN = "admin.sock"
+_SCRATCH = "scratch"
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -47,11 +50,18 @@ def run_folder() -> Path:
 
 
 class Home:
-    """The folder of this process's server."""
+    """The folder of this process's server, and the scratch folder of its processes."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self._lock = lock
+        self.scratch = Path(tempfile.mkdtemp(prefix="octavo-", dir=scratch_root()))
+        (path / _SCRATCH).symlink_to(self.scratch)  # for whoever clears up behind a server that was killed
+
+    def clear_scratch(self) -> None:
+        """Remove what a process left that was killed."""
+        for left in self.scratch.iterdir():
+            shutil.rmtree(left, ignore_errors=True)
 
     def record(self, record: Record) -> None:
         """Let others find this server."""
@@ -78,12 +88,13 @@ def own_home() -> Iterator[Home]:
         lock = os.open(path / _UNLOCKED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         (path / _UNLOCKED).rename(path / _RECORD)  # so that nobody ever sees it without its lock
+        home = Home(path, lock)
     except OSError as error:
         raise ConfigError(f"no folder can be made in {root} ({error.strerror}); set {RUN_DIR}") from None
     try:
-        yield Home(path, lock)
+        yield home
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
         os.close(lock)
 
 
@@ -113,13 +124,22 @@ def _read(folder: Path) -> Record | None:
     try:
         data = os.read(fd, 1 << 16)
         if _can_lock(fd):
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             return None
         return msgspec.json.decode(data, type=Record)
     except msgspec.MsgspecError:
         return None
     finally:
         os.close(fd)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a server's folder, and its scratch folder."""
+    with contextlib.suppress(OSError):
+        scratch = (folder / _SCRATCH).readlink()
+        if scratch.name.startswith("octavo-"):
+            shutil.rmtree(scratch, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _can_lock(fd: int) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import msgspec
 from octavo.config import Config
 from octavo.engine.heartbeat import PAGE_NAME, HeartbeatPage
 from octavo.engine.process_side import DUMP_SIGNAL
+from octavo.engine.scratch import scratch_root
 from octavo.engine.socket_client import Receive, SocketClient
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
@@ -54,7 +54,7 @@ class EngineProcess:
 
         `receive` gets its deliveries; without it the client keeps them, and ends open requests with its connection.
         """
-        folder = tempfile.TemporaryDirectory(prefix="octavo-", dir=_memory_folder())  # mode 0700
+        folder = tempfile.TemporaryDirectory(prefix="octavo-", dir=scratch_root())  # mode 0700
         path = Path(folder.name) / "engine.sock"
         page = HeartbeatPage(path.with_name(PAGE_NAME), create=True)
         process = await asyncio.create_subprocess_exec(
@@ -163,8 +163,3 @@ class EngineProcess:
     def _close_stdin(self) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
-
-
-def _memory_folder() -> str | None:
-    """A folder that is no disk, where there is one: the loop would wait for a page that is being written back."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
