@@ -105,6 +105,11 @@ class EngineKeeper:
         return self._succession.standby_pid
 
     @property
+    def num_open(self) -> int:
+        """Requests without an end."""
+        return len(self._custody.ledger)
+
+    @property
     def is_stepping(self) -> bool:
         """Whether the engine is idle, or its steps come in time."""
         if self.state is not KeeperState.READY or not self._engine.client.is_alive:
@@ -120,7 +125,7 @@ class EngineKeeper:
             "state": self.state.value,
             "epoch": self.epoch,
             "restarts": self.num_restarts,
-            "open_requests": len(self._custody.ledger),
+            "open_requests": self.num_open,
             "unread_requests": self._custody.ledger.num_unread,
             "resumed_requests": self._custody.num_resumed,
             "stalls": self.num_stalls,
@@ -251,7 +256,7 @@ class EngineKeeper:
                 continue
             self.num_restarts += 1
             self._begin(successor)
-            _LOG.warning("epoch %d began with %d open requests", self.epoch, len(self._custody.ledger))
+            _LOG.warning("epoch %d began with %d open requests", self.epoch, self.num_open)
             return
         self._fail(
             f"the engine ended more than {self._budget.most} times within {self._budget.within_s:g} s before it did a "

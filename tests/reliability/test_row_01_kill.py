@@ -1,0 +1,114 @@
+"""Row 1: kill -9 of the engine process, at random moments, under 32 streams.
+
+The quick dose uses a fake model whose text shows every lost, doubled or foreign token; the whole dose the default
+model too, against its own run without a fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from array import array
+from collections.abc import Callable
+
+import pytest
+
+from octavo.assembly import config_from
+from octavo.core.request import FinishReason, Request, SamplingParams
+from octavo.engine.keeper import EngineKeeper, KeeperState
+from tests.engine.fakes import expected, make_request
+from tests.reliability.deaths import Load, Stream, follow, keeping, quantile, until
+from tests.reliability.scorecard import Score
+
+WIDTH = 32
+
+
+async def kill_under(
+    keeper: EngineKeeper, make: Callable[[int], Request], kills: int, rng: random.Random, pause_s: float
+) -> tuple[list[Stream], list[BaseException], list[float]]:
+    """Kill so many engines while WIDTH streams run; the streams, what submits raised, and the streams' gaps."""
+    load, moments = Load(keeper, make, WIDTH), []
+    for _ in range(kills):
+        epoch = keeper.epoch
+        await until(lambda: keeper.state is KeeperState.READY and keeper.num_open > WIDTH // 2)
+        await asyncio.sleep(rng.uniform(0.0, pause_s))
+        moments.append(asyncio.get_running_loop().time())
+        os.kill(keeper.pid, signal.SIGKILL)
+        await until(lambda epoch=epoch: keeper.epoch > epoch)
+        await asyncio.sleep(rng.uniform(0.1, 0.6))
+    await load.stop()
+    gaps = [gap for stream in load.streams for at in moments if (gap := stream.gap_over(at)) is not None]
+    return load.streams, load.errors, gaps
+
+
+def judge(
+    score: Score, streams: list[Stream], errors: list[BaseException], wanted: Callable[[Stream], list[int]]
+) -> None:
+    score.count("lost", len(errors) + sum(stream.reason is not FinishReason.LENGTH for stream in streams))
+    score.count("outputs at a wrong position", sum(stream.num_misplaced for stream in streams))
+    score.share("byte-equal to the run without a fault", sum(s.ids == wanted(s) for s in streams), len(streams))
+
+
+def tell(score: Score, keeper: EngineKeeper, gaps: list[float], most: float) -> None:
+    report = keeper.report()
+    ids, frames = report["dropped_ids"], report["dropped_frames"]
+    score.tell(
+        "restarts, resumed, dropped ids, dropped frames",
+        f"{keeper.num_restarts}, {report['resumed_requests']}, {ids}, {frames}",
+    )
+    score.time("gap p95 s", quantile(gaps, 0.95), most)
+
+
+async def test_row_01_streams_go_on_over_killed_engines(score: Score) -> None:
+    async with keeping("slow") as keeper:
+        streams, errors, gaps = await kill_under(
+            keeper, lambda n: make_request(f"r{n}", max_tokens=80), score.dose(2, 20), random.Random(1), 0.2
+        )
+        judge(score, streams, errors, lambda stream: expected(stream.request))
+        tell(score, keeper, gaps, 6.0)
+        assert keeper.num_restarts >= score.dose(2, 20) and len(streams) >= WIDTH
+
+
+async def test_row_01_a_standby_takes_over(score: Score, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping("slow", standby=True) as keeper:
+        await until(lambda: bool(keeper.report()["has_standby"]))
+        streams, errors, gaps = await kill_under(
+            keeper,
+            lambda n: make_request(f"r{n}", max_tokens=80),
+            score.dose(1, 10),
+            random.Random(2),
+            score.dose(0.2, 3.0),
+        )
+        judge(score, streams, errors, lambda stream: expected(stream.request))
+        tell(score, keeper, gaps, 1.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("standby", [False, True])
+async def test_row_01_the_default_model(score: Score, standby: bool) -> None:
+    """Greedy, 32 streams, byte-equal to what the same engine says without a fault."""
+    values = {"max_model_len": 512, "kv_cache_tokens": 32768, "standby": standby}
+    params = SamplingParams(max_tokens=48, temperature=0.0, seed=1, ignore_eos=True)
+    rng = random.Random(3)
+    prompts = [array("i", [rng.randrange(100, 40_000) for _ in range(rng.randrange(4, 120))]) for _ in range(64)]
+
+    def make(number: int) -> Request:
+        return Request(f"r{number}", prompts[number % len(prompts)], params, arrival=asyncio.get_running_loop().time())
+
+    async with keeping(config_from("smollm2", values)) as keeper:
+        if standby:
+            await until(lambda: bool(keeper.report()["has_standby"]))
+        whole = await asyncio.gather(*(follow(keeper, make(number)) for number in range(len(prompts))))
+        right = {bytes(stream.request.prompt_token_ids or b""): stream.ids for stream in whole}
+        assert keeper.num_restarts == 0
+        streams, errors, gaps = await kill_under(keeper, make_again(make), score.dose(3, 20), rng, 4.0)
+        judge(score, streams, errors, lambda stream: right[bytes(stream.request.prompt_token_ids or b"")])
+        tell(score, keeper, gaps, 1.5 if standby else 6.0)
+
+
+def make_again(make: Callable[[int], Request]) -> Callable[[int], Request]:
+    """The same requests under other names."""
+    return lambda number: make(number + 1000)
