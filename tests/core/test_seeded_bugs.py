@@ -39,6 +39,12 @@ def read_mutants() -> dict[str, Mutant]:
     return found
 
 
+def plant(source: str, mutant: Mutant) -> str:
+    """The source with the bug."""
+    assert source.count(mutant.text) >= 1, f"{mutant.file} no longer holds {mutant.text!r}"
+    return source.replace(mutant.text, mutant.planted, 1)
+
+
 MUTANTS = read_mutants()
 SEARCH = """
 import json, sys, traceback
@@ -95,9 +101,7 @@ def package(tmp_path: Path) -> Path:
 def test_R13_a_planted_bug_is_found_by_a_named_check(name: str, package: Path) -> None:
     mutant = MUTANTS[name]
     path = package / "octavo/core" / mutant.file
-    source = path.read_text()
-    assert source.count(mutant.text) >= 1, f"{mutant.file} no longer holds {mutant.text!r}"
-    path.write_text(source.replace(mutant.text, mutant.planted, 1))
+    path.write_text(plant(path.read_text(), mutant))
     found = search(package, mutant.limits, 0, MAX_SEEDS)
     assert found.returncode == 3, f"not noticed: {found.stdout}{found.stderr}"
     print(found.stdout.strip())

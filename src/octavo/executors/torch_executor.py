@@ -9,7 +9,8 @@ that raised leaves nothing that sending its sequences again does not mend.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -125,9 +126,13 @@ class TorchExecutor:
             return int(torch.cuda.mem_get_info(self._device)[0])
         return machine.usable_memory()[1]
 
-    @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
         """Run the plan (CPU) or launch it (CUDA). Raises whatever goes wrong; the step then produced nothing."""
+        with _memory_errors(self._device):
+            return self._run(plan)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> Ticket:
         decoder = self._running()
         clock = _StepClock(self._device)
         self._apply_effects(plan)
@@ -199,7 +204,8 @@ class TorchExecutor:
         """Fetch the ticket's result, waiting for the device."""
         assert isinstance(ticket, tuple), "a ticket comes from submit"
         outputs, clock = ticket
-        result: StepResult = outputs.result()
+        with _memory_errors(self._device):
+            result: StepResult = outputs.result()
         result.timings = clock.timings
         return result
 
@@ -213,6 +219,19 @@ class TorchExecutor:
         if self._decoder is None:
             raise EngineError("the executor is not open")
         return self._decoder
+
+
+@contextmanager
+def _memory_errors(device: torch.device) -> Iterator[None]:
+    """Raise torch's ways to be out of memory as MemoryError, which the engine answers with smaller steps."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise MemoryError(str(error).splitlines()[0]) from None
 
 
 class _StepClock:
