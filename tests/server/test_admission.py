@@ -77,6 +77,15 @@ def test_kv_room_bounds_what_counts_as_running() -> None:
     assert 8 + 8 <= len(leases) <= 8 + 10, "ten more prompts of ten tokens fit beside 3 x 301"
 
 
+def test_prompts_that_are_cached_take_no_kv_room_of_their_own() -> None:
+    admission = made(slots=100, bound=8, kv=1000, tokens=100_000)
+    lease = running(admission, 1, num_tokens=300)[0]
+    for _ in range(200):
+        lease.ended(Finished("stop", 300, 5, 298, 0.1, 0.2, 0.3))
+    running(admission, 50, num_tokens=300)
+    assert admission.room.num_free > 40 and admission.wait_s() == 0
+
+
 def test_choices_and_prompts_count_each() -> None:
     admission = made(slots=4, bound=8)
     running(admission, 4)
@@ -111,6 +120,11 @@ def test_tokens_are_bounded_by_a_guess_and_again_exactly() -> None:
     lease.leave()
     assert admission.room.num_waiting_tokens == 600
     admission.enter(Wish(num_characters=10)).settle(400)
+    known = made(tokens=1000, estimator=taught(prefill_s=0.1))
+    known.enter(Wish(num_ids=900)).settle(900)
+    with pytest.raises(QueueFullError, match=r"room in about 20\.0 s") as told:
+        known.enter(Wish(num_ids=300))
+    assert told.value.retry_after_s == pytest.approx(20)
 
 
 def test_what_is_refused_first_under_load() -> None:

@@ -147,6 +147,17 @@ async def test_a_key_has_so_many_requests_at_once(harness: Harness) -> None:
     assert (await harness.complete(headers=BOB)).status_code == 200
 
 
+async def test_a_retry_of_what_runs_needs_no_room(harness: Harness) -> None:
+    tasks = await opened(harness, 1, headers={**BOB, "Idempotency-Key": "once"})
+    again = asyncio.create_task(harness.complete(headers={**BOB, "Idempotency-Key": "once"}))
+    await asyncio.sleep(0.05)
+    assert not again.done(), "it reads the one that runs, though this key may have only one"
+    other = await harness.complete(headers={**BOB, "Idempotency-Key": "twice"})
+    assert other.json()["error"]["code"] == "rate_limit_exceeded"
+    assert await answered(harness, tasks) == [200] and (await again).status_code == 200
+    await harness.context.runs.close()
+
+
 async def test_tenants_do_not_meet_in_their_ids(harness: Harness) -> None:
     harness.engine.is_held = True
     both = [

@@ -18,7 +18,7 @@ from enum import IntEnum
 from octavo.config import AdmissionConfig
 from octavo.errors import BusyError, LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
 from octavo.metrics.requests import Finished
-from octavo.server.estimate import Estimator
+from octavo.server.estimate import Estimator, Work
 from octavo.server.keys import NOBODY, KeyInfo
 from octavo.server.rates import Meter
 from octavo.server.waiting import Seat, WaitingRoom
@@ -88,7 +88,8 @@ class Lease:
         """One prompt ran to its end."""
         self.seat.end()
         estimator = self._admission.estimator
-        estimator.prompt_done(max(0.0, end.ttft_s - end.queue_s), end.prompt_tokens - end.cached_tokens)
+        estimator.prompt_done(max(0.0, end.ttft_s - end.queue_s), end.prompt_tokens, end.cached_tokens)
+        self._admission.room.new_share = estimator.new_share
         estimator.sequences_ended(end.completion_tokens, end.num_choices)
 
     def leave(self) -> None:
@@ -127,8 +128,6 @@ class Admission:
             if len(self._meters) >= MAX_METERS:
                 self._meters = {name: each for name, each in self._meters.items() if each.num_open}
             meter = self._meters[key.name] = Meter(key, self.now())
-        elif meter.info is not key:
-            meter.update(key, self.now())
         return meter
 
     @property
@@ -145,14 +144,17 @@ class Admission:
     def glance(self, key: KeyInfo, *, may_be_known: bool = False) -> None:
         """Before the body is read: count the request, or refuse it at a full queue or its key's limit (BusyError).
 
-        `may_be_known`: it may ask for something that is here already, and so needs no room in the queue.
+        `may_be_known`: it may ask for something that is here already, and so needs no room.
         """
         meter = self.meter(key)
+        if meter is not None and meter.info is not key:  # the keys were read anew
+            meter.update(key, self.now())
         with _counted(meter):
             if not may_be_known:
                 self._check_full(1)
             if meter is not None:
-                self._check_concurrent(meter)
+                if not may_be_known:
+                    self._check_concurrent(meter)
                 meter.begin(self.now())
 
     def enter(self, wish: Wish) -> Lease:
@@ -178,12 +180,10 @@ class Admission:
         with _counted(meter):
             others = room.num_waiting_tokens
             if others and others + num_tokens > most:
-                each = max(1.0, others / max(1, room.num_pending))
-                text = f"requests with {others} prompt tokens wait for their first token, {most} may, and this one has "
-                raise QueueFullError(
-                    f"the queue is full: {text}{num_tokens}; {self._told()}",
-                    retry_after_s=self._room_s((others + num_tokens - most) / each),
-                )
+                wait_s = self._tokens_room_s(others + num_tokens - most)
+                told = "how long is not known yet" if wait_s is None else f"there will be room in about {wait_s:.1f} s"
+                text = f"requests with {others} prompt tokens wait for their first token, {most} may, and this one has"
+                raise QueueFullError(f"the queue is full: {text} {num_tokens}; {told}", retry_after_s=wait_s)
             if meter is not None:
                 meter.check_tokens(self.now(), num_tokens)
 
@@ -273,6 +273,14 @@ class Admission:
         """Seconds until so many have started, at the present speed; None where that is unknown."""
         slot_s = self.estimator.slot_s(self.room.num_busy)
         return None if slot_s is None else min(MAX_RETRY_S, max(0.0, num_sequences) * slot_s)
+
+    def _tokens_room_s(self, num_tokens: int) -> float | None:
+        """Seconds until prompts of so many tokens are computed, and have slots to be computed in."""
+        prefill_s = self.estimator.busy_s(Work(0, num_tokens, 0))
+        if prefill_s is None or not self.room.num_waiting:
+            return None if prefill_s is None else min(MAX_RETRY_S, prefill_s)
+        each = max(1.0, self.room.num_waiting_tokens / max(1, self.room.num_pending))
+        return max(min(MAX_RETRY_S, prefill_s), self._room_s(num_tokens / each) or 0.0)
 
     def _told(self) -> str:
         wait_s = self.wait_s()

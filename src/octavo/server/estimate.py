@@ -59,7 +59,8 @@ class Estimator:
     """Measures and predicts."""
 
     def __init__(self) -> None:
-        self._prefill_s = DecayedMean(16_384)  # per prompt token that was computed
+        self._prefill_s = DecayedMean(16_384)  # per prompt token, cached or not
+        self._new_share = DecayedMean(16_384)  # of prompt tokens, those that were not cached
         self._gap_s = DecayedMean(512)  # between two tokens of one sequence
         self._output_tokens = DecayedMean(32)  # of a sequence
         self._tokens_per_character = DecayedMean(65_536)
@@ -68,10 +69,17 @@ class Estimator:
         """A sequence got so many tokens, so long after those before."""
         self._gap_s.add(gap_s, num_tokens)
 
-    def prompt_done(self, prefill_s: float, num_tokens: int) -> None:
-        """So many tokens of a prompt were computed in so long."""
+    def prompt_done(self, prefill_s: float, num_tokens: int, num_cached: int = 0) -> None:
+        """A prompt of so many tokens took so long; some were in the prefix cache."""
         if num_tokens > 0:
             self._prefill_s.add(prefill_s, num_tokens)
+            self._new_share.add(num_tokens - num_cached, num_tokens)
+
+    @property
+    def new_share(self) -> float:
+        """The share of prompt tokens that were not in the prefix cache lately."""
+        mean = self._new_share.value
+        return 1.0 if mean is None else mean
 
     def sequences_ended(self, output_tokens: int, num_sequences: int) -> None:
         """Sequences ended with so many tokens together."""

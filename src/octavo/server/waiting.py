@@ -53,7 +53,7 @@ class Seat:
             self.num_waiting -= 1
             self.num_started += 1
             self._room.num_running += self.width
-            self.grow(round(self._work.prompt_tokens))
+            self.grow(round(self._work.prompt_tokens * self._room.new_share))
 
     def grow(self, num_tokens: int) -> None:
         """Its sequences hold so many tokens more."""
@@ -90,6 +90,7 @@ class WaitingRoom:
         self.num_kv_tokens = num_kv_tokens
         self.num_running = 0  # sequences with a token
         self.num_tokens_held = 0  # by those
+        self.new_share = 1.0  # of prompt tokens, those that take KV room of their own
         self.pending = Work()  # of all prompts without a token
         self.by_key: Counter[str] = Counter()  # sequences without a token
         self.tokens_by_key: Counter[str] = Counter()
@@ -112,7 +113,7 @@ class WaitingRoom:
         free = max(0, self.num_slots - self.num_running)
         if self.num_kv_tokens and self.num_pending:
             room = max(0, self.num_kv_tokens - self.num_tokens_held)
-            each = max(1.0, self.pending.prompt_tokens / self.num_pending)
+            each = max(1.0, self.pending.prompt_tokens * self.new_share / self.num_pending)
             free = min(free, int(room / each))
         return free
 
