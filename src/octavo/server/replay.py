@@ -29,6 +29,8 @@ _PLACE = re.compile(r"(-|[0-9]{1,9})([+.]?)")
 _BEGUN, _TAIL, _ENDED = 0, 1, 2
 Place = tuple[int, int]  # tokens given (-1: not begun), then _BEGUN, _TAIL (text behind the last token given), _ENDED
 
+_NOTHING: Place = (-1, _BEGUN)
+
 
 @dataclass(slots=True)
 class Position:
@@ -40,7 +42,7 @@ class Position:
     @classmethod
     def start(cls, num_choices: int) -> Position:
         """Nothing yet."""
-        return cls([(-1, _BEGUN)] * num_choices)
+        return cls([_NOTHING] * num_choices)
 
     @classmethod
     def parse(cls, text: str, num_choices: int) -> Position:
@@ -62,7 +64,7 @@ class Position:
 
 def _place(tokens: str, mark: str) -> Place | None:
     if tokens == "-":
-        return None if mark else (-1, _BEGUN)
+        return None if mark else _NOTHING
     return int(tokens), ("", "+", ".").index(mark)
 
 
@@ -187,8 +189,8 @@ class Replay:
         self.name = name
         self._tape = tape
         self._shape = shape
-        self._at = Position.start(len(tape.choices))
-        self._seen = seen or Position.start(len(tape.choices))
+        self._at = [_NOTHING] * len(tape.choices)
+        self._has = seen or Position.start(len(tape.choices))  # the client, once it has read all that was sent
         self._is_identified = len(tape.choices) <= MAX_IDENTIFIED
         self._on_close: Callable[[], None] | None = on_close
 
@@ -218,17 +220,18 @@ class Replay:
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """The event of a piece that deltas() gave, b"" when the client has it."""
-        event = self._shape.chunk(index, delta)
-        if not event or self._at.places[index] <= self._seen.places[index]:
+        event, place = self._shape.chunk(index, delta), self._at[index]
+        if not event or place <= self._has.places[index]:
             return b""
+        self._has.places[index] = place
         return self._identified(event)
 
     def last(self) -> bytes:
         """The usage chunk, unless the client has it."""
         event = self._shape.last()
-        if not event or self._seen.has_usage:
+        if not event or self._has.has_usage:
             return b""
-        self._at.has_usage = True
+        self._has.has_usage = True
         return self._identified(event)
 
     def whole(self, choices: Sequence[Choice]) -> Json:
@@ -236,21 +239,20 @@ class Replay:
         return self._shape.whole(choices)
 
     def _identified(self, event: bytes) -> bytes:
-        return b"id: %b\n%b" % (self._at.text().encode(), event) if self._is_identified else event
+        return b"id: %b\n%b" % (self._has.text().encode(), event) if self._is_identified else event
 
     def _pieces(self, index: int) -> Iterator[TextDelta]:
         """What a choice has beyond this reader; it takes turns with the others after each piece of full size."""
-        choice, stop = self._tape.choices[index], self._seen.places[index][0]
-        while (found := choice.next_piece(index, self._at.places[index], stop)) is not None:
+        choice = self._tape.choices[index]
+        while (found := choice.next_piece(index, self._at[index], self._has.places[index][0])) is not None:
             piece, place = found
-            is_large = place[0] - self._at.places[index][0] >= MAX_PIECE_TOKENS
-            self._at.places[index] = place
+            is_large = place[0] - self._at[index][0] >= MAX_PIECE_TOKENS
+            self._at[index] = place
             yield piece
             if is_large:
                 return
 
     def _is_behind(self) -> bool:
         return any(
-            choice.next_piece(index, self._at.places[index], 0) is not None
-            for index, choice in enumerate(self._tape.choices)
+            choice.next_piece(index, self._at[index], 0) is not None for index, choice in enumerate(self._tape.choices)
         )
