@@ -119,6 +119,8 @@ async def test_a_bad_chat_field_is_named(fields: dict[str, Any], param: str) -> 
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"suffix": "x"}, "suffix"),
+        ({"prompt": ["x"] * 100, "allowed_token_ids": [5] * 700}, "allowed_token_ids"),
+        ({"prompt": ["x"] * 200, "logit_bias": {str(i): 1 for i in range(1000)}}, "logit_bias"),
         ({"messages": USER}, "messages"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -238,6 +240,12 @@ async def test_an_id_may_be_given_and_reused_at_any_time() -> None:
     for response in (await first, await second):
         assert response.status_code == 200 and response.json()["id"] == response.headers["x-request-id"] == "mine-2"
     assert len(harness.context.directory) == 0
+
+
+async def test_a_refusal_does_not_repeat_a_long_value() -> None:
+    for fields in ({"allowed_token_ids": [-1] * 60_000}, {"stop": ["x" * 256] * 17}, {"cache_salt": "x" * 300}):
+        response = await Harness().complete(**fields)
+        assert response.status_code == 400 and len(response.content) < 600
 
 
 async def test_a_malformed_id_is_refused() -> None:

@@ -6,16 +6,21 @@ Owns: the fields and their checks. Does not: sample, or know a vocabulary (see a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import InvalidRequestError
 
+_MAX_SHOWN = 200  # characters of a value in a message
+
 
 def check(ok: bool, param: str, value: object, remedy: str) -> None:
     """Raise InvalidRequestError with the field, its value and the remedy unless `ok`."""
     if not ok:
-        raise InvalidRequestError(f"{param} is {value!r}; {remedy}", param)
+        shown = repr(value)
+        shown = shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 3] + "..."
+        raise InvalidRequestError(f"{param} is {shown}; {remedy}", param)
 
 
 def is_int(value: object) -> bool:
@@ -66,6 +71,13 @@ _ENTRIES = {
     "allowed_token_ids": "token ids",
     "dry_breaker_ids": "token ids",
 }
+
+
+def _are_ids(values: Sequence[object]) -> bool:
+    """Whether all are whole numbers of 0 or more; lists of a whole vocabulary are looked at in a millisecond."""
+    if set(map(type, values)) == {int}:
+        return min(values) >= 0  # type: ignore[type-var, operator]
+    return all(is_int(value) and value >= 0 for value in values)  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +156,7 @@ class SamplingParams:
         check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "give non-empty strings")
         for name in ("stop_token_ids", "allowed_token_ids", "dry_breaker_ids"):
             ids = getattr(self, name)
-            check(all(is_int(token) and token >= 0 for token in ids), name, ids, remedy)
+            check(_are_ids(ids), name, ids, remedy)
         for word in self.bad_words_ids:
             ok = isinstance(word, (tuple, list)) and len(word) > 0
             check(ok, "bad_words_ids", word, f"give a tuple of {_ENTRIES['bad_words_ids']}")

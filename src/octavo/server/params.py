@@ -6,16 +6,19 @@ Does not: repeat SamplingParams' ranges, or check ids against the vocabulary (Se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from octavo.core.request import SamplingParams
 from octavo.engine.sessions import check_stream
 from octavo.errors import InvalidRequestError
 from octavo.server.faults import bad_field, from_exception
+from octavo.server.offload import off_loop
 from octavo.server.schema import ChatBody, CompletionBody, SamplingBody
 from octavo.server.words import DRY_BREAKERS, Encoder, bad_word_ids, breaker_ids
 
+B = TypeVar("B", bound=SamplingBody)
+HERE_CHARACTERS, HERE_WORDS, HERE_IDS = 512, 8, 256  # what is read in the event loop takes a millisecond at most
 _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _DRY = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range")
 _AS_ASKED = (*_FROM_MODEL, *_DRY, "typical_p", "min_tokens", "presence_penalty", "frequency_penalty", "seed")
@@ -35,6 +38,14 @@ def spellings(body: SamplingBody) -> dict[str, str]:
     """How the client spelled the fields that are called otherwise behind this door."""
     width = "best_of" if isinstance(body, CompletionBody) and body.best_of is not None else "n"
     return {"beam_width": width, "bad_words_ids": "bad_words", "dry_breaker_ids": "dry_sequence_breakers"}
+
+
+async def read_params(body: B, read: Callable[[B], SamplingParams]) -> SamplingParams:
+    """Read a body's parameters; where it has words to be tokenized or long lists, on another thread."""
+    num_characters = sum(map(len, body.bad_words)) + sum(map(len, body.dry_sequence_breakers or ()))
+    is_short = num_characters <= HERE_CHARACTERS and len(body.bad_words) <= HERE_WORDS
+    is_short &= len(body.allowed_token_ids) + len(body.logit_bias) + len(body.stop_token_ids) <= HERE_IDS
+    return read(body) if is_short else await off_loop(lambda: read(body))
 
 
 class ParamsReader:

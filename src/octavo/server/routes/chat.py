@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from octavo.server.context import context_of
 from octavo.server.limits import read_json
+from octavo.server.params import read_params
 from octavo.server.reply import Task, reply, wants_usage
 from octavo.server.schema import REFUSED_CHAT, ChatBody, field_notes, inline_schema, read_chat
 from octavo.server.shapes import Form
@@ -24,7 +25,7 @@ async def chat_completions(request: Request) -> Response:
     task = Task(
         kind="chatcmpl",
         body=body,
-        params=context.params.chat(body),
+        params=await read_params(body, context.params.chat),
         num_prompts=1,
         num_characters=sum(len(part.text) for message in body.messages for part in message.content),
         num_ids=0,

@@ -10,8 +10,16 @@ from starlette.responses import Response
 from octavo.server.context import context_of
 from octavo.server.faults import bad_field
 from octavo.server.limits import read_json
+from octavo.server.params import read_params
 from octavo.server.reply import Task, reply, wants_usage
-from octavo.server.schema import REFUSED_COMPLETION, CompletionBody, field_notes, inline_schema, read_completion
+from octavo.server.schema import (
+    MAX_ALLOWED_IDS,
+    REFUSED_COMPLETION,
+    CompletionBody,
+    field_notes,
+    inline_schema,
+    read_completion,
+)
 from octavo.server.shapes import Form
 
 
@@ -23,7 +31,8 @@ async def completions(request: Request) -> Response:
     num_prompts = len(body.prompt)
     if num_prompts > context.limits.max_prompts:
         raise bad_field("prompt", f"prompt holds {num_prompts} prompts; give at most {context.limits.max_prompts}")
-    params = context.params.completion(body)
+    _check_ids_in_all(body)
+    params = await read_params(body, context.params.completion)
     echoes = [""] * num_prompts
 
     async def read_prompts() -> Sequence[Sequence[int]]:
@@ -44,6 +53,15 @@ async def completions(request: Request) -> Response:
         make_form=lambda identity: Form("text", identity, wants_usage(body), tuple(echoes), params.n),
     )
     return await reply(request, task)
+
+
+def _check_ids_in_all(body: CompletionBody) -> None:
+    """Each prompt takes the lists of ids along to the engine: many prompts with long lists are refused."""
+    lists = {"allowed_token_ids": body.allowed_token_ids, "logit_bias": body.logit_bias, "bad_words": body.bad_words}
+    for name, ids in lists.items():
+        if len(body.prompt) * len(ids) > MAX_ALLOWED_IDS:
+            message = f"{name} has {len(ids)} entries for each of {len(body.prompt)} prompts; give at most "
+            raise bad_field(name, f"{message}{MAX_ALLOWED_IDS} together")
 
 
 def add_routes(app: FastAPI) -> None:
