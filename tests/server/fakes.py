@@ -184,6 +184,9 @@ class FakeClient:
         return STATISTICS
 
     async def control(self, verb: Any, argument: str = "") -> object:
+        if verb == "explain":
+            ahead = [name for name in self._queues if name != argument]
+            return f"{argument} waits at position 2 of 2, behind {ahead[0] if ahead else 'nobody'}: behind"
         raise NotImplementedError
 
     async def close(self) -> None:

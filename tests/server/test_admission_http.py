@@ -170,9 +170,26 @@ async def test_tenants_do_not_meet_in_their_ids(harness: Harness) -> None:
     assert len(find("job-1", "alice")) == 1 and len(find("job-1", "bob")) == 2 and len(find("job-1")) == 3
     stolen = find("job-1", "alice")[0]
     assert find(stolen, "bob") == [] and find(stolen) == [stolen]
+    stranger = await harness.get(f"/v1/requests/{stolen}/explain", headers=BOB)
+    assert (stranger.status_code, stranger.json()["error"]["code"]) == (404, "request_not_found")
+    own = (await harness.get("/v1/requests/job-1/explain", headers=ALICE)).json()
+    assert own == {"id": "job-1", "explanations": ["waits at position 2 of 2: behind"]}, "without the others' names"
+    both_of_bobs = (await harness.get("/v1/requests/job-1/explain", headers=CAROL)).json()["explanations"]
+    assert len(both_of_bobs) == 2 and "~" not in both_of_bobs[0].replace(find("job-1", "alice")[0], "")
+    assert (await harness.request("POST", "/v1/requests/none/cancel", headers=ALICE)).status_code == 404
+    assert not harness.engine.cancelled
     for request in harness.engine.requests:
         harness.engine.answer(request)
     assert {(await task).json()["id"] for task in both} == {"job-1"}
+
+
+async def test_a_client_cancels_its_own(harness: Harness) -> None:
+    tasks = await opened(harness, 1, headers={**ALICE, "X-Request-Id": "job-2"})
+    assert (await harness.request("POST", "/v1/requests/job-2/cancel", headers=BOB)).status_code == 404
+    response = await harness.request("POST", "/v1/requests/job-2/cancel", headers=ALICE)
+    assert response.json() == {"id": "job-2", "cancelled": True}
+    answer = await tasks[0]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "cancelled")
 
 
 async def test_metrics_name_keys_and_never_show_them(harness: Harness) -> None:

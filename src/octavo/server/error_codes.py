@@ -43,6 +43,7 @@ CODES: Mapping[str, Code] = {
     "priority_not_allowed": Code((403,), "the key may not ask for this priority"),
     "not_found": Code((404,), "no endpoint of this path"),
     "model_not_found": Code((404,), "no such model is served; the message names the one that is"),
+    "request_not_found": Code((404,), "no request of this id is open, or it is another tenant's"),
     "method_not_allowed": Code((405,), "the endpoint has other methods; `Allow` names them"),
     "body_timeout": Code((408,), "the body did not arrive in time"),
     "queue_timeout": Code((408,), "the request did not start within its queue timeout"),
