@@ -2,7 +2,8 @@
 
 The task's "says" is what it does in each of its lives, in order; the last one repeats. "serve" answers every connection
 with its life's number and ends with 0 at SIGTERM; "hang" is ready and ignores SIGTERM; "exit N" ends before it is
-ready; "crash" is ready and then dies; "useful" answers one and dies; "fail" ends as if its engine had failed.
+ready; "still" is ready, alive once, and then not; "crash" is ready and then dies; "useful" answers one and dies; "fail"
+ends as if its engine had failed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from octavo.engine.parent import end_with_parent
-from octavo.engine.supervisor import ANSWERED, EXIT_ENGINE_FAILED, READY
+from octavo.engine.supervisor import ALIVE, ANSWERED, EXIT_ENGINE_FAILED, READY
 
 
 def main(arguments: list[str]) -> int:
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> int:
     if word.startswith("exit"):
         return int(word.split()[1])
     signal.signal(signal.SIGTERM, signal.SIG_IGN if word == "hang" else lambda *_: os._exit(0))
-    os.write(status, READY)
+    os.write(status, READY + ALIVE * (word == "still"))
     if word == "fail":
         return EXIT_ENGINE_FAILED
     while word != "crash":

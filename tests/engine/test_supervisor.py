@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.cli import systemd
 from octavo.engine import supervisor
 from octavo.engine.restarts import RestartBudget
 from octavo.engine.supervisor import EXIT_ENGINE_FAILED, EXIT_GAVE_UP, ChildSpec, Supervisor
@@ -28,6 +29,7 @@ WAIT_S = 20.0
 def run(says: list[str], most: int = 2, grace_s: float = 0.5) -> int:
     """What the supervisor process of these tests does."""
     supervisor.STOP_GRACE_S = grace_s
+    supervisor.STALL_S = 0.5
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
 
@@ -107,6 +109,7 @@ def test_a_child_that_dies_is_replaced_and_the_port_stays_open() -> None:
             life, pid = server.ask()
             assert life == expected
             os.kill(pid, signal.SIGKILL)
+            assert gone_within(pid, WAIT_S)  # else it may still take the next connection, and with it to its grave
         assert server.ask()[0] == 3, "a connection made between two lives waits for the next"
         server.signal(signal.SIGTERM)
         code, errors = server.wait()
@@ -130,7 +133,9 @@ def test_a_child_that_cannot_start_is_not_started_again() -> None:
     with parent("exit 2") as server:
         assert server.wait() == (2, "")
     with parent("serve", "exit 7", "exit 7", "serve", most=5) as server:  # but one behind it is, within the budget
-        os.kill(server.ask()[1], signal.SIGKILL)
+        pid = server.ask()[1]
+        os.kill(pid, signal.SIGKILL)
+        assert gone_within(pid, WAIT_S)
         assert server.ask()[0] == 4
 
 
@@ -156,6 +161,30 @@ def test_a_child_that_does_not_end_is_killed() -> None:
         code, errors = server.wait()
     assert code == 128 + signal.SIGKILL
     assert errors == "the api process does not end; it is killed\n"
+
+
+def test_a_child_that_stands_still_is_replaced() -> None:
+    with parent("still", "serve") as server:
+        assert server.ask()[0] == 1
+        time.sleep(1.0)
+        assert server.ask()[0] == 2
+        server.signal(signal.SIGTERM)
+        code, errors = server.wait()
+    assert code == 0 and "stands still for 0.5 s; it is killed" in errors
+
+
+def test_whoever_asks_is_told_when_it_is_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv(systemd.VARIABLE, str(tmp_path / "notify"))
+        systemd.notify("READY=1")
+        assert manager.recv(100) == b"READY=1"
+    systemd.notify("READY=1")  # gone: nothing happens
+    told = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        spec = ChildSpec(CHILD, listener.fileno(), lambda life: b'{"says": ["fail"], "life": 1}\n', 1.0)
+        assert Supervisor(spec, RestartBudget(), told.append, lambda: told.append("ready")).run() == EXIT_ENGINE_FAILED
+    assert told == ["ready"]
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

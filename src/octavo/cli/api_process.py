@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = Kep
     args = parser.parse_args(arguments)
     for fd in (args.listener, args.status):
         os.set_inheritable(fd, False)
+    os.set_blocking(args.status, False)  # a supervisor that is stopped must not stop us
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         task = ApiTask.of_line(sys.stdin.buffer.readline())

@@ -25,7 +25,7 @@ from octavo.engine.client import EngineClient
 from octavo.engine.journal import Journal
 from octavo.engine.pulse import PULSE_S, Pulse
 from octavo.engine.sessions import Sessions
-from octavo.engine.supervisor import ANSWERED, EXIT_ENGINE_FAILED, READY
+from octavo.engine.supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
 from octavo.errors import EngineDeadError
 from octavo.server.admin import AdminServer
 from octavo.server.app import create_app
@@ -82,6 +82,7 @@ async def serve(task: ApiTask, place: Place, kept: tuple[Engine, Journal | None]
 
 
 async def _run_until_failed(server: HttpServer, engine: Engine, lifecycle: Lifecycle) -> int:
+    """Serve; 0 when told to end, else EXIT_ENGINE_FAILED."""
     serving = asyncio.create_task(server.run())
     failing = asyncio.create_task(engine.failed.wait())
     try:
@@ -119,6 +120,13 @@ async def _pulse(client: EngineClient, is_quiet: bool) -> AsyncIterator[None]:
         if beating is not None:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
+
+
+async def _tell_alive(place: Place) -> None:
+    """Let the supervisor know that this event loop turns."""
+    while True:
+        place.tell(ALIVE)
+        await asyncio.sleep(ALIVE_S)
 
 
 async def _beat(client: EngineClient) -> None:

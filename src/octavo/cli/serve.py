@@ -17,10 +17,11 @@ import time
 from octavo.cli.api_task import COMMAND, ApiTask
 from octavo.cli.flags import add_settings, config_from
 from octavo.cli.servers import Home, Record, find_servers, own_home
+from octavo.cli.systemd import notify
 from octavo.config import Config
 from octavo.engine import scratch
 from octavo.engine.restarts import RestartBudget
-from octavo.engine.supervisor import ChildSpec, Supervisor
+from octavo.engine.supervisor import READY, ChildSpec, Supervisor
 from octavo.server.listener import open_socket, url_of
 
 
@@ -52,14 +53,22 @@ def _supervise(task: ApiTask, listener: socket.socket, home: Home) -> int:
 
     drain_s = task.config.serving.drain_timeout_s
     child = ChildSpec(COMMAND, listener.fileno(), make_line, drain_s)
-    return Supervisor(child, RestartBudget(), lambda line: print(line, file=sys.stderr, flush=True)).run()
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    return Supervisor(child, RestartBudget(), say, lambda: notify("READY=1")).run()
 
 
 def _run_here(task: ApiTask, listener: socket.socket) -> int:
     from octavo.cli.api_process import Place, run  # heavy: the supervisor does without
     from octavo.cli.engines import InProcessEngine
 
-    return run(task, Place(listener, lambda word: None), InProcessEngine.start)
+    def tell(word: bytes) -> None:
+        if word == READY:
+            notify("READY=1")
+
+    return run(task, Place(listener, tell), InProcessEngine.start)
 
 
 def _name(config: Config) -> str:

@@ -26,6 +26,9 @@ EXIT_ENGINE_FAILED = 4  # the engine could not be kept alive
 EXIT_GAVE_UP = 5  # the child died again and again
 READY = b"r"  # the child serves
 ANSWERED = b"a"  # it gave an answer: its life was of use
+ALIVE = b"."  # its event loop turns; told every ALIVE_S
+ALIVE_S = 5.0
+STALL_S = 60.0  # without a word from a child that tells, until it is killed and replaced
 STOP_GRACE_S = 15.0  # beyond the drain time, before a child that does not end is killed
 HURRY_S = 10.0  # the same, once told twice
 _FINAL = frozenset({0, EXIT_ENGINE_FAILED})  # a child that ends so was told to, or has told why
@@ -55,6 +58,19 @@ class _Life:
     begun: float
     is_ready: bool = False
     is_useful: bool = False
+    is_open: bool = True  # the pipe
+    heard_at: float | None = None  # the last ALIVE
+
+    def hear(self) -> bool:
+        """Read what it tells; whether it became ready by that."""
+        told = os.read(self.status_fd, 256)
+        self.is_open = bool(told)
+        was_ready = self.is_ready
+        self.is_ready |= READY in told
+        self.is_useful |= ANSWERED in told
+        if ALIVE in told:
+            self.heard_at = time.monotonic()
+        return self.is_ready and not was_ready
 
     def end(self) -> None:
         """Close what belongs to it; by force, should it still run."""
@@ -70,10 +86,17 @@ class _Life:
 class Supervisor:
     """Runs one child, life after life. Use from the main thread, once."""
 
-    def __init__(self, spec: ChildSpec, budget: RestartBudget, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        spec: ChildSpec,
+        budget: RestartBudget,
+        say: Callable[[str], None],
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
         self._spec = spec
         self._budget = budget
         self._say = say
+        self._on_ready = on_ready
         self._stops: list[int] = []  # signals that told us to end, in order
         self._deadline: float | None = None
         self._num_lives = 0
@@ -118,26 +141,30 @@ class Supervisor:
 
     def _watch(self, life: _Life, wakeups: int) -> int:
         """Wait for the child's end, forwarding signals; give its status."""
-        is_open = True
         while (status := life.process.poll()) is None:
-            for fd in self._wait(wakeups, life.status_fd if is_open else None):
+            for fd in self._wait(life, wakeups):
                 if fd == wakeups:
                     self._forward(life.process, _stops_in(os.read(wakeups, 256)))
                     _reap_strangers(life.process.pid)
-                else:
-                    told = os.read(fd, 256)
-                    is_open = bool(told)
-                    life.is_ready |= READY in told
-                    life.is_useful |= ANSWERED in told
-            if self._deadline is not None and time.monotonic() > self._deadline:
+                elif life.hear():
+                    self._on_ready()
+            now = time.monotonic()
+            if self._deadline is not None and now > self._deadline:
                 self._say(f"{self._spec.name} does not end; it is killed")
                 life.process.kill()
                 self._deadline = None
+            elif life.heard_at is not None and now > life.heard_at + STALL_S:
+                self._say(f"{self._spec.name} stands still for {STALL_S:g} s; it is killed")
+                life.process.kill()
+                life.heard_at = None
         return status
 
-    def _wait(self, wakeups: int, status_fd: int | None) -> list[int]:
-        timeout_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic()) + 0.01
-        fds = [wakeups] if status_fd is None else [wakeups, status_fd]
+    def _wait(self, life: _Life, wakeups: int) -> list[int]:
+        """Wait for something to read, or until it is time to look at the clock."""
+        moments = [self._deadline] if self._deadline is not None else []
+        moments += [life.heard_at + STALL_S] if life.heard_at is not None else []
+        timeout_s = max(0.0, min(moments) - time.monotonic()) + 0.01 if moments else None
+        fds = [wakeups, life.status_fd] if life.is_open else [wakeups]
         return select.select(fds, (), (), timeout_s)[0]
 
     def _forward(self, process: subprocess.Popen[bytes], stops: Sequence[int]) -> None:
