@@ -151,7 +151,7 @@ def table() -> Iterator[list[Measured]]:
     TABLE.write_text(
         "# What a row's result depends on\n\n"
         "One prompt's last logits, computed in other ways and in other company, on one CPU thread. `auto` is the\n"
-        "native decoder, `batched` torch, `reference` the slow twin; weights are the file's own (4 bits) or made floats.\n"
+        "native decoder, `batched` torch, `reference` the slow twin; weights in the file's 4 bits or as floats.\n"
         "Written by `OCTAVO_WRITE_TABLES=1 pytest tests/executors/test_invariance.py`.\n\n" + as_table(rows),
         encoding="utf-8",
     )
