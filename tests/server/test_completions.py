@@ -44,7 +44,7 @@ async def test_when_one_prompt_fails_the_others_are_cancelled() -> None:
     harness.engine.end = (FinishReason.ERROR, "bad row")
     response = await harness.complete(prompt=["a", "b"])
     assert response.status_code == 500
-    assert harness.context.waiting.num_waiting == 0
+    assert harness.context.waiting.num_pending == 0
 
 
 async def test_each_choice_of_a_batch_waits_until_its_own_first_token() -> None:
@@ -57,13 +57,13 @@ async def test_each_choice_of_a_batch_waits_until_its_own_first_token() -> None:
             await asyncio.sleep(0)
         for num_left in (2, 1):
             engine.answer(engine.requests[num_left], num_tokens=1)
-            while room.num_waiting == num_left + 1:
+            while room.num_pending == num_left + 1:
                 await asyncio.sleep(0)
-            assert room.num_waiting == num_left, "the others still wait"
+            assert room.num_pending == num_left, "the others still wait"
         for request in engine.requests:
             engine.answer(request)
         assert (await answer).status_code == 200
-    assert room.num_waiting == 0
+    assert room.num_pending == 0
 
 
 async def test_echo_puts_the_prompt_first() -> None:

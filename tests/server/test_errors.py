@@ -92,7 +92,7 @@ async def test_a_bad_chat_field_is_named(fields: dict[str, Any], param: str) -> 
     if error["code"] != "invalid_value" or "template" not in param:
         assert any(name in error["message"] for name in (param.split("[")[0].split(".")[0], *fields))
     assert response.headers["x-should-retry"] == "false"
-    assert not harness.engine.requests and harness.context.waiting.num_waiting == 0
+    assert not harness.engine.requests and harness.context.waiting.num_pending == 0
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ async def test_the_engines_refusals(
         assert response.headers.get("retry-after") == retry_after
         assert response.headers.get("x-should-retry") == ("false" if is_final else None)
         assert "0x7f" not in response.text and "secret" not in response.text
-    assert harness.context.waiting.num_waiting == 0
+    assert harness.context.waiting.num_pending == 0
 
 
 @pytest.mark.parametrize(
