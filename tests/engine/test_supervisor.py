@@ -19,7 +19,7 @@ import pytest
 from octavo.cli import systemd
 from octavo.engine import supervisor
 from octavo.engine.restarts import RestartBudget
-from octavo.engine.supervisor import EXIT_ENGINE_FAILED, EXIT_GAVE_UP, ChildSpec, Supervisor
+from octavo.engine.supervisor import EXIT_ENGINE_FAILED, EXIT_GAVE_UP, ChildSpec, Supervisor, _Life
 
 HERE = Path(__file__).resolve()
 CHILD = (sys.executable, str(HERE.with_name("fake_child.py")))
@@ -171,6 +171,18 @@ def test_a_child_that_stands_still_is_replaced() -> None:
         server.signal(signal.SIGTERM)
         code, errors = server.wait()
     assert code == 0 and "stands still for 0.5 s; it is killed" in errors
+
+
+def test_time_in_which_the_supervisor_stood_still_counts_for_nobody() -> None:
+    life = _Life(subprocess.Popen([sys.executable, "-c", ""]), os.open(os.devnull, os.O_RDONLY), 0.0)
+    life.process.wait(WAIT_S)
+    assert not life.is_still(1e6), "one that never told"
+    life.heard_at = life.looked_at = 100.0
+    looks = [100.0 + 5 * i for i in range(1, 12)]  # up to 155
+    assert not any(life.is_still(now) for now in looks)
+    assert not life.is_still(1000.0), "nobody had looked"
+    assert [life.is_still(1000.0 + 6 * i) for i in range(1, 12)].index(True) == 10
+    life.end()
 
 
 def test_whoever_asks_is_told_when_it_is_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ ANSWERED = b"a"  # it gave an answer: its life was of use
 ALIVE = b"."  # its event loop turns; told every ALIVE_S
 ALIVE_S = 5.0
 STALL_S = 60.0  # without a word from a child that tells, until it is killed and replaced
+LATE_S = 2 * ALIVE_S  # two looks that are further apart say that this process, or the machine, stood still
 STOP_GRACE_S = 15.0  # beyond the drain time, before a child that does not end is killed
 HURRY_S = 10.0  # the same, once told twice
 _FINAL = frozenset({0, EXIT_ENGINE_FAILED})  # a child that ends so was told to, or has told why
@@ -60,6 +61,7 @@ class _Life:
     is_useful: bool = False
     is_open: bool = True  # the pipe
     heard_at: float | None = None  # the last ALIVE
+    looked_at: float = 0.0
 
     def hear(self) -> bool:
         """Read what it tells; whether it became ready by that."""
@@ -69,8 +71,17 @@ class _Life:
         self.is_ready |= READY in told
         self.is_useful |= ANSWERED in told
         if ALIVE in told:
-            self.heard_at = time.monotonic()
+            self.heard_at = self.looked_at = time.monotonic()
         return self.is_ready and not was_ready
+
+    def is_still(self, now: float) -> bool:
+        """Whether a child that tells has been silent for too long, time in which nobody listened not counted."""
+        if self.heard_at is None:
+            return False
+        if now - self.looked_at > LATE_S:
+            self.heard_at = now
+        self.looked_at = now
+        return now > self.heard_at + STALL_S
 
     def end(self) -> None:
         """Close what belongs to it; by force, should it still run."""
@@ -153,7 +164,7 @@ class Supervisor:
                 self._say(f"{self._spec.name} does not end; it is killed")
                 life.process.kill()
                 self._deadline = None
-            elif life.heard_at is not None and now > life.heard_at + STALL_S:
+            elif life.is_still(now):
                 self._say(f"{self._spec.name} stands still for {STALL_S:g} s; it is killed")
                 life.process.kill()
                 life.heard_at = None
@@ -162,7 +173,7 @@ class Supervisor:
     def _wait(self, life: _Life, wakeups: int) -> list[int]:
         """Wait for something to read, or until it is time to look at the clock."""
         moments = [self._deadline] if self._deadline is not None else []
-        moments += [life.heard_at + STALL_S] if life.heard_at is not None else []
+        moments += [life.looked_at + ALIVE_S, life.heard_at + STALL_S] if life.heard_at is not None else []
         timeout_s = max(0.0, min(moments) - time.monotonic()) + 0.01 if moments else None
         fds = [wakeups, life.status_fd] if life.is_open else [wakeups]
         return select.select(fds, (), (), timeout_s)[0]
