@@ -31,10 +31,11 @@ class Outcome:
         return str(json.loads(self.body)["error"]["code"]) if self.status >= 400 else ""
 
 
-async def ask(port: int, fields: Mapping[str, Any], path: str = PATH, headers: str = "") -> Outcome:
-    """One request; a refused connection is status 0."""
-    body = json.dumps(fields).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n{headers}"
+async def ask(port: int, fields: Mapping[str, Any] | None, path: str = PATH, headers: str = "") -> Outcome:
+    """One request, a GET without fields; a refused connection is status 0."""
+    body = b"" if fields is None else json.dumps(fields).encode()
+    verb = "GET" if fields is None else "POST"
+    head = f"{verb} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n{headers}"
     outcome = Outcome(time.perf_counter())
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
@@ -90,6 +91,15 @@ async def at_a_rate(port: int, make: Callable[[int], Mapping[str, Any]], rate: f
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         tasks.append(asyncio.create_task(ask(port, make(len(tasks)))))
     return list(await asyncio.gather(*tasks))
+
+
+async def probe(port: int, seconds: float, every_s: float = 0.02) -> list[Outcome]:
+    """The cheapest request there is, again and again: how fast the machine lets the server answer at all."""
+    end, found = time.perf_counter() + seconds, list[Outcome]()
+    while time.perf_counter() < end:
+        found.append(await ask(port, None, "/livez"))
+        await asyncio.sleep(every_s)
+    return found
 
 
 def quantile(values: Sequence[float], share: float) -> float:
