@@ -158,9 +158,10 @@ def _mutate(rng: random.Random, value: Any) -> Any:
 
 ALL_FIELDS = [
     *sorted({name for seeds in SEEDS.values() for seed in seeds for name in seed}),
-    "model", "functions", "function_call", "modalities", "audio", "prediction", "reasoning", "reasoning_effort", "store",
-    "service_tier", "prompt_logprobs", "structured_outputs", "guided_json", "max_completion_tokens", "queue_timeout",
-    "include_stop_str_in_output", "skip_special_tokens", "tpot_objective", "dry_base", "dry_range", "dry_allowed_length",
+    "model", "functions", "function_call", "modalities", "audio", "prediction", "reasoning", "reasoning_effort",
+    "store", "service_tier", "prompt_logprobs", "structured_outputs", "guided_json", "max_completion_tokens",
+    "queue_timeout", "include_stop_str_in_output", "skip_special_tokens", "tpot_objective", "dry_base",
+    "dry_range", "dry_allowed_length",
 ]  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def _read_quickly(text: str, limits: JsonLimits) -> object:
     value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     if text.count("[") + text.count("{") > limits.max_depth:
         _check_depth(value, limits)
-    if "\\u" in text:
+    if "\\ud" in text or "\\uD" in text:  # no other escape spells one
         _check_surrogates(value)
     return value
 

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from octavo.server.faults import ApiError
 from octavo.server.json_reader import JsonLimits, parse_object
-from octavo.server.offload import off_loop
+from octavo.server.offload import parse_off_loop
 
 T = TypeVar("T")
 OFF_LOOP_BYTES = 32 * 1024  # beyond this, parsing a body leaves the event loop
@@ -52,7 +52,7 @@ async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[
     """
     body = await _read_body(request, limits)
     if len(body) > OFF_LOOP_BYTES:
-        return await off_loop(lambda: check(parse_object(body, limits.json)))
+        return await parse_off_loop(lambda: check(parse_object(body, limits.json)))
     return check(parse_object(body, limits.json))
 
 

@@ -1,8 +1,8 @@
 """The threads on which large inputs are read, so that the event loop does not wait for them.
 
 Owns: how many there are. Does not: know what is read.
-Two: what they run either releases the interpreter's lock (tokenizing) or takes turns with the loop every few
-milliseconds, and each more thread would make the loop wait for one more turn.
+Parsing keeps the interpreter's lock for up to 30 ms at a time (6 MB of escapes in one string), so one thread does it:
+the loop never waits for two such pieces in a row. Tokenizing releases the lock; two threads do it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
-_THREADS = ThreadPoolExecutor(2, thread_name_prefix="octavo-inputs")  # none is started before its first work
+# No thread is started before its first work.
+_PARSING = ThreadPoolExecutor(1, thread_name_prefix="octavo-bodies")
+_TOKENIZING = ThreadPoolExecutor(2, thread_name_prefix="octavo-prompts")
+
+
+async def parse_off_loop(work: Callable[[], T]) -> T:
+    """Do work that keeps the interpreter's lock. A caller that is cancelled leaves it to end by itself."""
+    return await asyncio.get_running_loop().run_in_executor(_PARSING, work)
 
 
 async def off_loop(work: Callable[[], T]) -> T:
-    """Do the work on one of the threads. A caller that is cancelled leaves it to end by itself."""
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+    """Do work that mostly releases the interpreter's lock. A caller that is cancelled leaves it to end by itself."""
+    return await asyncio.get_running_loop().run_in_executor(_TOKENIZING, work)

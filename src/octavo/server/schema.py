@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, WithJsonSchema
 
 from octavo.server.faults import ApiError, bad_field
 
@@ -152,7 +152,7 @@ class Message(_Body):
     """One message of a conversation. `developer` is shown to the model as `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
+    content: Annotated[list[TextPart], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
     name: str | None = None
 
     @property
@@ -189,7 +189,7 @@ class SamplingBody(_Body):
         None, max_length=MAX_BREAKERS, description="DRY: texts that no repetition reaches across"
     )
     bad_words: list[Word] = Field([], max_length=MAX_BAD_WORDS, description="texts that may not be said")
-    allowed_token_ids: list[int] = Field(
+    allowed_token_ids: Annotated[list[int], FailFast()] = Field(
         [], max_length=MAX_ALLOWED_IDS, description="the only ids that may be sampled; empty = all"
     )
     logit_bias: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], float] = Field({}, max_length=MAX_BIASES)
@@ -231,7 +231,7 @@ class SamplingBody(_Body):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import BinaryIO
 
 from octavo.tool import wire
-from octavo.tool.jobs import JOBS, Job, do
+from octavo.tool.jobs import JOBS, Job, do, warm_up
 
 _PR_SET_PDEATHSIG = 1
 SPARE_S = 2.0  # beyond a job's limit, before the process ends itself: the parent is to be first
@@ -35,6 +35,7 @@ def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> 
     os.dup2(2, 1)  # what prints goes to the log, not among the frames
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's signals are the parent's to handle
     _end_with_parent()
+    warm_up()
     _set_limits(args.memory_bytes, answers.fileno() + 1)
     _send(answers, wire.Ready(wire.VERSION))
     while (order := _receive(orders)) is not None:

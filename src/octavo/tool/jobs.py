@@ -6,15 +6,16 @@ Does not: bound time or memory (child and process do).
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import jinja2.debug  # noqa: F401  (jinja2 loads it at a template's first error, when no file can be opened any more)
+import jinja2.debug  # noqa: F401  (jinja2 loads it at a template's first error)
 import msgspec
 
-from octavo.errors import EngineError
+from octavo.errors import EngineError, OctavoError
 from octavo.text.chat_template import ChatTemplate
 from octavo.tool.regex_check import check_regex
 from octavo.tool.schema_check import check_schema
@@ -44,6 +45,29 @@ JOBS: Mapping[str, Job] = {
     "check_schema": Job(CheckSchema, lambda asked: check_schema(asked.text)),
     "check_regex": Job(CheckRegex, lambda asked: check_regex(asked.pattern)),
 }
+
+
+_CODECS = ("ascii", "latin_1", "unicode_escape", "raw_unicode_escape", "utf_16", "utf_32", "idna", "punycode")
+_TEMPLATE = (
+    "{%- macro m(x) -%}{{ x|trim|upper }}{%- endmacro -%}{% set n = namespace(a=1) %}{% for x in messages %}"
+    "{{ m('\\u00e9\\n\\t') ~ x|tojson(indent=1) }}{% set n.a = loop.index %}{% endfor %}{{ strftime_now('%d %b %Y') }}"
+    "{{ [2, 1]|sort|join(',')|replace('1', '3')|title }}{{ '%s'|string|escape }}{{ raise_exception('x') }}"
+)
+
+
+def warm_up() -> None:
+    """Have loaded what jobs load when they first need it; from then on a process can open no file."""
+    for name in _CODECS:
+        codecs.lookup(name)
+    for work in (
+        lambda: ChatTemplate(_TEMPLATE, {}).render([{"content": "x"}]),
+        lambda: ChatTemplate("{% for", {}),
+        lambda: check_schema('{"pattern": "("}'),
+    ):
+        try:
+            work()
+        except OctavoError:
+            continue
 
 
 def do(jobs: Mapping[str, Job], name: str, packed: msgspec.Raw) -> object:

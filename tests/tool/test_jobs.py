@@ -1,0 +1,46 @@
+"""Rendering in a tool process gives what rendering here gives, and evil templates end there too."""
+
+import pytest
+
+from octavo.artifacts.resolve import find_wheel_model
+from octavo.errors import OctavoError
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.text_model import TextModel
+from octavo.tool.process import ToolLimits, ToolProcess
+from octavo.tool.wire import RenderChat
+from tests.text.test_chat_template import CHAT, EVIL, TEMPLATES, TOOLS
+
+TOKENS = {"bos_token": "<s>"}
+
+
+def default_template() -> list[str]:
+    files = find_wheel_model()
+    template = None if files is None else TextModel.load(files).chat_template
+    return [] if template is None else [template.source]
+
+
+async def test_templates_render_as_they_do_here() -> None:
+    tool = ToolProcess(ToolLimits(num_processes=1))
+    try:
+        for source in [*TEMPLATES, *default_template(), "{{ 'a\\n\\u00e9' }}{{ messages|length }}"]:
+            for tools, prompt in ((None, True), (TOOLS, False)):
+                here = ChatTemplate(source, TOKENS).render(CHAT, prompt, tools, custom=True)
+                order = RenderChat(source, TOKENS, CHAT, prompt, tools, {"custom": True})
+                assert await tool.run("render_chat", order) == here
+        assert tool.counters.starts == 1
+    finally:
+        await tool.close()
+
+
+@pytest.mark.timeout(60)
+async def test_row_28_evil_templates_end_in_a_tool_process_too() -> None:
+    tool = ToolProcess(ToolLimits(num_processes=1, job_s=3.0))
+    try:
+        for name, source in EVIL.items():
+            with pytest.raises(OctavoError) as caught:
+                await tool.run("render_chat", RenderChat(source, TOKENS, [{"role": "user", "content": "x"}]))
+            text = str(caught.value)
+            assert "OSError" not in text and "encodings" not in text and len(text) < 500, (name, text)
+        assert tool.counters.deaths == 0
+    finally:
+        await tool.close()
