@@ -28,7 +28,7 @@ PAGE_NAME = "heartbeat"
 MIN_STEP_S = 5.0  # what any step may take
 NEW_KIND_S = 20.0  # a step of a size not seen before: kernels and graphs are made for it
 FIRST_STEP_S = 60.0  # the first step of all
-COMMANDS_S = 30.0  # taking in requests, or an export of statistics
+COMMANDS_S = 5.0  # taking in requests, or an export of statistics
 MARGIN = 10.0  # how many times the predicted seconds a step may take
 
 _BEAT = struct.Struct("<QIIQQdQ")  # number, epoch, phase, step, steps committed, deadline, number of the batch

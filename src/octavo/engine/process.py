@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -116,16 +117,20 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End it at once (SIGKILL)."""
-        if self._process.returncode is None:
-            self._process.kill()
+        self._signal(signal.SIGKILL)
 
     async def dump(self) -> None:
         """Have it write its threads' stacks to stderr, stopped or hung as it may be."""
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(DUMP_SIGNAL)
-                self._process.send_signal(signal.SIGCONT)
+            self._signal(DUMP_SIGNAL)
+            self._signal(signal.SIGCONT)
             await asyncio.sleep(DUMP_S)
+
+    def _signal(self, number: int) -> None:
+        """Not by subprocess's own method: that one may reap the process, and asyncio then never learns its status."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     async def kill_and_wait(self) -> None:
         """Kill it, and wait until everything that it had sent was read. Its page can still be read. Idempotent."""

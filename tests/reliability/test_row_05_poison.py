@@ -1,0 +1,56 @@
+"""Row 5: one request that kills the engine in every step that it has a part in, among 31 good ones."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+from octavo.core.request import FinishReason
+from octavo.engine.deltas import TextDelta
+from octavo.server.generation import failure_of
+from tests.engine.fakes import expected, make_request
+from tests.reliability.deaths import Stream, follow, keeping
+from tests.reliability.scorecard import Score
+
+
+async def run(names: list[str]) -> tuple[list[Stream], dict[str, object]]:
+    async with keeping("slow") as keeper:
+        streams = await asyncio.gather(*(follow(keeper, make_request(name, max_tokens=50)) for name in names))
+        report = keeper.report()
+        after = await follow(keeper, make_request("after", max_tokens=5))
+        assert after.ids == expected(after.request)
+        return streams, report
+
+
+async def test_row_05_one_killer_among_31_good(score: Score) -> None:
+    """All at once: it is in the first batch, when nobody has a token that clears him."""
+    names = [f"r{i}" for i in range(31)]
+    names.insert(score.dose(12, 3), "poison")
+    streams, report = await run(names)
+    bad = next(stream for stream in streams if stream.request.request_id == "poison")
+    good = [stream for stream in streams if stream is not bad]
+    lost = [s for s in good if s.ids != expected(s.request) or s.reason is not FinishReason.LENGTH]
+    score.count("good ones lost", len(lost))
+    score.count("restarts", int(str(report["restarts"])), most=3)
+    assert bad.reason is FinishReason.ERROR and (bad.message or "").startswith("StepFailedError")
+    assert report["suspects_failed"] == 1
+    score.tell("the killer is answered with", failure_code(bad.message or ""))
+
+
+def failure_code(message: str) -> str:
+    """What the client of a failed request is told."""
+    error = failure_of(TextDelta(0, "", array("i"), finish_reason=FinishReason.ERROR, message=message))
+    assert (error.status, error.code) == (500, "engine_crash_suspect")
+    return f"{error.status} {error.code}"
+
+
+async def test_row_05_it_comes_when_the_good_are_under_way(score: Score) -> None:
+    async with keeping("slow") as keeper:
+        following = [asyncio.create_task(follow(keeper, make_request(f"r{i}", max_tokens=90))) for i in range(31)]
+        await asyncio.sleep(0.3)
+        bad = await follow(keeper, make_request("poison", max_tokens=50))
+        good = await asyncio.gather(*following)
+        lost = [s for s in good if s.ids != expected(s.request) or s.reason is not FinishReason.LENGTH]
+        score.count("good ones lost", len(lost))
+        score.count("restarts", keeper.num_restarts, most=3)
+        assert (bad.message or "").startswith("StepFailedError") and bad.ids == []

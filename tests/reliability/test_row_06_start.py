@@ -1,0 +1,92 @@
+"""Row 6: an engine that cannot start says why, soon, and leaves no process and no file behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.assembly import config_from
+from octavo.engine import process
+from octavo.engine.keeper import EngineKeeper
+from octavo.engine.process import COMMAND
+from octavo.engine.scratch import VARIABLE
+from octavo.errors import CapacityError, EngineDeadError, OctavoError, UnknownModelError
+from tests.reliability.deaths import FAKE, config
+from tests.reliability.scorecard import Score
+
+
+def children() -> set[int]:
+    """Processes whose parent is this one."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[1]) == os.getpid() and fields[0] != "Z":
+                found.add(int(entry.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's engines have their folders, and nobody else's."""
+    folder = tmp_path_factory.mktemp("s")
+    monkeypatch.setenv(VARIABLE, str(folder))
+    return folder
+
+
+HANGING = (sys.executable, "-c", "import time; time.sleep(600)")
+ENDING = (sys.executable, "-c", "raise SystemExit(7)")
+CASES: list[tuple[str, tuple[str, ...], type[OctavoError], str]] = [
+    ("broken", FAKE, CapacityError, "the pool holds nothing"),
+    ("crash", FAKE, EngineDeadError, "exit status 9"),
+    ("x", ENDING, EngineDeadError, "exit status 7"),
+    ("x", HANGING, EngineDeadError, "not get ready in time"),
+    ("no_such.gguf", COMMAND, UnknownModelError, "no_such.gguf"),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
+@pytest.mark.parametrize("case", range(len(CASES)))
+async def test_row_06_a_failed_start_is_clean(
+    score: Score, case: int, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behaviour, command, error, words = CASES[case]
+    monkeypatch.setattr(process, "CONNECT_LIMIT_S", score.dose(2.0, 20.0))
+    before, begun = children(), time.monotonic()
+    with pytest.raises(error, match=words):
+        await EngineKeeper.start(config(behaviour), command=command)
+    taken = time.monotonic() - begun
+    score.count("processes left", len(children() - before))
+    score.count("folders left", len(list(scratch.iterdir())))
+    score.time("seconds", taken, 60.0)
+
+
+async def test_row_06_a_start_that_is_given_up_is_clean(score: Score, scratch: Path) -> None:
+    """Cancelled while the engine opens, at any moment."""
+    before = children()
+    for delay in score.dose((0.05, 0.6), (0.01, 0.05, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5)):
+        starting = asyncio.create_task(EngineKeeper.start(config("fake"), command=FAKE))
+        await asyncio.sleep(delay)
+        starting.cancel()
+        for keeper in await asyncio.gather(starting, return_exceptions=True):
+            if isinstance(keeper, EngineKeeper):
+                await keeper.close()
+    score.count("processes left", len(children() - before))
+    score.count("folders left", len(list(scratch.iterdir())))
+
+
+@pytest.mark.slow
+async def test_row_06_a_pool_too_large_for_the_machine(score: Score) -> None:
+    before, begun = children(), time.monotonic()
+    with pytest.raises(OctavoError):
+        await EngineKeeper.start(config_from("smollm2", {"kv_cache_tokens": "100G"}), command=COMMAND)
+    score.count("processes left", len(children() - before))
+    score.time("seconds", time.monotonic() - begun, 60.0)
