@@ -124,12 +124,12 @@ class FakeServer:
         """Status, headers and JSON of a path."""
         return self._open(urllib.request.Request(self.url + path), timeout_s)
 
-    def post(self, path: str, body: object, timeout_s: float = 30.0) -> tuple[int, dict[str, str], Any]:
+    def post(
+        self, path: str, body: object, timeout_s: float = 30.0, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], Any]:
         """Status, headers and JSON of what it answers to a body."""
-        data = json.dumps(body).encode()
-        return self._open(
-            urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}), timeout_s
-        )
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        return self._open(urllib.request.Request(self.url + path, json.dumps(body).encode(), sent), timeout_s)
 
     def _open(self, request: urllib.request.Request, timeout_s: float) -> tuple[int, dict[str, str], Any]:
         try:

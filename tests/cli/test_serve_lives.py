@@ -109,6 +109,38 @@ def test_a_signal_while_it_loads_ends_it_soon(model: str, tmp_path: Path) -> Non
     assert_gone(processes)
 
 
+def test_SIGHUP_reads_the_key_file_again(model: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "one"\nkey = "secret-of-one"\n')
+    with FakeServer(model, tmp_path / "log", "--api-key-file", str(keys)) as server:
+        keys.write_text('[[keys]]\nname = "two"\nkey = "secret-of-two"\n')
+        server.process.send_signal(signal.SIGHUP)
+        while "1 added, 1 removed" not in server.text:
+            time.sleep(0.01)
+        keys.write_text("nothing of use")
+        server.process.send_signal(signal.SIGHUP)
+        while "the keys stay as they are" not in server.text:
+            time.sleep(0.01)
+        assert server.end() == 0
+
+
+def test_a_request_is_cancelled_by_its_clients_name(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "admin", "pause") is True
+    answers: list[tuple[int, dict[str, str], Any]] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(server.post("/v1/completions", BODY, headers={"X-Request-Id": "mine"}))
+    )
+    asking.start()
+    while run(capsys, "admin", "status")["engine"]["open_requests"] == 0:
+        time.sleep(0.01)
+    assert cli.main(["admin", "explain", "mine"]) == 0
+    assert "mine" in capsys.readouterr().out
+    (name,) = run(capsys, "admin", "cancel", "mine")
+    assert name.startswith("mine")
+    asking.join(30)
+    assert [(status, body["error"]["code"]) for status, _, body in answers] == [(503, "cancelled")]
+
+
 @pytest.mark.slow
 def test_an_engine_that_cannot_live_ends_the_server_with_its_status(model: str, tmp_path: Path) -> None:
     env = {"FAKE_ENGINE": "broken", "FAKE_FILE": str(tmp_path / "broken")}
@@ -145,7 +177,7 @@ def test_ps_and_admin_and_the_end(server: FakeServer, capsys: pytest.CaptureFixt
         time.sleep(0.01)
     assert run(capsys, "admin", "resume") is True
     waiting.join(30)
-    assert run(capsys, "admin", "cancel", "none") is True
+    assert run(capsys, "admin", "cancel", "none") == []
     assert run(capsys, "admin", "cancel_all") == 0
     assert cli.main(["admin", "cancel"]) == 2 and "needs the id" in capsys.readouterr().err
     assert cli.main(["admin", "reload_keys"]) == 2 and "--api-key-file" in capsys.readouterr().err

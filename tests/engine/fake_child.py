@@ -32,6 +32,7 @@ def main(arguments: list[str]) -> int:
     if word.startswith("exit"):
         return int(word.split()[1])
     signal.signal(signal.SIGTERM, signal.SIG_IGN if word == "hang" else lambda *_: os._exit(0))
+    signal.signal(signal.SIGHUP, lambda *_: print("the child got SIGHUP", file=sys.stderr, flush=True))
     os.write(status, READY + ALIVE * (word == "still"))
     if word == "fail":
         return EXIT_ENGINE_FAILED

@@ -26,7 +26,7 @@ CHILD = (sys.executable, str(HERE.with_name("fake_child.py")))
 WAIT_S = 20.0
 
 
-def run(says: list[str], most: int = 2, grace_s: float = 0.5) -> int:
+def run(says: list[str], most: int = 2, grace_s: float = 0.5, passed: int = 0) -> int:
     """What the supervisor process of these tests does."""
     supervisor.STOP_GRACE_S = grace_s
     supervisor.STALL_S = 0.5
@@ -36,7 +36,7 @@ def run(says: list[str], most: int = 2, grace_s: float = 0.5) -> int:
         def make_line(life: int) -> bytes:
             return json.dumps({"says": says, "life": life}).encode() + b"\n"
 
-        spec = ChildSpec(CHILD, listener.fileno(), make_line, drain_timeout_s=0.2)
+        spec = ChildSpec(CHILD, listener.fileno(), make_line, 0.2, (passed,) if passed else ())
         budget = RestartBudget(most, 60.0, first_s=0.02)
         return Supervisor(spec, budget, lambda line: print(line, file=sys.stderr, flush=True)).run()
 
@@ -64,6 +64,7 @@ class Parent:
 
 @contextmanager
 def parent(*says: str, **options: float) -> Iterator[Parent]:
+    options = {name: int(value) if name == "passed" else value for name, value in options.items()}
     script = f"import sys; from tests.engine.test_supervisor import run; sys.exit(run({list(says)!r}, **{options!r}))"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE.parents[2], HERE.parents[2] / "src")))}
     process = subprocess.Popen(
@@ -171,6 +172,17 @@ def test_a_child_that_stands_still_is_replaced() -> None:
         server.signal(signal.SIGTERM)
         code, errors = server.wait()
     assert code == 0 and "stands still for 0.5 s; it is killed" in errors
+
+
+def test_a_signal_that_is_passed_on_ends_nothing() -> None:
+    with parent("serve", passed=signal.SIGHUP) as server:
+        life, pid = server.ask()
+        server.signal(signal.SIGHUP)  # the child takes it for a reason to say so
+        time.sleep(0.3)
+        assert server.ask() == (life, pid)
+        server.signal(signal.SIGTERM)
+        code, errors = server.wait()
+    assert (code, errors) == (0, "the child got SIGHUP\n")
 
 
 def test_time_in_which_the_supervisor_stood_still_counts_for_nobody() -> None:

@@ -48,11 +48,13 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         return {"open_requests": context.lifecycle.num_open}
 
     async def cancel(request_id: str) -> object:
-        await engine.client.cancel((_needed(request_id, "cancel"),))
-        return True
+        names = context.directory.find(_needed(request_id, "cancel"))
+        await engine.client.cancel(names or (request_id,))
+        return names
 
     async def explain(request_id: str) -> object:
-        return await engine.client.control("explain", _needed(request_id, "explain"))
+        names = context.directory.find(_needed(request_id, "explain")) or [request_id]
+        return "\n".join([str(await engine.client.control("explain", name)) for name in names])
 
     async def reload_keys(_: str) -> object:
         return context.keys.reload()

@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = Kep
     args = parser.parse_args(arguments)
     for fd in (args.listener, args.status):
         os.set_inheritable(fd, False)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     os.set_blocking(args.status, False)  # a supervisor that is stopped must not stop us
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
     try:

@@ -7,8 +7,10 @@ Does not: start or close the engine, or open the listening socket.
 from __future__ import annotations
 
 import asyncio
+import gc
+import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from octavo.engine.journal import Journal
 from octavo.engine.pulse import PULSE_S, Pulse
 from octavo.engine.sessions import Sessions
 from octavo.engine.supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
-from octavo.errors import EngineDeadError
+from octavo.errors import ConfigError, EngineDeadError
 from octavo.server.admin import AdminServer
 from octavo.server.app import create_app
 from octavo.server.idempotency_restore import take_over
@@ -37,6 +39,7 @@ from octavo.text.text_model import TextModel
 
 if TYPE_CHECKING:
     from octavo.cli.api_process import Place
+    from octavo.server.keys import KeyRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +70,19 @@ async def serve(task: ApiTask, place: Place, kept: tuple[Engine, Journal | None]
     taken = (0, 0) if journal is None else take_over(context, journal, engine.restore)
     server = HttpServer(app, place.listener, lifecycle, config.serving.drain_timeout_s)
     verbs = admin_verbs(task, engine, server, context, url_of(place.listener))
-    async with _answering(AdminServer(Path(task.admin), verbs)), _pulse(engine.client, task.is_quiet):
+    async with (
+        _answering(AdminServer(Path(task.admin), verbs)),
+        _meanwhile(None if task.is_quiet else _beat(engine.client)),
+        _meanwhile(_tell_alive(place)),
+        _reloading(context.keys, config.serving.api_key_file),
+    ):
         if not task.is_quiet:
             if task.life == 1:
                 say(*startup_report(config, loaded.files, engine.capacity, time.perf_counter() - begun))
             say(*process_report(task, engine), *journal_report(*taken))
             if task.life == 1:
                 say(*call_report(config, context.model, url_of(place.listener)))
+        gc.freeze()  # what exists now stays: a large body's collections need not walk it, which takes 0.1 s
         place.tell(READY)
         try:
             return await _run_until_failed(server, engine, lifecycle)
@@ -111,15 +120,36 @@ async def _answering(admin: AdminServer) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _pulse(client: EngineClient, is_quiet: bool) -> AsyncIterator[None]:
-    """Meanwhile say how busy the engine is, every few seconds while it is."""
-    beating = None if is_quiet else asyncio.create_task(_beat(client))
+async def _meanwhile(work: Coroutine[object, object, None] | None) -> AsyncIterator[None]:
+    """Have it done beside what is inside; nothing where there is none."""
+    task = None if work is None else asyncio.create_task(work)
     try:
         yield
     finally:
-        if beating is not None:
-            beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _reloading(keys: KeyRing, file: str | None) -> AsyncIterator[None]:
+    """Where there is a key file, read it again at SIGHUP (see also octavo admin reload_keys)."""
+    if file is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, _reload, keys)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
+def _reload(keys: KeyRing) -> None:
+    try:
+        say(keys.reload())
+    except ConfigError as error:
+        say(f"the keys stay as they are: {error}")
 
 
 async def _tell_alive(place: Place) -> None:

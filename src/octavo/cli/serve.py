@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -52,7 +53,9 @@ def _supervise(task: ApiTask, listener: socket.socket, home: Home) -> int:
         return ApiTask(task.config, task.admin, life, os.getpid(), task.is_quiet).line()
 
     drain_s = task.config.serving.drain_timeout_s
-    child = ChildSpec(COMMAND, listener.fileno(), make_line, drain_s)
+    has_file = task.config.serving.api_key_file is not None
+    passed = (signal.SIGHUP,) if has_file else ()
+    child = ChildSpec(COMMAND, listener.fileno(), make_line, drain_s, passed)
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

@@ -38,7 +38,8 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `make_line` gives the task of a life, by its number from 1; `name` is for messages.
+    """What to run. `make_line` gives the task of a life, by its number from 1; `passed` are signals that a child which
+    is ready gets as they are, and that end nothing; `name` is for messages.
 
     `listener` is a file descriptor; the child gets it and its end of the pipe as --listener and --status.
     """
@@ -47,6 +48,7 @@ class ChildSpec:
     listener: int
     make_line: Callable[[int], bytes]
     drain_timeout_s: float
+    passed: tuple[int, ...] = ()
     name: str = "the api process"
 
 
@@ -155,7 +157,7 @@ class Supervisor:
         while (status := life.process.poll()) is None:
             for fd in self._wait(life, wakeups):
                 if fd == wakeups:
-                    self._forward(life.process, _stops_in(os.read(wakeups, 256)))
+                    self._forward(life, _stops_in(os.read(wakeups, 256)))
                     _reap_strangers(life.process.pid)
                 elif life.hear():
                     self._on_ready()
@@ -178,9 +180,14 @@ class Supervisor:
         fds = [wakeups, life.status_fd] if life.is_open else [wakeups]
         return select.select(fds, (), (), timeout_s)[0]
 
-    def _forward(self, process: subprocess.Popen[bytes], stops: Sequence[int]) -> None:
-        """The first asks for a drain, the second hurries it, the third kills."""
+    def _forward(self, life: _Life, stops: Sequence[int]) -> None:
+        """The first that is not merely passed on asks for a drain, the second hurries it, the third kills."""
+        process = life.process
         for number in stops:
+            if number in self._spec.passed:
+                if life.is_ready:
+                    process.send_signal(number)
+                continue
             self._stops.append(number)
             now, count = time.monotonic(), len(self._stops)
             if count > 2:
@@ -195,7 +202,8 @@ class Supervisor:
         end = time.monotonic() + delay_s
         while not self._stops and (left_s := end - time.monotonic()) > 0:
             if select.select((wakeups,), (), (), left_s)[0]:
-                self._stops += _stops_in(os.read(wakeups, 256))
+                heard = _stops_in(os.read(wakeups, 256))
+                self._stops += [number for number in heard if number not in self._spec.passed]
 
     def _delay_s(self, life: _Life, status: int) -> float | None:
         """Seconds until the next life, None when this was the last; say what happened."""
