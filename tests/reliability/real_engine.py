@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from octavo.config import ExecutionConfig, ModelConfig
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.plan import StepPlan
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.engine.delivery import Delivery
 from octavo.executors.protocol import Capacity, ExecutorSpec
@@ -34,22 +34,15 @@ class SpoiltExecutor(TorchExecutor):
     """The torch executor; `before_step` is called with each plan before anything of it is done."""
 
     before_step: Callable[[StepPlan], None] | None = None
-    num_steps = 0
-    largest = 0  # tokens of the largest step that went well
+    host_bytes = 0
 
     def open(self, spec: ExecutorSpec) -> Capacity:
-        self.capacity = super().open(spec)
-        return self.capacity
+        return super().open(replace(spec, host_bytes=self.host_bytes))
 
     def submit(self, plan: StepPlan) -> Any:
         if self.before_step is not None:
             self.before_step(plan)
         return super().submit(plan)
-
-    def collect(self, ticket: Any) -> StepResult:
-        result = super().collect(ticket)
-        self.num_steps += 1
-        return result
 
     def kv(self, block: int) -> torch.Tensor:
         """The keys and values of a block of the first group."""

@@ -53,6 +53,9 @@ ATTENTION: dict[str, Callable[[KVPool, int, int | None], AttentionBackend]] = {
 }
 
 
+_NO_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory", "out of memory")  # in torch's messages
+
+
 class TorchExecutor:
     """See executors.protocol.Executor. Nothing is loaded before `open`."""
 
@@ -227,7 +230,7 @@ def _memory_errors(device: torch.device) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+        if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in _NO_MEMORY):
             raise
         if device.type == "cuda":
             torch.cuda.empty_cache()
