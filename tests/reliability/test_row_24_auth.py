@@ -2,6 +2,8 @@
 
 import hashlib
 import itertools
+import re
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from octavo.server import app as app_module
 from octavo.server.auth import POLICIES, Access
 from octavo.server.routes import models
 from tests.reliability.scorecard import Score
-from tests.server.fakes import Harness
+from tests.server.fakes import Harness, keyed
+from tests.server.test_run import running
 
 Headers = list[tuple[bytes, bytes]]
 KEY = "sk-right-and-long"
@@ -146,3 +149,54 @@ def test_row_24_a_new_route_without_a_policy_fails(score: Score, monkeypatch: py
     with pytest.raises(AssertionError, match="/v1/new"):
         Harness()
     score.count("routes served without a policy", 0)
+
+
+HEAD = b" HTTP/1.1\r\nhost: x\r\n"
+# Bytes as sent, and how many 200 may come back: the open routes are open.
+RAW: list[tuple[bytes, int]] = [
+    (b"GET /livez" + HEAD + b"\r\n", 1),
+    (b"GET /livez" + HEAD + b"\r\nGET /v1/models" + HEAD + b"connection: close\r\n\r\n", 1),
+    (b"GET /livez" + HEAD + b"content-length: 40\r\n\r\nGET /v1/models" + HEAD + b"\r\n", 1),
+    (b"POST /livez" + HEAD + b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n0\r\n\r\nGET /v1" + HEAD, 0),
+    (b"GET http://localhost/v1/models" + HEAD + b"\r\n", 0),
+    (b"GET http://localhost/livez/../v1/models" + HEAD + b"\r\n", 0),
+    (b"GET /v1/models HTTP/1.0\r\n\r\n", 0),
+    (b"GET /v1/models HTTP/1.1\r\n\r\n", 0),
+    (b"GET /v1/models" + HEAD + b"host: y\r\nhost: localhost\r\n\r\n", 0),
+    (b"GET /v1/models" + HEAD + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n", 0),
+    (b"GET /v1/models" + HEAD + b"connection: upgrade\r\nupgrade: h2c\r\nhttp2-settings: AAAA\r\n\r\n", 0),
+    (b"GET /v1/models" + HEAD + b"authorization: Bearer\r\n " + KEY.encode() + b"x\r\n\r\n", 0),
+    (b"GET\t/v1/models" + HEAD + b"\r\n", 0),
+    (b"GET /v1/models?x=/livez" + HEAD + b"\r\n", 0),
+    (b"GET /v1/models#/livez" + HEAD + b"\r\n", 0),
+    (b"GET /livez\x00/v1/models" + HEAD + b"\r\n", 0),
+    (b"CONNECT /v1/models" + HEAD + b"\r\n", 0),
+    (b"OPTIONS *" + HEAD + b"\r\n", 0),
+    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 0),
+]  # fmt: skip
+
+
+def exchange(port: int, data: bytes) -> bytes:
+    """Send bytes and read until the server is silent or gone."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(data)
+        connection.settimeout(0.25)
+        found = b""
+        try:
+            while part := connection.recv(65536):
+                found += part
+        except (TimeoutError, ConnectionError):
+            pass
+    return found
+
+
+def test_row_24_nothing_on_the_wire_gets_in_either(score: Score) -> None:
+    with running(keyed(KEY)) as server:
+        port, beyond = int(server.url.rpartition(":")[2]), 0
+        for data, allowed in RAW:
+            answered = [int(code) for code in re.findall(rb"HTTP/1\.[01] (\d{3})", exchange(port, data))]
+            let_in = sum(200 <= code < 300 for code in answered) + answered.count(101)
+            beyond += max(0, let_in - allowed)
+        reached = len(server.engine.requests)
+    score.tell("crafted exchanges", len(RAW))
+    score.count("let in by crafted bytes", beyond + reached)
