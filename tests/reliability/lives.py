@@ -7,6 +7,7 @@ over Custody). Does not: start processes; deaths of real ones are in the rows 1,
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,12 +15,20 @@ from octavo.core.limits import Limits
 from octavo.core.request import FinishReason, Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted, TokenOutput
+from octavo.engine.clock import MonotonicClock
 from octavo.engine.custody import Custody
 from octavo.engine.delivery import Delivery
 from octavo.engine.loop import EngineLoop
 from octavo.executors.protocol import Executor
 
 Opened = tuple[Executor, Limits]
+
+
+class NoWait(MonotonicClock):
+    """For a loop that shares its thread with those who would wake it."""
+
+    def wait(self, condition: threading.Condition, until: float | None) -> None:
+        return
 
 
 class Life:
@@ -31,7 +40,7 @@ class Life:
         self.is_alive = True
         self.num_turns = 0
         self.scheduler = Scheduler(limits)
-        self.loop = EngineLoop(self.scheduler, executor, depth=depth)
+        self.loop = EngineLoop(self.scheduler, executor, clock=NoWait(), depth=depth)
         self.loop.attach(lambda delivery: receive(epoch, delivery) if self.is_alive else None)
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:

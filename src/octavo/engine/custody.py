@@ -53,6 +53,7 @@ class Custody:
         """
         entry = self.channels.open(request)
         name = request.request_id
+        self._quarantine.settled(name)  # an earlier request of this id may have been in a crash
         accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
         self._submits[name] = accepted
         try:
@@ -146,6 +147,9 @@ class Custody:
     def bereave(self, batch: Iterable[str]) -> None:
         """The engine is gone, with these in its batch. Convict, and end what was to be ended."""
         self.client = None
+        for entry in self.ledger:
+            if entry.has_progress:
+                self._quarantine.settled(entry.request.request_id)
         entries = [entry for name in batch if (entry := self.ledger.get_open(name)) is not None]
         for name in self._quarantine.crashed([e.request.request_id for e in entries if not e.has_progress]):
             self.num_convicted += 1
