@@ -267,7 +267,7 @@ class AdmissionConfig:
         within=(1, None),
     )
     max_waiting_tokens: int = option(
-        1_048_576,
+        4_194_304,
         "prompt tokens of requests without a first token before new ones get 429",
         "--max-queue-tokens",
         within=(1, None),
