@@ -7,7 +7,7 @@ slow reader finds one larger output and never a queue.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import TokenOutput
@@ -47,12 +47,12 @@ class Channels:
         """End every open request here."""
         _wake(self.ledger.end_all(reason, message))
 
-    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+    def outputs(self, request_id: str, final_only: bool = False) -> Reading:
         """Outputs of one request. Raises RequestError at once when it is not open here."""
         entry = self.ledger.get(request_id)
         if entry is None:
             raise RequestError(f"no request {request_id!r} is open here, or it was read to its end", "request_id")
-        return self._read(entry, final_only)
+        return Reading(entry, self._read(entry, final_only))
 
     async def _read(self, entry: Entry, final_only: bool) -> AsyncIterator[TokenOutput]:
         assert entry.waiter is None, "a request has one reader"
@@ -70,6 +70,22 @@ class Channels:
                 self.ledger.forget_entry(entry)
             for output in outputs:
                 yield output
+
+
+class Reading(AsyncIterator[TokenOutput]):
+    """Outputs of one entry, and how much of it waits to be read."""
+
+    def __init__(self, entry: Entry, outputs: AsyncIterator[TokenOutput]) -> None:
+        self._entry = entry
+        self._outputs = outputs
+
+    def __anext__(self) -> Awaitable[TokenOutput]:
+        return self._outputs.__anext__()
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that the reader has not taken."""
+        return sum(len(page.ids) - page.num_read for page in self._entry.pages.values())
 
 
 async def _news(entry: Entry) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import sys
 import time
 from array import array
 from collections import deque
@@ -22,9 +23,11 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from octavo.core.kv.keys import prompt_keys
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
+from octavo.engine.channels import Reading
 from octavo.engine.client import Accepted, EngineClient, TokenOutput
 from octavo.engine.deltas import TextDelta, Usage, best_choices
 from octavo.engine.entry import num_choices
+from octavo.engine.output_slices import slice_tokens, slices
 from octavo.engine.transcript import Transcript
 from octavo.errors import AdmissionError, EngineDeadError, InvalidRequestError
 from octavo.executors.protocol import Capacity
@@ -104,6 +107,8 @@ class Session:
         self._choices = [_Choice(make_transcript(), is_summed) for _ in range(num_choices(params))]
         self._outputs = client.outputs(request.request_id)
         self._is_ranked = len(self._choices) > params.n
+        self._slices: deque[TokenOutput] = deque()  # of an output that was larger
+        self._slice_tokens = slice_tokens(params.num_logprobs)
         self._ready: deque[TextDelta] = deque()
         self._has_ended = False
 
@@ -112,6 +117,12 @@ class Session:
         """The prompt as the engine has it."""
         assert self._request.prompt_token_ids is not None
         return self._request.prompt_token_ids
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that are here and were not read, as far as the client tells."""
+        waiting = self._outputs.num_unread if isinstance(self._outputs, Reading) else 0
+        return waiting + sum(len(output.token_ids) for output in self._slices)
 
     @property
     def has_ended(self) -> bool:
@@ -131,7 +142,7 @@ class Session:
         if self._has_ended:
             raise StopAsyncIteration
         held: list[TextDelta] = []
-        async for output in self._outputs:
+        while (output := await self._next_output()) is not None:
             delta = await self._take(output)
             self._has_ended = output.is_final
             if self._is_ranked:
@@ -145,8 +156,18 @@ class Session:
         self._has_ended = True
         raise EngineDeadError(f"the outputs of request {self.request_id} ended without a finish reason")
 
+    async def _next_output(self) -> TokenOutput | None:
+        """The next output, None behind the last. Large ones come in slices: so do the deltas of a slow reader."""
+        if not self._slices:
+            output = await anext(self._outputs, None)
+            if output is None or len(output.token_ids) <= self._slice_tokens:
+                return output
+            self._slices.extend(slices(output, self._slice_tokens))
+        return self._slices.popleft()
+
     async def collect(self) -> list[TextDelta]:
         """All deltas. Without stop strings this wakes up once, at the end."""
+        self._slice_tokens = sys.maxsize
         if not self.params.stop:
             self._outputs = self._client.outputs(self.request_id, final_only=True)
         return [delta async for delta in self]

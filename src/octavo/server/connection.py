@@ -2,7 +2,7 @@
 
 Owns: the bounds that the parser has not: on heads, on bodies that nobody reads, on what surrounds a body (chunk sizes,
 extensions, trailers), on pipelined requests, on connections.
-Does not: bound a body that is read (limits does) or an answer (stream does).
+Does not: bound a body that is read (limits does) or say when an answer is too slow (stream does).
 Invariant: a connection without a request in hand is cut within a bounded time, or sooner when its place is needed.
 """
 
@@ -19,6 +19,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from octavo.server.faults import RETRY_ENGINE_S, ApiError
 from octavo.server.limits import HttpLimits
 
+CUT = "octavo.cut"  # in a request's scope: ends an answer that its client does not read
+LINGER_S = 5.0  # that a closed connection's client gets to read what is left
 _OVERHEAD = 8  # bytes around a body for each byte of it: one-byte chunks have five
 _UNREAD_BYTES = 1 << 20  # beyond the largest body, before a connection that sends on is cut
 _PHRASES = {400: b"Bad Request", 503: b"Service Unavailable"}
@@ -37,6 +39,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.logger = _log
         self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
         self._body_bytes = 0  # of this message
         self._other_bytes = 0  # of this message: all that is not its body
         self._fed_bytes = 0  # of bodies, in this reading
@@ -56,6 +59,8 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
         self._stop_timer()
+        if self._writing is not None:
+            self._writing.cancel()
         self.places.pop(self, None)
         super().connection_lost(exc)
 
@@ -67,6 +72,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.places.pop(self, None)
         self._body_bytes = self._other_bytes = 0
         super().on_message_begin()
+        self.scope[CUT] = self.cut_answer  # type: ignore[literal-required]
 
     def on_headers_complete(self) -> None:
         """Expect the body."""
@@ -108,6 +114,32 @@ class BoundedConnection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
         self._refuse(ApiError(400, "this is no request in HTTP/1.1 that can be read", code="invalid_http"))
+
+    def pause_writing(self) -> None:
+        """The client reads slower than it is answered: not for ever."""
+        super().pause_writing()
+        if self._writing is None:
+            self._writing = self.loop.call_later(self.limits.stall_timeout_s + LINGER_S, self._abort)
+
+    def resume_writing(self) -> None:
+        """It reads."""
+        super().resume_writing()
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+
+    def cut_answer(self, last: bytes) -> None:
+        """End an answer whose client does not read; `last` is what it finds at the end, should it read on soon."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or self.transport.is_closing():
+            return
+        self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if cycle.chunked_encoding else last)
+        cycle.response_complete = True
+        cycle.message_event.set()
+        self._close()
+
+    def _abort(self) -> None:
+        self.transport.abort()
 
     @property
     def _is_answering(self) -> bool:
@@ -155,6 +187,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.places.pop(self, None)
         if not self.transport.is_closing():
             self.transport.close()
+            self.loop.call_later(LINGER_S, self._abort)  # it would wait for ever for a client that does not read
 
 
 def bounded(limits: HttpLimits, note: Callable[[str], None]) -> type[BoundedConnection]:

@@ -47,6 +47,7 @@ CODES: Mapping[str, Code] = {
     "method_not_allowed": Code((405,), "the endpoint has other methods; `Allow` names them"),
     "body_timeout": Code((408,), "the body did not arrive in time"),
     "queue_timeout": Code((408,), "the request did not start within its queue timeout"),
+    "slow_reader": Code((408,), "the client did not read what was sent to it; at the end of a stream that was cut"),
     "timeout": Code((408,), "the request did not finish within its timeout"),
     "nothing_to_resume": Code((409,), "the stream of this `Last-Event-ID` is not here any more"),
     "idempotency_key_reused": Code((409,), "another request was made with this `Idempotency-Key`"),
@@ -70,5 +71,4 @@ CODES: Mapping[str, Code] = {
     "idle_connection": Code((), "in metrics only: a connection without a request was cut, for its place was needed"),
     "head_timeout": Code((), "in metrics only: a connection was cut because a head did not arrive in time"),
     "head_too_large": Code((), "in metrics only: a connection was cut because there was too much around a body"),
-    "slow_reader": Code((), "in metrics only: a stream was cut because its client did not read"),
 }

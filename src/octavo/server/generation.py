@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.core.request import FinishReason, SamplingParams
+from octavo.engine.output_slices import token_bytes
 from octavo.engine.sessions import Terms
 from octavo.errors import EngineDeadError, EngineError, OctavoError, StepFailedError
 from octavo.metrics.requests import Finished, RequestMetrics
@@ -23,6 +24,7 @@ from octavo.server.faults import RETRY_ENGINE_S, ApiError, from_exception
 if TYPE_CHECKING:
     from octavo.engine.sessions import Session, Sessions, TextDelta
 
+Merged = asyncio.Queue["tuple[int, TextDelta] | asyncio.Task[None]"]
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -76,6 +78,7 @@ class Generation:
         self._last_at = [0.0] * self.num_choices
         self._open = set(range(len(sessions)))
         self._silent = set(self._open)  # without a token yet
+        self._token_bytes = token_bytes(asked.params.num_logprobs)
 
     @property
     def name(self) -> str:
@@ -86,6 +89,11 @@ class Generation:
     def num_choices(self) -> int:
         """Choices of the answer."""
         return len(self._sessions) * self.asked.params.n
+
+    @property
+    def unread_bytes(self) -> int:
+        """Roughly what is held for a reader that does not read: ids, and log-probabilities where asked for."""
+        return self._token_bytes * sum(session.num_unread for session in self._sessions)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """Yield (index, delta) until every choice has its finish reason. Raises ApiError for a failed one."""
@@ -103,8 +111,9 @@ class Generation:
             yield 0, delta
 
     async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        queue: asyncio.Queue[tuple[int, TextDelta] | asyncio.Task[None]] = asyncio.Queue()
-        tasks = [asyncio.create_task(_forward(i, session, queue)) for i, session in enumerate(self._sessions)]
+        queue: Merged = asyncio.Queue()
+        room = asyncio.Semaphore(len(self._sessions))  # beyond it whoever reads is slow, and the ledger waits for it
+        tasks = [asyncio.create_task(_forward(i, session, queue, room)) for i, session in enumerate(self._sessions)]
         for task in tasks:
             task.add_done_callback(queue.put_nowait)
         num_open = len(tasks)
@@ -115,6 +124,7 @@ class Generation:
                     item.result()
                     num_open -= 1
                 else:
+                    room.release()
                     yield item
         finally:
             for task in tasks:
@@ -191,10 +201,9 @@ def failure_of(delta: TextDelta) -> ApiError:
     return from_exception(EngineError(message))
 
 
-async def _forward(
-    index: int, session: Session, queue: asyncio.Queue[tuple[int, TextDelta] | asyncio.Task[None]]
-) -> None:
+async def _forward(index: int, session: Session, queue: Merged, room: asyncio.Semaphore) -> None:
     async for delta in session:
+        await room.acquire()
         queue.put_nowait((index, delta))
 
 

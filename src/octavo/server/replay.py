@@ -16,15 +16,13 @@ from dataclasses import dataclass, field, replace
 
 from octavo.core.plan import TokenLogprobs
 from octavo.engine.deltas import TextDelta
+from octavo.engine.output_slices import slice_tokens, token_bytes
 from octavo.server.answer import Json
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.generation import Choice
 from octavo.server.shapes import Shape
 
 MAX_IDENTIFIED = 64  # choices; the streams of more carry no ids: each would name all of them
-MAX_PIECE_TOKENS = 256  # in one event
-_ENTRY_BYTES = 240  # of one token's log-probabilities, roughly
-_TOP_BYTES = 72  # and of each of the best ones beside it
 _PLACE = re.compile(r"(-|[0-9]{1,9})([+.]?)")
 _BEGUN, _TAIL, _ENDED = 0, 1, 2
 Place = tuple[int, int]  # tokens given (-1: not begun), then _BEGUN, _TAIL (text behind the last token given), _ENDED
@@ -94,8 +92,14 @@ class TapeChoice:
     @property
     def num_bytes(self) -> int:
         """Roughly what it takes in memory."""
-        tops = len(self.logprobs[0].top_ids) if self.logprobs and self.logprobs[0] is not None else 0
-        return len(self.text) + 4 * len(self.ends) + len(self.logprobs) * (_ENTRY_BYTES + _TOP_BYTES * tops)
+        return len(self.text) + 4 * len(self.ends) + len(self.logprobs) * token_bytes(self._num_tops)
+
+    @property
+    def _num_tops(self) -> int | None:
+        """Log-probabilities beside each token's own; None where there are none."""
+        if not self.logprobs:
+            return None
+        return len(self.logprobs[0].top_ids) if self.logprobs[0] is not None else 0
 
     def next_piece(self, index: int, at: Place, stop: int) -> tuple[TextDelta, Place] | None:
         """What comes behind a place, and the place behind it; no piece reaches across `stop` tokens."""
@@ -103,7 +107,7 @@ class TapeChoice:
         if tokens < 0:
             return TextDelta(index, "", array("i")), (0, _BEGUN)
         if stage == _BEGUN and tokens < len(self.ends):
-            end = min(len(self.ends), tokens + MAX_PIECE_TOKENS)
+            end = min(len(self.ends), tokens + slice_tokens(self._num_tops))
             end = min(end, stop) if tokens < stop else end
             logprobs = tuple(self.logprobs[tokens:end])
             return TextDelta(index, self._text(tokens, end), array("i"), logprobs or None), (end, _BEGUN)
@@ -194,6 +198,11 @@ class Replay:
         self._is_identified = len(tape.choices) <= MAX_IDENTIFIED
         self._on_close: Callable[[], None] | None = on_close
 
+    @property
+    def unread_bytes(self) -> int:
+        """Nothing is held for this reader alone: the tape is kept anyway."""
+        return 0
+
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """Yield the answer in pieces of one event each. Raises ApiError when it failed."""
         tape = self._tape
@@ -242,14 +251,14 @@ class Replay:
         return b"id: %b\n%b" % (self._has.text().encode(), event) if self._is_identified else event
 
     def _pieces(self, index: int) -> Iterator[TextDelta]:
-        """What a choice has beyond this reader; it takes turns with the others after each piece of full size."""
+        """What a choice has beyond this reader; it takes turns with the others."""
         choice = self._tape.choices[index]
         while (found := choice.next_piece(index, self._at[index], self._has.places[index][0])) is not None:
             piece, place = found
-            is_large = place[0] - self._at[index][0] >= MAX_PIECE_TOKENS
+            is_first = place[0] == 0
             self._at[index] = place
             yield piece
-            if is_large:
+            if not is_first:
                 return
 
     def _is_behind(self) -> bool:

@@ -1,18 +1,18 @@
 """Outputs token by token, from a running engine or from what a former server left.
 
-Owns: splitting outputs, so that text is known at every token: an event id may name any. Does not: keep them (replay
-does). Invariant: the pieces of an output are that output; what comes at a choice's end comes with its last piece.
+Owns: clients whose outputs have at most one token, so that text is known at every token: an event id may name any.
+Does not: keep anything (replay does).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterable, Mapping
 
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, EngineClient, TokenOutput, Verb
 from octavo.engine.entry import Entry
+from octavo.engine.output_slices import slices
 from octavo.engine.sessions import Sessions
 from octavo.errors import EngineError
 
@@ -22,33 +22,6 @@ def one_by_one(sessions: Sessions) -> Sessions:
     fine = copy.copy(sessions)
     fine.client = OneByOne(sessions.client)
     return fine
-
-
-def pieces(output: TokenOutput) -> Iterator[TokenOutput]:
-    """An output, a token at a time."""
-    count = len(output.token_ids)
-    for index in range(count - 1):
-        yield replace(
-            output,
-            position=output.position + index,
-            token_ids=output.token_ids[index : index + 1],
-            logprobs=None if output.logprobs is None else output.logprobs[index : index + 1],
-            prompt_logprobs=output.prompt_logprobs if index == 0 else None,
-            finish_reason=None,
-            stop_token_id=None,
-            message=None,
-            is_final=False,
-        )
-    if count < 2:
-        yield output
-    else:
-        yield replace(
-            output,
-            position=output.position + count - 1,
-            token_ids=output.token_ids[-1:],
-            logprobs=None if output.logprobs is None else output.logprobs[-1:],
-            prompt_logprobs=None,
-        )
 
 
 class OneByOne:
@@ -64,7 +37,7 @@ class OneByOne:
     async def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
         """See EngineClient."""
         async for output in self._client.outputs(request_id, final_only):
-            for piece in pieces(output):
+            for piece in slices(output, 1):
                 yield piece
 
     async def cancel(
@@ -99,7 +72,7 @@ class Stored(OneByOne):
     async def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
         """All that there is."""
         for output in self._entries[request_id].take():
-            for piece in pieces(output):
+            for piece in slices(output, 1):
                 yield piece
 
     async def cancel(

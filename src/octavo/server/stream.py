@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import OctavoError
 from octavo.metrics.requests import RequestMetrics
+from octavo.server.connection import CUT
 from octavo.server.faults import ApiError, draining_error, from_exception, internal_error
 from octavo.server.lifecycle import ClientGoneError, Lifecycle, ServerStoppingError
 from octavo.server.limits import HttpLimits
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+LOOK_S = 0.25  # while a client does not read
+MAX_UNREAD_BYTES = 128 * 1024  # that may wait for it beside the connection's buffer
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _log = logging.getLogger(__name__)
 
@@ -38,6 +41,11 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """For the log."""
+        ...
+
+    @property
+    def unread_bytes(self) -> int:
+        """Roughly what is held because this reader has not taken it."""
         ...
 
     def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -51,6 +59,14 @@ class Source(Protocol):
 
 class SlowReaderError(Exception):
     """The client has not read for too long."""
+
+
+def _event(error: ApiError) -> bytes:
+    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+
+
+def _too_slow() -> ApiError:
+    return ApiError(408, "the client did not read what was sent to it", code="slow_reader")
 
 
 class EventStream(Response):
@@ -75,13 +91,16 @@ class EventStream(Response):
             error = await self._run(receive, send)
             if error is not None:
                 self._metrics.failed(error.code)
-                await self._write(send, b"data: " + msgspec.json.encode(error.body()) + b"\n\n")
+                await self._write(send, _event(error))
             await self._write(send, DONE)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientGoneError, OSError):
             self._metrics.failed("client_disconnected")
         except SlowReaderError:
             self._metrics.failed("slow_reader")
+            cut = scope.get(CUT)
+            if cut is not None:
+                cut(_event(_too_slow()) + DONE)
         finally:
             await self._source.close()
 
@@ -116,12 +135,23 @@ class EventStream(Response):
             await asyncio.gather(ticker, return_exceptions=True)
 
     async def _write(self, send: Send, data: bytes) -> None:
+        """Send; while the client does not read, look now and then how much waits for it. Raises SlowReaderError.
+
+        A send that waits has not written anything yet, so it can be given up and tried again.
+        """
         self._num_writes += 1
-        try:
-            async with asyncio.timeout(self._limits.stall_timeout_s):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError:
-            raise SlowReaderError from None
+        message = {"type": "http.response.body", "body": data, "more_body": True}
+        stalled_s = 0.0
+        while True:
+            look_s = min(LOOK_S, self._limits.stall_timeout_s)
+            try:
+                async with asyncio.timeout(look_s):
+                    await send(message)
+                return
+            except TimeoutError:
+                stalled_s += look_s
+            if stalled_s >= self._limits.stall_timeout_s or self._source.unread_bytes > MAX_UNREAD_BYTES:
+                raise SlowReaderError
 
     async def _keep_alive(self, send: Send) -> None:
         """Write a comment whenever nothing was written for a while."""
