@@ -158,9 +158,9 @@ class Supervisor:
             for fd in self._wait(life, wakeups):
                 if fd == wakeups:
                     self._forward(life, _stops_in(os.read(wakeups, 256)))
-                    _reap_strangers(life.process.pid)
                 elif life.hear():
                     self._on_ready()
+            _reap_strangers(life.process.pid)
             now = time.monotonic()
             if self._deadline is not None and now > self._deadline:
                 self._say(f"{self._spec.name} does not end; it is killed")
