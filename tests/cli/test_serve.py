@@ -75,6 +75,7 @@ def test_it_answers_and_drains(model, flags) -> None:
     assert "KV pool   1,024 tokens" in "".join(server.lines)
 
 
+@pytest.mark.slow  # two engines with torch; tests/cli/test_serve_lives.py has the quick twin
 def test_a_dead_engine_is_replaced(model) -> None:
     with Server(model) as server:
         body = {"model": "tiny", "prompt": "the cat", "max_tokens": 8, "temperature": 0}

@@ -67,12 +67,20 @@ def test_a_killed_api_is_replaced_on_the_same_port(server: FakeServer) -> None:
     assert "the api process ended (killed by SIGKILL)" in server.text
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_nothing_outlives_a_killed_supervisor(server: FakeServer, is_stopped: bool) -> None:
+def test_nothing_outlives_a_killed_supervisor(model: str, tmp_path: Path) -> None:
+    with FakeServer(model, tmp_path / "log", "--standby") as server:
+        while not server.status()["engine"]["has_standby"]:
+            time.sleep(0.05)
+        processes = tree(server)
+        assert len(processes) == 4
+        server.end(signal.SIGKILL)
+        assert_gone(processes)
+
+
+def test_not_even_what_is_stopped_outlives_a_killed_supervisor(server: FakeServer) -> None:
     processes = tree(server)
-    assert len(processes) == 3
-    if is_stopped:
-        os.kill(server.pid("engine"), signal.SIGSTOP)
+    for pid in [server.pid(role) for role in ("engine", "api")]:
+        os.kill(pid, signal.SIGSTOP)
     server.end(signal.SIGKILL)
     assert_gone(processes)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from octavo.artifacts.resolve import ModelFiles
-from octavo.cli.startup import call_report, limit_remarks, startup_report
+from octavo.cli.api_task import ApiTask
+from octavo.cli.startup import call_report, limit_remarks, process_report, startup_report
 from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.engine.pulse import Pulse
 from octavo.executors.protocol import Capacity
@@ -49,6 +53,16 @@ def test_report_says_what_is_off_and_who_may_call() -> None:
     assert "--no-enable-prefix-caching" in lines
     assert "--in-process" in lines
     assert "ANYONE" in lines
+
+
+def test_report_says_who_runs_and_what_a_crash_would_do() -> None:
+    kept: Any = SimpleNamespace(is_protected=True, processes={"engine": 7, "standby": 8})
+    lines = "\n".join(process_report(ApiTask(load_config({"standby": True}), "/run/admin.sock", supervisor=5), kept))
+    assert f"supervisor 5, api {os.getpid()}, engine 7, standby 8" in lines
+    assert "a standby takes over" in lines and "--socket /run/admin.sock" in lines
+    alone: Any = SimpleNamespace(is_protected=False, processes={})
+    lines = "\n".join(process_report(ApiTask(load_config({"in_process": True}), "/run/admin.sock"), alone))
+    assert "no crash protection (--in-process)" in lines and "supervisor" not in lines
 
 
 def test_curl_has_the_key_only_where_one_is_needed() -> None:

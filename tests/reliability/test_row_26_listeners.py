@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,13 +53,15 @@ def spelled(address: str) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/net is Linux's")
 def test_row_26_one_server_listens_on_one_port_of_loopback(tmp_path: Path, score: Score) -> None:
     model = str(make_tiny_model("smollm2", tmp_path / "tiny"))
-    with FakeServer(model, tmp_path / "log") as server:
+    with FakeServer(model, tmp_path / "log", "--standby") as server:
+        while not server.status()["engine"]["has_standby"]:
+            time.sleep(0.05)
         assert server.post("/v1/completions", {"prompt": "hi", "max_tokens": 2})[0] == 200
         tree = [
             server.process.pid,
             *(child.pid for child in psutil.Process(server.process.pid).children(recursive=True)),
         ]
-        assert {server.pid("api"), server.pid("engine"), server.pid("supervisor")} <= set(tree)
+        assert {server.pid(role) for role in ("supervisor", "api", "engine", "standby")} <= set(tree)
         found = {entry for pid in tree for entry in listening(pid)}
         assert server.end() == 0
     api = ("tcp", "127.0.0.1", int(server.url.rsplit(":", 1)[1]))
