@@ -97,3 +97,10 @@ def test_pulse_is_silent_when_idle() -> None:
     line = pulse.line(_statistics(600, 100, hits=50), 5.0)
     assert line == "100 prompt + 20 output tokens/s, 1 running, 0 waiting, KV 40%, prefix hits 50%"
     assert pulse.line(_statistics(600, 100, running=0, hits=50), 10.0) is None
+
+
+def test_pulse_starts_anew_with_a_new_engine() -> None:
+    pulse = Pulse()
+    pulse.line(_statistics(600, 100), 0.0)
+    assert pulse.line(_statistics(50, 10), 5.0) is None
+    assert pulse.line(_statistics(150, 60), 10.0) == "10 prompt + 10 output tokens/s, 1 running, 0 waiting, KV 40%"

@@ -26,6 +26,8 @@ class Pulse:
         if old is None or seconds <= 0:
             return None
         computed = new["num_computed_tokens"] - old["num_computed_tokens"]
+        if computed < 0 or new["num_output_tokens"] < old["num_output_tokens"]:
+            return None  # another engine, which counts from nothing
         if computed == 0 and new["num_running"] == 0:
             return None
         produced = new["num_output_tokens"] - old["num_output_tokens"]
