@@ -45,8 +45,10 @@ PIECES = [
     *("{{", "%}", "{%- for x in ", "()", "|attr('__class__')", "'", "\x00", ".__init__.__globals__", "*" * 9),
     *("[0]", "{% set x = namespace() %}", "9" * 400),
 ]
-FORBIDDEN = ("os.system", "os.exec", "os.fork", "os.posix_spawn", "subprocess.Popen", "socket.connect",
-             "socket.bind", "socket.getaddrinfo", "pickle.find_class", "os.remove", "os.rename", "shutil.rmtree", "os.putenv")  # fmt: skip
+FORBIDDEN = {
+    "os.system", "os.exec", "os.fork", "os.posix_spawn", "subprocess.Popen", "socket.connect", "socket.bind",
+    "socket.getaddrinfo", "pickle.find_class", "os.remove", "os.rename", "shutil.rmtree", "os.putenv",
+}  # fmt: skip
 
 
 class Audit:
