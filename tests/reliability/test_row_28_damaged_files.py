@@ -33,7 +33,7 @@ def run(folder: Path, first: int, end: int) -> tuple[list[dict[str, object]], st
 @pytest.mark.timeout(1800)
 def test_row_28_damaged_files_are_refused_and_nothing_crashes(score: Score, tmp_path: Path) -> None:
     """Safetensors, indexes, configurations, tokenizers, templates and GGUF files, each with a few faults."""
-    count = score.dose(150, 5000)
+    count = score.dose(80, 5000)
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
     crashes: list[str] = []
