@@ -146,6 +146,15 @@ def test_what_is_refused_first_under_load() -> None:
         admission.enter(Wish(priority=-9))
 
 
+def test_tokens_make_load_too() -> None:
+    admission = made(slots=4, bound=8, tokens=1000)
+    admission.enter(Wish(num_ids=800)).settle(800)
+    assert admission.load is Load.CROWDED and admission.room.num_waiting == 0
+    with pytest.raises(LoadShedError):
+        admission.enter(Wish(priority=1))
+    admission.enter(Wish(num_ids=150)).settle(150)
+
+
 def test_a_key_keeps_to_its_share_while_others_wait() -> None:
     a, b = KeyInfo("a", "a"), KeyInfo("b", "b", weight=3.0)
     admission = made(slots=2, bound=16)
@@ -157,11 +166,32 @@ def test_a_key_keeps_to_its_share_while_others_wait() -> None:
     assert admission.meter(b) is not None
     with pytest.raises(QueueFullError, match=r"key 'a' has its share .* 9 of its sequences wait, 25% of the 16"):
         admission.enter(Wish(key=a))
-    for _ in range(6):
+    for _ in range(4):
         admission.enter(Wish(key=b))
-    assert admission.load is Load.FULL
     meter = admission.meter(a)
     assert meter is not None and meter.num_refused == 1
+
+
+def test_a_key_that_fills_the_queue_leaves_room_for_the_next() -> None:
+    a, b, c = (KeyInfo(name, name) for name in "abc")
+    admission = made(slots=2, bound=16)
+    running(admission, 2, key=a)
+    assert len(fill(admission, key=a)) == 16, "nobody else was ever here"
+    with pytest.raises(QueueFullError):
+        admission.glance(b)
+    admission = made(slots=2, bound=16)
+    admission.glance(b)
+    running(admission, 2, key=a)
+    assert len(fill(admission, key=a)) == 14
+    with pytest.raises(QueueFullError, match=r"14 sequences wait, 14 may .2 more places are for keys of which"):
+        admission.glance(a)
+    for key in (b, c):
+        admission.glance(key)
+        admission.enter(Wish(key=key))
+    with pytest.raises(QueueFullError, match=r"16 sequences wait, 14 may"):
+        admission.glance(b)
+    with pytest.raises(QueueFullError, match="16 sequences wait, 16 may;"):
+        admission.glance(KeyInfo("d", "d"))
 
 
 def test_a_wait_that_cannot_be_met_is_refused_with_the_numbers() -> None:

@@ -25,6 +25,7 @@ from octavo.server.waiting import Seat, WaitingRoom
 
 MAX_RETRY_S = 60.0
 DEFAULT_PRIORITY = 0  # smaller is more urgent
+_RESERVED = 8  # with several keys, one in so many places is for keys of which nothing waits
 _BOUNDS = (0.5, 0.75, 1.0)  # shares of the queue at which the load levels begin
 MAX_METERS = 4096  # of keys that are gone too, until then
 
@@ -138,7 +139,7 @@ class Admission:
     @property
     def load(self) -> Load:
         """How full the queue is."""
-        share = self._share(self.room.num_waiting, self.room.num_waiting_tokens if self.room.num_waiting else 0)
+        share = self._share(self.room.num_waiting, self.room.num_waiting_tokens)
         return Load(sum(share >= bound for bound in _BOUNDS))
 
     def glance(self, key: KeyInfo, *, may_be_known: bool = False) -> None:
@@ -151,7 +152,7 @@ class Admission:
             meter.update(key, self.now())
         with _counted(meter):
             if not may_be_known:
-                self._check_full(1)
+                self._check_full(key, 1)
             if meter is not None:
                 if not may_be_known:
                     self._check_concurrent(meter)
@@ -163,7 +164,7 @@ class Admission:
         num_sequences = wish.num_prompts * wish.width
         num_tokens = wish.num_ids + self.estimator.tokens_of(wish.num_characters)
         with _counted(meter):
-            self._check_full(num_sequences)
+            self._check_full(wish.key, num_sequences)
             self._check_load(wish)
             self._check_share(wish.key, num_sequences, num_tokens)
             self._check_wait(wish)
@@ -214,12 +215,17 @@ class Admission:
     def _share(self, num_sequences: float, num_tokens: float) -> float:
         return max(num_sequences / self.config.max_waiting, num_tokens / self.config.max_waiting_tokens)
 
-    def _check_full(self, num_sequences: int) -> None:
+    def _check_full(self, key: KeyInfo, num_sequences: int) -> None:
         waiting, most = self.room.num_waiting, self.config.max_waiting
+        kept = ""
+        if len(self._meters) > 1 and key.name in self.room.by_key:
+            # Else whoever fills the queue takes each place that falls free before another asks for it.
+            most -= most // _RESERVED
+            kept = f" ({self.config.max_waiting - most} more places are for keys of which nothing waits)"
         if waiting and waiting + num_sequences > most:
             asked = "" if num_sequences == 1 else f", and this request has {num_sequences}"
             raise QueueFullError(
-                f"the queue is full: {waiting} sequences wait, {most} may{asked}; {self._told()}",
+                f"the queue is full: {waiting} sequences wait, {most} may{kept}{asked}; {self._told()}",
                 retry_after_s=self._room_s(waiting + num_sequences - most),
             )
 
@@ -241,8 +247,9 @@ class Admission:
         mine = room.by_key.get(key.name, 0)
         if self.load < Load.BUSY or not mine or len(room.by_key) == 1:
             return
-        weights = {name: meter.info.weight for name, meter in self._meters.items() if name in room.by_key}
-        share = key.weight / sum(weights.values())
+        known = (self._meters.get(name) for name in room.by_key)
+        weights = [1.0 if meter is None else meter.info.weight for meter in known]
+        share = key.weight / sum(weights)
         if self._share(mine + num_sequences, room.tokens_by_key[key.name] + num_tokens) > share:
             raise QueueFullError(
                 f"key {key.name!r} has its share of the queue: {mine} of its sequences wait, {share:.0%} of the "
