@@ -345,6 +345,50 @@ def test_a_fatal_executor_ends_everyone_with_an_error(error: Exception) -> None:
         assert executor.is_closed
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_receiver_that_fails_to_the_last_keeps_nobody_from_being_answered(stops: bool) -> None:
+    harness, answers, told = Harness(), [], threading.Event()
+    entered = threading.Event()
+
+    def receive(_: object) -> None:
+        entered.set()
+        raise RuntimeError("the event loop is closed")
+
+    def fail(_: object) -> None:
+        raise RuntimeError("whoever asked is gone")
+
+    harness.loop.attach(receive, told.set)
+    harness.executor.gate.clear()
+    harness.loop.submit(make_request("a", max_tokens=50), answers.append)
+    harness.loop.start()
+    assert harness.executor.reached.wait(20)
+    harness.loop.submit(make_request("b"), fail)
+    harness.loop.submit(make_request("c"), answers.append)
+    if stops:
+        harness.loop.stop()
+    harness.executor.gate.set()
+    assert harness.loop.join(20) and told.wait(20) and entered.is_set()
+    assert len(answers) == 2 and harness.executor.is_closed
+    assert isinstance(harness.ask(harness.loop.submit, make_request("d")), EngineDeadError)
+
+
+def test_commands_without_end_do_not_keep_steps_from_being_made() -> None:
+    """Each answer brings the next question: they and the steps take turns."""
+    with Harness() as harness:
+        num_asked = 0
+
+        def ask_again(_: object) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            if not harness.inbox("a").ends and num_asked < 100_000:
+                harness.loop.statistics(ask_again)
+
+        harness.loop.statistics(ask_again)
+        harness.post(make_request("a", max_tokens=30))
+        harness.end("a")
+        assert num_asked < 200
+
+
 def test_a_bug_in_the_scheduler_still_answers_everyone() -> None:
     with Harness() as harness:
         harness.executor.gate.clear()

@@ -203,6 +203,26 @@ async def test_L04_close_answers_open_requests_and_ends_the_server() -> None:
             await client.submit(make_request("b"))
 
 
+@pytest.mark.parametrize("answer", [object(), "x" * (wire.MAX_FRAME_BYTES + 1), "\ud800", 2**70])
+async def test_an_answer_that_cannot_be_sent_is_an_error_and_the_engine_goes_on(answer: object) -> None:
+    async with connected() as (client, server):
+        server.loop.verbs["odd"] = lambda _: answer
+        with pytest.raises(EngineError, match="cannot be sent"):
+            await client.control("odd")  # type: ignore[arg-type]
+        await client.submit(make_request("a", max_tokens=3))
+        assert (await read(client, "a"))[1].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_writer_that_breaks_ends_the_connection() -> None:
+    async with connected() as (client, server):
+        server.server._encode = lambda _: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        with pytest.raises(EngineDeadError):
+            await client.submit(make_request("a", max_tokens=3))
+        await client.ended()
+        await asyncio.to_thread(server.thread.join, 20)
+        assert not server.thread.is_alive()
+
+
 async def test_a_connection_that_ends_answers_everyone_with_an_error() -> None:
     executor = GatedExecutor()
     async with connected(executor) as (client, server):

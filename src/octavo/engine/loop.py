@@ -64,7 +64,7 @@ class EngineLoop:
         self._depth = depth
         self._max_waiting = max_waiting
         self._receive: Callable[[Delivery], None] = _ignore
-        self._ended: Callable[[], None] = _nothing
+        self._ended: Callable[[], None] = _ignore
         self._flight: deque[Flight] = deque()
         self._outbox = Outbox()
         self._suspects = Suspects(scheduler.limit_step)
@@ -80,7 +80,7 @@ class EngineLoop:
     def attach(self, receive: Callable[[Delivery], None], ended: Callable[[], None] | None = None) -> None:
         """Send deliveries there, and call `ended` after the last. Call before start."""
         self._receive = receive
-        self._ended = ended or _nothing
+        self._ended = ended or _ignore
 
     def watch(self, sink: EventSink) -> None:
         """Tell a sink everything that happens. Call before start."""
@@ -165,7 +165,7 @@ class EngineLoop:
         self.num_turns += 1
         if self._inbox:
             self.heart.commands()
-        while self._inbox:
+        for _ in range(len(self._inbox)):  # what comes meanwhile waits for a step
             self._run_command(*self._inbox.popleft())
         only = self._suspects.only
         last = self._fill(only)
@@ -363,17 +363,14 @@ class EngineLoop:
         if self._failure is None:
             self._wind_up()
         reason = FinishReason.CANCELLED if self._failure is None else FinishReason.ERROR
-        self._send(self._outbox.end_all(reason, self._end_message()))
+        _try(lambda: self._send(self._outbox.end_all(reason, self._end_message())))
         with self._condition:
             self._has_ended = True
             left, self._inbox = self._inbox, deque()
         for _, reply in left:
-            reply(EngineDeadError(self._end_message()))
-        self._ended()
-        try:
-            self._executor.close()
-        except Exception:  # the executor shell: nobody is left to tell
-            _LOG.exception("the executor failed to close")
+            _try(partial(reply, EngineDeadError(self._end_message())))
+        _try(self._ended)
+        _try(self._executor.close)
 
     def _wind_up(self) -> None:
         """Take what is in flight, cancel the rest through the scheduler, and send the ends."""
@@ -390,9 +387,13 @@ class EngineLoop:
         return f"the engine died: {self._failure}" if self._failure is not None else "the engine was stopped"
 
 
-def _ignore(_: object) -> None:
-    """Nobody asked for this answer."""
+def _try(last: Callable[[], object]) -> None:
+    """Do one of the last things; what fails keeps nobody else from hearing."""
+    try:
+        last()
+    except Exception:  # the shell: nobody is left to tell
+        _LOG.exception("something failed at the engine's end")
 
 
-def _nothing() -> None:
-    """Nobody waits for the end."""
+def _ignore(*_: object) -> None:
+    """Nobody asked, or waits."""

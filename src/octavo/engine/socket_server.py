@@ -176,8 +176,19 @@ class EngineServer:
             except OSError as error:  # the client is gone; the reader sees the same and stops the engine
                 _LOG.warning("the engine cannot write to its client: %s", error)
                 break
+            except Exception:  # the shell: a front end that waits for ever is worse than one whose engine ended
+                _LOG.exception("the engine cannot write what it has to say")
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                break
 
     def _encode(self, message: wire.FromEngine | Delivery) -> bytes:
+        if isinstance(message, wire.Answer):
+            try:
+                return wire.frame(message)
+            except (wire.WireError, TypeError, ValueError, OverflowError) as error:
+                failed = EngineError(f"the answer cannot be sent: {error}")
+                return wire.frame(wire.Failure.of(self.epoch, failed, number=message.number))
         if not isinstance(message, Delivery):
             return wire.frame(message)
         try:
