@@ -7,6 +7,7 @@ Does not: write. Invariant: the state after it is what reading the record would 
 from __future__ import annotations
 
 from array import array
+from itertools import repeat
 
 from octavo.core.plan import TokenLogprobs
 from octavo.engine.delivery import Delivery
@@ -20,19 +21,20 @@ def to_record(
     """The record of a delivery, applied to the state; None when it is all of others. Ended requests leave the dict."""
     numbers, choices, positions, token_ids = (array("i") for _ in range(4))
     logprobs: list[TokenLogprobs | None] = []
-    for row, request_id in enumerate(delivery.request_ids):
+    entries = delivery.logprobs if delivery.logprobs is not None else repeat(None)
+    columns = zip(
+        delivery.request_ids, delivery.choices, delivery.positions, delivery.token_ids, entries, strict=False
+    )  # the last may be without an end
+    for request_id, choice, position, token_id, entry in columns:
         held = open_requests.get(request_id)
-        if held is None:
-            continue
-        choice, position, token_id = delivery.choices[row], delivery.positions[row], delivery.token_ids[row]
-        entry = None if delivery.logprobs is None else delivery.logprobs[row]
-        if held.append(choice, position, token_id, entry):
-            held.first_at = at if held.first_at is None else held.first_at
+        if held is not None and held.append(choice, position, token_id, entry):
+            if held.first_at is None:
+                held.first_at = at
             numbers.append(held.number)
             choices.append(choice)
             positions.append(position)
             token_ids.append(token_id)
-            logprobs.append(entry if held.request.params.num_logprobs is not None else None)
+            logprobs.append(entry if held.has_logprobs else None)
     starts = _starts(delivery, open_requests)
     choice_ends = _choice_ends(delivery, open_requests, state)
     ends = _ends(delivery, open_requests, state, at)
@@ -44,7 +46,7 @@ def to_record(
         choices.tobytes(),
         positions.tobytes(),
         token_ids.tobytes(),
-        wire_logprobs(logprobs) if any(entry is not None for entry in logprobs) else None,
+        None if delivery.logprobs is None else wire_logprobs(logprobs),
         choice_ends,
         ends,
         starts,

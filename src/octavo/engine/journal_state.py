@@ -60,6 +60,10 @@ class HeldRequest:
     first_at: float | None = None
     ended_at: float = 0.0
     is_cut: bool = False  # records of it are missing: what follows counts no more
+    has_logprobs: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_logprobs = self.request.params.num_logprobs is not None
 
     @property
     def num_bytes(self) -> int:
@@ -97,14 +101,15 @@ class HeldRequest:
 
     def append(self, choice: int, position: int, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Take the next id of a choice; False for one that is held already, or cannot be placed."""
-        page = self.page(choice)
-        if page is None or self.is_cut or self.end is not None or position < len(page.ids):
+        page = self.pages.get(choice) or self.page(choice)
+        if page is None or self.is_cut or self.end is not None:
             return False
-        if position > len(page.ids):
-            self.is_cut = True
+        ids = page.ids
+        if position != len(ids):
+            self.is_cut |= position > len(ids)
             return False
-        page.ids.append(token_id)
-        if self.request.params.num_logprobs is not None:
+        ids.append(token_id)
+        if self.has_logprobs:
             page.logprobs.append(logprobs)
         return True
 
