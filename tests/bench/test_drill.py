@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from octavo.bench.completion_client import Answer
-from octavo.bench.drill import Expected, Outcome, judge
+from octavo.bench.drill import Expected, Outcome, joined, judge
 
 
 def answer(*texts: str, usage_tokens: int | None = None) -> Answer:
@@ -42,6 +42,14 @@ def test_what_is_lost_and_what_is_too_much(got: Answer, lost: int, extra: int) -
 def test_chunks_of_several_tokens_count_for_as_many() -> None:
     expected = Expected.of(answer("the cat", " sat on", usage_tokens=4))
     assert judge(answer("the cat"), expected) == (2, 0)
+
+
+def test_an_answer_over_two_connections_is_one() -> None:
+    first, second = answer("the", " cat"), answer(" sat", " on", usage_tokens=4)
+    first.kind, first.last_id = "lost", "2"
+    whole = joined(first, second)
+    assert judge(whole, Expected.of(answer(*WHOLE, usage_tokens=4))) == (0, 0)
+    assert (whole.kind, whole.last_id, len(whole.chunk_times)) == ("", "2", 4)
 
 
 def test_an_outcome_is_clean_when_nothing_was_lost_doubled_or_changed() -> None:

@@ -200,5 +200,16 @@ def test_chaos_counts_what_a_kill_costs(server: FakeServer, capsys: pytest.Captu
     *table, line = capsys.readouterr().out.splitlines()
     report = json.loads(line)
     assert (report["lost"], report["duplicated"], report["errors"]) == (0, 0, {})
-    assert report["faults"]["kill"] == report["restarts"]["engine"] == 1 and report["finished"] >= 8
+    assert report["faults"]["kill_engine"] == report["restarts"]["engine"] == 1 and report["finished"] >= 8
     assert report["gap_s"]["max"] > 0 and any("lost tokens" in row for row in table)
+
+
+@pytest.mark.slow
+def test_chaos_goes_on_behind_a_killed_api(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer(model, tmp_path / "log", "--journal", str(tmp_path / "journal")) as server:
+        words = ["--kill-api", "every", "3s", "--kill-engine", "2s", "--streams", "8", "--duration", "8s"]
+        assert cli.main(["chaos", *words, "--socket", server.admin, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["lost"], report["duplicated"], report["errors"]) == (0, 0, {})
+        assert report["faults"]["kill_api"] == report["restarts"]["api"] >= 1
+        assert server.end() == 0

@@ -16,7 +16,7 @@ import pytest
 from octavo.bench.completion_client import CompletionClient, Target
 from octavo.bench.drill import Drill, Drilling, Outcome
 from octavo.bench.percentiles import percentile
-from octavo.cli.chaos import engine_of
+from octavo.cli.chaos import process_of
 from tests.fake_server import FakeServer
 from tests.reliability.scorecard import Score
 from tests.tiny_models import make_tiny_model
@@ -30,7 +30,7 @@ MB_PER_HOUR = 20
 
 def drill(server: FakeServer, duration_s: float, every_s: dict[str, float]) -> Outcome:
     client = CompletionClient(Target(server.url, "tiny", timeout_s=120), keeps_texts=True)
-    made = Drilling(Drill(every_s, 16, 48, duration_s), client, lambda: engine_of(server.admin))
+    made = Drilling(Drill(every_s, 16, 48, duration_s), client, lambda role: process_of(server.admin, role))
     return asyncio.run(made.run())
 
 
@@ -59,16 +59,18 @@ def settled(server: FakeServer) -> dict[str, Any]:
 def test_row_31_a_soak_with_faults_loses_and_leaks_nothing(tmp_path: Path, score: Score) -> None:
     model = str(make_tiny_model("smollm2", tmp_path / "tiny"))
     with FakeServer(model, tmp_path / "log") as server:
-        drill(server, WARM_UP_S, {"kill": 3.0, "stop": 6.0})
+        drill(server, WARM_UP_S, {"kill_engine": 3.0, "stop_engine": 6.0})
         before = settled(server)
         begun = time.monotonic()
-        outcome = drill(server, SOAK_S, {"kill": FAULT_S, "stop": 2.5 * FAULT_S})
+        outcome = drill(server, SOAK_S, {"kill_engine": FAULT_S, "stop_engine": 2.5 * FAULT_S})
         after = settled(server)
         hours = (time.monotonic() - begun) / 3600
         report = server.status()
         code = server.end()
     kinds = [kind for kind, _, _ in outcome.faults]
-    score.tell("soak", f"{SOAK_S:g} s, {kinds.count('kill')} kills, {kinds.count('stop')} stops, 16 streams")
+    score.tell(
+        "soak", f"{SOAK_S:g} s, {kinds.count('kill_engine')} kills, {kinds.count('stop_engine')} stops, 16 streams"
+    )
     score.tell("streams, tokens", f"{outcome.num_finished}, {outcome.num_tokens}")
     score.count("lost", outcome.num_lost + sum(outcome.errors.values()))
     score.count("duplicated or other tokens", outcome.num_duplicated)

@@ -48,13 +48,14 @@ class Answer:
     """One request as its client saw it: perf_counter seconds of sending and of each chunk with a token.
 
     `error` is empty when the server finished it; `kind` of an error: refused, lost, failed, timeout. `status` is that
-    of an answer that is no stream. `texts` are those of the chunks, where they are kept.
+    of an answer that is no stream. `texts` are those of the chunks, where they are kept. `last_id` is the last event's.
     """
 
     sent: float
     chunk_times: array[float] = field(default_factory=lambda: array("d"))
     texts: list[str] | None = None
     status: int = 0
+    last_id: str = ""
     num_prompt_tokens: int = 0
     usage_tokens: int | None = None
     is_finished: bool = False
@@ -108,7 +109,7 @@ class CompletionClient:
         host = f"[{self._host}]" if ":" in self._host else self._host
         self._head = (
             "{method} " + path + "{path} HTTP/1.1\r\n"
-            f"Host: {host}:{self._port}\r\n{key}Connection: close\r\n"
+            f"Host: {host}:{self._port}\r\n{key}{{headers}}Connection: close\r\n"
             "Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
         )
 
@@ -127,12 +128,14 @@ class CompletionClient:
         body |= self._target.extra
         return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
 
-    async def send(self, body: bytes, advance: Callable[[int], object] = lambda tokens: None) -> Answer:
-        """Send one body of body(); give what came."""
+    async def send(
+        self, body: bytes, advance: Callable[[int], object] = lambda tokens: None, *, headers: str = ""
+    ) -> Answer:
+        """Send one body of body(), with further header lines; give what came."""
         answer = Answer(time.perf_counter(), texts=[] if self._keeps_texts else None)
         try:
             async with asyncio.timeout(self._target.timeout_s):
-                await self._exchange(body, answer, advance)
+                await self._exchange(body, answer, advance, headers)
         except TimeoutError:
             _fail(answer, "timeout", f"no end within {self._target.timeout_s:g} s")
         except ConnectionRefusedError as error:
@@ -149,22 +152,24 @@ class CompletionClient:
         async with asyncio.timeout(self._target.timeout_s):
             reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
             try:
-                writer.write(self._head.format(method="GET", path=path, length=0).encode())
+                writer.write(self._head.format(method="GET", path=path, length=0, headers="").encode())
                 while not parser.is_ended and (data := await reader.read(READ_BYTES)):
                     parser.feed(data)
             finally:
                 writer.close()
         return parser.status, parser.body
 
-    async def _exchange(self, body: bytes, answer: Answer, advance: Callable[[int], object]) -> None:
+    async def _exchange(self, body: bytes, answer: Answer, advance: Callable[[int], object], headers: str) -> None:
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         try:
-            writer.write(self._head.format(method="POST", path="/v1/completions", length=len(body)).encode() + body)
+            head = self._head.format(method="POST", path="/v1/completions", length=len(body), headers=headers)
+            writer.write(head.encode() + body)
             parser = EventParser()
             while not parser.is_ended and (data := await reader.read(READ_BYTES)):
                 now, before = time.perf_counter(), len(answer.chunk_times)
                 for event in parser.feed(data):
                     _note(answer, event, now)
+                answer.last_id = parser.last_id.decode("ascii", "replace")
                 if len(answer.chunk_times) > before:
                     advance(len(answer.chunk_times) - before)
             if not parser.is_stream and parser.status:

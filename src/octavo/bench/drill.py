@@ -2,7 +2,8 @@
 
 Owns: the streams, the faults and when they come, judging each answer. Does not: find the server, or print.
 Invariants: a process that was stopped is let go on at the end, should it still be there; a stream that the server
-refused (busy, starting) is no loss and is asked for again.
+refused (busy, starting) is no loss and is asked for again. Where the api is killed too, streams have a key and go on
+from their last event over another connection, as a careful client's do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import time
 from collections import Counter
@@ -23,7 +25,13 @@ from octavo.errors import EngineError
 REFUSED = (429, 503)
 RETRY_S = 0.25
 MAX_PROMPTS = 16
-FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+MAX_CONNECTIONS = 50  # of one stream, where the api is killed
+# Fault -> whom it strikes, and with what.
+FAULTS = {
+    "kill_engine": ("engine", signal.SIGKILL),
+    "stop_engine": ("engine", signal.SIGSTOP),
+    "kill_api": ("api", signal.SIGKILL),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +98,31 @@ def judge(answer: Answer, expected: Expected) -> tuple[int, int]:
     return lost, extra
 
 
-class Drilling:
-    """One run of a drill. `find_engine` gives the engine's process id, None when there is none; it may block."""
+def joined(before: Answer, after: Answer) -> Answer:
+    """One answer that came over two connections."""
+    after.sent = before.sent
+    after.chunk_times = before.chunk_times + after.chunk_times
+    after.texts = [*(before.texts or ()), *(after.texts or ())]
+    after.last_id = after.last_id or before.last_id
+    if after.usage_tokens is None:
+        after.usage_tokens = before.usage_tokens
+    return after
 
-    def __init__(self, drill: Drill, client: CompletionClient, find_engine: Callable[[], int | None]) -> None:
+
+def _is_cut(answer: Answer) -> bool:
+    """Whether another connection may bring the rest."""
+    return answer.kind in ("lost", "refused") or answer.status in REFUSED
+
+
+class Drilling:
+    """One run of a drill. `find` gives the process id of a role, None when there is none now; it may block."""
+
+    def __init__(self, drill: Drill, client: CompletionClient, find: Callable[[str], int | None]) -> None:
         self.drill = drill
         self.outcome = Outcome()
         self._client = client
-        self._find_engine = find_engine
+        self._find = find
+        self._name = f"drill-{secrets.token_hex(6)}"
         self._expected: list[Expected] = []
         self._answers: list[Answer] = []
         self._stopped: set[int] = set()
@@ -128,13 +153,27 @@ class Drilling:
         """Ask for one text after another; each is read to its end, also beyond the drill's."""
         turn = index
         while time.perf_counter() < self._end:
-            answer = await self._client.send(bodies[turn % len(bodies)])
-            if answer.status in REFUSED or (answer.kind in ("refused", "lost") and not answer.chunk_times):
+            answer = await self._ask(bodies[turn % len(bodies)], f"{index}-{turn}")
+            if _is_cut(answer) and not answer.chunk_times:
                 self.outcome.num_refused += 1
                 await asyncio.sleep(RETRY_S)
                 continue
             self._note(answer, self._expected[turn % len(bodies)])
             turn += 1
+
+    async def _ask(self, body: bytes, name: str) -> Answer:
+        """One stream, over as many connections as it takes where the api is killed too."""
+        if "kill_api" not in self.drill.every_s:
+            return await self._client.send(body)
+        key = f"Idempotency-Key: {self._name}-{name}\r\n"
+        answer = await self._client.send(body, headers=key)
+        for _ in range(MAX_CONNECTIONS):
+            if not _is_cut(answer):
+                break
+            await asyncio.sleep(RETRY_S)
+            last = f"Last-Event-ID: {answer.last_id}\r\n" if answer.last_id else ""
+            answer = joined(answer, await self._client.send(body, headers=key + last))
+        return answer
 
     def _note(self, answer: Answer, expected: Expected) -> None:
         lost, extra = judge(answer, expected)
@@ -152,16 +191,17 @@ class Drilling:
         """Make a fault of one kind again and again. None comes in the last moments: what it did could not be seen."""
         while (start := time.perf_counter()) + every_s < self._end:
             await asyncio.sleep(every_s)
-            pid = await asyncio.to_thread(self._find_engine)
+            role, number = FAULTS[kind]
+            pid = await asyncio.to_thread(self._find, role)
             try:
                 if pid is None:
                     raise ProcessLookupError
-                os.kill(pid, FAULTS[kind])
+                os.kill(pid, number)
             except ProcessLookupError:
                 self.outcome.num_skipped += 1
                 continue
             self.outcome.faults.append((kind, max(start, time.perf_counter()), pid))
-            if kind == "stop":
+            if number == signal.SIGSTOP:
                 self._stopped.add(pid)
 
     def _count_gaps(self) -> None:

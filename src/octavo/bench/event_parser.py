@@ -18,7 +18,8 @@ class ProtocolError(Exception):
 class EventParser:
     """Feed it bytes; it gives the data of the events that became complete.
 
-    `status` is 0 until the head is there. A body that is no event stream is kept in `body`.
+    `status` is 0 until the head is there. A body that is no event stream is kept in `body`. `last_id` is that of the
+    last whole event that had one.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class EventParser:
         self.is_ended = False
         self.is_stream = False
         self.body = b""
+        self.last_id = b""
         self._raw = bytearray()
         self._is_chunked = False
         self._left: int | None = 0  # bytes left of the chunk or of the plain body; None: until the end
@@ -101,17 +103,21 @@ class EventParser:
     def _split(self) -> list[bytes]:
         body = self.body.replace(b"\r\n", b"\n") if b"\r" in self.body else self.body
         *whole, self.body = body.split(b"\n\n")
-        return [data for data in map(_data_of, whole) if data]
+        return [data for data in map(self._data_of, whole) if data]
+
+    def _data_of(self, event: bytes) -> bytes:
+        """The data lines of one event, joined; empty for comments."""
+        if event.startswith(b"data:") and b"\n" not in event:
+            return event[5:].strip()
+        data = []
+        for line in event.split(b"\n"):
+            if line.startswith(b"data:"):
+                data.append(line[5:].strip())
+            elif line.startswith(b"id:"):
+                self.last_id = line[3:].strip()
+        return b"\n".join(data)
 
 
 def _field(line: bytes) -> tuple[bytes, bytes]:
     name, _, value = line.partition(b":")
     return name.strip().lower(), value.strip()
-
-
-def _data_of(event: bytes) -> bytes:
-    """The data lines of one event, joined; empty for comments."""
-    if event.startswith(b"data:") and b"\n" not in event:
-        return event[5:].strip()
-    lines = (line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
-    return b"\n".join(lines)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from octavo.bench.completion_client import CompletionClient, Target
-from octavo.bench.drill import Drill, Drilling, Outcome
+from octavo.bench.drill import FAULTS, Drill, Drilling, Outcome
 from octavo.bench.percentiles import percentile
 from octavo.bench.server_facts import first_model
 from octavo.bench.table import show_facts
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, text in (
         ("--kill-engine", "kill the engine process so often (SIGKILL)"),
         ("--stop-engine", "stop it so often, as one that hangs (SIGSTOP)"),
+        ("--kill-api", "kill the api process so often; streams then ask again and go on, which takes a --journal"),
     ):
         parser.add_argument(flag, nargs="+", metavar="every 5s", help=text)
     parser.add_argument("--streams", type=int, default=16, metavar="N", help="streams at once [16]")
@@ -69,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
 async def _run(drill: Drill, target: Target, socket: str) -> Outcome:
     model = await first_model(CompletionClient(target))
     named = Target(target.base_url, model, target.api_key, timeout_s=target.timeout_s)
-    return await Drilling(drill, CompletionClient(named, keeps_texts=True), lambda: engine_of(socket)).run()
+    return await Drilling(drill, CompletionClient(named, keeps_texts=True), lambda role: process_of(socket, role)).run()
 
 
-def engine_of(socket: str) -> int | None:
-    """The engine's process as its server tells, None when there is none now."""
+def process_of(socket: str, role: str) -> int | None:
+    """The process of a role as its server tells, None when there is none now."""
     try:
-        pid = ask(socket, "status", timeout_s=5.0)["processes"].get("engine")
+        pid = ask(socket, "status", timeout_s=5.0)["processes"].get(role)
     except AdminError:
         return None
     return pid if isinstance(pid, int) and pid > 1 else None
@@ -84,6 +85,8 @@ def engine_of(socket: str) -> int | None:
 def make_report(drill: Drill, outcome: Outcome, before: Any, after: Any) -> dict[str, Any]:
     """Every figure, as JSON."""
     kinds = [kind for kind, _, _ in outcome.faults]
+    api_restarts = after["api_restarts"] - before["api_restarts"]
+    counted = 0 if api_restarts else before["engine"]["restarts"]  # each api counts its own engine's from nothing
     return {
         "streams": drill.num_streams,
         "duration_s": drill.duration_s,
@@ -98,8 +101,8 @@ def make_report(drill: Drill, outcome: Outcome, before: Any, after: Any) -> dict
         "gap_s": _points(outcome.fault_gaps),
         "token_gap_s": _points(outcome.gaps),
         "restarts": {
-            "engine": after["engine"]["restarts"] - before["engine"]["restarts"],
-            "api": after["api_restarts"] - before["api_restarts"],
+            "engine": after["engine"]["restarts"] - counted,
+            "api": api_restarts,
         },
     }
 
@@ -130,8 +133,8 @@ def _spelled(points: dict[str, float]) -> str:
 
 
 def _drill(args: argparse.Namespace) -> Drill:
-    given = {"kill": args.kill_engine, "stop": args.stop_engine}
-    every_s = {kind: _interval(f"--{kind}-engine", words) for kind, words in given.items() if words}
+    given = {kind: getattr(args, kind) for kind in FAULTS}
+    every_s = {kind: _interval("--" + kind.replace("_", "-"), words) for kind, words in given.items() if words}
     duration_s = _seconds("--duration", args.duration)
     for flag, value, most in (
         ("--streams", args.streams, MAX_STREAMS),
