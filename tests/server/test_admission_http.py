@@ -205,6 +205,15 @@ async def test_metrics_name_keys_and_never_show_them(harness: Harness) -> None:
     lease.leave()
 
 
+async def test_the_log_of_a_failure_names_the_key_and_does_not_show_it(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness.engine.submit_error = ZeroDivisionError("inside")
+    response = await harness.complete(headers=ALICE)
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert "of key 'alice' failed" in caplog.text and "sk-" not in caplog.text
+
+
 async def test_a_reload_takes_effect_at_once(harness: Harness) -> None:
     path = Path(harness.config.serving.api_key_file or "")
     path.write_text(KEYS.replace("sk-bob-11", "sk-bob-22").replace("requests_per_minute: 3", "requests_per_minute: 9"))

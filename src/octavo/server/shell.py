@@ -64,7 +64,9 @@ class ShellMiddleware:
             except OSError:
                 _log.debug("client left request %s", scope[REQUEST_ID])
             except Exception:  # the shell of every route
-                _log.exception("request %s failed", scope[REQUEST_ID])
+                meter = scope.get(METER)
+                whose = f" of key {meter.info.name!r}" if meter is not None else ""
+                _log.exception("request %s%s failed", scope[REQUEST_ID], whose)
                 if not has_started:
                     await internal_error().response()(scope, receive, watched)
 
