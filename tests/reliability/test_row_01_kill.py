@@ -12,6 +12,7 @@ import random
 import signal
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -20,19 +21,28 @@ from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.engine.keeper import EngineKeeper, KeeperState
 from tests.engine.fakes import expected, make_request
 from tests.reliability.deaths import Load, Stream, follow, keeping, quantile, until
-from tests.reliability.scorecard import Score
+from tests.reliability.scorecard import IS_WHOLE, Score
 
 WIDTH = 32
 
 
 async def kill_under(
-    keeper: EngineKeeper, make: Callable[[int], Request], kills: int, rng: random.Random, pause_s: float
+    keeper: EngineKeeper,
+    make: Callable[[int], Request],
+    kills: int,
+    rng: random.Random,
+    pause_s: float,
+    is_settled: bool = False,
 ) -> tuple[list[Stream], list[BaseException], list[float]]:
-    """Kill so many engines while WIDTH streams run; the streams, what submits raised, and the streams' gaps."""
+    """Kill so many engines while WIDTH streams run; the streams, what submits raised, and the streams' gaps.
+
+    With `is_settled` each kill waits until everybody has got over the one before, so that a gap is that of one death.
+    """
     load, moments = Load(keeper, make, WIDTH), []
     for _ in range(kills):
         epoch = keeper.epoch
         await until(lambda: keeper.state is KeeperState.READY and keeper.num_open > WIDTH // 2)
+        await until(lambda: not is_settled or is_quiet(keeper), 120.0)
         await asyncio.sleep(rng.uniform(0.0, pause_s))
         moments.append(asyncio.get_running_loop().time())
         os.kill(keeper.pid, signal.SIGKILL)
@@ -41,6 +51,12 @@ async def kill_under(
     await load.stop()
     gaps = [gap for stream in load.streams for at in moments if (gap := stream.gap_over(at)) is not None]
     return load.streams, load.errors, gaps
+
+
+def is_quiet(keeper: EngineKeeper) -> bool:
+    """Whether every open request has a token of this engine, and the standby, if wanted, is there."""
+    has_standby = bool(keeper.report()["has_standby"]) or not keeper._has_standby
+    return has_standby and all(entry.has_progress for entry in keeper._custody.ledger)
 
 
 def judge(
@@ -68,6 +84,8 @@ async def test_row_01_streams_go_on_over_killed_engines(score: Score) -> None:
         )
         judge(score, streams, errors, lambda stream: expected(stream.request))
         tell(score, keeper, gaps, 6.0)
+        statistics: Any = await keeper.statistics()
+        score.count("blocks used at the end", statistics["scheduler"]["num_blocks_used"])
         assert keeper.num_restarts >= score.dose(2, 20) and len(streams) >= WIDTH
 
 
@@ -88,12 +106,15 @@ async def test_row_01_a_standby_takes_over(score: Score, monkeypatch: pytest.Mon
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("standby", [False, True])
-async def test_row_01_the_default_model(score: Score, standby: bool) -> None:
-    """Greedy, 32 streams, byte-equal to what the same engine says without a fault."""
+async def test_row_01_the_default_model(score: Score, standby: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy, 32 streams, byte-equal to what the same engine says without a fault. It has the machine's threads when
+    times are judged: the gap is mostly the time to compute again what 32 streams had."""
+    if IS_WHOLE:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     values = {"max_model_len": 512, "kv_cache_tokens": 32768, "standby": standby}
     params = SamplingParams(max_tokens=48, temperature=0.0, seed=1, ignore_eos=True)
     rng = random.Random(3)
-    prompts = [array("i", [rng.randrange(100, 40_000) for _ in range(rng.randrange(4, 120))]) for _ in range(64)]
+    prompts = [array("i", [rng.randrange(100, 40_000) for _ in range(rng.randrange(4, 24))]) for _ in range(64)]
 
     def make(number: int) -> Request:
         return Request(f"r{number}", prompts[number % len(prompts)], params, arrival=asyncio.get_running_loop().time())
@@ -104,7 +125,7 @@ async def test_row_01_the_default_model(score: Score, standby: bool) -> None:
         whole = await asyncio.gather(*(follow(keeper, make(number)) for number in range(len(prompts))))
         right = {bytes(stream.request.prompt_token_ids or b""): stream.ids for stream in whole}
         assert keeper.num_restarts == 0
-        streams, errors, gaps = await kill_under(keeper, make_again(make), score.dose(3, 20), rng, 4.0)
+        streams, errors, gaps = await kill_under(keeper, make_again(make), score.dose(3, 20), rng, 2.0, True)
         judge(score, streams, errors, lambda stream: right[bytes(stream.request.prompt_token_ids or b"")])
         tell(score, keeper, gaps, 1.5 if standby else 6.0)
 
