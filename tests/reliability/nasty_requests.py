@@ -73,6 +73,7 @@ BROKEN: list[bytes] = [
     b"--x\r\n\r\n",
 ]  # fmt: skip
 PATHS = [
+    "/v1/requests/x/explain", "/v1/requests/x/cancel", "/v1/requests/%ff/cancel", "/v1/requests//explain",
     "/livez", "/readyz", "/health", "/metrics", "/docs", "/openapi.json", "/v1/models", "/v1/models/tiny", CHAT,
     COMPLETION,
     "/", "//", "/v1", "/v1/", "/v1/models/", "/v1/models/%2e%2e", "/v1/models/" + "x" * 3000, "/v1/models/%00%ff",
