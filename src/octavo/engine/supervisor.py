@@ -170,6 +170,8 @@ class Supervisor:
                 self._say(f"{self._spec.name} stands still for {STALL_S:g} s; it is killed")
                 life.process.kill()
                 life.heard_at = None
+        while life.is_open and select.select((life.status_fd,), (), (), 0.0)[0]:
+            life.hear()  # its last words
         return status
 
     def _wait(self, life: _Life, wakeups: int) -> list[int]:
