@@ -310,6 +310,27 @@ def test_L05_a_failure_that_passes_costs_nobody_anything(where: str, depth: int)
         assert harness.scheduler.statistics().num_failed_steps > 0
 
 
+def test_row_19_steps_without_memory_are_halved_and_grow_again() -> None:
+    """Steps of more than 20 tokens fail: everybody says what they should, and the limit is there to be seen."""
+
+    def fail(plan: StepPlan, owners: list[str]) -> Exception | None:
+        return MemoryError("no room") if plan.num_query_tokens > 20 else None
+
+    executor = GatedExecutor()
+    executor.fail = fail
+    with Harness(executor) as harness:
+        assert harness.ask(harness.loop.statistics)["loop"]["max_step_tokens"] is None
+        requests = [make_request(f"r{i}", length=30, max_tokens=20) for i in range(8)]
+        harness.submit_all(requests)
+        harness.ends()
+        assert all(harness.inbox(r.request_id).ids == expected(r) for r in requests)
+        assert harness.scheduler.statistics().num_failed_steps <= 12
+        executor.fail = None
+        harness.submit_all([make_request(f"s{i}", max_tokens=100) for i in range(8)])
+        harness.ends()
+        assert harness.ask(harness.loop.statistics)["loop"]["max_step_tokens"] is None
+
+
 def test_bug_26_bug_33_a_bad_row_ends_alone() -> None:
     class BadRow(GatedExecutor):
         def execute(self, plan: StepPlan) -> StepResult:

@@ -353,6 +353,7 @@ class EngineLoop:
             "in_flight": len(self._flight),
             "turns": self.num_turns,
             "discarded_plans": self.num_discarded,
+            "max_step_tokens": self._suspects.step_limit.tokens,
             "is_draining": self._is_draining,
         }
         more = {name: read() for name, read in self.sections.items()}
