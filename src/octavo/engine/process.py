@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -32,7 +33,10 @@ CONNECT_POLL_S = 0.02
 CONNECT_LIMIT_S = 60.0  # to import and listen
 OPEN_LIMIT_S = 600.0  # to load a model
 STOP_TIMEOUT_S = 5.0
+KILL_LIMIT_S = 15.0  # for a killed process to be gone
 DUMP_S = 0.3  # for the stacks to be written
+
+_LOG = logging.getLogger(__name__)
 
 
 class EngineProcess:
@@ -58,15 +62,20 @@ class EngineProcess:
         folder = tempfile.TemporaryDirectory(prefix="octavo-", dir=scratch_root())  # mode 0700
         path = Path(folder.name) / "engine.sock"
         page = HeartbeatPage(path.with_name(PAGE_NAME), create=True)
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            "--socket",
-            str(path),
-            "--epoch",
-            str(epoch),
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # signals of the terminal are the parent's to handle
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                "--socket",
+                str(path),
+                "--epoch",
+                str(epoch),
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # signals of the terminal are the parent's to handle
+            )
+        except BaseException:  # out of descriptors or processes
+            page.close()
+            folder.cleanup()
+            raise
         engine = cls(process, folder, page)
         try:
             assert process.stdin is not None
@@ -134,9 +143,20 @@ class EngineProcess:
 
     async def kill_and_wait(self) -> None:
         """Kill it, and wait until everything that it had sent was read. Its page can still be read. Idempotent."""
-        self.kill()
-        await self._process.wait()
+        if not await self._killed():
+            self.client.abandon()
         await self.client.ended()
+
+    async def _killed(self) -> bool:
+        """Kill it and wait for its end; False when it does not come: in the kernel, with a device that is gone."""
+        self.kill()
+        try:
+            async with asyncio.timeout(KILL_LIMIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            _LOG.error("process %d does not end although it was killed; it is left alone", self.pid)
+            return False
+        return True
 
     async def reap(self) -> None:
         """Kill it, and let go of what belongs to it. Idempotent."""
@@ -160,8 +180,7 @@ class EngineProcess:
                     self._close_stdin()  # it may still wait for a client; this ends it at once
                 await self._process.wait()
         except TimeoutError:
-            self.kill()
-            await self._process.wait()
+            await self._killed()
         finally:
             self.let_go()
 
