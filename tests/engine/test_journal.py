@@ -136,6 +136,11 @@ def test_the_ledger_tells_it(tmp_path: Path) -> None:
     assert contents(journal) == {"a": ({0: [9, 4]}, None)}
     ledger.end_all(FinishReason.ERROR, "gone")
     assert contents(journal) == {"a": ({0: [9, 4]}, FinishReason.ERROR)}
+    journal.begin(began("unlucky"), ["c"])
+    ledger.add(make_request("c"))
+    ledger.end_all(FinishReason.ERROR, "EngineDeadError: there will be no other")
+    assert contents(journal)["c"] == ({}, None), "it stays open, for a server that has an engine"
+    journal.forget(2)
     journal.begin(began("refused"), ["b"])
     ledger.add(make_request("b"))
     ledger.forget("b")
@@ -280,6 +285,22 @@ def test_a_superseded_segment_that_was_not_deleted_does_not_count(tmp_path: Path
     old.write_bytes(data)
     found = recover(tmp_path, "m", Clock.now())
     assert not found.state.runs and not found.warnings
+
+
+def test_a_request_that_ends_every_life_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(tmp_path, "m")
+    start(journal, "bad", "bad")
+    start(journal, "good", "good")
+    start(journal, "done", "done")
+    journal.appended(tokens("done", (0, 0, 1), ends=(End("done", FinishReason.STOP),)))
+    for life in range(1, 6):
+        journal.close()
+        journal = reopened(tmp_path)
+        journal.appended(tokens("good", (0, life - 1, 1)))
+        lives = {run.began.key: run.began.lives for run in journal.recovered}
+        assert lives == {"good": int(life == 1), "done": 0} | ({"bad": life} if life <= 3 else {})
+    journal.close()
+    assert "given up" in caplog.text
 
 
 async def test_compaction_keeps_what_is_held_and_frees_the_rest(

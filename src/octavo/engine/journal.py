@@ -39,6 +39,7 @@ from octavo.errors import ConfigError
 
 SYNC_S = 0.010  # least time between two syncs
 RETRY_S = 5.0  # how long a failed disk is left alone
+MAX_LIVES = 3  # that may take over a request without a token: perhaps it is what ends them
 COMPACT_BYTES = 4 << 20  # below this nothing is compacted
 _log = logging.getLogger(__name__)
 
@@ -205,6 +206,12 @@ class Journal:
         """Runs that were cut off while they were being opened: nobody had an answer of them. The others go on."""
         for run in [number for number, run in self.state.runs.items() if not run.is_whole]:
             self.state.drop(run)
+        for run in self.state.outlive(MAX_LIVES):
+            _log.error(
+                "journal: run %d is given up: %d lives of the server took it over and got no token", run, MAX_LIVES
+            )
+            self.state.drop(run)
+        self.state.begin_life()
         for held in self.state.requests.values():
             held.is_cut = False
 

@@ -220,6 +220,8 @@ def _apply(path: Path, read: Contents, result: Recovery, here: tuple[str, Clock]
         shift_s = clock.shift_from(head)
         for record in read.records[1:]:
             result.state.apply(record, shift_s)
+        if head.supersedes:
+            result.state.begin_life()
     elif isinstance(head, Head):
         result.warnings.append(
             f"{path.name} is of version {head.version} and model {head.model!r}, this server of version {VERSION} and "

@@ -28,7 +28,7 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Record(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class _Record(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
     pass
 
 
@@ -50,7 +50,8 @@ class Head(_Record):
 class Began(_Record):
     """A run: one HTTP request with a key, made of `num_requests` requests. `facts` are the server's own.
 
-    `body_hash` tells whether a later request with the same key is the same; `at` is on the monotonic clock.
+    `body_hash` tells whether a later request with the same key is the same; `at` is on the monotonic clock. `lives`:
+    how many lives of the server in a row took it over and gave it no token.
     """
 
     run: Number
@@ -60,6 +61,7 @@ class Began(_Record):
     facts: bytes
     num_requests: int
     at: float
+    lives: Number = 0
 
 
 class Opened(_Record):

@@ -10,9 +10,11 @@ from array import array
 from itertools import repeat
 
 from octavo.core.plan import TokenLogprobs
+from octavo.core.request import FinishReason
 from octavo.engine.delivery import Delivery
 from octavo.engine.journal_records import Appended, ChoiceEnded, Ended, Started, wire_logprobs
 from octavo.engine.journal_state import HeldRequest, JournalState
+from octavo.errors import EngineDeadError
 
 
 def to_record(
@@ -80,6 +82,8 @@ def _ends(
 ) -> tuple[Ended, ...]:
     ends: list[Ended] = []
     for end in delivery.ends:
+        if end.finish_reason is FinishReason.ERROR and (end.message or "").startswith(EngineDeadError.__name__):
+            continue  # there is no engine any more: it stays open, for the next life
         held = open_requests.pop(end.request_id, None)
         if held is not None:
             ends.append(Ended(held.number, *(getattr(end, name) for name in Ended.__struct_fields__[1:])))

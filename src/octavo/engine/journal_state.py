@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Request
 from octavo.engine.delivery import ChoiceEnd, End, Start
@@ -116,10 +118,16 @@ class HeldRequest:
 
 @dataclass(slots=True)
 class HeldRun:
-    """One HTTP request with a key, and what came of it."""
+    """One HTTP request with a key, and what came of it. `num_before` are the tokens that the last life began with."""
 
     began: Began
     requests: dict[int, HeldRequest] = field(default_factory=dict)
+    num_before: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids of all its choices."""
+        return sum(len(page.ids) for held in self.requests.values() for page in held.pages.values())
 
     @property
     def is_whole(self) -> bool:
@@ -143,7 +151,7 @@ class HeldRun:
         for index, held in self.requests.items():
             pages = {c: HeldPage(p.ids[:], p.logprobs[:], p.end) for c, p in held.pages.items()}
             requests[index] = replace(held, pages=pages)
-        return HeldRun(self.began, requests)
+        return HeldRun(self.began, requests, self.num_before)
 
     def records(self) -> Iterator[Record]:
         """The records that make it anew. Raises WireError for a request that is too large."""
@@ -188,7 +196,7 @@ class JournalState:
     def apply(self, record: Record, shift_s: float = 0.0) -> None:
         """Take one record, its times moved by `shift_s`."""
         if isinstance(record, Began):
-            self.runs.setdefault(record.run, HeldRun(_moved(record, shift_s)))
+            self.runs.setdefault(record.run, HeldRun(msgspec.structs.replace(record, at=record.at + shift_s)))
         elif isinstance(record, Opened):
             self._open(record, shift_s)
         elif isinstance(record, Appended):
@@ -211,6 +219,21 @@ class JournalState:
         """Records may be missing from here on: what is open keeps what it has and takes nothing more."""
         for held in self.requests.values():
             held.is_cut |= held.end is None
+
+    def begin_life(self) -> None:
+        """A life of the server began with this: what comes from here on is its own work."""
+        for run in self.runs.values():
+            run.num_before = run.num_tokens
+
+    def outlive(self, most: int) -> list[int]:
+        """Another life takes over: count those without a token since the last began; give the runs that had `most`."""
+        spent = []
+        for number, run in self.runs.items():
+            if not run.is_ended:
+                lives = run.began.lives + 1 if run.num_tokens == run.num_before else 0
+                run.began = msgspec.structs.replace(run.began, lives=lives)
+                spent += [number] if lives > most else []
+        return spent
 
     def _open(self, record: Opened, shift_s: float) -> None:
         run = self.runs.get(record.run)
@@ -268,17 +291,3 @@ class JournalState:
         held = self.requests.get(end.number)
         if held is not None and not held.is_cut and held.end is None:
             held.end, held.ended_at = end, at
-
-
-def _moved(record: Began, shift_s: float) -> Began:
-    if not shift_s:
-        return record
-    return Began(
-        record.run,
-        record.tenant,
-        record.key,
-        record.body_hash,
-        record.facts,
-        record.num_requests,
-        record.at + shift_s,
-    )

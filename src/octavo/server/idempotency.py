@@ -297,6 +297,8 @@ class Runs:
             run.orphaned.cancel()
             run.orphaned = None
         if failure is not None and not failure.is_final:
+            if failure.code == "engine_unavailable":
+                run.number = None  # the journal keeps it, for a server that has an engine
             self._drop(run)
         tape.finish(failure)
         self._make_room(0)
