@@ -56,8 +56,8 @@ struct Avx2Lanes {
     static INLINE_MEMBER float total(Reg x) { return total8(x); }
     static INLINE_MEMBER float greatest(Reg x) { return greatest8(x); }
     template <class T>
-    static INLINE_MEMBER void turn(const T* const* keys, int64_t size, float* panel, int64_t width) {
-        turn8(keys, size, panel, width);
+    static INLINE_MEMBER void turn(const T* pool, const int64_t* at, int64_t size, float* panel, int64_t width) {
+        turn8(pool, at, size, panel, width);
     }
     template <class T>
     static INLINE_MEMBER void save(const float* from, int64_t count, T* to) {

@@ -75,8 +75,8 @@ struct Avx512Lanes {
         return greatest8(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
     }
     template <class T>
-    static INLINE_MEMBER void turn(const T* const* keys, int64_t size, float* panel, int64_t width) {
-        turn8(keys, size, panel, width);
+    static INLINE_MEMBER void turn(const T* pool, const int64_t* at, int64_t size, float* panel, int64_t width) {
+        turn8(pool, at, size, panel, width);
     }
     template <class T>
     static INLINE_MEMBER void save(const float* from, int64_t count, T* to) {

@@ -48,6 +48,9 @@ INLINE void narrow(float value, Float16& out) {
     out.bits = static_cast<uint16_t>(sign | half);
 }
 
+// Asks memory for the line at an address, which need not be valid.
+INLINE void ask_for(const void* line) { __builtin_prefetch(line); }
+
 namespace octavo {
 
 constexpr int64_t kMaxLanes = 16;

@@ -40,20 +40,30 @@ INLINE typename V::Reg tanh_lanes(typename V::Reg x) {
     return V::where_less(size, V::set1(0.625f), near, far);
 }
 
-// c[m][v] = sum over k of a[m][k] * b[k][v]: M rows, NV vectors, in registers. `Rows` gives the row b[k].
+// c[m][v] (+)= sum over k of a[m][k] * b[k][v]: M rows, NV vectors, in registers. `Rows` gives the row b[k].
 template <class V, int M, int NV, class Rows>
 INLINE void multiply(const float* a, int64_t a_stride, const Rows& b, int64_t first, int64_t end, float* c,
-                     int64_t c_stride) {
+                     int64_t c_stride, bool accumulate) {
     typename V::Reg sums[M][NV];
     for (int m = 0; m < M; ++m)
-        for (int v = 0; v < NV; ++v) sums[m][v] = V::set1(0.0f);
+        for (int v = 0; v < NV; ++v)
+            sums[m][v] = accumulate ? V::load(c + m * c_stride + v * V::kLanes) : V::set1(0.0f);
     for (int64_t k = first; k < end; ++k) {
-        typename V::Reg row[NV];
-        const auto* from = b.row(k);
-        for (int v = 0; v < NV; ++v) row[v] = V::load(from + v * V::kLanes);
-        for (int m = 0; m < M; ++m) {
-            const typename V::Reg one = V::set1(a[m * a_stride + k]);
-            for (int v = 0; v < NV; ++v) sums[m][v] = V::fma(one, row[v], sums[m][v]);
+        b.ask(k);
+        if constexpr (M < NV) {  // whichever needs fewer registers: with one sum in memory a step took twice as long
+            typename V::Reg ones[M];
+            for (int m = 0; m < M; ++m) ones[m] = V::set1(a[m * a_stride + k]);
+            for (int v = 0; v < NV; ++v) {
+                const typename V::Reg row = b.template load<V>(k, v);
+                for (int m = 0; m < M; ++m) sums[m][v] = V::fma(ones[m], row, sums[m][v]);
+            }
+        } else {
+            typename V::Reg row[NV];
+            for (int v = 0; v < NV; ++v) row[v] = b.template load<V>(k, v);
+            for (int m = 0; m < M; ++m) {
+                const typename V::Reg one = V::set1(a[m * a_stride + k]);
+                for (int v = 0; v < NV; ++v) sums[m][v] = V::fma(one, row[v], sums[m][v]);
+            }
         }
     }
     for (int m = 0; m < M; ++m)
@@ -63,40 +73,47 @@ INLINE void multiply(const float* a, int64_t a_stride, const Rows& b, int64_t fi
 struct PanelRows {  // rows of a packed panel
     const float* panel;
     int64_t width;
-    INLINE_MEMBER const float* row(int64_t k) const { return panel + k * width; }
+    INLINE_MEMBER void ask(int64_t) const {}
+    template <class V>
+    INLINE_MEMBER typename V::Reg load(int64_t k, int v) const {
+        return V::load(panel + k * width + v * V::kLanes);
+    }
 };
 
-// Asks for one head's share of a position before it is needed: memory is the bound where rows are few.
-template <class T>
-INLINE void fetch(const T* row, int64_t size) {
-    for (int64_t i = 0; i < size; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + i, 0, 2);
-}
+struct FetchingPanelRows : PanelRows {  // on the way, lines of the pool are asked for, evenly: in bursts they wait
+    const void* const* lines;
+    int64_t shift;
+    INLINE_MEMBER void ask(int64_t k) const { ask_for(lines[k >> shift]); }
+};
 
-template <class T>
-struct PoolRows {  // rows of the pool itself; on the way, others are asked for
-    const T* const* rows;
-    int64_t offset;
-    const T* const* next;
-    int64_t fetched;
-    INLINE_MEMBER const T* row(int64_t k) const {
-        fetch(next[k], fetched);
-        return rows[k] + offset;
+template <class T, int kLines>
+struct PoolRows {  // rows of the pool itself; on the way, lines of it are asked for, kLines at each position
+    const T* pool;
+    const int64_t* at;
+    int64_t first;
+    const void* const* lines;
+    INLINE_MEMBER void ask(int64_t k) const {
+        for (int i = 0; i < kLines; ++i) ask_for(lines[(k - first) * kLines + i]);
+    }
+    template <class V>
+    INLINE_MEMBER typename V::Reg load(int64_t k, int v) const {
+        return V::load(pool + at[k] + v * V::kLanes);
     }
 };
 
 // `multiply` for any number of rows: at most kMost at a time, evenly. Not inlined: compiled once for all its callers.
 template <class V, int NV, int kMost, class Rows>
 __attribute__((noinline)) void multiply_rows(int64_t num_rows, const float* a, int64_t a_stride, const Rows& b,
-                                             int64_t first, int64_t end, float* c, int64_t c_stride) {
+                                             int64_t first, int64_t end, float* c, int64_t c_stride, bool accumulate) {
     const int64_t turns = (num_rows + kMost - 1) / kMost;
     for (int64_t turn = 0, row = 0; turn < turns; ++turn) {
-        const int64_t count = (num_rows - row) / (turns - turn);
+        const int64_t count = turns == 1 ? num_rows : (num_rows - row) / (turns - turn);
         const float* from = a + row * a_stride;
         float* to = c + row * c_stride;
         switch (count) {
 #define MULTIPLY(M)                                                                                        \
     case M:                                                                                                \
-        multiply<V, (M <= kMost ? M : 1), NV>(from, a_stride, b, first, end, to, c_stride);                \
+        multiply<V, (M <= kMost ? M : 1), NV>(from, a_stride, b, first, end, to, c_stride, accumulate);    \
         break;
             MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6)
             MULTIPLY(7) MULTIPLY(8) MULTIPLY(9) MULTIPLY(10) MULTIPLY(11) MULTIPLY(12)

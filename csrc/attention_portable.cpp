@@ -70,9 +70,9 @@ struct PortableLanes {
     }
     // Panel [size][width] of kBlock keys.
     template <class T>
-    static INLINE_MEMBER void turn(const T* const* keys, int64_t size, float* panel, int64_t width) {
+    static INLINE_MEMBER void turn(const T* pool, const int64_t* at, int64_t size, float* panel, int64_t width) {
         for (int64_t d = 0; d < size; ++d)
-            for (int j = 0; j < kBlock; ++j) panel[d * width + j] = widen(keys[j][d]);
+            for (int j = 0; j < kBlock; ++j) panel[d * width + j] = widen(pool[at[j] + d]);
     }
     template <class T>
     static INLINE_MEMBER void save(const float* from, int64_t count, T* to) {

@@ -20,43 +20,14 @@
 #include "attention.h"
 #include "attention_kernels.h"
 #include "attention_math.h"
+#include "attention_places.h"
 
 namespace octavo {
 namespace {
 
 constexpr int64_t kScoreStride = kPart + 16;  // not a power of two: rows would share cache sets
+constexpr int64_t kChunk = 32;               // positions whose values are weighed at once for few rows
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
-
-// Where a part's positions [first, end) are in the pool.
-struct Places {
-    int64_t part, first, end;
-    int64_t at[kPart];
-};
-
-INLINE int64_t low_of(const AttentionLayer& layer, int64_t context) {
-    return layer.window > 0 && context > layer.window ? context - layer.window : 0;
-}
-
-// The positions of a part that any token of the item sees.
-INLINE void find_places(const AttentionLayer& layer, const AttentionStep& step, const AttentionItem& item, int64_t part,
-                        Places& places) {
-    const int64_t* members = step.members + item.first_member;
-    int64_t lowest = INT64_MAX, highest = 0;
-    for (int64_t i = 0; i < item.num_members; ++i) {
-        const int64_t context = step.contexts[members[i]], low = low_of(layer, context);
-        lowest = low < lowest ? low : lowest, highest = context > highest ? context : highest;
-    }
-    const int64_t begin = part * kPart, width = layer.num_kv_heads * layer.head_dim, block_size = layer.block_size;
-    const int64_t* table = step.table + step.rows[members[0]] * step.table_stride;
-    places.part = part;
-    places.first = lowest > begin ? lowest - begin : 0;
-    places.end = highest - begin < kPart ? highest - begin : kPart;
-    int64_t block = (begin + places.first) / block_size, offset = (begin + places.first) % block_size;
-    for (int64_t at = places.first; at < places.end; ++block, offset = 0) {
-        int64_t place = (table[block] * block_size + offset) * width;
-        for (; offset < block_size && at < places.end; ++offset, place += width) places.at[at++] = place;
-    }
-}
 
 // One item on its way through the parts of its context.
 template <class V, class T>
@@ -87,13 +58,9 @@ class Tile {
             } else if (next != nullptr) {
                 find_places(layer_, step_, *next, next->first_part, ahead);
             }
+            const bool is_last = part + 1 == item_.end_part;
+            attend_part(places, has_next ? &ahead : nullptr, is_last && has_next ? next->first_head : item_.first_head);
             for (int64_t head = item_.first_head; head < item_.end_head; ++head) {
-                if (head + 1 < item_.end_head) {
-                    attend_part(places, head, places, head + 1);
-                } else {
-                    const int64_t first = part + 1 < item_.end_part || !has_next ? item_.first_head : next->first_head;
-                    attend_part(places, head, has_next ? ahead : places, first);
-                }
                 if (is_direct) {
                     fold_rows(part, head);
                 } else {
@@ -139,61 +106,75 @@ class Tile {
             }
     }
 
-    // Scores, weights and weighted values of one part; on the way, asks for the keys of (ahead, next_head).
-    INLINE_MEMBER void attend_part(const Places& places, int64_t head, const Places& ahead, int64_t next_head) {
-        static const T zeros[kMaxSize] = {};
-        const T *keys[kPart + V::kBlock], *values[kPart], *next[kPart];
-        const T *all_keys = static_cast<const T*>(layer_.keys), *all_values = static_cast<const T*>(layer_.values);
+    // Scores, weights and weighted values of one part; on the way, asks for what lies kAhead positions ahead. All heads
+    // take their turn before the next positions do, as they lie side by side.
+    INLINE_MEMBER void attend_part(const Places& places, const Places* ahead, int64_t next_head) {
         first_ = places.first, end_ = places.end;
-        // whole blocks of keys are turned: what is not seen is zero there
-        for (int64_t at = first_ / V::kBlock * V::kBlock; at < first_; ++at) keys[at] = zeros;
-        for (int64_t at = first_; at < end_; ++at) {
-            keys[at] = all_keys + places.at[at] + head * size_;
-            values[at] = all_values + places.at[at] + head * size_;
-            next[at] = values[at];
-        }
-        for (int64_t at = end_; at % V::kBlock != 0; ++at) keys[at] = zeros;
-        for (int64_t at = ahead.first > first_ ? ahead.first : first_; at < ahead.end && at < end_; ++at)
-            next[at] = all_keys + ahead.at[at] + next_head * size_;
+        lookahead_.list(layer_, places, item_.first_head, item_.end_head);
+        if (ahead != nullptr) lookahead_.list_next(layer_, *ahead, next_head);
         if (rows_ <= kFew) {
-            score<kWide, kFew>(keys, values, head);
+            score<kWide, kFew>(places);
         } else {
-            score<kNarrow, kMost>(keys, values, head);
+            score<kNarrow, kMost>(places);
         }
         soften(places.part);
-        if (rows_ <= kFew && size_ % (kWide * V::kLanes) == 0) {
-            for (int64_t d = 0; d < size_; d += kWide * V::kLanes)
-                multiply_rows<V, kWide, kFew>(rows_, s_.scores, kScoreStride,
-                                              PoolRows<T>{values, d, next, d == 0 ? size_ : 0}, first_, end_,
-                                              s_.part + d, padded_);
-        } else {
-            weigh(values, next);
+        const bool in_place = rows_ <= kFew && size_ % (kWide * V::kLanes) == 0;
+        const int64_t chunk = rows_ <= kMost ? kChunk : kPart;
+        for (int64_t at = first_; at < end_;) {
+            const int64_t end = (at / chunk + 1) * chunk < end_ ? (at / chunk + 1) * chunk : end_;
+            for (int64_t head = item_.first_head; head < item_.end_head; ++head)
+                if (in_place) {
+                    weigh_in_place(places, at, end, head);
+                } else {
+                    weigh(places, at, end, head);
+                }
+            at = end;
+        }
+    }
+
+    // Scores of all heads, some keys after the others. Few rows ask for memory in the products too: half of the lines.
+    template <int kVectors, int kRows>
+    INLINE_MEMBER void score(const Places& places) {
+        constexpr int64_t kWidth = kVectors * V::kLanes;
+        const int64_t shift = sizeof(T) == 2 && kWidth <= 32 ? 1 : 0, in_product = (size_ + shift) >> shift;
+        const int64_t first_block = first_ / V::kBlock * V::kBlock;
+        for (int64_t at = first_ / kWidth * kWidth; at < end_; at += kWidth) {
+            const int64_t end = at + kWidth < end_ ? at + kWidth : end_, begin = at > first_block ? at : first_block;
+            const int64_t vectors = (end - at + V::kLanes - 1) / V::kLanes, from = at > first_ ? at : first_;
+            const int64_t blocks = (end - begin + V::kBlock - 1) / V::kBlock;
+            const int64_t later = kVectors == kWide && vectors == kVectors ? in_product : 0;
+            for (int64_t head = item_.first_head; head < item_.end_head; ++head) {
+                const int64_t num = lookahead_.lines(from - first_, end - from, head - item_.first_head, later, lines_);
+                const int64_t now = num > later ? num - later : 0, each = (now + blocks - 1) / blocks;
+                const T* keys = static_cast<const T*>(layer_.keys) + head * size_;
+                for (int64_t i = begin, line = 0; i < end; i += V::kBlock) {
+                    for (const int64_t stop = line + each < now ? line + each : now; line < stop; ++line)
+                        ask_for(lines_[line]);
+                    V::turn(keys, places.at + i, size_, s_.panel + (i - at), kWidth);
+                }
+                multiply_panel<kVectors, kRows>(vectors, PanelRows{s_.panel, kWidth}, lines_ + now, shift,
+                                                s_.query + base_row(head) * size_,
+                                                s_.scores + base_row(head) * kScoreStride + at);
+            }
         }
     }
 
     template <int kVectors, int kRows>
-    INLINE_MEMBER void score(const T* const* keys, const T* const* values, int64_t head) {
-        constexpr int64_t kWidth = kVectors * V::kLanes;
-        const float* query = s_.query + base_row(head) * size_;
-        const int64_t first_block = first_ / V::kBlock * V::kBlock;
-        for (int64_t at = first_ / kWidth * kWidth; at < end_; at += kWidth) {
-            const int64_t end = at + kWidth < end_ ? at + kWidth : end_;
-            for (int64_t i = at > first_block ? at : first_block; i < end; i += V::kBlock) {
-                for (int64_t j = i > first_ ? i : first_; j < i + V::kBlock && j < end; ++j) fetch(values[j], size_);
-                V::turn(keys + i, size_, s_.panel + (i - at), kWidth);
+    INLINE_MEMBER void multiply_panel(int64_t vectors, const PanelRows& panel, const void* const* lines, int64_t shift,
+                                      const float* query, float* scores) {
+        if (vectors == kVectors) {
+            if constexpr (kVectors == kWide) {
+                const FetchingPanelRows fetching{panel, lines, shift};
+                multiply_rows<V, kVectors, kRows>(rows_, query, size_, fetching, 0, size_, scores, kScoreStride, false);
+            } else {
+                multiply_rows<V, kVectors, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride, false);
             }
-            const PanelRows panel{s_.panel, kWidth};
-            float* scores = s_.scores + at;
-            const int64_t vectors = (end - at + V::kLanes - 1) / V::kLanes;
-            if (vectors == kVectors) {
-                multiply_rows<V, kVectors, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride);
-            } else if (vectors == 1) {
-                multiply_rows<V, 1, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride);
-            } else if (vectors == 2) {
-                multiply_rows<V, 2, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride);
-            } else if constexpr (kVectors == kWide) {
-                multiply_rows<V, 3, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride);
-            }
+        } else if (vectors == 1) {
+            multiply_rows<V, 1, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride, false);
+        } else if (vectors == 2) {
+            multiply_rows<V, 2, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride, false);
+        } else if constexpr (kVectors == kWide) {
+            multiply_rows<V, 3, kRows>(rows_, query, size_, panel, 0, size_, scores, kScoreStride, false);
         }
     }
 
@@ -201,8 +182,9 @@ class Tile {
     INLINE_MEMBER void soften(int64_t part) {
         const int64_t from = first_ / V::kLanes * V::kLanes, to = (end_ + V::kLanes - 1) / V::kLanes * V::kLanes;
         const auto cap = V::set1(static_cast<float>(layer_.soft_cap));
-        for (int64_t row = 0; row < rows_; ++row) {
-            const int64_t low = seen_[row].low - part * kPart, high = seen_[row].context - part * kPart;
+        const int64_t num_rows = base_row(item_.end_head);
+        for (int64_t row = 0, of_head = 0; row < num_rows; ++row, of_head = of_head + 1 < rows_ ? of_head + 1 : 0) {
+            const int64_t low = seen_[of_head].low - part * kPart, high = seen_[of_head].context - part * kPart;
             float* scores = s_.scores + row * kScoreStride;
             if (layer_.soft_cap > 0)
                 for (int64_t at = from; at < to; at += V::kLanes)
@@ -220,32 +202,58 @@ class Tile {
                 sum = V::add(sum, weights);
             }
             s_.part_max[row] = highest, s_.part_sum[row] = V::total(sum);
-            if (!sees(row, part))
+            if (!sees(of_head, part))
                 for (int64_t at = from; at < to; ++at) scores[at] = 0.0f;
         }
     }
 
-    // Values copied to panels [positions][sizes], then weighed.
-    INLINE_MEMBER void weigh(const T* const* values, const T* const* next) {
+    // Values of positions [first, end) weighed where they lie.
+    INLINE_MEMBER void weigh_in_place(const Places& places, int64_t first, int64_t end, int64_t head) {
+        constexpr int64_t kWidth = kWide * V::kLanes, kLines = kWidth * static_cast<int64_t>(sizeof(T)) / 64;
+        const int64_t row = base_row(head), in_products = (end - first) * kLines * (size_ / kWidth);
+        const T* values = static_cast<const T*>(layer_.values) + head * size_;
+        const int64_t num = lines_of_values(first, end, head, in_products);
+        int64_t line = 0;
+        for (; line < num - in_products; ++line) ask_for(lines_[line]);
+        for (int64_t d = 0; d < size_; d += kWidth, line += (end - first) * kLines)
+            multiply_rows<V, kWide, kFew>(rows_, s_.scores + row * kScoreStride, kScoreStride,
+                                          PoolRows<T, kLines>{values + d, places.at, first, lines_ + line}, first, end,
+                                          s_.part + row * padded_ + d, padded_, first > first_);
+    }
+
+    INLINE_MEMBER int64_t lines_of_values(int64_t first, int64_t end, int64_t head, int64_t least) {
+        return lookahead_.lines(end_ - first_ + first - first_, end - first, head - item_.first_head, least, lines_);
+    }
+
+    // Values of positions [first, end) copied to panels [positions][sizes], then weighed.
+    INLINE_MEMBER void weigh(const Places& places, int64_t first, int64_t end, int64_t head) {
         constexpr int64_t kWidth = kNarrow * V::kLanes;
+        const T* values = static_cast<const T*>(layer_.values) + head * size_;
+        const int64_t num = lines_of_values(first, end, head, 0), each = (num + end - first - 1) / (end - first);
+        const float* weights = s_.scores + base_row(head) * kScoreStride;
+        int64_t line = 0;
         for (int64_t d = 0; d < size_; d += kWidth) {
             const int64_t vectors = d + V::kLanes < size_ ? 2 : 1;
-            for (int64_t at = first_; at < end_; ++at) {
+            for (int64_t at = first; at < end; ++at) {
                 float* to = s_.panel + at * kWidth;
-                if (d == 0) fetch(next[at], size_);
+                if (d == 0)
+                    for (const int64_t stop = line + each < num ? line + each : num; line < stop; ++line)
+                        ask_for(lines_[line]);
                 if (d + vectors * V::kLanes <= size_) {
                     for (int64_t v = 0; v < vectors * V::kLanes; v += V::kLanes)
-                        V::store(V::load(values[at] + d + v), to + v);
+                        V::store(V::load(values + places.at[at] + d + v), to + v);
                 } else {
                     for (int64_t i = 0; i < vectors * V::kLanes; ++i)
-                        to[i] = d + i < size_ ? V::one(values[at] + d + i) : 0.0f;
+                        to[i] = d + i < size_ ? V::one(values + places.at[at] + d + i) : 0.0f;
                 }
             }
             const PanelRows panel{s_.panel, kWidth};
+            float* to = s_.part + base_row(head) * padded_ + d;
+            const bool goes_on = first > first_;
             if (vectors == 2) {
-                multiply_rows<V, 2, kMost>(rows_, s_.scores, kScoreStride, panel, first_, end_, s_.part + d, padded_);
+                multiply_rows<V, 2, kMost>(rows_, weights, kScoreStride, panel, first, end, to, padded_, goes_on);
             } else {
-                multiply_rows<V, 1, kMost>(rows_, s_.scores, kScoreStride, panel, first_, end_, s_.part + d, padded_);
+                multiply_rows<V, 1, kMost>(rows_, weights, kScoreStride, panel, first, end, to, padded_, goes_on);
             }
         }
     }
@@ -258,11 +266,11 @@ class Tile {
         for (int64_t row = 0; row < rows_; ++row) {
             if (!sees(row, part)) continue;
             const int64_t at = base_row(head) + row;
-            float *total = s_.total + at * padded_, *from = s_.part + row * padded_;
+            float *total = s_.total + at * padded_, *from = s_.part + at * padded_;
             if (seen_[row].low / kPart < part) {
-                fold(padded_, from, s_.part_max[row], s_.part_sum[row], total, s_.total_max + at, s_.total_sum + at);
+                fold(padded_, from, s_.part_max[at], s_.part_sum[at], total, s_.total_max + at, s_.total_sum + at);
             } else {
-                s_.total_max[at] = s_.part_max[row], s_.total_sum[at] = s_.part_sum[row];
+                s_.total_max[at] = s_.part_max[at], s_.total_sum[at] = s_.part_sum[at];
                 for (int64_t d = 0; d < padded_; d += V::kLanes) V::store(V::load(from + d), total + d);
             }
         }
@@ -275,8 +283,9 @@ class Tile {
             const int64_t slot = step_.first_slots[seen_[row].token] + part;
             const int64_t query_head = head * group_ + seen_[row].head;
             float* to = step_.partial + (slot * layer_.num_heads + query_head) * stride;
-            std::memcpy(to, s_.part + row * padded_, size_ * sizeof(float));
-            to[size_] = s_.part_max[row], to[size_ + 1] = s_.part_sum[row];
+            const int64_t at = base_row(head) + row;
+            std::memcpy(to, s_.part + at * padded_, size_ * sizeof(float));
+            to[size_] = s_.part_max[at], to[size_ + 1] = s_.part_sum[at];
         }
     }
 
@@ -297,6 +306,8 @@ class Tile {
     const int64_t* members_;
     int64_t first_of_group_ = 0, heads_ = 0, rows_ = 0;  // rows of one KV head: (member, head of the group)
     int64_t first_ = 0, end_ = 0;                        // positions of the part that any row sees
+    Lookahead<T> lookahead_;
+    const void* lines_[kMaxLines];
     struct {
         int64_t low, context, token, head;  // of a row: positions [low, context) seen; head within the group
     } seen_[kMaxRows];
@@ -324,7 +335,13 @@ void attend_items(const AttentionLayer& layer, const AttentionStep& step, const 
     const int64_t group = layer.num_heads / layer.num_kv_heads;
     const int64_t first = first_item(step, thread, threads), end = first_item(step, thread + 1, threads);
     Places places;
-    if (first < end) find_places(layer, step, step.items[first], step.items[first].first_part, places);
+    if (first < end) {
+        const AttentionItem& item = step.items[first];
+        find_places(layer, step, item, item.first_part, places);
+        Lookahead<T> lookahead;
+        lookahead.list(layer, places, item.first_head, item.end_head);
+        lookahead.begin();
+    }
     for (int64_t index = first; index < end; ++index) {
         const AttentionItem &item = step.items[index], *next = index + 1 < end ? &step.items[index + 1] : nullptr;
         Tile<V, T> tile(layer, step, item, scratch);

@@ -27,32 +27,51 @@ INLINE __m256 load4_pair(const float* low, const float* high) {
     return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
 }
 
-INLINE __m256 load4_pair(const Bfloat16* low, const Bfloat16* high) {
-    const __m128i pair = _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low)),
-                                            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(high)));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(pair), 16));
-}
-
 INLINE __m256 load4_pair(const Float16* low, const Float16* high) {
     return _mm256_cvtph_ps(_mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low)),
                                               _mm_loadl_epi64(reinterpret_cast<const __m128i*>(high))));
 }
 
-// Panel [size][width] of eight keys.
+// Panel [size][width] of the keys at eight places of a pool.
 template <class T>
-INLINE void turn8(const T* const* keys, int64_t size, float* panel, int64_t width) {
-    for (int64_t d = 0; d < size; d += 8)
-        for (int64_t half = d; half < d + 8; half += 4) {
-            const __m256 a = load4_pair(keys[0] + half, keys[4] + half), b = load4_pair(keys[1] + half, keys[5] + half);
-            const __m256 c = load4_pair(keys[2] + half, keys[6] + half), e = load4_pair(keys[3] + half, keys[7] + half);
-            const __m256 ab = _mm256_unpacklo_ps(a, b), ce = _mm256_unpacklo_ps(c, e);
-            const __m256 ab2 = _mm256_unpackhi_ps(a, b), ce2 = _mm256_unpackhi_ps(c, e);
-            float* to = panel + half * width;
-            _mm256_storeu_ps(to, _mm256_shuffle_ps(ab, ce, 0x44));
-            _mm256_storeu_ps(to + width, _mm256_shuffle_ps(ab, ce, 0xee));
-            _mm256_storeu_ps(to + 2 * width, _mm256_shuffle_ps(ab2, ce2, 0x44));
-            _mm256_storeu_ps(to + 3 * width, _mm256_shuffle_ps(ab2, ce2, 0xee));
+INLINE void turn8(const T* pool, const int64_t* at, int64_t size, float* panel, int64_t width) {
+    const T* keys[8];
+    for (int j = 0; j < 8; ++j) keys[j] = pool + at[j];
+    for (int64_t d = 0; d < size; d += 4) {
+        const __m256 a = load4_pair(keys[0] + d, keys[4] + d), b = load4_pair(keys[1] + d, keys[5] + d);
+        const __m256 c = load4_pair(keys[2] + d, keys[6] + d), e = load4_pair(keys[3] + d, keys[7] + d);
+        const __m256 ab = _mm256_unpacklo_ps(a, b), ce = _mm256_unpacklo_ps(c, e);
+        const __m256 ab2 = _mm256_unpackhi_ps(a, b), ce2 = _mm256_unpackhi_ps(c, e);
+        float* to = panel + d * width;
+        _mm256_storeu_ps(to, _mm256_shuffle_ps(ab, ce, 0x44));
+        _mm256_storeu_ps(to + width, _mm256_shuffle_ps(ab, ce, 0xee));
+        _mm256_storeu_ps(to + 2 * width, _mm256_shuffle_ps(ab2, ce2, 0x44));
+        _mm256_storeu_ps(to + 3 * width, _mm256_shuffle_ps(ab2, ce2, 0xee));
+    }
+}
+
+// Halves of 16 bits are turned as they are; the last step, with zeros below, widens them.
+INLINE void turn8(const Bfloat16* pool, const int64_t* at, int64_t size, float* panel, int64_t width) {
+    const Bfloat16* keys[8];
+    for (int j = 0; j < 8; ++j) keys[j] = pool + at[j];
+    const auto pair = [&keys](int j, int64_t d) {  // eight sizes of keys j and j + 4
+        return _mm256_inserti128_si256(
+            _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(keys[j] + d))),
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(keys[j + 4] + d)), 1);
+    };
+    const __m256i zero = _mm256_setzero_si256();
+    for (int64_t d = 0; d < size; d += 8) {
+        const __m256i a = pair(0, d), b = pair(1, d), c = pair(2, d), e = pair(3, d);
+        const __m256i ab = _mm256_unpacklo_epi16(a, b), ce = _mm256_unpacklo_epi16(c, e);
+        const __m256i ab2 = _mm256_unpackhi_epi16(a, b), ce2 = _mm256_unpackhi_epi16(c, e);
+        const __m256i twos[4] = {_mm256_unpacklo_epi32(ab, ce), _mm256_unpackhi_epi32(ab, ce),
+                                 _mm256_unpacklo_epi32(ab2, ce2), _mm256_unpackhi_epi32(ab2, ce2)};
+        float* to = panel + d * width;
+        for (int i = 0; i < 4; ++i, to += 2 * width) {
+            _mm256_storeu_ps(to, _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, twos[i])));
+            _mm256_storeu_ps(to + width, _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, twos[i])));
         }
+    }
 }
 
 INLINE void save8(__m256 x, float* to) { _mm256_storeu_ps(to, x); }

@@ -1,0 +1,102 @@
+// Where the positions of a part lie in the pool, and asking memory for them before they are needed.
+//
+// Does not: compute. Every including file is one translation unit of one instruction set; nothing here has linkage.
+// Few rows are bound by memory, and what counts there was found by measuring (one Zen 3 core, 32 rows x 200 positions,
+// bfloat16, cycles a position and KV head, where reading alone takes 45): rows of all heads asked for line after line
+// as they lie 66, each head's lines apart 84 to 105; in bursts instead of evenly 73 to 93; 16 positions ahead 85.
+
+#pragma once
+
+#include "attention_kernels.h"
+
+namespace octavo {
+namespace {
+
+constexpr int64_t kMaxBlock = 8;  // keys that are turned at once, at most
+constexpr int64_t kAhead = 32;    // positions whose rows are asked for before their turn
+constexpr int64_t kMaxLines = (kPart + kMaxRows) * kMaxSize * 4 / 64;  // of a part's rows that are one head's share
+
+// Where a part's positions [first, end) are in the pool. Around them, as keys are turned in whole blocks, some that are
+// seen stand for those that are not: what comes of them is hidden.
+struct Places {
+    int64_t part, first, end;
+    int64_t at[kPart + kMaxBlock];
+};
+
+INLINE int64_t low_of(const AttentionLayer& layer, int64_t context) {
+    return layer.window > 0 && context > layer.window ? context - layer.window : 0;
+}
+
+// The positions of a part that any token of the item sees.
+INLINE void find_places(const AttentionLayer& layer, const AttentionStep& step, const AttentionItem& item, int64_t part,
+                        Places& places) {
+    const int64_t* members = step.members + item.first_member;
+    int64_t lowest = INT64_MAX, highest = 0;
+    for (int64_t i = 0; i < item.num_members; ++i) {
+        const int64_t context = step.contexts[members[i]], low = low_of(layer, context);
+        lowest = low < lowest ? low : lowest, highest = context > highest ? context : highest;
+    }
+    const int64_t begin = part * kPart, width = layer.num_kv_heads * layer.head_dim, block_size = layer.block_size;
+    const int64_t* table = step.table + step.rows[members[0]] * step.table_stride;
+    places.part = part;
+    places.first = lowest > begin ? lowest - begin : 0;
+    places.end = highest - begin < kPart ? highest - begin : kPart;
+    int64_t block = (begin + places.first) / block_size, offset = (begin + places.first) % block_size;
+    for (int64_t at = places.first; at < places.end; ++block, offset = 0) {
+        int64_t place = (table[block] * block_size + offset) * width;
+        for (; offset < block_size && at < places.end; ++offset, place += width) places.at[at++] = place;
+    }
+    const int64_t seen = places.at[places.first];
+    for (int64_t at = places.first / kMaxBlock * kMaxBlock; at < places.first; ++at) places.at[at] = seen;
+    for (int64_t at = places.end; at % kMaxBlock != 0; ++at) places.at[at] = seen;
+}
+
+// The rows that an item reads, in the order in which it does: a part's keys, then its values, then what comes next.
+// A row has the item's heads, which lie side by side.
+template <class T>
+class Lookahead {
+   public:
+    INLINE_MEMBER void list(const AttentionLayer& layer, const Places& places, int64_t first_head, int64_t end_head) {
+        num_rows_ = 0, heads_ = end_head - first_head;
+        row_bytes_ = heads_ * layer.head_dim * static_cast<int64_t>(sizeof(T));
+        append(layer, places, first_head, 2 * kPart);
+    }
+
+    // Goes on with the next part, as far as is asked for during this one.
+    INLINE_MEMBER void list_next(const AttentionLayer& layer, const Places& places, int64_t first_head) {
+        append(layer, places, first_head, num_rows_ + kAhead);
+    }
+
+    // Asks for the first rows of all, before anything is computed.
+    INLINE_MEMBER void begin() const {
+        for (int64_t row = 0; row < kAhead && row < num_rows_; ++row)
+            for (int64_t byte = 0; byte < row_bytes_; byte += 64) ask_for(rows_[row] + byte);
+    }
+
+    // Fills `lines` with what to ask for while `count` rows from `from` are computed for the head at `index`: its share
+    // of the lines of the rows kAhead further on. Returns their number; at least `least` entries are valid addresses.
+    INLINE_MEMBER int64_t lines(int64_t from, int64_t count, int64_t index, int64_t least, const void** lines) const {
+        int64_t row = from + kAhead, end = row + count, num = 0;
+        if (heads_ > 1) row += count * index / heads_, end = from + kAhead + count * (index + 1) / heads_;
+        for (end = end < num_rows_ ? end : num_rows_; row < end; ++row)
+            for (int64_t byte = 0; byte < row_bytes_; byte += 64) lines[num++] = rows_[row] + byte;
+        for (int64_t i = num; i < least; ++i) lines[i] = lines;
+        return num;
+    }
+
+   private:
+    INLINE_MEMBER void append(const AttentionLayer& layer, const Places& places, int64_t head, int64_t most) {
+        const void* const pools[2] = {layer.keys, layer.values};
+        for (const void* pool : pools) {
+            const T* from = static_cast<const T*>(pool) + head * layer.head_dim;
+            for (int64_t at = places.first; at < places.end && num_rows_ < most; ++at)
+                rows_[num_rows_++] = reinterpret_cast<const char*>(from + places.at[at]);
+        }
+    }
+
+    int64_t num_rows_ = 0, heads_ = 1, row_bytes_ = 0;
+    const char* rows_[2 * kPart + kAhead];
+};
+
+}  // namespace
+}  // namespace octavo
