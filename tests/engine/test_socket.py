@@ -34,6 +34,7 @@ from octavo.engine.sessions import Sessions
 from octavo.engine.socket_client import SocketClient
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import AdmissionError, DuplicateRequestError, EngineDeadError, EngineError, InvalidRequestError
+from octavo.server.event_loop import new_event_loop
 
 
 class Server:
@@ -340,6 +341,34 @@ async def test_reliability_30_fuzzed_frames_at_the_client_are_dropped() -> None:
         await client.ended()
         server.close()
         await server.wait_closed()
+
+
+def test_what_is_sent_between_a_break_and_its_notice_is_answered_at_the_end(tmp_path: Path) -> None:
+    """uvloop refuses to write to a transport that has just broken, asyncio does not."""
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_unix_server(silent, str(tmp_path / "s"))
+        client = await SocketClient.connect(tmp_path / "s", 1)
+        client._writer.transport.abort()
+        assert client.is_alive, "not noticed yet"
+        answer = client.send(make_request("a"))
+        client.post_cancel(("a",))
+        client.post_order("pause")
+        with pytest.raises(EngineDeadError):
+            await client.statistics()
+        with pytest.raises(EngineDeadError):
+            await answer
+        assert not client.is_alive
+        await asyncio.sleep(0.01)
+        server.close()
+        await server.wait_closed()
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(main())
 
 
 def test_the_socket_needs_a_private_folder() -> None:

@@ -97,10 +97,10 @@ class SocketClient:
         except BaseException:
             self.channels.forget(request.request_id)
             if answer is not None and self.is_alive and not answer.done():
-                self._writer.write(wire.frame(wire.Cancel(self.epoch, (request.request_id,), FinishReason.CANCELLED)))
+                self._post(wire.frame(wire.Cancel(self.epoch, (request.request_id,), FinishReason.CANCELLED)))
             raise
         finally:
-            self._answered(self._submits, request.request_id)
+            _unasked(self._answered(self._submits, request.request_id))
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:
         """Send a request that is recorded elsewhere; the future has the engine's answer, or what ended the engine.
@@ -112,7 +112,7 @@ class SocketClient:
         answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
         self._submits[request.request_id] = answer
         self._asked_at[request.request_id] = time.monotonic()
-        self._writer.write(frame)
+        self._post(frame)
         return answer
 
     def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
@@ -130,12 +130,12 @@ class SocketClient:
     ) -> None:
         """As cancel, without waiting until it is written."""
         if self.is_alive:
-            self._writer.write(wire.frame(wire.Cancel(self.epoch, tuple(request_ids), reason, choice)))
+            self._post(wire.frame(wire.Cancel(self.epoch, tuple(request_ids), reason, choice)))
 
     def post_order(self, verb: Verb) -> None:
         """Give an order whose answer says nothing, without waiting."""
         if self.is_alive:
-            self._writer.write(wire.frame(wire.Ask(self.epoch, next(self._numbers), verb, "")))
+            self._post(wire.frame(wire.Ask(self.epoch, next(self._numbers), verb, "")))
 
     async def statistics(self) -> Mapping[str, object]:
         """Engine counters and gauges as plain JSON values."""
@@ -166,7 +166,7 @@ class SocketClient:
             await self._write(wire.frame(wire.Ask(self.epoch, number, verb, argument)))
             return await answer
         finally:
-            self._answered(self._answers, number)
+            _unasked(self._answered(self._answers, number))
 
     async def _tell(self, message: wire.Cancel | wire.Close) -> None:
         """Send what an engine that is gone need not hear: its end answers everyone anyway."""
@@ -179,8 +179,16 @@ class SocketClient:
         self._asked_at.pop(key, None)
         return waiting.pop(key, None)
 
+    def _post(self, frame: bytes) -> None:
+        """Write without waiting. A connection that has just broken takes nothing; its end answers everybody soon.
+
+        uvloop calls that an error, asyncio does not.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._writer.write(frame)
+
     async def _write(self, frame: bytes) -> None:
-        self._writer.write(frame)
+        self._post(frame)
         await self._drain()
 
     async def _drain(self) -> None:
@@ -265,6 +273,12 @@ def _frame_of(message: wire.Submit) -> bytes:
         return wire.frame(message)
     except wire.WireError as error:
         raise InvalidRequestError(f"the request is too large: {error}", "prompt") from None
+
+
+def _unasked(answer: asyncio.Future[Any] | None) -> None:
+    """Nobody will look at this answer any more: an error in it is no news."""
+    if answer is not None and answer.done() and not answer.cancelled():
+        answer.exception()
 
 
 def _settle(answer: asyncio.Future[Any] | None, value: object) -> None:
