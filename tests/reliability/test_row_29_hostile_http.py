@@ -1,13 +1,18 @@
 """Row 29: hundreds of connections that keep to no rule are cut by limits; honest requests are served beside them."""
 
 import asyncio
+import contextlib
+import json
+import random
 import time
+from collections import Counter
 
 import pytest
 
 from tests.reliability.hostile_clients import ATTACKS, CHAT, PATH, attackers
 from tests.reliability.lag_api import Api, watched_api
 from tests.reliability.load import Outcome, ask, quantile
+from tests.reliability.nasty_requests import nasty_request
 from tests.reliability.scorecard import Score
 
 LIMITS = {"head_timeout_s": 1.0, "body_timeout_s": 1.0, "body_grace_s": 0.5, "max_connections": 300}
@@ -72,3 +77,74 @@ def test_row_29_more_connections_than_places_cost_the_idle_ones_theirs(score: Sc
     score.share("honest requests served beside a crowd of idle connections",
                 sum(outcome.status == 200 for outcome in outcomes), len(outcomes))  # fmt: skip
     score.least("idle connections that gave their place up", num_cut, places)
+
+
+def _damaged(rng: random.Random) -> bytes:
+    """A request on the wire, odd by itself or with a fault or two in its bytes."""
+    nasty = nasty_request(rng)
+    body = nasty.body[:20_000]
+    named = {"host": "x", "connection": "close", "content-length": str(len(body)), **nasty.headers}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in named.items()).encode("latin-1")
+    raw = bytearray(f"{nasty.method} {nasty.path} HTTP/1.1\r\n".encode() + lines + b"\r\n" + body)
+    for _ in range(rng.choice((0, 1, 1, 2, 4))):
+        at = rng.randrange(min(len(raw), rng.choice((20, 200, len(raw)))))
+        kind = rng.randrange(4)
+        if kind == 0:
+            raw[at] = rng.randrange(256)
+        elif kind == 1:
+            del raw[at : at + rng.choice((1, 2, 30))]
+        elif kind == 2:
+            raw[at:at] = rng.choice((b"\r\n", b"\n", b"\x00", b": ", b" ", b"%", b"chunked", b"\r\n\r\n", b"9" * 30))
+        else:
+            raw[at:at] = raw[at : at + 50]
+    return bytes(raw)
+
+
+@pytest.mark.timeout(600)
+def test_row_29_damaged_requests_are_answered_or_cut(score: Score) -> None:
+    """What comes off the wire in pieces that no parser likes: no fault of ours, no connection that stays."""
+    count = score.dose(400, 8000)
+    statuses: Counter[int] = Counter()
+    wrong: list[str] = []
+    longest_s = 0.0
+
+    async def one(port: int, raw: bytes) -> None:
+        nonlocal longest_s
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        begun = time.monotonic()
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            writer.write(raw)
+            while data := await reader.read(65_536):
+                received += data
+        writer.close()
+        longest_s = max(longest_s, time.monotonic() - begun)
+        status = int(received[9:12]) if received.startswith(b"HTTP/1.1 ") else 0
+        statuses[status] += 1
+        if status >= 500 or (received and not status):
+            wrong.append(f"{raw[:300]!r}: {received[:300]!r}")
+        elif status == 400 and b"HTTP/1.1 100" not in received:
+            head, _, body = received.partition(b"\r\n\r\n")
+            if b"\r\ncontent-length: " in head and not raw.startswith(b"HEAD"):
+                assert json.loads(body[: body.rindex(b"}") + 1])["error"]["code"], received
+
+    async def all_of_them(port: int) -> None:
+        rng = random.Random(29)
+        requests = [_damaged(rng) for _ in range(count)]
+
+        async def client(mine: list[bytes]) -> None:
+            for raw in mine:
+                await one(port, raw)
+
+        await asyncio.gather(*(client(requests[index::32]) for index in range(32)))
+
+    with watched_api({"head_timeout_s": 0.5, "body_timeout_s": 0.5, "body_grace_s": 0.2}) as api:
+        asyncio.run(all_of_them(api.port))
+        after = asyncio.run(_honest(api, 0.2))
+        assert api.is_alive
+    print("\n".join(wrong[:10]))
+    shown = " ".join(f"{status or 'none'}: {number}" for status, number in sorted(statuses.items()))
+    score.tell("damaged requests, by the status of their answers", shown)
+    score.count("damaged requests with a 5xx, or an answer that is no HTTP", len(wrong))
+    score.share("honest requests served after them", sum(o.status == 200 for o in after), len(after))
+    score.time("longest life of a damaged request, s", longest_s, 8.0)  # one that is kept alive has five
