@@ -36,6 +36,7 @@ from tests.tiny_models import make_tiny_model
 ERRORS = (
     MemoryError("injected"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to ..."),
+    RuntimeError("could not create a primitive"),
 )
 
 

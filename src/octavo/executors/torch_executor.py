@@ -53,7 +53,8 @@ ATTENTION: dict[str, Callable[[KVPool, int, int | None], AttentionBackend]] = {
 }
 
 
-_NO_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory", "out of memory")  # in torch's messages
+# In torch's messages; the last is what oneDNN says when it gets no room for its code or scratch.
+_NO_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory", "out of memory", "could not create a")
 
 
 class TorchExecutor:
