@@ -150,8 +150,9 @@ class Custody:
         for entry in self.ledger:
             if entry.has_progress:
                 self._quarantine.settled(entry.request.request_id)
-        entries = [entry for name in batch if (entry := self.ledger.get_open(name)) is not None]
-        for name in self._quarantine.crashed([e.request.request_id for e in entries if not e.has_progress]):
+        found = [self.ledger.get_open(name) for name in batch]
+        stuck = [each.request.request_id for each in found if each is not None and not each.has_progress]
+        for name in self._quarantine.crashed(stuck):
             self.num_convicted += 1
             _LOG.error("request %s ends: the last %d engines that ran it died of its step", name, CONVICTED)
             what = f"the engine died {CONVICTED} times with this request in its batch, the last time with it alone"
