@@ -71,8 +71,8 @@ class AdminServer:
                 while line := await _line(reader):
                     writer.write(msgspec.json.encode(await self._answer(line)) + b"\n")
                     await writer.drain()
-        except (OSError, ValueError, TimeoutError, asyncio.CancelledError):
-            pass  # a client that is slow, too long or gone, or the server's end: nobody is left to tell
+        except (OSError, ValueError, TimeoutError, RuntimeError, asyncio.CancelledError):
+            pass  # a client that is slow, too long or gone (uvloop's RuntimeError), or the server's end: nobody to tell
         finally:
             self._tasks.discard(task)
             writer.close()
