@@ -99,6 +99,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail(self) -> None:
         self.run.fail_oldest()
 
+    @rule()
+    def die(self) -> None:
+        self.run.die()
+
+    @rule(num_tokens=st.sampled_from((None, 1, 3, 8)))
+    def limit_step(self, num_tokens: int | None) -> None:
+        self.run.limit_step(num_tokens)
+
+    @rule(chance=st.sampled_from((0.0, 0.3)))
+    def spoil_rows(self, chance: float) -> None:
+        self.run.executor.faults.row_error = chance
+
     @precondition(lambda self: self.run.records)
     @rule(index=st.integers(0, 19), reason=st.sampled_from((FinishReason.CANCELLED, FinishReason.STOP)))
     def cancel(self, index: int, reason: FinishReason) -> None:
@@ -125,6 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "run"):
+            self.run.executor.faults.row_error = 0.0
             self.run.finish()
 
 
