@@ -64,7 +64,7 @@ def told(outcome: Outcome) -> bool:
 async def test_row_09_a_burst_of_large_prompts_does_not_hold_up_the_refusals(score: Score) -> None:
     """Bodies of 100 KB that would cost a hundred times a refusal to read: they are refused unread."""
     with serving(model="50", max_sequences=2, max_waiting=2) as (_, port):
-        filling = [asyncio.create_task(_large(port, number, 40)) for number in range(4)]
+        filling = [asyncio.create_task(_large(port, number, 2000)) for number in range(4)]
         await asyncio.sleep(1.0)
         refused = await asyncio.gather(*(_large(port, number, 5) for number in range(score.dose(40, 200))))
         for task in filling:
