@@ -55,6 +55,8 @@ async def test_only_large_conversations_leave_the_process(harness: Harness) -> N
     wide = await harness.chat(chat_template_kwargs={"x": list(range(20_000))})
     assert wide.status_code == 200
     assert harness.context.tool.counters.jobs == 2
+    text = (await harness.get("/metrics")).text
+    assert 'octavo_tool_jobs_total{model_name="tiny"} 2.0' in text and "octavo_tool_processes" in text
 
 
 async def test_a_template_that_is_slow_is_rendered_elsewhere_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
