@@ -84,10 +84,7 @@ async def serve(task: ApiTask, place: Place, kept: tuple[Engine, Journal | None]
                 say(*call_report(config, context.model, url_of(place.listener)))
         gc.freeze()  # what exists now stays: a large body's collections need not walk it, which takes 0.1 s
         place.tell(READY)
-        try:
-            return await _run_until_failed(server, engine, lifecycle)
-        finally:
-            await context.runs.close()  # before the engine: what is open stays so in the journal
+        return await _run_until_failed(server, engine, lifecycle)
 
 
 async def _run_until_failed(server: HttpServer, engine: Engine, lifecycle: Lifecycle) -> int:

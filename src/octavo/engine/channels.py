@@ -52,7 +52,7 @@ class Channels:
         entry = self.ledger.get(request_id)
         if entry is None:
             raise RequestError(f"no request {request_id!r} is open here, or it was read to its end", "request_id")
-        return Reading(entry, self._read(entry, final_only))
+        return Reading(self.ledger, entry, self._read(entry, final_only))
 
     async def _read(self, entry: Entry, final_only: bool) -> AsyncIterator[TokenOutput]:
         assert entry.waiter is None, "a request has one reader"
@@ -73,14 +73,19 @@ class Channels:
 
 
 class Reading(AsyncIterator[TokenOutput]):
-    """Outputs of one entry, and how much of it waits to be read."""
+    """Outputs of one entry, and how much of it waits to be read. Once nobody holds it, nobody reads the entry."""
 
-    def __init__(self, entry: Entry, outputs: AsyncIterator[TokenOutput]) -> None:
+    def __init__(self, ledger: Ledger, entry: Entry, outputs: AsyncIterator[TokenOutput]) -> None:
+        self._ledger = ledger
         self._entry = entry
         self._outputs = outputs
 
     def __anext__(self) -> Awaitable[TokenOutput]:
         return self._outputs.__anext__()
+
+    def __del__(self) -> None:
+        if not self._entry.is_read:
+            self._ledger.abandon(self._entry)
 
     @property
     def num_unread(self) -> int:

@@ -52,8 +52,8 @@ class Entry:
 
     __slots__ = (
         "_has_logprobs", "_last_choice_end", "_num_choices", "_num_ended", "_scores", "_scores_from", "end",
-        "final_only", "first_at", "has_progress", "is_read", "max_tokens", "next_score", "pages", "request", "start",
-        "waiter", "wanted",
+        "final_only", "first_at", "has_progress", "is_abandoned", "is_read", "max_tokens", "next_score", "pages",
+        "request", "start", "waiter", "wanted",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -62,6 +62,7 @@ class Entry:
         self.start: Start | None = None
         self.end: End | None = None
         self.is_read = False
+        self.is_abandoned = False  # nobody will read it
         self.waiter: Future[None] | None = None
         self.final_only = False
         self.first_at: float | None = None

@@ -122,6 +122,12 @@ class Ledger:
         if self._ended.get(entry.request.request_id) is entry:
             self.forget(entry.request.request_id)
 
+    def abandon(self, entry: Entry) -> None:
+        """Whoever read it is gone: once it has ended it need not be kept. A later reader holds the entry itself."""
+        entry.is_abandoned = True
+        if entry.end is not None:
+            self.forget_entry(entry)
+
     def accept(self, epoch: int, delivery: Delivery) -> list[Entry]:
         """Append a delivery; return the entries with news. What does not fit is dropped and counted."""
         if epoch != self.epoch:
@@ -142,6 +148,8 @@ class Ledger:
         if self._observer is not None:
             kept = without(delivery, rejected) if rejected else delivery
             self._tell(replace(kept, scores=scores, choice_ends=choice_ends, ends=ends))
+        for end in ends:
+            self._forget_abandoned(touched[end.request_id])
         return list(touched.values())
 
     def end(
@@ -164,6 +172,7 @@ class Ledger:
         del self._open[end.request_id]
         self._finish(entry, end)
         self._tell(Delivery(ends=(end,)))
+        self._forget_abandoned(entry)
         return [entry]
 
     def end_all(self, reason: FinishReason, message: str) -> list[Entry]:
@@ -239,6 +248,10 @@ class Ledger:
             touched[end.request_id] = entry
             kept.append(end)
         return tuple(kept)
+
+    def _forget_abandoned(self, entry: Entry) -> None:
+        if entry.is_abandoned:
+            self.forget_entry(entry)
 
     def _finish(self, entry: Entry, end: End) -> None:
         entry.finish(end)

@@ -175,7 +175,7 @@ class Runs:
             message = "nothing is kept under this Idempotency-Key; ask again without Last-Event-ID to start anew"
             raise ApiError(409, message, code="nothing_to_resume", param="Last-Event-ID")
         self._make_room(1)
-        self._start_sweeping()
+        self.start_sweeping()
         run = self._runs[key.name] = Run(key)
         try:
             begun = await begin(run)
@@ -202,7 +202,7 @@ class Runs:
 
     def keep(self, run: Run) -> None:
         """Take in a run of a former server."""
-        self._start_sweeping()
+        self.start_sweeping()
         self._runs[run.key.name] = run
         if run.is_ended:
             self._kept_bytes += run.num_bytes
@@ -323,7 +323,8 @@ class Runs:
             message = f"{len(self._runs)} requests with an Idempotency-Key go on, {config.max_kept} may"
             raise ApiError(429, message, code="too_many_idempotency_keys", retry_after_s=RETRY_FULL_S)
 
-    def _start_sweeping(self) -> None:
+    def start_sweeping(self) -> None:
+        """Look after what is kept, and the journal, about once a second. Idempotent."""
         if self._sweeper is None and not self._is_closed:
             self._sweeper = asyncio.create_task(self._sweep())
 

@@ -41,6 +41,7 @@ def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tu
     """
     runs = context.runs
     runs.journal = journal
+    runs.start_sweeping()
     going: list[tuple[HeldRun, Form]] = []
     num_kept = 0
     for held in journal.recovered:

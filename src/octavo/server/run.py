@@ -71,7 +71,7 @@ class HttpServer:
         self._listener = listener
         self._lifecycle = lifecycle
         self._drain_timeout_s = drain_timeout_s
-        self._tool = context.tool
+        self._context = context
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -87,7 +87,8 @@ class HttpServer:
                 loop.remove_signal_handler(number)
             if self._ending is not None:
                 await self._ending
-            await self._tool.close()
+            await self._context.runs.close()  # what is open stays so in the journal, for the next server
+            await self._context.tool.close()
 
     def stop(self) -> None:
         """Drain and end; called again, end what is open now. Call in the event loop's thread."""
