@@ -42,6 +42,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
+        self.own_s: list[float] = []  # of that, at most so much was this process's own work, not its neighbours'
         self.num_characters = 0
         for name in ("count", "encode"):
             self._count(name, getattr(Tokenizer, name))
@@ -55,16 +56,19 @@ class Watch:
 
     async def run(self) -> None:
         while True:
-            due = time.perf_counter() + TICK_S
+            due, used = time.perf_counter() + TICK_S, time.process_time()
             await asyncio.sleep(TICK_S)
-            self.late_s.append(time.perf_counter() - due)
+            late = time.perf_counter() - due
+            self.late_s.append(late)
+            self.own_s.append(min(late, time.process_time() - used))
 
     def report(self) -> dict[str, float]:
-        late, num = self.late_s, self.num_characters
-        self.late_s, self.num_characters = [], 0
+        late, own, num = self.late_s, self.own_s, self.num_characters
+        self.late_s, self.own_s, self.num_characters = [], [], 0
         return {
             "late_p50_s": quantile(late, 0.5),
             "late_p999_s": quantile(late, 0.999),
+            "own_p999_s": quantile(own, 0.999),
             "late_max_s": max(late, default=0.0),
             "characters": num,
         }
