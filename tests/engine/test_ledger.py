@@ -334,3 +334,16 @@ def test_entries_of_an_earlier_front_end_are_put_back() -> None:
         ledger.restore(Entry(make_request("a")))
     assert notes.lines == [] and list(ledger.advance(2)[0].emitted_token_ids or ()) == [4, 5]
     assert list(entry.take()[0].token_ids) == [4, 5]  # a new reader gets all of it
+
+
+def test_an_ended_request_whose_reader_is_gone_is_not_kept() -> None:
+    ledger = Ledger()
+    before, after, kept = (ledger.add(make_request(name)) for name in ("before", "after", "kept"))
+    ledger.abandon(before)
+    for name in ("before", "after", "kept"):
+        ledger.accept(0, tokens(name, 0, 5, end=FinishReason.CANCELLED))
+    assert ledger.get("before") is None and ledger.get("after") is after and ledger.get("kept") is kept
+    ledger.abandon(after)
+    assert ledger.get("after") is None and after.take()[-1].is_final, "who holds it may still read it"
+    ledger.abandon(ledger.add(make_request("after")))
+    assert ledger.get_open("after") is not None, "what is open stays"
