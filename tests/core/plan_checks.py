@@ -66,7 +66,8 @@ class PlanChecks:
     def check_columns(self, plan: StepPlan) -> None:
         """Totals, caps, distinct destinations, and the fast-path flag."""
         sizes = self.sizes
-        assert sum(plan.counts) == plan.num_query_tokens <= self.run.max_step
+        granted, most = sum(plan.counts), self.run.max_step
+        assert granted == plan.num_query_tokens <= most, f"{granted} tokens are granted, a step may have {most}"
         assert len(set(plan.slots)) == plan.num_rows <= sizes.max_sequences
         assert all(row.count >= 1 or row.flags & ROW_FORK for row in plan.rows())
         for column, counts in (

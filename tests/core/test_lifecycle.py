@@ -8,6 +8,7 @@ from array import array
 import pytest
 from tests.core.harness import EOS, Record, Run, limits, prompt
 from tests.fake_model import Faults, oracle
+from tests.reliability.test_row_10_tiny_pool import serve
 
 from octavo.core.plan import ROW_CARRY, EventKind, StepFailure, StepPlan, StepResult, WaitReason
 from octavo.core.request import FinishReason, SamplingParams, Want
@@ -407,6 +408,38 @@ def test_L05_a_request_of_an_earlier_epoch_goes_on_behind_its_outputs() -> None:
         record = run.admit(prompt(5), 9, emitted_token_ids=array("i", whole[:num_emitted]))
         run.finish()
         assert record.token_ids == whole and record.finished is not None and record.finished.num_tokens == 9
+
+
+def test_S21_what_has_outputs_of_an_earlier_epoch_is_not_timed_out_in_the_queue() -> None:
+    whole = oracle(prompt(5), 9, 97)
+    run = Run()
+    run.now = 50.0
+    fresh = run.admit(prompt(5), 9, arrival=1.0, queue_timeout=2.0)
+    resumed = run.admit(prompt(5), 9, arrival=1.0, queue_timeout=2.0, emitted_token_ids=array("i", whole[:3]))
+    late = run.admit(prompt(5), 9, arrival=1.0, deadline=40.0, emitted_token_ids=array("i", whole[:3]))
+    run.finish()
+    assert [fresh.reason, resumed.reason, late.reason] == [
+        FinishReason.TIMEOUT, FinishReason.LENGTH, FinishReason.TIMEOUT,
+    ]  # fmt: skip
+
+
+def test_row_10_whoever_was_put_back_three_times_comes_back_for_good() -> None:
+    for policy in ("prefill_first", "deadline"):
+        records = serve(policy, "recompute", 2).records.values()
+        assert max(len(record.of_kind(EventKind.PREEMPTED)) for record in records) <= 3
+
+
+def test_row_19_a_limit_on_steps_cuts_what_is_never_cut_otherwise() -> None:
+    run = Run(limits(chunked_prefill=False, max_batch_tokens=32, num_blocks=40))
+    records = [run.admit(prompt(20, seed), 4) for seed in range(3)]
+    run.limit_step(6)
+    run.finish()
+    assert max(sum(plan.counts) for plan in run.plans) <= 6
+    assert all(record.reason == FinishReason.LENGTH for record in records)
+    run.limit_step(None)
+    run.admit(prompt(30, 9), 2)
+    assert list(run.step().counts) == [30]
+    run.finish()
 
 
 @DEPTHS
