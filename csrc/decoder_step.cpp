@@ -4,7 +4,7 @@
 // Does not: allocate, choose sizes, or know requests; the phases are linear.cpp's, attention.cpp's and rows.cpp's.
 // Invariants: a token's result depends on its row of the batch alone, by bits: every phase is so, and only who computes
 // a thing depends on the number of threads. With few tokens each thread makes the rows that it multiplies for itself,
-// which saves a barrier and costs next to nothing.
+// joined parts of attention among them, which saves a barrier and costs next to nothing.
 
 #include "decoder_step.h"
 
@@ -20,7 +20,7 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t kPrivateRows = 4;  // up to so many tokens each thread prepares every row for itself
+constexpr int64_t kPrivateRows = 4;  // up to so many tokens each thread prepares every row for itself; FEW in Python
 constexpr int64_t kAlign = 64;
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -44,9 +44,9 @@ int64_t row_width(const Model& m) { return std::max({m.hidden_size, m.num_heads 
 
 // Where everything of a step lies; bytes() is the size of the whole.
 struct Workspace {
-    float *stream, *qkv, *attended, *gate_up, *added, *scratch;
+    float *stream, *qkv, *attended, *gate_up, *added, *scratch, *own_joined;
     char *prepared, *own_prepared;
-    int64_t prepared_bytes, scratch_size, bytes;
+    int64_t prepared_bytes, scratch_size, joined_size, bytes;
 
     Workspace(const Model& m, int64_t tokens, int64_t threads, void* memory) {
         char* at = static_cast<char*>(memory);
@@ -64,6 +64,8 @@ struct Workspace {
         gate_up = floats(tokens * 2 * m.intermediate_size);
         added = floats(tokens * m.hidden_size);
         scratch = floats(threads * scratch_size);
+        joined_size = aligned(kPrivateRows * m.num_heads * m.head_dim * 4) / 4;
+        own_joined = floats(threads * joined_size);
         prepared = take(tokens * prepared_bytes);
         own_prepared = take(threads * kPrivateRows * prepared_bytes);
         bytes = at - static_cast<char*>(memory);
@@ -75,7 +77,7 @@ class Runner {
   public:
     Runner(const Model& model, const Workspace& work, Barrier& barrier, int thread, int threads)
         : m_(model), w_(work), barrier_(barrier), rows_(row_kernels()), thread_(thread), threads_(threads),
-          scratch_(work.scratch + thread * work.scratch_size),
+          scratch_(work.scratch + thread * work.scratch_size), own_joined_(work.own_joined + thread * work.joined_size),
           own_prepared_(work.own_prepared + thread * kPrivateRows * work.prepared_bytes) {}
 
     void step(const Step& s) {
@@ -165,12 +167,18 @@ class Runner {
         barrier_.wait();
         attend(layer.attention, *group.attention, w_.qkv, width, w_.attended, size, thread_, threads_);
         barrier_.wait();
-        if (group.attention->num_joins > 0) {
-            attend_join(layer.attention, *group.attention, w_.qkv, width, w_.attended, size, thread_, threads_);
+        const AttentionStep& step = *group.attention;
+        const bool is_private = tokens_ <= kPrivateRows;
+        if (step.num_joins > 0 && is_private) {  // each thread for itself
+            attend_join(layer.attention, step, w_.qkv, width, own_joined_, size, 0, 1);
+        } else if (step.num_joins > 0) {
+            attend_join(layer.attention, step, w_.qkv, width, w_.attended, size, thread_, threads_);
             barrier_.wait();
         }
-        add_to_stream(
-            layer.output, [&](int64_t t) { return w_.attended + t * size; }, layer.after_attention);
+        const auto attended = [&](int64_t t) {
+            return (is_private && step.first_slots[t] != kDirect ? own_joined_ : w_.attended) + t * size;
+        };
+        add_to_stream(layer.output, attended, layer.after_attention);
     }
 
     // Norm and rotate the heads of one token.
@@ -204,7 +212,7 @@ class Runner {
     Barrier& barrier_;
     const RowKernels& rows_;
     const int thread_, threads_;
-    float* const scratch_;
+    float *const scratch_, *const own_joined_;
     char* const own_prepared_;
     int64_t tokens_ = 0;
 };

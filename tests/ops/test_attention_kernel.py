@@ -107,6 +107,36 @@ def test_the_number_of_threads_changes_no_bit(count: int, window: int | None, th
         assert torch.equal(rig.run([(row, start, end)], window), alone[at : at + end - start])
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)])
+@pytest.mark.parametrize("contexts", [(1,), (100,), (200,), (129, 640), (5, 128, 130), (300, 301, 302, 900)])
+@pytest.mark.parametrize("window", [None, 150])
+def test_a_few_decodes_are_dealt_out_by_positions_with_the_same_bits(
+    heads: tuple[int, int], contexts: tuple[int, ...], window: int | None, threads
+) -> None:
+    rig = Rig(torch.bfloat16, heads, rows=tuple((context, 1) for context in contexts))
+    rows = [(row, context - 1, context) for row, context in enumerate(contexts)]
+    threads(1)
+    alone = rig.run(rows, window)
+    for count in (2, 3, 7):
+        threads(count)
+        assert torch.equal(rig.run(rows, window), alone)
+
+
+def test_a_few_decodes_give_each_thread_about_as_many_positions(threads) -> None:
+    rig = Rig(torch.bfloat16, (9, 3), rows=((130, 1), (640, 1)))
+    threads(2)
+    backend = KernelAttention(rig.pool, rig.heads)
+    rig.attend(backend, [(0, 129, 130), (1, 639, 640)])
+    _, contexts, items, _, costs, _, _ = backend.plan._columns
+    loads = [0, 0]
+    for (row, _, first, end, low, high), cost in zip(items.tolist(), costs.tolist(), strict=False):
+        positions = min(end * PART, int(contexts[row])) - first * PART
+        loads[int(cost >= costs[-1] // 2)] += positions * (high - low)
+    assert sum(loads) == 3 * 770
+    assert abs(loads[0] - loads[1]) <= PART
+
+
 SHARED = ((100, 1), (200, 1), (400, 1), (401, 1), (500, 1), (520, 1), (520, 9), (600, 80))
 
 

@@ -5,7 +5,8 @@ Does not: compute attention, or write keys and values.
 Shapes: T tokens, N rows, I tiles or items, H query heads, K KV heads.
 Invariants: what is planned changes no bit of a token's result (csrc/attention_tile.h), only its speed. A tile is a run
 of tokens of one row; it is one item, or is cut by heads and parts until all threads have something to do. Decode rows
-whose tables agree in whole parts attend those parts as one item, which reads their keys and values once.
+whose tables agree in whole parts attend those parts as one item, which reads their keys and values once. The positions
+of a few decodes are dealt out evenly, each part with as many of its heads in one item as may be: they lie side by side.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ TAIL = 8  # kTail of csrc/attention.h
 DIRECT = np.iinfo(np.int64).min  # kDirect of csrc/attention.h
 ITEMS_PER_THREAD = 4  # how evenly work is shared; an item more costs about a microsecond
 MIN_PARTS = 4  # of an item: parts cut from a token are joined behind another barrier
+FEW = 4  # kPrivateRows of csrc/decoder_step.cpp: so few tokens are joined without a barrier
+MAX_ITEMS = 1 << 40  # of a thread, in the costs of a few decodes
 TURNING = 8  # what it costs to load a part, in query rows
 Ints = NDArray[np.int64]
 
@@ -73,13 +76,14 @@ class AttentionPlan:
         self.shared_parts = sum(end - first for _, first, end in shared)
         decodes = None
         if not shared and self._window is None and batch.num_decodes == batch.num_rows:
-            decodes = num_threads, ((batch.contexts + (PART - 1)) // PART).tobytes()
+            grain = PART if batch.num_rows > FEW else PART // 8  # a few are dealt out by positions
+            decodes = num_threads, ((batch.contexts + (grain - 1)) // grain).tobytes()
             if decodes == self._decodes:  # as many parts as last time: the same items
                 rows, _, *others = self._columns
                 self._describe(batch, self._num_items, self._num_joins, (rows, batch.contexts, *others))
                 return
         self._decodes = None
-        if shared or not self._begin_alike(batch, num_threads):
+        if shared or not (self._begin_alike(batch, num_threads) or self._begin_few(batch, num_threads)):
             self._begin(batch, num_threads, shared)
         self._decodes = decodes
 
@@ -115,6 +119,37 @@ class AttentionPlan:
         self._describe(batch, num_rows, 0, columns)
         return True
 
+    def _begin_few(self, batch: AttentionBatch, num_threads: int) -> bool:
+        """Plan a few decodes for several threads: each gets a run of positions; False for what is no such step."""
+        num_rows, heads = batch.num_rows, self._num_kv_heads
+        if num_rows > FEW or batch.num_decodes < num_rows or num_threads == 1 or self._group * heads > MAX_ROWS:
+            return False
+        lows_N = np.maximum(batch.contexts - (self._window or MAX_ITEMS), 0)
+        first_N, end_N = lows_N // PART, (batch.contexts + (PART - 1)) // PART
+        counts_N = end_N - first_N
+        row_P = np.repeat(np.arange(num_rows), counts_N)
+        part_P = np.arange(len(row_P)) - (np.cumsum(counts_N) - counts_N - first_N)[row_P]
+        sizes_P = np.minimum(part_P * PART + PART, batch.contexts[row_P]) - np.maximum(part_P * PART, lows_N[row_P])
+        sizes_U = np.repeat(sizes_P, heads)  # units: the heads of each part
+        ends_U = np.cumsum(sizes_U)
+        owner_U = np.minimum((2 * ends_U - sizes_U) * num_threads // (2 * int(ends_U[-1])), num_threads - 1)
+        units = zip(owner_U.tolist(), np.repeat(row_P, heads).tolist(), np.repeat(part_P, heads).tolist(), strict=True)
+        items, owners = _rectangles(list(units), heads)
+        whole_I = (items[:, 2] == first_N[items[:, 0]]) & (items[:, 3] == end_N[items[:, 0]])
+        joins = np.unique(items[~whole_I, 0])
+        slots = np.full(num_rows, DIRECT)
+        slots[joins] = np.cumsum(counts_N[joins]) - counts_N[joins] - first_N[joins]
+        self.num_parts = len(part_P)
+        self._need_slots(int(counts_N[joins].sum()))
+        costs = np.append(owners * MAX_ITEMS + np.arange(len(items)), num_threads * MAX_ITEMS)
+        order = np.arange(num_rows)
+        self._describe(batch, len(items), len(joins), (order, batch.contexts, items, order, costs, slots, joins))
+        return True
+
+    def _need_slots(self, count: int) -> None:
+        if self._partial.size < count * self._slot_floats:
+            self._partial = np.empty(count * self._slot_floats * 5 // 4, dtype=np.float32)
+
     def _describe(self, batch: AttentionBatch, num_items: int, num_joins: int, columns: tuple[Ints, ...]) -> None:
         """Fill the structure; the columns are kept because it has their addresses."""
         table_NM = batch.block_table_NM
@@ -145,8 +180,7 @@ class AttentionPlan:
         self.num_parts = int((items[:, 3] - items[:, 2]) @ (items[:, 5] - items[:, 4])) // self._num_kv_heads
         rows_I = items[:, 1] * self._group + TURNING
         np.cumsum(rows_I * (items[:, 3] - items[:, 2]) * (items[:, 5] - items[:, 4]), out=costs[1:])
-        if self._partial.size < num_slots * self._slot_floats:
-            self._partial = np.empty(num_slots * self._slot_floats * 5 // 4, dtype=np.float32)
+        self._need_slots(num_slots)
         columns = (rows_T, contexts_T, items, members, costs, first_slots_T, joins)
         self._describe(batch, len(items), len(joins), columns)
 
@@ -255,6 +289,27 @@ class AttentionPlan:
                     found.append((group, part, max(end, part + 1)))
                     waiting.append((group, max(end, part + 1)))
         return found
+
+
+def _rectangles(units: list[tuple[int, int, int]], heads: int) -> tuple[Ints, Ints]:
+    """Items [., 6] and their threads, from (thread, row, part) of each head of each part, in order."""
+    items: list[list[int]] = []
+    owners: list[int] = []
+    for index, (owner, row, part) in enumerate(units):
+        head = index % heads
+        last = items[-1] if items and owners[-1] == owner and items[-1][0] == row else None
+        if last is not None and last[3] == part + 1:
+            last[5] = head + 1
+        else:
+            items.append([row, 1, part, part + 1, head, head + 1])
+            owners.append(owner)
+        if head == heads - 1 and len(items) > 1 and owners[-2] == owner and items[-2][0] == row:
+            before, whole = items[-2], items[-1]
+            if before[4:] == whole[4:] == [0, heads]:  # parts of all heads go on
+                before[3] = part + 1
+                items.pop()
+                owners.pop()
+    return np.array(items, dtype=np.int64), np.array(owners, dtype=np.int64)
 
 
 def _cut(firsts_I: Ints, sizes_I: Ints, parts: tuple[Ints, Ints, Ints], heads: int, runs_I: Ints) -> Ints:
