@@ -52,7 +52,7 @@ async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[
     """
     body = await _read_body(request, limits)
     if len(body) > OFF_LOOP_BYTES:
-        return await parse_off_loop(lambda: check(parse_object(body, limits.json)))
+        return await parse_off_loop(lambda: check(parse_object(body, limits.json)), len(body))
     return check(parse_object(body, limits.json))
 
 

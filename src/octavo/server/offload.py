@@ -1,8 +1,9 @@
 """The threads on which large inputs are read, so that the event loop does not wait for them.
 
-Owns: how many there are. Does not: know what is read.
-Parsing keeps the interpreter's lock for up to 30 ms at a time (6 MB of escapes in one string), so one thread does it:
-the loop never waits for two such pieces in a row. Tokenizing releases the lock; two threads do it.
+Owns: how many there are, and lanes, so that what is long does not stand before what is short.
+Does not: know what is read.
+Parsing keeps the interpreter's lock for up to 30 ms at a time (6 MB of escapes in one string), so one thread does what
+is long: the loop never waits for two such pieces in a row. Tokenizing releases the lock.
 """
 
 from __future__ import annotations
@@ -13,16 +14,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
+LONG_BYTES = 512 * 1024  # of a body: a few milliseconds to parse
+LONG_CHARS = 64 * 1024  # of a text: a twentieth of a second to tokenize
 # No thread is started before its first work.
 _PARSING = ThreadPoolExecutor(1, thread_name_prefix="octavo-bodies")
+_PARSING_LONG = ThreadPoolExecutor(1, thread_name_prefix="octavo-long-bodies")
 _TOKENIZING = ThreadPoolExecutor(2, thread_name_prefix="octavo-prompts")
+_TOKENIZING_LONG = ThreadPoolExecutor(1, thread_name_prefix="octavo-long-prompts")
 
 
-async def parse_off_loop(work: Callable[[], T]) -> T:
+async def parse_off_loop(work: Callable[[], T], num_bytes: int) -> T:
     """Do work that keeps the interpreter's lock. A caller that is cancelled leaves it to end by itself."""
-    return await asyncio.get_running_loop().run_in_executor(_PARSING, work)
+    lane = _PARSING_LONG if num_bytes > LONG_BYTES else _PARSING
+    return await asyncio.get_running_loop().run_in_executor(lane, work)
 
 
-async def off_loop(work: Callable[[], T]) -> T:
+async def off_loop(work: Callable[[], T], num_characters: int = 0) -> T:
     """Do work that mostly releases the interpreter's lock. A caller that is cancelled leaves it to end by itself."""
-    return await asyncio.get_running_loop().run_in_executor(_TOKENIZING, work)
+    lane = _TOKENIZING_LONG if num_characters > LONG_CHARS else _TOKENIZING
+    return await asyncio.get_running_loop().run_in_executor(lane, work)

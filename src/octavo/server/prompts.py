@@ -122,17 +122,17 @@ class PromptReader:
             return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]  # type: ignore[arg-type]
 
         num_ids = sum(len(prompt) for prompt in prompts if isinstance(prompt, list))
-        return await self._run(texts, is_short=num_ids <= HERE_CHARS)
+        return await self._run(texts, num_ids)
 
     async def _encode(self, param: str, text: str, add_special_tokens: bool = True) -> list[int]:
         def encode() -> list[int]:
             self._check_size(param, len(text), text)
             return self._text.tokenizer.encode(text, add_special_tokens)
 
-        return await self._run(encode, is_short=len(text) <= HERE_CHARS)
+        return await self._run(encode, len(text))
 
-    async def _run(self, work: Callable[[], T], is_short: bool) -> T:
-        return work() if is_short else await off_loop(work)
+    async def _run(self, work: Callable[[], T], size: int) -> T:
+        return work() if size <= HERE_CHARS else await off_loop(work, size)
 
     def _check_size(self, param: str, num_characters: int, text: str | None = None) -> None:
         """Refuse a text that cannot fit, by its length or by the tokens of its first parts. Raises ApiError."""
