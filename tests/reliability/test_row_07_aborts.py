@@ -99,7 +99,7 @@ class AbortHarness(Harness):
 
 def test_row_07_aborts_in_any_state_leave_nothing_in_the_engine(score: Score) -> None:
     met: Counter[str] = Counter()
-    num_aborts = score.dose(1200, 10_000)
+    num_aborts = score.dose(800, 10_000)
     num_held = num_open = num_again = num_unanswered = 0
     threads = threading.active_count()
     for depth in (1, 2, 3):
@@ -143,7 +143,7 @@ def test_row_07_aborts_in_any_state_leave_nothing_in_the_engine(score: Score) ->
         met.update(scheduler.met)
     score.least("aborts", met["aborts"], num_aborts)
     score.tell("states met", ", ".join(f"{met[state]} {state}" for state in STATES))
-    score.count("states not met", sum(met[state] < 10 for state in STATES))
+    score.count("states not met", sum(met[state] < score.dose(1, 100) for state in STATES))
     score.count("aborts that changed something twice", num_again)
     score.count("requests without exactly one end", num_unanswered)
     score.count("blocks or swapped requests left", num_held)
