@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -18,6 +19,13 @@ QUICK = HttpLimits(
     head_timeout_s=0.3, body_timeout_s=0.3, body_grace_s=0.2, max_connections=8, max_pipelined=4, max_body_bytes=65_536
 )
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """One that outlives what each test does to it."""
+    with running(config=Config(), limits=QUICK) as made:
+        yield made
 
 
 def connect(server: Running) -> socket.socket:
@@ -73,8 +81,8 @@ CUT = {
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_row_29_what_does_not_end_is_cut(name: str) -> None:
-    with running(config=Config(), limits=QUICK) as server, connect(server) as sock:
+def test_row_29_what_does_not_end_is_cut(name: str, server: Running) -> None:
+    with connect(server) as sock:
         begun = time.monotonic()
         send(sock, CUT[name])
         received = rest(sock)
@@ -103,8 +111,8 @@ INVALID = {
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_row_29_what_is_no_http_is_refused(name: str) -> None:
-    with running(config=Config(), limits=QUICK) as server, connect(server) as sock:
+def test_row_29_what_is_no_http_is_refused(name: str, server: Running) -> None:
+    with connect(server) as sock:
         send(sock, INVALID[name])
         received = rest(sock)
         assert b" 200 " not in received.split(b"\r\n")[0] and b" 500 " not in received
