@@ -33,9 +33,10 @@ class Faults:
     struck: Counter[str] = field(default_factory=Counter)
 
     def hits(self, chance: float, name: str) -> bool:
-        has_hit = chance > 0.0 and self.rng.random() < chance
-        self.struck[name] += has_hit
-        return has_hit
+        if chance > 0.0 and self.rng.random() < chance:
+            self.struck[name] += 1
+            return True
+        return False
 
 
 def damage(plan: StepPlan, slots: dict[int, Slot], pool: FakePool, rng: random.Random) -> None:
