@@ -127,3 +127,20 @@ async def test_nobody_comes_back(tmp_path: Path) -> None:
         assert second.context.waiting.num_running == 0 and len(second.context.directory) == 0
     async with life(tmp_path / "j") as third:
         assert third.taken == (0, 0)
+
+
+async def test_of_two_runs_with_one_key_the_later_counts(tmp_path: Path) -> None:
+    """The record that the first was forgotten may be lost with the disk."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    async with life(tmp_path / "j") as first:
+        await first.whole(CHAT, body, key())
+        runs = first.context.runs
+        run = next(iter(runs._runs.values()))
+        number, run.number = run.number, None
+        runs._drop(run)  # without a record
+        await first.whole(CHAT, body, key())
+        assert runs.journal is not None and list(runs.journal.state.runs) == [number, 2]
+    async with life(tmp_path / "j") as second:
+        assert second.taken == (0, 1) and len(second.context.runs) == 1
+        assert second.context.runs.journal is not None
+        assert list(second.context.runs.journal.state.runs) == [2]

@@ -77,7 +77,11 @@ class Journal:
         self._disk = disk or Disk()
         self._now = now
         self._lock = lock_folder(folder)
-        found = recover(folder, model, Clock.now())
+        try:
+            found = recover(folder, model, Clock.now())
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(f"--journal {str(folder)!r} cannot be read ({error.strerror or error})") from None
         for warning in found.warnings:
             _log.warning("journal: %s", warning)
         self.state = found.state

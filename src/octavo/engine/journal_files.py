@@ -189,6 +189,9 @@ class Recovery:
 def recover(folder: Path, model: str, clock: Clock) -> Recovery:
     """Read every segment that counts. Raises OSError when the folder cannot be read."""
     result = Recovery()
+    for unfinished in folder.glob("journal-*.tmp"):
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
     segments = numbered(folder)
     contents: list[tuple[Path, Contents]] = []
     first = 0

@@ -233,7 +233,12 @@ class Runs:
     async def _wait_begun(self, run: Run) -> None:
         if run.revive is not None:
             revive, run.revive = run.revive, None
-            self.start(run, revive())
+            try:
+                begun = revive()
+            except BaseException:
+                self._drop(run)
+                raise
+            self.start(run, begun)
         await asyncio.shield(run.begun)
 
     def _read(self, run: Run, key: RetryKey) -> Replay:

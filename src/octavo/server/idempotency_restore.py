@@ -44,9 +44,11 @@ def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tu
     runs.start_sweeping()
     going: list[tuple[HeldRun, Form]] = []
     num_kept = 0
+    latest = {(held.began.tenant, held.began.key): held for held in journal.recovered}
     for held in journal.recovered:
         form = _form(held)
-        if form is None or not _is_worth_keeping(held):
+        is_latest = latest[held.began.tenant, held.began.key] is held  # a key may be used anew once it was forgotten
+        if form is None or not is_latest or not _is_worth_keeping(held):
             journal.forget(held.began.run)
         elif held.is_ended:
             runs.keep(_stored(context, held, form))

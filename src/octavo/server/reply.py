@@ -37,6 +37,10 @@ from octavo.server.shapes import Form, Identity, Shape
 from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
 from octavo.server.stream import EventStream
 
+RETRY_NOTE = (
+    "With a header `Idempotency-Key` the request runs once, however often it is asked for; `Last-Event-ID` beside it "
+    "continues a stream behind that event."
+)
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the logs and metrics of proxies call this
 
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from octavo.server.context import context_of
 from octavo.server.limits import read_json
 from octavo.server.params import read_params
-from octavo.server.reply import Task, reply, wants_usage
+from octavo.server.reply import RETRY_NOTE, Task, reply, wants_usage
 from octavo.server.schema import REFUSED_CHAT, ChatBody, field_notes, inline_schema, read_chat
 from octavo.server.shapes import Form
 
@@ -44,6 +44,6 @@ def add_routes(app: FastAPI) -> None:
         chat_completions,
         methods=["POST"],
         response_model=None,
-        description=f"Answer a conversation.\n\n{field_notes(REFUSED_CHAT)}",
+        description=f"Answer a conversation.\n\n{RETRY_NOTE}\n\n{field_notes(REFUSED_CHAT)}",
         openapi_extra={"requestBody": {"required": True, "content": content}},
     )

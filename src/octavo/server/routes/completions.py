@@ -11,7 +11,7 @@ from octavo.server.context import context_of
 from octavo.server.faults import bad_field
 from octavo.server.limits import read_json
 from octavo.server.params import read_params
-from octavo.server.reply import Task, reply, wants_usage
+from octavo.server.reply import RETRY_NOTE, Task, reply, wants_usage
 from octavo.server.schema import (
     MAX_ALLOWED_IDS,
     REFUSED_COMPLETION,
@@ -72,6 +72,8 @@ def add_routes(app: FastAPI) -> None:
         completions,
         methods=["POST"],
         response_model=None,
-        description=f"Go on with one or several texts, n choices each.\n\n{field_notes(REFUSED_COMPLETION)}",
+        description="\n\n".join(
+            ("Go on with one or several texts, n choices each.", RETRY_NOTE, field_notes(REFUSED_COMPLETION))
+        ),
         openapi_extra={"requestBody": {"required": True, "content": content}},
     )
