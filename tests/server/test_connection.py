@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import resource
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from octavo.config import Config
+from octavo.server.connection import bounded
 from octavo.server.limits import HttpLimits
 from tests.server.test_run import Running, running
 
@@ -184,3 +186,9 @@ def test_when_all_places_are_at_work_the_next_connection_is_told_to_come_later()
         for thread in threads:
             thread.join(5)
         assert is_served(server)
+
+
+def test_connections_leave_files_to_the_rest_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_files, most in ((1024, 768), (256, 128), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, num=num_files: (num, num))
+        assert bounded(HttpLimits(), print).limits.max_connections == most

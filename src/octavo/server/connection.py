@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,6 +25,7 @@ CUT = "octavo.cut"  # in a request's scope: ends an answer that its client does 
 LINGER_S = 5.0  # that a closed connection's client gets to read what is left
 _OVERHEAD = 8  # bytes around a body for each byte of it: one-byte chunks have five
 _UNREAD_BYTES = 1 << 20  # beyond the largest body, before a connection that sends on is cut
+_OTHER_FILES = 256  # sockets of the engine, pipes, model files
 _PHRASES = {400: b"Bad Request", 503: b"Service Unavailable"}
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.ERROR)  # the library warns of every malformed request, so anybody could fill a log
@@ -191,5 +194,12 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def bounded(limits: HttpLimits, note: Callable[[str], None]) -> type[BoundedConnection]:
-    """The class of one server's connections. `note` is told why a connection was refused or cut."""
+    """The class of one server's connections. `note` is told why a connection was refused or cut.
+
+    There are never more of them than leave files to the process for everything else.
+    """
+    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if num_files != resource.RLIM_INFINITY:
+        most = max(num_files - _OTHER_FILES, num_files // 2)
+        limits = replace(limits, max_connections=min(limits.max_connections, most))
     return type("Connection", (BoundedConnection,), {"limits": limits, "places": {}, "note": staticmethod(note)})
