@@ -109,6 +109,27 @@ def test_bits_do_not_depend_on_threads(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
 
 
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_decodes_cut_over_threads_have_the_same_bits(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few decodes are joined by each thread for itself, more of them together."""
+    folder = make_tiny_model("smollm2", tmp_path, head_dim=32)
+    found = []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(NativeDecoder, "_threads", lambda self, threads=threads: threads)
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        probe = Probe(folder, "native")
+        for slot in range(number):
+            probe.add(slot, make_prompt(190 + slot, slot))
+            probe.prefill(slot, 190 + slot, 64)
+        for slot in range(number):
+            probe.row(slot, 189 + slot, 1, ROW_SAMPLE)
+        probe.run()
+        found.append(probe.logits)
+    assert all(torch.equal(other, found[0]) for other in found[1:])
+
+
 def test_bits_do_not_depend_on_the_block_size(tmp_path: Path) -> None:
     folder = make_tiny_model("qwen3", tmp_path)
     found = []
