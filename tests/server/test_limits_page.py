@@ -24,6 +24,7 @@ HTTP = {
     "body_timeout_s": "seconds for a body",
     "body_grace_s": "seconds more until its connection is cut",
     "stall_timeout_s": "seconds that a client may not read a stream",
+    "max_unread_bytes": "bytes of a stream that may wait for its reader, beside its connection's buffer of 64 KB",
     "keep_alive_s": "seconds between keep-alive comments",
 }
 JSON = {

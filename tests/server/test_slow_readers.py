@@ -107,8 +107,8 @@ async def test_what_waits_for_a_reader_is_bounded_in_bytes_too(monkeypatch: pyte
         await reading
         return bool(done)
 
-    assert await cut_after(stream.MAX_UNREAD_BYTES + 1)
-    assert not await cut_after(stream.MAX_UNREAD_BYTES)
+    assert await cut_after(harness.limits.max_unread_bytes + 1)
+    assert not await cut_after(harness.limits.max_unread_bytes)
 
 
 def test_a_whole_answer_that_nobody_reads_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:

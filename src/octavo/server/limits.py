@@ -27,6 +27,7 @@ class HttpLimits:
 
     `max_header_bytes` get an answer (431); a head of more than `max_head_bytes` is cut. The application answers a slow
     body after `body_timeout_s`; a connection whose body nobody reads is cut `body_grace_s` later.
+    A client that does not read its stream is cut after `stall_timeout_s`, or once `max_unread_bytes` wait for it.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -42,6 +43,7 @@ class HttpLimits:
     body_timeout_s: float = 30.0
     body_grace_s: float = 5.0
     stall_timeout_s: float = 30.0
+    max_unread_bytes: int = 128 * 1024
     keep_alive_s: float = 10.0
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 LOOK_S = 0.25  # while a client does not read
-MAX_UNREAD_BYTES = 128 * 1024  # that may wait for it beside the connection's buffer
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _log = logging.getLogger(__name__)
 
@@ -150,7 +149,7 @@ class EventStream(Response):
                 return
             except TimeoutError:
                 stalled_s += look_s
-            if stalled_s >= self._limits.stall_timeout_s or self._source.unread_bytes > MAX_UNREAD_BYTES:
+            if stalled_s >= self._limits.stall_timeout_s or self._source.unread_bytes > self._limits.max_unread_bytes:
                 raise SlowReaderError
 
     async def _keep_alive(self, send: Send) -> None:
