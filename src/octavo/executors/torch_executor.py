@@ -9,8 +9,7 @@ that raised leaves nothing that sending its sequences again does not mend.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -132,8 +131,11 @@ class TorchExecutor:
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Run the plan (CPU) or launch it (CUDA). Raises whatever goes wrong; the step then produced nothing."""
-        with _memory_errors(self._device):
+        try:
             return self._run(plan)
+        except RuntimeError as error:
+            _raise_if_memory(error, self._device)
+            raise
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> Ticket:
@@ -208,8 +210,11 @@ class TorchExecutor:
         """Fetch the ticket's result, waiting for the device."""
         assert isinstance(ticket, tuple), "a ticket comes from submit"
         outputs, clock = ticket
-        with _memory_errors(self._device):
+        try:
             result: StepResult = outputs.result()
+        except RuntimeError as error:
+            _raise_if_memory(error, self._device)
+            raise
         result.timings = clock.timings
         return result
 
@@ -225,14 +230,9 @@ class TorchExecutor:
         return self._decoder
 
 
-@contextmanager
-def _memory_errors(device: torch.device) -> Iterator[None]:
+def _raise_if_memory(error: RuntimeError, device: torch.device) -> None:
     """Raise torch's ways to be out of memory as MemoryError, which the engine answers with smaller steps."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in _NO_MEMORY):
-            raise
+    if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _NO_MEMORY):
         if device.type == "cuda":
             torch.cuda.empty_cache()
         raise MemoryError(str(error).splitlines()[0]) from None
