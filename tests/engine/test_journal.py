@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -401,6 +402,36 @@ def test_R21_a_disk_that_is_full_at_the_start_is_no_reason_not_to_serve(tmp_path
     last = reopened(tmp_path)
     assert list(contents(last)) == ["a"], "the segments of the life before are still there"
     last.close()
+
+
+async def test_who_comes_while_a_sync_runs_waits_for_it(tmp_path: Path) -> None:
+    """What it holds may have been written before that sync began, and is not durable before it ended."""
+
+    class SlowDisk(FailingDisk):
+        def sync(self, fd: int) -> None:
+            running.set()
+            assert go.wait(5)
+            super().sync(fd)
+
+    running, go = threading.Event(), threading.Event()
+    go.set()
+    journal = Journal(tmp_path, "m", is_synced=True, disk=SlowDisk())
+    go.clear()
+    running.clear()
+    start(journal, "a", "1")
+    start(journal, "b", "2")
+    first = asyncio.create_task(journal.synced())
+    while not running.is_set():
+        await asyncio.sleep(0.001)
+    second = asyncio.create_task(journal.synced())
+    start(journal, "c", "3")
+    third = asyncio.create_task(journal.synced())
+    await asyncio.sleep(0.02)
+    assert not first.done() and not second.done() and not third.done()
+    go.set()
+    await asyncio.wait_for(asyncio.gather(first, second, third), 5)
+    assert journal._num_durable == journal._num_written
+    journal.close()
 
 
 async def test_group_sync_makes_all_who_wait_durable_with_few_syncs(tmp_path: Path) -> None:

@@ -21,7 +21,16 @@ from pathlib import Path
 from octavo.config import Config
 from octavo.core.request import Request
 from octavo.engine.delivery import Delivery
-from octavo.engine.journal_files import Clock, Disk, Segment, lock_folder, recover, segment_path, write_snapshot
+from octavo.engine.journal_files import (
+    Clock,
+    Disk,
+    Segment,
+    lock_folder,
+    recover,
+    segment_path,
+    sync_folder,
+    write_snapshot,
+)
 from octavo.engine.journal_records import (
     VERSION,
     Began,
@@ -95,7 +104,9 @@ class Journal:
         self._segment: Segment | None = None
         self._num_bytes = 0  # in all segments that count
         self._retry_at = 0.0
-        self._is_dirty = False
+        self._num_written = self._num_durable = 0  # records
+        self._is_syncing = False
+        self._syncs = asyncio.Lock()  # of one segment before those of the next
         self._waiters: list[asyncio.Future[None]] = []
         self._synced_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -175,13 +186,14 @@ class Journal:
 
     async def synced(self) -> None:
         """Wait until what was written so far is as durable as promised."""
-        if not self._is_synced or self._segment is None or not self._is_dirty:
-            return
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        if len(self._waiters) == 1:
-            self._spawn(self._sync_group())
-        await waiter
+        target = self._num_written
+        while self._is_synced and self._segment is not None and self._num_durable < target:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            if not self._is_syncing:
+                self._is_syncing = True
+                self._spawn(self._sync_group())
+            await waiter
 
     def tick(self) -> None:
         """Look after it, about once a second: take a failed disk up again, compact."""
@@ -237,7 +249,7 @@ class Journal:
             self._suspend(error)
             return
         self._num_bytes += len(data)
-        self._is_dirty = True
+        self._num_written += 1
 
     def _suspend(self, error: OSError) -> None:
         """Go on without the disk; tick() tries again."""
@@ -259,27 +271,32 @@ class Journal:
     def _release(self) -> None:
         """Nobody waits for a sync that will not come."""
         waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        _wake(waiters)
 
     async def _sync_group(self) -> None:
         """One sync for everybody who waits, and again while somebody does."""
-        while self._waiters and self._segment is not None:
-            await asyncio.sleep(max(0.0, self._synced_at + SYNC_S - self._now()))
-            segment, waiters, self._waiters = self._segment, self._waiters, []
-            self._is_dirty = False
-            try:
-                if segment is not None:
-                    await asyncio.to_thread(segment.sync)
-            except OSError as error:
-                if self._segment is segment:
-                    self._suspend(error)
-            finally:
+        try:
+            while self._waiters and self._segment is not None:
+                await asyncio.sleep(max(0.0, self._synced_at + SYNC_S - self._now()))
+                async with self._syncs:
+                    await self._sync()
                 self._synced_at = self._now()
-                for waiter in waiters:
-                    if not waiter.done():
-                        waiter.set_result(None)
+        finally:
+            self._is_syncing = False
+            self._release()
+
+    async def _sync(self) -> None:
+        segment, num_written = self._segment, self._num_written
+        waiters, self._waiters = self._waiters, []
+        try:
+            if segment is not None:
+                await asyncio.to_thread(segment.sync)
+                self._num_durable = num_written
+        except OSError as error:
+            if self._segment is segment:
+                self._suspend(error)
+        finally:
+            _wake(waiters)
 
     def _fresh(self) -> tuple[Head, Segment]:
         """The head of the next snapshot, and the segment behind it, which takes all records from now on."""
@@ -311,21 +328,24 @@ class Journal:
     async def _renew(self) -> None:
         """Write what is held as a snapshot, beside the running requests; older segments then go."""
         self._is_renewing = True
-        was_suspended, old = self.trouble is not None, self._segment
+        was_suspended, is_settled = self.trouble is not None, True
         segment: Segment | None = None
         try:
-            head, segment = self._fresh()
-            # From here to the next await nothing changes, so the copies and the new segment meet without a gap.
-            runs = [run if run.is_ended else run.copied() for run in self.state.runs.values()]
-            self._segment, self._is_dirty = segment, True
-            if old is not None:
-                await asyncio.to_thread(_sync_and_close, old)
+            async with self._syncs:
+                head, segment = self._fresh()
+                # From here to the next await nothing changes, so the copies and the new segment meet without a gap.
+                runs = [run if run.is_ended else run.copied() for run in self.state.runs.values()]
+                old, self._segment, is_settled = self._segment, segment, False
+                await asyncio.to_thread(_settle, self.folder, old)
+                is_settled = True
             size = await asyncio.to_thread(write_snapshot, self.folder, head, _records(runs), self._disk)
         except OSError as error:
             self._retry_at = self._now() + RETRY_S
             if was_suspended:
                 self._suspend(error)
                 _discard(segment)
+            elif not is_settled:
+                self._suspend(error)
             else:  # the segments that there are still tell all
                 _log.warning("journal: not compacted, %s: %s", self.folder, error.strerror or error)
             return
@@ -348,11 +368,20 @@ def _records(runs: Iterable[HeldRun]) -> Iterable[Record]:
     return (record for run in runs for record in run.records())
 
 
-def _sync_and_close(segment: Segment) -> None:
-    try:
-        segment.sync()
-    finally:
-        segment.close()
+def _settle(folder: Path, old: Segment | None) -> None:
+    """Make durable what was written before a new segment, and the new one's name."""
+    if old is not None:
+        try:
+            old.sync()
+        finally:
+            old.close()
+    sync_folder(folder)
+
+
+def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
 
 
 def _discard(segment: Segment | None) -> None:
