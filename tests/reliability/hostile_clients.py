@@ -17,7 +17,7 @@ from typing import Any
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 PATH = "/v1/chat/completions"
-PAUSE_S = 0.3  # of one that was cut, before it comes again
+PAUSE_S = 1.0  # of one that was cut, before it comes again: the limits are looked at here, not who has more cores
 Attack = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
@@ -84,7 +84,7 @@ async def _flood(writer: asyncio.StreamWriter, first: bytes, piece: bytes) -> No
     while True:
         writer.write(piece)
         await writer.drain()
-        await asyncio.sleep(0.05)  # hostile, but one of many
+        await asyncio.sleep(0.25)  # hostile, but one of many
 
 
 ATTACKS: list[Attack] = [

@@ -25,6 +25,7 @@ CUT = "octavo.cut"  # in a request's scope: ends an answer that its client does 
 LINGER_S = 5.0  # that a closed connection's client gets to read what is left
 _OVERHEAD = 8  # bytes around a body for each byte of it: one-byte chunks have five
 _UNREAD_BYTES = 1 << 20  # beyond the largest body, before a connection that sends on is cut
+_HEADERS = 4  # times as many as get an answer, before a connection is cut; trailers count too
 _OTHER_FILES = 256  # sockets of the engine, pipes, model files
 _PHRASES = {400: b"Bad Request", 503: b"Service Unavailable"}
 _log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._writing: asyncio.TimerHandle | None = None
         self._body_bytes = 0  # of this message
         self._other_bytes = 0  # of this message: all that is not its body
+        self._num_headers = 0  # of this message, trailers included
         self._fed_bytes = 0  # of bodies, in this reading
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -73,8 +75,15 @@ class BoundedConnection(HttpToolsProtocol):
             self._expect_head()
         if self._is_answering:
             self.places.pop(self, None)
-        self._body_bytes = self._other_bytes = 0
+        self._body_bytes = self._other_bytes = self._num_headers = 0
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count it: each costs time, however short."""
+        self._num_headers += 1
+        if self._num_headers > _HEADERS * self.limits.max_headers:
+            raise ValueError("too many headers")  # stops the parser; answered like any malformed request
+        super().on_header(name, value)
         self.scope[CUT] = self.cut_answer  # type: ignore[literal-required]
 
     def on_headers_complete(self) -> None:

@@ -39,7 +39,7 @@ class HttpLimits:
     max_head_bytes: int = 64 * 1024
     head_timeout_s: float = 10.0
     max_connections: int = 1024
-    max_pipelined: int = 16
+    max_pipelined: int = 4
     body_timeout_s: float = 30.0
     body_grace_s: float = 5.0
     stall_timeout_s: float = 30.0
