@@ -108,7 +108,9 @@ async def test_row_15_bombs_are_refused_or_killed_in_time(score: Score) -> None:
         times, beside, refusals = [], [], 0
         chats_alone, chats_beside = [await _chat(harness)], [await _chat(harness)]
         for job, argument in _bombs(count):
-            chats_alone += [await _chat(harness) for _ in range(3)]
+            for number in range(3):  # with a small job before each, as beside the bomb
+                await _good(tool, number)
+                chats_alone.append(await _chat(harness))
             begun = time.perf_counter()
             bomb = asyncio.create_task(tool.run(job, argument))
             while not bomb.done():
