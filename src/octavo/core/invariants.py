@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from octavo.core.kv.matching import NO_BLOCK
 from octavo.core.kv.pool import BlockPool
-from octavo.core.request import MAX_RETURNS, RequestState, Sequence, Status
+from octavo.core.request import RequestState, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.core.state import State
 from octavo.errors import InvariantError
@@ -86,8 +86,6 @@ def _check_requests(state: State) -> None:
     _require(
         sum(entry.is_swapped for entry in waiting) == state.num_swapped, f"{state.num_swapped} swapped are counted"
     )
-    guarded = sum(entry.num_preemptions >= MAX_RETURNS for entry in running)
-    _require(guarded == state.num_guarded, f"{guarded} run that must not go again, {state.num_guarded} are counted")
     ranks = [entry.rank for entry in running]
     _require(ranks == sorted(ranks), "the running list is out of order")
     for entry in (*waiting, *running):

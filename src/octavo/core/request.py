@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["FinishReason", "Request", "RequestState", "SamplingParams", "Sequence", "Span", "Status", "Want"]
 
 
-MAX_RETURNS = 3  # preemptions after which a request comes back only for good (see room.growth)
+MAX_RETURNS = 3  # preemptions after which a request is the last to go (see policy.Judge.victim_rank, room.growth)
 
 
 class FinishReason(IntEnum):

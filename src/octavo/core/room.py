@@ -45,22 +45,16 @@ def num_swapped_blocks(cache: KVCache, request: RequestState, growth: int) -> li
 
 
 def growth(state: State, request: RequestState, group: int) -> int:
-    """Blocks of a group by which those running must be able to grow before a request comes in.
+    """Blocks of a group by which those running must be able to grow before a request that was preempted comes back.
 
-    A block each if it was preempted, and two after the second time, or it would be preempted again at once. Where it,
-    or one that runs, was preempted MAX_RETURNS times: all that they and it may still come to need, so that none of
-    them has to go for another.
+    A block each, and two after the second time, or it would be preempted again at once; after MAX_RETURNS times also
+    all that it may still come to need itself: it is to go no more.
     """
-    if request.num_preemptions < MAX_RETURNS and not state.num_guarded:
-        return min(request.num_preemptions, 2) * state.sequence_budget.used
-    cache = state.cache
-    rest = sum(
-        max(0, cache.peak_blocks(sequence.limit)[group] - cache.held_blocks(sequence)[group])
-        for entry in state.running.requests
-        for sequence in entry.sequences
-    )
-    own = [(cache.peak_blocks(one.limit), cache.peak_blocks(one.num_known)) for one in request.sequences]
-    return rest + sum(most[group] - now[group] for most, now in own)
+    blocks = min(request.num_preemptions, 2) * state.sequence_budget.used
+    if request.num_preemptions < MAX_RETURNS:
+        return blocks
+    peaks = state.cache.peak_blocks
+    return blocks + sum(peaks(one.limit)[group] - peaks(one.num_known)[group] for one in request.sequences)
 
 
 def still_lacks(planner: Planner, request: RequestState, lack: Lack) -> bool:

@@ -23,7 +23,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
 from octavo.core.policy import Judge, create_policy
 from octavo.core.queues import Deadlines, RunningList, WaitingQueue, rerank
-from octavo.core.request import MAX_RETURNS, FinishReason, RequestState, Sequence, Status
+from octavo.core.request import FinishReason, RequestState, Sequence, Status
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class State:
     __slots__ = (
         "adapters", "announced", "cache", "composition", "deadlines", "encoder", "ended", "events", "finished_ids",
         "flight", "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining", "is_paused", "judge",
-        "limits", "next_order", "num_guarded", "num_swapped", "overdue", "partial_budget", "policy",
+        "limits", "next_order", "num_swapped", "overdue", "partial_budget", "policy",
         "preempted_ids", "read_budget", "requests", "running", "sequence_budget", "slot_owner", "step",
         "swapped_now", "table_edits", "token_budget", "totals", "waiting",
     )  # fmt: skip
@@ -105,7 +105,6 @@ class State:
         self.table_edits: array[int] = array("i")
         self.swapped_now: list[RequestState] = []  # by the plan in the making
         self.num_swapped = 0  # requests on the host
-        self.num_guarded = 0  # running requests that were preempted as often as any should be
         self.finished_ids: list[str] = []
         self.preempted_ids: list[str] = []
         self.ended: list[RequestState] = []  # of which the policy has not been told yet
@@ -219,7 +218,6 @@ class State:
         for sequence, slot in zip(request.sequences, slots, strict=False):
             self.seat(sequence, slot)
         request.spare_slots = slots[len(request.sequences) :]
-        self.num_guarded += request.num_preemptions >= MAX_RETURNS
         rerank(request, self.judge)
         self.running.add(request)
 
@@ -311,7 +309,6 @@ class State:
 
     def _leave_running(self, request: RequestState) -> None:
         self.running.remove(request)
-        self.num_guarded -= request.num_preemptions >= MAX_RETURNS
         for gate in self.gates:
             gate.give_back(request)
         for sequence in request.sequences:

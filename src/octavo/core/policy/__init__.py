@@ -19,7 +19,7 @@ from octavo.core.policy.prefill_first import PrefillFirst
 from octavo.core.policy.prefix_affinity import PrefixAffinity
 from octavo.core.policy.priority import Priority
 from octavo.core.policy.shortest_prefill import ShortestPrefill
-from octavo.core.request import RequestState
+from octavo.core.request import MAX_RETURNS, RequestState
 from octavo.errors import ConfigError
 
 __all__ = ["POLICIES", "Judge", "Policy", "create_policy", "find_policy", "register_policy"]
@@ -27,7 +27,6 @@ __all__ = ["POLICIES", "Judge", "Policy", "create_policy", "find_policy", "regis
 _BUILT_IN: tuple[type[Policy], ...] = (
     Fcfs, Fifo, PrefillFirst, Priority, Fair, Deadline, ShortestPrefill, PrefixAffinity,
 )  # fmt: skip
-MAX_PREEMPTIONS = 16  # of one request by a policy that names victims itself
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _BUILT_IN}
 
 
@@ -93,7 +92,7 @@ class Judge:
 
     `headroom`, `skip_ahead`, `preempt_on_arrival`, `lookahead` and `tracks_service` are the policy's as it was made.
     Victims that a policy names may take turns forever, each losing its work to the other. So a request that was
-    preempted MAX_PREEMPTIONS times comes after all others as a victim, and among its like the latest arrival goes:
+    preempted MAX_RETURNS times comes after all others as a victim, and among its like the latest arrival goes:
     whoever came first of these is never preempted again, and ends.
     """
 
@@ -127,10 +126,10 @@ class Judge:
 
     def victim_rank(self, request: RequestState) -> tuple[tuple[float, ...], int]:
         """Order of preemption, total: the greatest goes first."""
-        if not self.names_victims:
-            return (), request.order
-        if request.num_preemptions >= MAX_PREEMPTIONS:
+        if request.num_preemptions >= MAX_RETURNS:
             return (0.0,), request.order
+        if not self.names_victims:
+            return (1.0,), request.order
         return (1.0, *self._key("victim_key", request)), request.order
 
     def preference(self, request: RequestState, cached_tokens: int) -> tuple[tuple[float, ...], int]:
