@@ -22,6 +22,7 @@ from octavo.tool import wire
 from octavo.tool.jobs import JOBS, Job, do, warm_up
 
 _PR_SET_PDEATHSIG = 1
+NICENESS = 5  # a third of the share of a process that answers: a job that spins takes little from the others
 SPARE_S = 2.0  # beyond a job's limit, before the process ends itself: the parent is to be first
 
 
@@ -35,6 +36,7 @@ def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> 
     os.dup2(2, 1)  # what prints goes to the log, not among the frames
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's signals are the parent's to handle
     _end_with_parent()
+    os.nice(NICENESS)
     warm_up()
     _set_limits(args.memory_bytes, answers.fileno() + 1)
     _send(answers, wire.Ready(wire.VERSION))
