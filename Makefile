@@ -4,7 +4,7 @@
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 MODEL ?= smollm2
-PROMPT ?= What is the capital of France?
+PROMPT ?= Why is the sky blue?
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 
