@@ -5,6 +5,7 @@ for milliseconds, and tokenizers warns after a fork.
 """
 
 import os
+import signal
 import tempfile
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -16,3 +17,7 @@ _CACHE = tempfile.TemporaryDirectory(prefix="octavo-weights-")  # removed when t
 os.environ["OCTAVO_CACHE_DIR"] = _CACHE.name
 _RUN = tempfile.TemporaryDirectory(prefix="octavo-run-")
 os.environ["OCTAVO_RUN_DIR"] = _RUN.name
+
+# A run in the background, or under nohup, ignores these, and so would every process that tests start and signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -326,8 +326,9 @@ def test_row_19_steps_without_memory_are_halved_and_grow_again() -> None:
         assert all(harness.inbox(r.request_id).ids == expected(r) for r in requests)
         assert harness.scheduler.statistics().num_failed_steps <= 12
         executor.fail = None
-        harness.submit_all([make_request(f"s{i}", max_tokens=100) for i in range(8)])
-        harness.ends()
+        for turn in range(8):  # each failure before doubled the steps that it takes
+            harness.submit_all([make_request(f"s{turn}-{i}", max_tokens=100) for i in range(8)])
+            harness.ends()
         assert harness.ask(harness.loop.statistics)["loop"]["max_step_tokens"] is None
 
 

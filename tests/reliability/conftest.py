@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from tools.behaviours import rows_of
 
-from tests.reliability.scorecard import Figure, Score
+from tests.reliability.scorecard import Figure, Score, figures_in_file
 
 _FIGURES: list[Figure] = []
 
@@ -20,10 +20,11 @@ def score(request: pytest.FixtureRequest) -> Iterator[Score]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print every figure."""
-    if _FIGURES:
+    """Print every figure: of this process, or of all that wrote to the file."""
+    figures = figures_in_file() or _FIGURES
+    if figures:
         terminalreporter.section("reliability")
-        for figure in _FIGURES:
+        for figure in sorted(figures, key=lambda figure: figure.row):
             mark = {True: "ok", False: "NOT", None: ""}[figure.holds]
             goal = f" ({figure.goal})" if figure.goal else ""
             terminalreporter.write_line(f"{figure.row} {figure.name}: {figure.value}{goal} {mark}".rstrip())

@@ -28,6 +28,13 @@ class Figure:
     holds: bool | None
 
 
+def figures_in_file() -> list[Figure]:
+    """Those written so far, by every process of this run; none where no file was named."""
+    if _FILE is None or not Path(_FILE).exists():
+        return []
+    return [Figure(**json.loads(line)) for line in Path(_FILE).read_text(encoding="utf-8").splitlines()]
+
+
 class Score:
     """The figures of one test; `rows` are those that its name claims."""
 
