@@ -49,7 +49,7 @@ lint: setup
 # Two processes: most of the time goes into waiting and starting, and few machines have one core.
 test: lint
 	rm -f $(QUICK_FIGURES)
-	OCTAVO_SCORECARD=$(QUICK_FIGURES) $(ONE_THREAD) $(PYTHON) -m pytest -q -n 2 --dist loadfile -m 'not slow' --durations=10 $(PYTEST_FLAGS)
+	SCORECARD_FILE=$(QUICK_FIGURES) $(ONE_THREAD) $(PYTHON) -m pytest -q -n 2 --dist loadfile -m 'not slow' --durations=10 $(PYTEST_FLAGS)
 
 test-all: lint
 	$(ONE_THREAD) $(PYTHON) -m pytest -q --durations=20 $(PYTEST_FLAGS)
@@ -57,7 +57,7 @@ test-all: lint
 # Every row of the reliability scorecard in its whole dose; writes docs/reliability.md.
 reliability: setup
 	rm -f $(FIGURES)
-	OCTAVO_RELIABILITY=1 OCTAVO_SCORECARD=$(FIGURES) $(ONE_THREAD) $(PYTHON) -m pytest -q --timeout 1800 tests/reliability $(PYTEST_FLAGS); \
+	RELIABILITY=1 SCORECARD_FILE=$(FIGURES) $(ONE_THREAD) $(PYTHON) -m pytest -q --timeout 1800 tests/reliability $(PYTEST_FLAGS); \
 		status=$$?; $(PYTHON) tools/reliability.py $(FIGURES) "$$(nproc) cores, $$(uname -m), $$(date -u +%F)."; exit $$status
 
 docs: setup

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +21,10 @@ from octavo.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv(servers.RUN_DIR, str(tmp_path / "run"))
-    yield tmp_path / "run"
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="octavo-") as short:  # pytest's are too long for a socket
+        monkeypatch.setenv(servers.RUN_DIR, str(Path(short) / "run"))
+        yield Path(short) / "run"
 
 
 def record(url: str = "http://127.0.0.1:1", begun: float = 1.0, admin: str = "/none/admin.sock") -> Record:
@@ -62,12 +64,12 @@ def test_what_a_killed_process_left_is_removed() -> None:
     assert not home.scratch.exists()
 
 
-def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_used_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(servers.RUN_DIR, str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=servers.RUN_DIR), own_home():
         pass
-    monkeypatch.setenv(servers.RUN_DIR, str(tmp_path / "run"))
+    monkeypatch.setenv(servers.RUN_DIR, str(folder))
     with own_home() as home:
         assert home.admin_path(None).parent == home.path
         with pytest.raises(ConfigError, match="--admin-socket"):

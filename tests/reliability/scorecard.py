@@ -1,7 +1,7 @@
 """What a row of the reliability scorecard measured: figures, their goals, and whether they hold.
 
 Owns: the figures of one test, judging them, one line of JSON each. Does not: know any row.
-Counts and bytes are always judged. Times are judged under `make reliability` (OCTAVO_RELIABILITY=1) only: on a shared
+Counts and bytes are always judged. Times are judged under `make reliability` (RELIABILITY=1) only: on a shared
 machine they say more of the neighbours.
 """
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-IS_WHOLE = os.environ.get("OCTAVO_RELIABILITY") == "1"
-_FILE = os.environ.get("OCTAVO_SCORECARD")  # lines of JSON are added to this file
+IS_WHOLE = os.environ.get("RELIABILITY") == "1"
+_FILE = os.environ.get("SCORECARD_FILE")  # lines of JSON are added to this file
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ async def drain(server: FakeServer, num_signals: int) -> tuple[list[Seen], float
             asyncio.create_task(ask(client, number, LONG if number % 2 else SHORT, is_stream=number % 4 < 3))
             for number in range(24)
         ]
-        while server.status()["engine"]["open_requests"] < 24:
+        while server.status()["engine"]["open_requests"] + sum(task.done() for task in tasks) < 24:
             await asyncio.sleep(POLL_S)
         server.process.send_signal(signal.SIGTERM)
         seconds = await unready_after(client)

@@ -1,6 +1,6 @@
 """Row 31: a soak with a fault every ten seconds: nothing is lost, and nothing grows.
 
-60 seconds by default; OCTAVO_SOAK_S sets another time, up to half an hour (1800).
+60 seconds by default; SOAK_S sets another time, up to half an hour (1800).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.fake_server import FakeServer
 from tests.reliability.scorecard import Score
 from tests.tiny_models import make_tiny_model
 
-SOAK_S = min(1800.0, float(os.environ.get("OCTAVO_SOAK_S", "60")))
+SOAK_S = min(1800.0, float(os.environ.get("SOAK_S", "60")))
 WARM_UP_S = 8.0  # with a fault of each kind, so that what is made once is there before anything is counted
 FAULT_S = 10.0
 SETTLED_S = 20.0
