@@ -82,7 +82,12 @@ def search(package: Path, limits: dict[str, Any] | str, first: int, end: int) ->
         command = [sys.executable, "-c", ARRANGED, *limits.split()]
     else:
         command = [sys.executable, "-c", SEARCH, json.dumps(limits), str(first), str(end)]
-    environment = {"PYTHONPATH": f"{package}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        "PYTHONPATH": f"{package}:{ROOT}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",
+    }
     return subprocess.run(
         command, cwd=package, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
