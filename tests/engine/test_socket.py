@@ -102,6 +102,25 @@ async def test_requests_run_end_to_end() -> None:
         assert len(client.channels.ledger) == 0
 
 
+def test_who_sees_the_socket_can_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that polls for the file came between bind and listen once, and was refused."""
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
+        path = Path(folder) / "engine.sock"
+        listens = socket.socket.listen
+        seen: list[bool] = []
+
+        def watched(self: socket.socket, *args: int) -> None:
+            seen.append(path.exists())
+            listens(self, *args)
+
+        monkeypatch.setattr(socket.socket, "listen", watched)
+        server = EngineServer(path, 1)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+        assert seen == [False]
+        server._listener.close()
+
+
 async def test_refusals_keep_their_class() -> None:
     async with connected() as (client, _):
         with pytest.raises(AdmissionError, match="128") as caught:

@@ -47,8 +47,10 @@ class EngineServer:
         self.dropped = Dropped()
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(path))
+        early = path.with_name(f"{path.name}~")  # whoever sees the name may connect: it comes after listening
+        self._listener.bind(str(early))
         self._listener.listen(1)
+        early.rename(path)
         self._connection: socket.socket | None = None
         self._condition = threading.Condition()
         self._outgoing: deque[wire.FromEngine | Delivery | None] = deque()  # None ends the writer
