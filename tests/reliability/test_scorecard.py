@@ -7,6 +7,12 @@ from tests.reliability import scorecard
 from tests.reliability.scorecard import Score
 
 
+@pytest.fixture(autouse=True)
+def no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is noted here is nobody's figure."""
+    monkeypatch.setattr(scorecard, "_FILE", None)
+
+
 def test_counts_are_always_judged_and_times_in_the_whole_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
     score = Score(["R07"], "here")
     with pytest.raises(AssertionError, match="lost: 1, at most 0"):
