@@ -38,13 +38,12 @@ def server(model: str, tmp_path: Path) -> Iterator[FakeServer]:
         yield server
 
 
-def tree(server: FakeServer) -> list[psutil.Process]:
-    root = psutil.Process(server.process.pid)
-    return [root, *root.children(recursive=True)]
+def children(server: FakeServer) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes[1:], ORPHANS_S)  # the first is ours to wait for
+    _, alive = psutil.wait_procs(processes, ORPHANS_S)
     left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     for process in left:
         process.kill()
@@ -54,6 +53,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 def test_a_killed_api_is_replaced_on_the_same_port(server: FakeServer) -> None:
     before = server.post("/v1/completions", BODY)[2]["choices"]
     pids = {role: server.pid(role) for role in ("supervisor", "api", "engine")}
+    engine = [psutil.Process(pids["engine"])]
     os.kill(pids["api"], signal.SIGKILL)
     assert server.post("/v1/completions", BODY)[2]["choices"] == before, "a connection between two lives waits"
     status = server.status()
@@ -61,7 +61,8 @@ def test_a_killed_api_is_replaced_on_the_same_port(server: FakeServer) -> None:
     (home,) = Path(os.environ["OCTAVO_RUN_DIR"]).glob(f"{server.process.pid}-*")
     scratch = (home / "scratch").readlink()
     assert len(list(scratch.iterdir())) == 1, "the folder of the engine that died with its api is gone"
-    assert not psutil.pid_exists(pids["engine"]) and status["processes"]["engine"] != pids["engine"]
+    assert_gone(engine)
+    assert status["processes"]["engine"] != pids["engine"]
     assert server.end() == 0
     assert not home.exists() and not scratch.exists()
     assert "the api process ended (killed by SIGKILL)" in server.text
@@ -71,14 +72,14 @@ def test_nothing_outlives_a_killed_supervisor(model: str, tmp_path: Path) -> Non
     with FakeServer(model, tmp_path / "log", "--standby") as server:
         while not server.status()["engine"]["has_standby"]:
             time.sleep(0.05)
-        processes = tree(server)
-        assert len(processes) == 4
+        processes = children(server)
+        assert len(processes) == 3
         server.end(signal.SIGKILL)
         assert_gone(processes)
 
 
 def test_not_even_what_is_stopped_outlives_a_killed_supervisor(server: FakeServer) -> None:
-    processes = tree(server)
+    processes = children(server)
     for pid in [server.pid(role) for role in ("engine", "api")]:
         os.kill(pid, signal.SIGSTOP)
     server.end(signal.SIGKILL)
@@ -87,7 +88,7 @@ def test_not_even_what_is_stopped_outlives_a_killed_supervisor(server: FakeServe
 
 def test_nothing_outlives_a_third_signal(server: FakeServer) -> None:
     os.kill(server.pid("engine"), signal.SIGSTOP)
-    processes = tree(server)
+    processes = children(server)
 
     def ask() -> None:
         with contextlib.suppress(OSError, HTTPException):
@@ -110,7 +111,7 @@ def test_a_signal_while_it_loads_ends_it_soon(model: str, tmp_path: Path) -> Non
         while not psutil.Process(process.pid).children():
             time.sleep(0.01)
         time.sleep(0.3)
-        processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        processes = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         assert process.wait(30) == 128 + signal.SIGTERM
         assert process.stderr is not None and process.stderr.read() == ""

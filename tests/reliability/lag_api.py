@@ -31,6 +31,7 @@ from octavo.server.run import HttpServer  # noqa: E402
 from octavo.settings import load_config  # noqa: E402
 from octavo.text.text_model import TextModel  # noqa: E402
 from octavo.text.tokenizer import Tokenizer  # noqa: E402
+from tests.reliability.api_child import api_child  # noqa: E402
 from tests.reliability.load import quantile  # noqa: E402
 from tests.server.fakes import FakeClient, make_text  # noqa: E402
 
@@ -104,12 +105,9 @@ async def main(limits: dict[str, Any], settings: dict[str, Any]) -> None:
 class Api:
     """For tests: such a process."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self._process = process
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, "the api process did not start"
-        self.port = int(line)
+        self.port = port
 
     def report(self) -> dict[str, float]:
         """What was seen since the last report."""
@@ -128,17 +126,8 @@ class Api:
 @contextlib.contextmanager
 def watched_api(limits: dict[str, Any] | None = None, **settings: Any) -> Iterator[Api]:
     """Such a process, gone when the block ends."""
-    words = [sys.executable, str(Path(__file__)), json.dumps({"limits": limits or {}, "settings": settings})]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield Api(process)
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    with api_child(Path(__file__), {"limits": limits or {}, "settings": settings}) as (process, port):
+        yield Api(process, port)
 
 
 if __name__ == "__main__":

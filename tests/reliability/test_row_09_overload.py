@@ -36,13 +36,7 @@ async def test_row_09_five_times_the_load_is_refused_fast_and_the_rest_served(sc
         rate = FACTOR * capacity / MEAN_TOKENS
         crowd, probes = await asyncio.gather(at_a_rate(port, body, rate, seconds), probe(port, seconds))
         assert process.poll() is None
-    refused = [outcome for outcome in crowd if outcome.status == 429]
-    served = [outcome for outcome in crowd if outcome.status == 200]
-    score.tell("capacity, tokens/s", f"{capacity:.1f}")
-    score.tell("offered", f"{len(crowd)}: {len(served)} served, {len(refused)} refused")
-    score.count("answers that are neither 200 nor 429", len(crowd) - len(refused) - len(served))
-    score.share("streams that ended well", sum(outcome.is_done for outcome in served), len(served))
-    score.share("429 with a Retry-After of 1 s or more", sum(told(outcome) for outcome in refused), len(refused))
+    served, refused = judge(score, crowd, f"{capacity:.1f}")
     score.share("429 that say how many wait", sum(b"sequences wait" in o.body for o in refused), len(refused))
     score.count("refused while there was room", sum(outcome.status == 429 for outcome in alone))
     assert len(refused) > len(crowd) / 2
@@ -57,12 +51,26 @@ def told(outcome: Outcome) -> bool:
     return int(outcome.headers.get("retry-after", "0")) >= 1
 
 
+def judge(score: Score, crowd: list[Outcome], capacity: str) -> tuple[list[Outcome], list[Outcome]]:
+    """What holds of every crowd, however fast the model; those served and those refused."""
+    refused = [outcome for outcome in crowd if outcome.status == 429]
+    served = [outcome for outcome in crowd if outcome.status == 200]
+    score.tell("capacity, tokens/s", capacity)
+    score.tell("offered", f"{len(crowd)}: {len(served)} served, {len(refused)} refused")
+    score.count("answers that are neither 200 nor 429", len(crowd) - len(refused) - len(served))
+    score.share("streams that ended well", sum(outcome.is_done for outcome in served), len(served))
+    score.share("429 with a Retry-After of 1 s or more", sum(told(outcome) for outcome in refused), len(refused))
+    return served, refused
+
+
 async def test_row_09_a_burst_of_large_prompts_does_not_hold_up_the_refusals(score: Score) -> None:
     """Bodies of 100 KB that would cost a hundred times a refusal to read: they are refused unread."""
     with serving(model="50", max_sequences=2, max_waiting=2) as (_, port):
-        filling = [asyncio.create_task(_large(port, number, 2000)) for number in range(4)]
+        filling: list[asyncio.Task[Outcome]] = []
         async with asyncio.timeout(20):
             while b'octavo_queue_sequences{model_name="tiny"} 2.0' not in (await ask(port, None, "/metrics")).body:
+                filling = [task for task in filling if not task.done()]  # refused, before the first two ran
+                filling += [asyncio.create_task(_large(port, number, 2000)) for number in range(4 - len(filling))]
                 await asyncio.sleep(0.05)
         refused = await asyncio.gather(*(_large(port, number, 5) for number in range(score.dose(40, 200))))
         for task in filling:

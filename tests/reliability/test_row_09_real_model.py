@@ -12,7 +12,7 @@ import pytest
 
 from tests.reliability.load import at_a_rate, at_once, quantile
 from tests.reliability.scorecard import Score
-from tests.reliability.test_row_09_overload import FACTOR, tokens_per_s, told
+from tests.reliability.test_row_09_overload import FACTOR, judge, tokens_per_s
 
 SLOTS, QUEUE, MEAN_TOKENS = 8, 8, 32
 TTFT_OBJECTIVE_S = 8.0  # with 8 that run and 8 that wait, and as long again
@@ -59,13 +59,7 @@ async def test_row_09_overload_with_the_real_model(score: Score) -> None:
             found = await at_a_rate(port, body, rate, ROUND_S)
             goodputs.append(tokens_per_s(found, 2.0))
             crowd += found
-    refused = [outcome for outcome in crowd if outcome.status == 429]
-    served_well = [outcome for outcome in crowd if outcome.status == 200]
-    score.tell("capacity, tokens/s", f"{sum(capacities) / 2:.0f}")
-    score.tell("offered", f"{len(crowd)}: {len(served_well)} served, {len(refused)} refused")
-    score.count("answers that are neither 200 nor 429", len(crowd) - len(refused) - len(served_well))
-    score.share("streams that ended well", sum(outcome.is_done for outcome in served_well), len(served_well))
-    score.share("429 with a Retry-After of 1 s or more", sum(told(outcome) for outcome in refused), len(refused))
+    served_well, refused = judge(score, crowd, f"{sum(capacities) / 2:.0f}")
     score.tell("429 p99 ms", f"{quantile([outcome.total_s for outcome in refused], 0.99) * 1000:.0f}")
     score.time("capacity / goodput", sum(capacities) / sum(goodputs), most=1 / 0.85)
     ttfts = [outcome.ttft_s for outcome in served_well if outcome.ttft_s is not None]

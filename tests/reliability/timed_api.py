@@ -25,6 +25,7 @@ from octavo.server.lifecycle import Lifecycle  # noqa: E402
 from octavo.server.listener import open_socket  # noqa: E402
 from octavo.server.run import HttpServer  # noqa: E402
 from octavo.settings import load_config  # noqa: E402
+from tests.reliability.api_child import api_child  # noqa: E402
 from tests.server.fakes import make_text  # noqa: E402
 
 ENGINE = Path(__file__).with_name("timed_engine.py")
@@ -53,19 +54,8 @@ async def main(settings: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def serving(**settings: Any) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """For tests: such a process and its port; gone when the block ends."""
-    words = [sys.executable, str(Path(__file__)), json.dumps(settings)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdin is not None and process.stdout is not None
-            line = process.stdout.readline()
-            assert line, "the api process did not start"
-            yield process, int(line)
-        finally:
-            process.stdin.close()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    with api_child(Path(__file__), settings) as (process, port):
+        yield process, port
 
 
 if __name__ == "__main__":

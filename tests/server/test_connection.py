@@ -1,5 +1,6 @@
 """Connections that keep to no rule, over real sockets: each is cut or answered, an honest one beside it is served."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -7,12 +8,15 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from octavo.config import Config
+from octavo.server.connection import CUT as CUT_KEY
 from octavo.server.connection import bounded
 from octavo.server.limits import HttpLimits
 from tests.server.test_run import Running, running
@@ -126,7 +130,7 @@ def test_row_29_what_is_no_http_is_refused(name: str, server: Running) -> None:
 def test_pipelined_requests_are_served_up_to_a_bound() -> None:
     with running(config=Config(), limits=QUICK) as server:
         with connect(server) as sock:
-            send(sock, head("/livez", "GET") * 4)
+            send(sock, head("/livez", "GET") * 3 + head("/livez", "GET", connection="close"))
             assert rest(sock).count(b"200 OK") == 4
         with connect(server) as sock:
             send(sock, head("/livez", "GET") * 5000)
@@ -192,3 +196,26 @@ def test_connections_leave_files_to_the_rest_of_the_process(monkeypatch: pytest.
     for num_files, most in ((1024, 768), (256, 128), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, num=num_files: (num, num))
         assert bounded(HttpLimits(), print).limits.max_connections == most
+
+
+async def test_every_request_can_be_cut_also_one_without_headers() -> None:
+    """What cuts an answer was put into the scope with each header once, so that a head without any had none."""
+    seen: list[bool] = []
+
+    async def app(scope: dict[str, Any], receive: object, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        seen.append(callable(scope.get(CUT_KEY)))
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    config = uvicorn.Config(app, http=bounded(QUICK, str), ws="none", lifespan="off", log_config=None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        for head_bytes in (b"GET / HTTP/1.0\r\n\r\n", b"GET / HTTP/1.0\r\nA: b\r\nC: d\r\n\r\n"):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(head_bytes)
+            assert b" 204 " in await reader.read()
+            writer.close()
+        server.should_exit = True
+        await serving
+    assert seen == [True, True]

@@ -73,11 +73,11 @@ _ENTRIES = {
 }
 
 
-def _are_ids(values: Sequence[object]) -> bool:
+def _are_ids(values: Sequence[Any]) -> bool:
     """Whether all are whole numbers of 0 or more; lists of a whole vocabulary are looked at in a millisecond."""
     if set(map(type, values)) == {int}:
-        return min(values) >= 0  # type: ignore[type-var, operator]
-    return all(is_int(value) and value >= 0 for value in values)  # type: ignore[operator]
+        return bool(min(values) >= 0)
+    return all(is_int(value) and value >= 0 for value in values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import logging
 import resource
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -77,6 +77,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.places.pop(self, None)
         self._body_bytes = self._other_bytes = self._num_headers = 0
         super().on_message_begin()
+        cast(dict[str, object], self.scope)[CUT] = self.cut_answer
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count it: each costs time, however short."""
@@ -84,7 +85,6 @@ class BoundedConnection(HttpToolsProtocol):
         if self._num_headers > _HEADERS * self.limits.max_headers:
             raise ValueError("too many headers")  # stops the parser; answered like any malformed request
         super().on_header(name, value)
-        self.scope[CUT] = self.cut_answer  # type: ignore[literal-required]
 
     def on_headers_complete(self) -> None:
         """Expect the body."""

@@ -96,11 +96,11 @@ class PromptReader:
         )
         return str(await self._tool.run("render_chat", order, RENDER_LIMIT_S))
 
-    async def completion(self, prompts: Sequence[object]) -> list[Sequence[int]]:
+    async def completion(self, prompts: Sequence[str | list[int]]) -> list[Sequence[int]]:
         """Token ids of each prompt, given as text or as ids. Raises ApiError."""
         return [await self._one(prompt) for prompt in prompts]
 
-    async def _one(self, prompt: object) -> Sequence[int]:
+    async def _one(self, prompt: str | list[int]) -> Sequence[int]:
         if not prompt:
             raise bad_field("prompt", "prompt is empty; give at least one token")
         if isinstance(prompt, list):
@@ -108,18 +108,17 @@ class PromptReader:
                 message = f"prompt has {len(prompt)} tokens; this model holds {self._max_len}"
                 raise bad_field("prompt", message, "context_length_exceeded")
             return prompt  # Sessions checks the ids
-        assert isinstance(prompt, str)
         try:
             return await self._encode("prompt", prompt)
         except RequestError as error:
             raise from_exception(error, {"prompt_token_ids": "prompt"}) from None
 
-    async def echo(self, prompts: Sequence[object]) -> list[str]:
+    async def echo(self, prompts: Sequence[str | list[int]]) -> list[str]:
         """The prompts as text."""
         decode = self._text.tokenizer.decode
 
         def texts() -> list[str]:
-            return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]  # type: ignore[arg-type]
+            return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
 
         num_ids = sum(len(prompt) for prompt in prompts if isinstance(prompt, list))
         return await self._run(texts, num_ids)

@@ -8,7 +8,7 @@ Invariant: every field is honoured (declared in a body), refused by name, or doc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, WithJsonSchema
 
@@ -115,7 +115,7 @@ Stops = Annotated[
 ]
 Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARACTERS)]
 Prompts = Annotated[
-    list[object],
+    list[Any],  # texts and lists of ids: the validator below has looked at them
     BeforeValidator(_prompts),
     WithJsonSchema(
         {
