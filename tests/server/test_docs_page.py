@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from octavo.server.bodies.chat import ChatBody
+from octavo.server.bodies.completion import CompletionBody
 from octavo.server.routes.docs import render
-from octavo.server.schema import ChatBody, CompletionBody
 from tests.server.fakes import Harness
 
 

@@ -1,10 +1,12 @@
 """docs/limits.md tells every limit as the code has it."""
 
 from dataclasses import fields
+from importlib import import_module
+from pkgutil import iter_modules
 
 from octavo.config import AdmissionConfig
 from octavo.core.request import SamplingParams
-from octavo.server import key_file, schema
+from octavo.server import bodies, key_file
 from octavo.server.admission import _BOUNDS, MAX_RETRY_S, Load
 from octavo.server.json_reader import JsonLimits
 from octavo.server.limits import HttpLimits
@@ -32,7 +34,7 @@ JSON = {
     "max_parts": "strings, objects and lists in a body",
     "max_values": "numbers and constants in a body",
 }
-SCHEMA = {
+BODIES = {
     "MAX_MESSAGES": "messages",
     "MAX_STOPS": "stop strings",
     "MAX_STOP_CHARACTERS": "characters of a stop string",
@@ -46,6 +48,11 @@ SCHEMA = {
 }
 
 
+def bounds_of_bodies() -> dict[str, float]:
+    modules = [import_module(f"octavo.server.bodies.{module.name}") for module in iter_modules(bodies.__path__)]
+    return {name: value for module in modules for name, value in vars(module).items() if name.startswith("MAX_")}
+
+
 def told(words: str, value: float) -> bool:
     return f"| {words} | {value:.0f} |" in PAGE
 
@@ -53,9 +60,12 @@ def told(words: str, value: float) -> bool:
 def test_the_page_has_every_limit_of_a_connection_a_body_and_a_request() -> None:
     assert set(HTTP) | {"json"} == {field.name for field in fields(HttpLimits)}, "tell of it in docs/limits.md"
     assert set(JSON) == {field.name for field in fields(JsonLimits)}
-    assert set(SCHEMA) == {name for name in vars(schema) if name.startswith("MAX_")}
+    found = bounds_of_bodies()
+    assert set(BODIES) == set(found), "tell of it in docs/limits.md"
+    for name, words in BODIES.items():
+        assert told(words, found[name]), f"{name} is {found[name]}, docs/limits.md says otherwise"
     limits = HttpLimits()
-    for owner, names in ((limits, HTTP), (limits.json, JSON), (schema, SCHEMA)):
+    for owner, names in ((limits, HTTP), (limits.json, JSON)):
         for name, words in names.items():
             assert told(words, getattr(owner, name)), f"{name} is {getattr(owner, name)}, docs/limits.md says otherwise"
 

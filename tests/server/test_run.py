@@ -19,10 +19,10 @@ import pytest
 
 from octavo.config import Config, ServingConfig
 from octavo.errors import ConfigError, QueueFullError
+from octavo.server.bodies.sampling import MAX_STOPS
 from octavo.server.limits import HttpLimits
 from octavo.server.listener import is_loopback, open_socket, url_of
 from octavo.server.run import HttpServer
-from octavo.server.schema import MAX_STOPS
 from tests.server.fakes import FakeClient, Harness, events, keyed
 
 KEY = "sk-test"

@@ -32,6 +32,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+MAX_GRAMMAR = 1 << 20  # characters
 _INT32 = 2**31 - 1  # whole numbers travel and are kept as 32-bit columns
 
 # Whole numbers: field -> (least, greatest, remedy). Those of _OPTIONAL may be None.
@@ -92,7 +93,8 @@ class SamplingParams:
     a repetition of `dry_allowed_length` or more tokens loses dry_multiplier * dry_base ** (length - allowed).
     `n` choices are returned; with `best_of` > n so many are made and the n of highest mean log-probability kept.
     `beam_width` > 0 is beam search: n of so many beams are returned, `length_penalty` and `early_stopping`
-    (True, False or "never") as in transformers. Raises InvalidRequestError naming the field.
+    (True, False or "never") as in transformers. `grammar` is what the output must obey, in the form that the grammar
+    unit compiles to ("" = anything); an output that completes it ends. Raises InvalidRequestError naming the field.
     """
 
     max_tokens: int | None = None
@@ -126,6 +128,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         for name, (low, high, remedy) in _WHOLE.items():
@@ -143,6 +146,8 @@ class SamplingParams:
             check(isinstance(value, (tuple, list)), name, value, f"give a tuple of {entries}")
         self._check_lists()
         self._check_choices()
+        if self.grammar != "":
+            self._check_grammar()
 
     def _check_lists(self) -> None:
         remedy = "give token ids of the model's vocabulary"
@@ -173,6 +178,14 @@ class SamplingParams:
         if self.beam_width:
             check(self.n <= self.beam_width, "n", self.n, f"give at most beam_width ({self.beam_width})")
             check(self.best_of is None, "best_of", self.best_of, "leave it out; beam search has beam_width")
+
+    def _check_grammar(self) -> None:
+        shown = "..."  # its text may be long, and is nothing that a person wrote
+        check(isinstance(self.grammar, str), "grammar", self.grammar, "give the text of a compiled grammar")
+        check(len(self.grammar) <= MAX_GRAMMAR, "grammar", shown, f"give at most {MAX_GRAMMAR} characters")
+        check(self.beam_width == 0, "grammar", shown, "leave it out; beam search takes none")
+        check(self.min_tokens == 0, "min_tokens", self.min_tokens, "leave it out; the grammar says when an output ends")
+        check(not self.ignore_eos, "ignore_eos", self.ignore_eos, "leave it out; the grammar says when an output ends")
 
     @property
     def num_sequences(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from octavo.errors import (
     BusyError,
@@ -21,6 +22,7 @@ from octavo.errors import (
     StepFailedError,
     ToolUnavailableError,
 )
+from octavo.server.error_styles import style_of
 
 RETRY_QUEUE_S = 1  # at least
 RETRY_ENGINE_S = 5
@@ -78,9 +80,20 @@ class ApiError(Exception):
         return headers
 
     def response(self, extra_headers: Mapping[str, str] | None = None) -> Response:
-        """The whole HTTP response."""
-        headers = {**self.headers(), **(extra_headers or {})}
-        return Response(msgspec.json.encode(self.body()), self.status, headers, media_type="application/json")
+        """The whole HTTP response, in the style of whatever interface is asked."""
+        return _Refusal(self, {**self.headers(), **(extra_headers or {})})
+
+
+class _Refusal(Response):
+    def __init__(self, error: ApiError, headers: Mapping[str, str]) -> None:
+        super().__init__(status_code=error.status, headers=headers, media_type="application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        self.body = msgspec.json.encode(style_of(scope["path"])(self._error))
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 def bad_field(param: str | None, message: str, code: str = "invalid_value") -> ApiError:

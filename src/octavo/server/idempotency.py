@@ -25,7 +25,7 @@ from octavo.engine.journal_records import Began
 from octavo.errors import OctavoError
 from octavo.server.faults import ApiError, bad_field, draining_error, from_exception, internal_error
 from octavo.server.replay import Position, Replay, Tape
-from octavo.server.shapes import Form
+from octavo.server.shapes.form import Form
 
 if TYPE_CHECKING:
     from octavo.config import RetryConfig

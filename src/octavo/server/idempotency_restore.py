@@ -28,7 +28,7 @@ from octavo.server.context import Context
 from octavo.server.generation import REASONS, Asked, Generation, failure_of
 from octavo.server.idempotency import Begun, RetryKey, Run
 from octavo.server.replay_outputs import OneByOne, Stored
-from octavo.server.shapes import Form
+from octavo.server.shapes.form import Form
 
 _log = logging.getLogger(__name__)
 RestoreEntries = Callable[[Iterable[Entry]], None]

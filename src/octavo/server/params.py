@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 from octavo.core.request import SamplingParams
 from octavo.engine.sessions import check_stream
 from octavo.errors import InvalidRequestError
+from octavo.server.bodies.chat import ChatBody
+from octavo.server.bodies.completion import CompletionBody
+from octavo.server.bodies.sampling import SamplingBody
 from octavo.server.faults import bad_field, from_exception
 from octavo.server.offload import off_loop
-from octavo.server.schema import ChatBody, CompletionBody, SamplingBody
 from octavo.server.words import DRY_BREAKERS, Encoder, bad_word_ids, breaker_ids
 
 B = TypeVar("B", bound=SamplingBody)

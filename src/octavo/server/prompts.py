@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.errors import RequestError
+from octavo.server.bodies.chat import ChatBody, Message
 from octavo.server.faults import bad_field, from_exception
 from octavo.server.offload import off_loop
-from octavo.server.schema import ChatBody, Message
 from octavo.text.length import num_tokens_if_over
 from octavo.tool.wire import RenderChat
 

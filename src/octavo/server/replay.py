@@ -20,7 +20,8 @@ from octavo.engine.output_slices import slice_tokens, token_bytes
 from octavo.server.answer import Json
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.generation import Choice
-from octavo.server.shapes import Shape
+from octavo.server.shapes.framing import Framing
+from octavo.server.shapes.shape import Shape
 
 MAX_IDENTIFIED = 64  # choices; the streams of more carry no ids: each would name all of them
 _PLACE = re.compile(r"(-|[0-9]{1,9})([+.]?)")
@@ -226,6 +227,16 @@ class Replay:
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
+
+    @property
+    def framing(self) -> Framing:
+        """The shape's."""
+        return self._shape.framing
+
+    def first(self) -> bytes:
+        """The events before any delta, unless the client has some of what follows."""
+        event = self._shape.first()
+        return event if all(place == _NOTHING for place in self._has.places) else b""
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """The event of a piece that deltas() gave, b"" when the client has it."""

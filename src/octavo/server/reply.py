@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from starlette.requests import Request
@@ -21,6 +21,7 @@ from octavo.core.request import SamplingParams
 from octavo.errors import OctavoError
 from octavo.server.admission import Wish
 from octavo.server.auth import KEY
+from octavo.server.bodies.sampling import SamplingBody
 from octavo.server.context import Context, context_of
 from octavo.server.directory import engine_id
 from octavo.server.faults import ApiError, bad_field, draining_error, from_exception
@@ -32,8 +33,8 @@ from octavo.server.limits import OFF_LOOP_BYTES
 from octavo.server.offload import off_loop
 from octavo.server.params import spellings
 from octavo.server.replay import Replay
-from octavo.server.schema import SamplingBody
-from octavo.server.shapes import Form, Identity, Shape
+from octavo.server.shapes.form import Form
+from octavo.server.shapes.shape import Identity, Shape
 from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
 from octavo.server.stream import EventStream
 
@@ -46,10 +47,12 @@ CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the logs and metrics 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be answered: `read_prompts` gives the ids, `make_form` the form.
+    """What is to be answered: `read_prompts` gives the ids, `make_form` the form (of the answer's identity and the
+    tokens of all prompts), `read_grammar` what the answer must obey, compiled once there is room for the request.
 
     `kind` begins the answer's id; `prompt_param` is the field that holds the prompt. `num_characters` are those of all
-    prompts that are texts, `num_ids` the ids of those that are not.
+    prompts that are texts, `num_ids` the ids of those that are not. `can_continue`: whether each delta makes one event,
+    so that a stream can go on behind any of them.
     """
 
     kind: str
@@ -60,7 +63,9 @@ class Task:
     num_ids: int
     prompt_param: str
     read_prompts: Callable[[], Awaitable[Sequence[Sequence[int]]]]
-    make_form: Callable[[Identity], Form]
+    make_form: Callable[[Identity, int], Form]
+    read_grammar: Callable[[], Awaitable[str]] | None = None
+    can_continue: bool = True
 
 
 def wants_usage(body: SamplingBody) -> bool:
@@ -83,6 +88,8 @@ async def _replied(request: Request, context: Context, task: Task, asked: tuple[
     key, event = asked
     if event is not None and not task.body.stream:
         raise bad_field("Last-Event-ID", "Last-Event-ID goes with a stream; set stream to true")
+    if event is not None and not task.can_continue:
+        raise bad_field("Last-Event-ID", "streams of this endpoint cannot be continued; leave Last-Event-ID out")
     holder: KeyInfo = request.scope[KEY]
     retry = RetryKey(holder.tenant, key, await _body_hash(task), event)
 
@@ -118,7 +125,9 @@ async def _begin(request: Request, context: Context, task: Task, run: Run | None
             prompts = [array("i", ids) for ids in await task.read_prompts()]  # a ninth of the memory of a list
             lease.settle(sum(map(len, prompts)))
             asked = _asked(request, context, task, engine_id(given, name), prompts)
-            form = task.make_form((name, int(time.time()), context.model))
+            if task.read_grammar is not None:
+                asked = replace(asked, params=replace(asked.params, grammar=await task.read_grammar()))
+            form = task.make_form((name, int(time.time()), context.model), sum(map(len, prompts)))
             undo.callback(context.directory.add(wish.key.tenant, name, asked.session_ids))
             if run is not None:
                 context.runs.announce(run, form, asked.session_ids)

@@ -1,7 +1,8 @@
-"""EventStream: a response of server-sent events, written as the deltas come.
+"""EventStream: a response of events, written as the deltas come.
 
-Owns: headers, keep-alive comments, the error and [DONE] at the end, giving up on a reader that does not read.
-Does not: shape chunks. Invariant: a stream that a client can still read ends with [DONE], never with a bare cut.
+Owns: headers, when to keep alive, the error and the end, giving up on a reader that does not read.
+Does not: shape events.
+Invariant: a stream that a client can still read ends as its framing says, never with a bare cut.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -22,13 +22,11 @@ from octavo.server.connection import CUT
 from octavo.server.faults import ApiError, draining_error, from_exception, internal_error
 from octavo.server.lifecycle import ClientGoneError, Lifecycle, ServerStoppingError
 from octavo.server.limits import HttpLimits
-from octavo.server.shapes import Shape
+from octavo.server.shapes.shape import Shape
 
 if TYPE_CHECKING:
     from octavo.engine.deltas import TextDelta
 
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
 LOOK_S = 0.25  # while a client does not read
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _log = logging.getLogger(__name__)
@@ -60,10 +58,6 @@ class SlowReaderError(Exception):
     """The client has not read for too long."""
 
 
-def _event(error: ApiError) -> bytes:
-    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
-
-
 def _too_slow() -> ApiError:
     return ApiError(408, "the client did not read what was sent to it", code="slow_reader")
 
@@ -74,10 +68,11 @@ class EventStream(Response):
     def __init__(
         self, source: Source, shape: Shape, lifecycle: Lifecycle, limits: HttpLimits, metrics: RequestMetrics
     ) -> None:
-        super().__init__(headers=_HEADERS, media_type="text/event-stream")
+        super().__init__(headers=_HEADERS, media_type=shape.framing.media_type)
         del self.headers["content-length"]
         self._source = source
         self._shape = shape
+        self._framing = shape.framing
         self._lifecycle = lifecycle
         self._limits = limits
         self._metrics = metrics
@@ -90,8 +85,9 @@ class EventStream(Response):
             error = await self._run(receive, send)
             if error is not None:
                 self._metrics.failed(error.code)
-                await self._write(send, _event(error))
-            await self._write(send, DONE)
+                await self._write(send, self._framing.error(error))
+            if self._framing.done:
+                await self._write(send, self._framing.done)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientGoneError, OSError):
             self._metrics.failed("client_disconnected")
@@ -99,7 +95,7 @@ class EventStream(Response):
             self._metrics.failed("slow_reader")
             cut = scope.get(CUT)
             if cut is not None:
-                cut(_event(_too_slow()) + DONE)
+                cut(self._framing.error(_too_slow()) + self._framing.done)
         finally:
             await self._source.close()
 
@@ -121,6 +117,9 @@ class EventStream(Response):
     async def _write_all(self, send: Send) -> None:
         ticker = asyncio.create_task(self._keep_alive(send))
         try:
+            first = self._shape.first()
+            if first:
+                await self._write(send, first)
             async with aclosing(self._source.deltas()) as deltas:
                 async for index, delta in deltas:
                     chunk = self._shape.chunk(index, delta)
@@ -157,5 +156,5 @@ class EventStream(Response):
         while True:
             seen = self._num_writes
             await asyncio.sleep(self._limits.keep_alive_s)
-            if self._num_writes == seen:
-                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            if self._num_writes == seen and self._framing.keep_alive:
+                await send({"type": "http.response.body", "body": self._framing.keep_alive, "more_body": True})

@@ -5,12 +5,12 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from octavo.server.bodies.chat import REFUSED_CHAT, ChatBody, read_chat
+from octavo.server.bodies.checks import field_notes, inline_schema
+from octavo.server.chat_task import chat_task
 from octavo.server.context import context_of
 from octavo.server.limits import read_json
-from octavo.server.params import read_params
-from octavo.server.reply import RETRY_NOTE, Task, reply, wants_usage
-from octavo.server.schema import REFUSED_CHAT, ChatBody, field_notes, inline_schema, read_chat
-from octavo.server.shapes import Form
+from octavo.server.reply import RETRY_NOTE, reply
 
 
 async def chat_completions(request: Request) -> Response:
@@ -19,21 +19,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_json(request, context.limits, read_chat)
     context.check_model(body.model)
 
-    async def read_prompts() -> list[list[int]]:
-        return [await context.prompts.chat(body)]
-
-    task = Task(
-        kind="chatcmpl",
-        body=body,
-        params=await read_params(body, context.params.chat),
-        num_prompts=1,
-        num_characters=sum(len(part.text) for message in body.messages for part in message.content),
-        num_ids=0,
-        prompt_param="messages",
-        read_prompts=read_prompts,
-        make_form=lambda identity: Form("chat", identity, wants_usage(body)),
-    )
-    return await reply(request, task)
+    return await reply(request, await chat_task(context, body))
 
 
 def add_routes(app: FastAPI) -> None:

@@ -7,20 +7,15 @@ from collections.abc import Sequence
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from octavo.server.bodies.checks import field_notes, inline_schema
+from octavo.server.bodies.completion import REFUSED_COMPLETION, CompletionBody, read_completion
+from octavo.server.bodies.sampling import MAX_ALLOWED_IDS
 from octavo.server.context import context_of
 from octavo.server.faults import bad_field
 from octavo.server.limits import read_json
 from octavo.server.params import read_params
 from octavo.server.reply import RETRY_NOTE, Task, reply, wants_usage
-from octavo.server.schema import (
-    MAX_ALLOWED_IDS,
-    REFUSED_COMPLETION,
-    CompletionBody,
-    field_notes,
-    inline_schema,
-    read_completion,
-)
-from octavo.server.shapes import Form
+from octavo.server.shapes.form import Form
 
 
 async def completions(request: Request) -> Response:
@@ -50,7 +45,7 @@ async def completions(request: Request) -> Response:
         num_ids=sum(len(prompt) for prompt in body.prompt if isinstance(prompt, list)),
         prompt_param="prompt",
         read_prompts=read_prompts,
-        make_form=lambda identity: Form("text", identity, wants_usage(body), tuple(echoes), params.n),
+        make_form=lambda identity, _: Form("text", identity, wants_usage(body), tuple(echoes), params.n),
     )
     return await reply(request, task)
 

@@ -1,0 +1,1 @@
+"""The bodies of the endpoints, as clients write them."""

@@ -1,0 +1,128 @@
+"""SamplingBody: the fields that everything that generates shares.
+
+Owns: their names, types and bounds on length. Does not: check ranges of sampling fields (SamplingParams does).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
+
+from octavo.server.bodies.checks import Body, Refused, sift
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_BIASES = 1024
+MAX_STOP_IDS = 1024
+MAX_BAD_WORDS = 128
+MAX_BREAKERS = 64
+MAX_WORD_CHARACTERS = 256
+MAX_ALLOWED_IDS = 65_536
+MAX_TIMEOUT_S = 86_400.0
+
+# Refused unless the value is one of these, with which it asks for nothing. (null always counts as left out.)
+REFUSED_BOTH: Refused = {
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+}
+_REFUSED_STREAM_OPTIONS: Refused = {"include_obfuscation": (False,)}
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _early_stopping(value: object) -> object:
+    if value is not None and not isinstance(value, bool) and value != "never":
+        raise ValueError('give true, false or "never"')
+    return value
+
+
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(_listed, json_schema_input_type=str | list[str]),
+]
+Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARACTERS)]
+EarlyStopping = Annotated[
+    object,
+    BeforeValidator(_early_stopping),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "never"}, {"type": "null"}]}),
+]
+
+
+class StreamOptions(Body):
+    """What a stream holds besides the text."""
+
+    include_usage: bool = False
+
+
+class SamplingBody(Body):
+    """The fields that chat and text completions share. A field left out takes the model's own default."""
+
+    model: str | None = Field(None, description="the served model's name; may be left out")
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    dry_multiplier: float | None = Field(None, description="DRY: strength of the penalty on repetitions; 0 = off")
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_range: int | None = Field(None, description="DRY: how many of the last tokens are looked at; 0 = all")
+    dry_sequence_breakers: list[Word] | None = Field(
+        None, max_length=MAX_BREAKERS, description="DRY: texts that no repetition reaches across"
+    )
+    bad_words: list[Word] = Field([], max_length=MAX_BAD_WORDS, description="texts that may not be said")
+    allowed_token_ids: Annotated[list[int], FailFast()] = Field(
+        [], max_length=MAX_ALLOWED_IDS, description="the only ids that may be sampled; empty = all"
+    )
+    logit_bias: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], float] = Field({}, max_length=MAX_BIASES)
+    seed: int | None = None
+    n: int | None = Field(None, description="choices to return")
+    use_beam_search: bool = Field(False, description="beam search of n beams, or of best_of where that is given")
+    length_penalty: float | None = Field(None, description="of beam search: scores are divided by length ** this")
+    early_stopping: EarlyStopping = Field(None, description="of beam search, as in transformers")
+    stop: Stops = Field([])
+    stop_token_ids: list[int] = Field([], max_length=MAX_STOP_IDS)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: int | None = Field(
+        None,
+        ge=-(2**31),
+        lt=2**31,
+        description="smaller is more urgent, 0 unless the key says otherwise; for the scheduling policy (fcfs and fifo "
+        "do not look at it), and what is above 0 is refused first under load",
+    )
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="seconds until the request is given up")
+    queue_timeout: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_TIMEOUT_S,
+        description="seconds until the request is given up if it has not started; the server may have a shorter bound",
+    )
+    ttft_objective: float | None = Field(
+        None, gt=0, le=MAX_TIMEOUT_S, description="seconds to the first token that the deadline policy aims at"
+    )
+    tpot_objective: float | None = Field(
+        None, gt=0, le=MAX_TIMEOUT_S, description="seconds for each later token that the deadline policy aims at"
+    )
+
+
+def sift_stream_options(fields: dict[str, object]) -> dict[str, object]:
+    """The fields, with those of stream_options checked. Raises ApiError."""
+    options = fields.get("stream_options")
+    if not isinstance(options, dict):
+        return fields
+    return {**fields, "stream_options": sift(options, _REFUSED_STREAM_OPTIONS, StreamOptions, "stream_options.")}

@@ -1,0 +1,1 @@
+"""How answers look on the wire, a file for each interface."""

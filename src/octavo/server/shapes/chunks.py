@@ -1,0 +1,58 @@
+"""ChunkStream: what the chunks of OpenAI's two kinds of completion share.
+
+Owns: id, model, usage and the bytes around a choice. Does not: know what a choice holds.
+Invariants: every chunk of a stream has the same id; finish_reason is null in all but a choice's last chunk.
+Chunks are joined from bytes made once per request; only the text and what follows from it is encoded per delta.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.json import encode
+
+from octavo.server.answer import Json, timings_json, usage_json
+from octavo.server.generation import REASONS
+
+if TYPE_CHECKING:
+    from octavo.core.request import FinishReason
+    from octavo.engine.deltas import TextDelta, Usage
+    from octavo.server.shapes.shape import Identity
+
+
+class ChunkStream:
+    """What the chunks of one request share: id, model and the usage of the choices that ended."""
+
+    def __init__(self, kind: str, identity: Identity, include_usage: bool) -> None:
+        request_id, created, model = identity
+        self.identity: Json = {"id": request_id, "object": kind, "created": created, "model": model}
+        self.head = b"data: " + encode(self.identity)[:-1] + b',"choices":['
+        self.include_usage = include_usage
+        self.tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self.usages: list[Usage] = []
+
+    def event(self, choice: bytes, extra: bytes = b"") -> bytes:
+        """One chunk with one choice; `extra` are further members of the object, each with its comma."""
+        return b"".join((self.head, choice, b"]", extra, self.tail))
+
+    def timings(self, delta: TextDelta, num_prompts: int) -> bytes:
+        """Take a choice's last delta; the member with the timings if it ends the answer and no usage chunk has them."""
+        if delta.usage is not None:
+            self.usages.append(delta.usage)
+        if delta.usage is None or self.include_usage or len(self.usages) < num_prompts:
+            return b""
+        return b',"timings":' + encode(timings_json(self.usages))
+
+    def usage_event(self) -> bytes:
+        """The chunk without choices that carries the usage; b"" when it was not asked for."""
+        if not self.include_usage:
+            return b""
+        usage = encode(usage_json(self.usages))
+        return b"".join((self.head, b'],"usage":', usage, b',"timings":', encode(timings_json(self.usages)), b"}\n\n"))
+
+
+def ending(delta: TextDelta) -> bytes:
+    """The last members of a choice that ends, and its closing brace."""
+    reason: FinishReason | None = delta.finish_reason
+    assert reason is not None
+    return b'"finish_reason":%b,"stop_reason":%b}' % (encode(REASONS[reason]), encode(delta.stop_reason))

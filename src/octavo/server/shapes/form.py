@@ -1,0 +1,40 @@
+"""Form: what an answer's shape is made from.
+
+Owns: the form, and the registry of shapes. Does not: write any answer.
+Invariant: the same form and deltas give the same bytes, so that an answer can be shaped again, by another server too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from octavo.server.shapes.chat import ChatShape
+from octavo.server.shapes.completion import CompletionShape
+
+if TYPE_CHECKING:
+    from octavo.server.answer import Pieces
+    from octavo.server.shapes.shape import Shape
+
+
+class Form(Struct, frozen=True, array_like=True):
+    """Plain data. `kind` names the shape; `facts` holds what one kind alone needs."""
+
+    kind: str
+    identity: tuple[str, int, str]
+    include_usage: bool = False
+    echoes: tuple[str, ...] = ("",)
+    n: int = 1
+    facts: dict[str, Any] = {}
+
+    def shape(self, pieces: Pieces) -> Shape:
+        """A new shape, which has given nothing yet."""
+        return SHAPES[self.kind](self, pieces)
+
+
+SHAPES: Mapping[str, Callable[[Form, Pieces], Shape]] = {
+    "chat": lambda form, pieces: ChatShape(form.identity, pieces, form.include_usage),
+    "text": lambda form, pieces: CompletionShape(form.identity, pieces, form.echoes, form.n, form.include_usage),
+}

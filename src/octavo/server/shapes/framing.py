@@ -1,0 +1,33 @@
+"""Framing: what surrounds the events of a stream in each interface.
+
+Owns: media type, keep-alive, the last bytes, and how an error looks in mid-stream. Does not: know events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from octavo.server.faults import ApiError
+
+
+def _openai_error(error: ApiError) -> bytes:
+    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """`error` gives the events of a failure; `keep_alive` is b"" where nothing may stand between events.
+
+    `done` ends every stream, also one that failed.
+    """
+
+    media_type: str
+    done: bytes
+    keep_alive: bytes
+    error: Callable[[ApiError], bytes]
+
+
+OPENAI = Framing("text/event-stream", b"data: [DONE]\n\n", b": keep-alive\n\n", _openai_error)
