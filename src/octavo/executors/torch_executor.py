@@ -8,6 +8,8 @@ that raised leaves nothing that sending its sequences again does not mend.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import time
 from collections.abc import Callable
 
@@ -233,9 +235,17 @@ class TorchExecutor:
 def _raise_if_memory(error: RuntimeError, device: torch.device) -> None:
     """Raise torch's ways to be out of memory as MemoryError, which the engine answers with smaller steps."""
     if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _NO_MEMORY):
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        _give_back(device)
         raise MemoryError(str(error).splitlines()[0]) from None
+
+
+def _give_back(device: torch.device) -> None:
+    """Return what the failed step has left lying about, or the smaller one meets the same end."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc keeps what was freed
+        trim(0)
 
 
 class _StepClock:
