@@ -18,7 +18,10 @@ BAD_HEADERS: list[dict[str, str]] = [
     {"authorization": f"Bearer {KEY[:-1]}"},
     {"authorization": f"Basic {KEY}"},
     {"authorization": KEY},
-    {"x-api-key": KEY},
+    {"x-api-key": ""},
+    {"x-api-key": f"Bearer {KEY}"},
+    {"x-api-key": f"{KEY}x"},
+    {"x-api-key": KEY, "authorization": "Bearer sk-wrong"},
     {"host": "localhost", "x-forwarded-for": "127.0.0.1"},
 ]
 CRAFTED = [
@@ -92,6 +95,13 @@ async def test_right_keys_get_in_and_the_error_never_repeats_a_key() -> None:
     twice = [("authorization", "Bearer x"), ("authorization", f"Bearer {KEY}")]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(harness.app), base_url="http://test") as client:
         assert (await client.get("/v1/models", headers=twice)).status_code == 401
+
+
+async def test_the_key_may_come_in_anthropics_header() -> None:
+    harness = Harness(config=keyed(KEY))
+    assert (await harness.get("/v1/models", headers={"x-api-key": KEY})).status_code == 200
+    both = {"x-api-key": "sk-wrong", "authorization": f"Bearer {KEY}"}
+    assert (await harness.get("/v1/models", headers=both)).status_code == 200
 
 
 async def test_open_routes_are_open_and_without_keys_all_are() -> None:

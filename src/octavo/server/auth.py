@@ -47,13 +47,14 @@ def check_policies(paths: Iterable[str]) -> None:
     assert not missing, f"routes without a policy in server/auth.py: {missing}"
 
 
-def bearer_key(scope: Scope) -> bytes | None:
-    """The key of an `Authorization: Bearer` header; None when there is no or more than one such header."""
+def given_key(scope: Scope) -> bytes | None:
+    """The key of an `Authorization: Bearer` header, else of `x-api-key`; None where a header is not there just once."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(values) != 1:
-        return None
+    if not values:
+        plain = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        return plain[0].strip() if len(plain) == 1 else None
     scheme, _, key = values[0].partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else None
+    return key.strip() if scheme.lower() == b"bearer" and len(values) == 1 else None
 
 
 def _is_open(scope: Scope) -> bool:
@@ -79,10 +80,10 @@ class AuthMiddleware:
             scope[KEY] = NOBODY
             await self._app(scope, receive, send)
         else:
-            key = bearer_key(scope)
+            key = given_key(scope)
             holder = None if key is None else self._keys.find(key)
             if holder is None:
-                message = "give a valid key in the header: Authorization: Bearer KEY"
+                message = "give a valid key in the header: Authorization: Bearer KEY (or x-api-key: KEY)"
                 await ApiError(401, message, code="invalid_api_key").response()(scope, receive, send)
                 return
             scope[KEY] = holder

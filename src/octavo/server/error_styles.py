@@ -11,15 +11,41 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.server.faults import ApiError
 
-Style = Callable[["ApiError"], dict[str, Any]]
+Style = Callable[["ApiError", Mapping[str, Any]], dict[str, Any]]  # of an error and the scope of its request
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 
-def openai_error(error: ApiError) -> dict[str, Any]:
+def openai_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI's error object."""
     return error.body()
 
 
-STYLES: Mapping[str, Style] = {}  # the path's beginning -> style; any other path has OpenAI's
+def anthropic_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
+    """Anthropic's error object; `scope` is empty for one in mid-stream."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
+    request_id = scope.get("octavo.request_id")  # shell.REQUEST_ID, which lies above this module
+    return body if request_id is None else {**body, "request_id": request_id}
+
+
+def ollama_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
+    """Ollama's error object."""
+    return {"error": error.message}
+
+
+STYLES: Mapping[str, Style] = {  # the path's beginning -> style; any other path has OpenAI's
+    "/v1/messages": anthropic_error,
+    "/api/": ollama_error,
+}
 
 
 def style_of(path: str) -> Style:

@@ -91,7 +91,7 @@ class _Refusal(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        self.body = msgspec.json.encode(style_of(scope["path"])(self._error))
+        self.body = msgspec.json.encode(style_of(scope["path"])(self._error, scope))
         self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 

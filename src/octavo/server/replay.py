@@ -196,7 +196,7 @@ class Replay:
         self._shape = shape
         self._at = [_NOTHING] * len(tape.choices)
         self._has = seen or Position.start(len(tape.choices))  # the client, once it has read all that was sent
-        self._is_identified = len(tape.choices) <= MAX_IDENTIFIED
+        self._is_identified = len(tape.choices) <= MAX_IDENTIFIED and shape.framing.has_ids
         self._on_close: Callable[[], None] | None = on_close
 
     @property

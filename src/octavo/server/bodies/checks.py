@@ -74,20 +74,21 @@ def sift(
     return kept
 
 
-def validate(body: type[B], fields: dict[str, object]) -> B:
-    """Check types and lengths. Raises ApiError naming the field."""
+def validate(body: type[B], fields: Mapping[str, object], where: str = "") -> B:
+    """Check types and lengths. Raises ApiError naming the field, `where` in front of its name."""
     try:
         return body.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise _refusal(error, where) from None
 
 
-def _refusal(error: ValidationError) -> ApiError:
+def _refusal(error: ValidationError, where: str) -> ApiError:
     first = error.errors(include_url=False, include_context=False)[0]
     param = ""
     for part in first["loc"]:
         if part != "[key]":
             param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else part
+    param = where + param if param else where.removesuffix(".")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return bad_field(param, f"{param} is missing", "missing_field")

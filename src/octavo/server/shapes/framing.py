@@ -21,13 +21,14 @@ def _openai_error(error: ApiError) -> bytes:
 class Framing:
     """`error` gives the events of a failure; `keep_alive` is b"" where nothing may stand between events.
 
-    `done` ends every stream, also one that failed.
+    `done` ends every stream, also one that failed. `has_ids`: whether a line with an event's id may precede it.
     """
 
     media_type: str
     done: bytes
     keep_alive: bytes
     error: Callable[[ApiError], bytes]
+    has_ids: bool = True
 
 
 OPENAI = Framing("text/event-stream", b"data: [DONE]\n\n", b": keep-alive\n\n", _openai_error)
