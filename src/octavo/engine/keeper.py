@@ -35,7 +35,8 @@ from octavo.executors.protocol import Capacity
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
-STANDBY_DELAY_S = 1.0  # between a new engine and its standby: first those who wait, then the next misfortune
+STANDBY_DELAY_S = 1.0  # between looks whether all whom the last engine left have gone on: then the next misfortune
+STANDBY_LATEST_S = 10.0  # then they share the machine with the standby that opens
 MAX_GAPS = 256  # recoveries of which the report tells the seconds
 
 
@@ -292,11 +293,23 @@ class EngineKeeper:
             self._note_gap()
         self._tell_orders()
         if self._has_standby:
-            asyncio.get_running_loop().call_later(STANDBY_DELAY_S, self._prepare, engine)
+            heirs = list(self._custody.ledger)
+            self._prepare_later(engine, heirs, asyncio.get_running_loop().time() + STANDBY_LATEST_S)
 
-    def _prepare(self, engine: EngineProcess) -> None:
-        if self._engine is engine and self.state is KeeperState.READY and not self._is_closing:
-            self._succession.prepare()
+    def _prepare_later(self, engine: EngineProcess, heirs: list[Entry], latest: float) -> None:
+        """Open a standby once the heirs of the last engine have gone on: they need the whole machine first."""
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            if self._engine is not engine or self.state is not KeeperState.READY or self._is_closing:
+                return
+            waiting = [heir for heir in heirs if not heir.has_progress and heir.end is None]
+            if waiting and loop.time() < latest:
+                self._prepare_later(engine, waiting, latest)
+            else:
+                self._succession.prepare()
+
+        loop.call_later(STANDBY_DELAY_S, look)
 
     def _deliver(self, epoch: int, delivery: Delivery) -> None:
         self._custody.deliver(epoch, delivery)
