@@ -13,7 +13,8 @@ class AnswerFormat(Struct, frozen=True, array_like=True):
 
     `reasoning` are the tags around the reasoning, and `starts_inside` says that the prompt has opened them already.
     `calls` names the format of tool calls, None when none can be made. `names` are the functions that may be called,
-    `forced` what the calls are held to by a grammar: "required" or "named".
+    `forced` what the calls are held to by a grammar: "required" or "named". `texts` are the arguments, each as
+    "function.argument", whose schemas say that they are strings: some formats do not tell.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -21,3 +22,4 @@ class AnswerFormat(Struct, frozen=True, array_like=True):
     calls: str | None = None
     forced: str | None = None
     names: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()

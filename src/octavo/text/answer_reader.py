@@ -1,24 +1,18 @@
 """AnswerReader: an answer's text, told apart into content, reasoning and calls as it comes.
 
-Owns: the order of the readers, and the ids of calls. Does not: know tokens, or any interface.
+Owns: the order of the readers. Does not: know tokens, or any interface.
 Invariant: the parts' texts in a row do not depend on how the text was split, and the same seed gives the same ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from hashlib import blake2b
 
 from octavo.text.answer_format import AnswerFormat
 from octavo.text.answer_parts import Part, Reasoning, Text
 from octavo.text.calls.reader import CallReader
 from octavo.text.calls.registry import CALL_READERS
 from octavo.text.reasoning import ReasoningReader
-
-
-def call_id(seed: str, index: int) -> str:
-    """The id of an answer's call: a function of the answer and of which call it is."""
-    return "call_" + blake2b(f"{seed}:{index}".encode(), digest_size=12).hexdigest()
 
 
 class AnswerReader:

@@ -8,17 +8,10 @@ around the reasoning, and what stands between its end and the answer, is dropped
 from __future__ import annotations
 
 from octavo.text.answer_parts import Reasoning, Text
+from octavo.text.calls.reader import held_at_end
 
-# Before the opening tag; behind one that the prompt holds; in the reasoning; in the blank space behind it; in the answer.
+# Before the opening tag; behind one that the prompt holds; in the reasoning; in the blank space behind it; after all.
 _BEFORE, _OPENED, _INSIDE, _BEHIND, _AFTER = range(5)
-
-
-def held_at_end(text: str, marker: str) -> int:
-    """How many characters at the end of the text begin the marker, but do not finish it."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0
 
 
 class ReasoningReader:

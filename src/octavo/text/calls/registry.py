@@ -8,6 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from octavo.text.answer_format import AnswerFormat
-from octavo.text.calls.reader import CallReader
+from octavo.text.calls.mistral import MistralCalls
+from octavo.text.calls.plain import PlainCalls
+from octavo.text.calls.reader import CallReader, Output
+from octavo.text.calls.tagged import TaggedCalls
+from octavo.text.calls.xml import XmlCalls
 
-CALL_READERS: Mapping[str, Callable[[AnswerFormat, str], CallReader]] = {}
+PYTHON_TAG = "<|python_tag|>"
+HERMES_TAGS = ("<tool_call>", "</tool_call>")
+MISTRAL_DIGITS = 9  # what its templates ask of an id
+
+CALL_READERS: Mapping[str, Callable[[AnswerFormat, str], CallReader]] = {
+    "hermes": lambda _, seed: TaggedCalls(Output(seed), HERMES_TAGS),
+    "llama3": lambda known, seed: PlainCalls(Output(seed), known.names, PYTHON_TAG),
+    "mistral": lambda _, seed: MistralCalls(Output(seed, MISTRAL_DIGITS)),
+    "qwen3_coder": lambda known, seed: XmlCalls(Output(seed), known.texts),
+    "json": lambda known, seed: PlainCalls(Output(seed), known.names),
+}

@@ -1,0 +1,142 @@
+"""CallObject: one call written as a JSON object, {"name": ..., "arguments": {...}}, read as it comes.
+
+Owns: telling such an object from anything else, and its arguments' text. Does not: know what surrounds it.
+Invariants: until the call has begun nothing is given out and `raw` is all that was taken, to be given back if it turns
+out to be something else; from then on it can no longer fail. Members may come in any order; others are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from octavo.text.calls.json_value import JsonValue
+
+NAMES = ("name",)
+ARGUMENTS = ("arguments", "parameters")
+_OPEN, _KEY, _COLON, _VALUE, _NEXT, _DONE, _FAILED = range(7)
+_SPACES = " \t\r\n"
+
+
+class CallObject:
+    """Takes text until the object ends or turns out to be no call. `accepts` says whether a name can be called."""
+
+    __slots__ = ("_accepts", "_early", "_key", "_state", "_streams", "_value", "arguments", "has_begun", "name", "raw")
+
+    def __init__(self, accepts: Callable[[str], bool]) -> None:
+        self._accepts = accepts
+        self._state = _OPEN
+        self._key: str | None = None
+        self._value = JsonValue()
+        self._early: str | None = None  # arguments that came before the name
+        self._streams = False
+        self.name: str | None = None
+        self.has_begun = False
+        self.arguments = ""  # given since take() was last called
+        self.raw = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the object has ended."""
+        return self._state == _DONE
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is no call."""
+        return self._state == _FAILED
+
+    def take(self) -> str:
+        """The arguments since the last time."""
+        arguments, self.arguments = self.arguments, ""
+        return arguments
+
+    def push(self, text: str) -> str:
+        """Take text; return what is behind the object, or from the character on that makes it no call."""
+        at = 0
+        while at < len(text) and self._state not in (_DONE, _FAILED):
+            if self._state == _VALUE:
+                at = self._value.push(text, at)
+                self._take_value()
+            elif self._step(text[at]):
+                at += 1
+        if not self.has_begun:
+            self.raw += text[:at]
+        return text[at:]
+
+    def _step(self, character: str) -> bool:
+        """Take one character outside of values; False when the object is over before it."""
+        if self._state == _KEY and self._key is not None:
+            self._spell(character)
+        elif character in _SPACES:
+            return True
+        elif self._state == _KEY and character == '"':
+            self._key = character
+        elif self._state == _OPEN and character == "{":
+            self._state = _KEY
+        elif self._state == _COLON and character == ":":
+            self._state, self._value = _VALUE, JsonValue()
+        elif self._state == _NEXT and character == ",":
+            self._state, self._key = _KEY, None
+        elif character == "}" and self._state in (_KEY, _NEXT) and self.name is not None:
+            self._state = _DONE
+            if not self.has_begun:
+                self._begin("{}")
+        else:
+            self._state = _DONE if self.has_begun else _FAILED
+            return False
+        return True
+
+    def _spell(self, character: str) -> None:
+        """Take one character of a key."""
+        assert self._key is not None
+        self._key += character
+        if character == '"' and not self._key.endswith('\\"'):
+            self._state, self._key = _COLON, self._key[1:-1]
+
+    def _take_value(self) -> None:
+        value, is_arguments = self._value, self._key in ARGUMENTS
+        if is_arguments and not self.has_begun and self.name is not None and value.is_object:
+            self._begin("")
+            self._streams = True
+        if self._streams:
+            self.arguments += value.take()
+        if not value.is_done:
+            return
+        self._streams = False
+        self._state = _NEXT
+        if self._key in NAMES and self.name is None:
+            self._take_name(value.text)
+        elif is_arguments and not self.has_begun:
+            self._take_arguments(value.text)
+
+    def _take_name(self, text: str) -> None:
+        name = _loaded(text)
+        if not isinstance(name, str) or not self._accepts(name):
+            self._state = _FAILED
+            return
+        self.name = name
+        if self._early is not None:
+            self._begin(self._early)
+
+    def _take_arguments(self, text: str) -> None:
+        """Arguments that could not be given as they came: before the name, or written as a string."""
+        value = _loaded(text)
+        if isinstance(value, str):
+            text = value
+        if value is None or not text.strip():
+            text = "{}"
+        if self.name is None:
+            self._early = text
+        else:
+            self._begin(text)
+
+    def _begin(self, arguments: str) -> None:
+        self.has_begun, self.raw = True, ""
+        self.arguments += arguments
+
+
+def _loaded(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

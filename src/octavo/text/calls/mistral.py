@@ -1,0 +1,100 @@
+"""MistralCalls: calls behind a marker: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] as Mistral's models up to
+version 7 of their tokenizer write them, and [TOOL_CALLS]name[ARGS]{...}[TOOL_CALLS]name[ARGS]{...} as later ones do.
+
+Owns: the second form, and choosing between both. Does not: read the first (TaggedCalls does).
+"""
+
+from __future__ import annotations
+
+import re
+
+from octavo.text.answer_parts import Part
+from octavo.text.calls.json_value import JsonValue
+from octavo.text.calls.reader import Output, held_at_end
+from octavo.text.calls.tagged import TaggedCalls
+
+MARKER, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_OUTSIDE, _OPENED, _LIST, _ARGUMENTS = range(4)
+_HEAD = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_HEAD_SO_FAR = re.compile(r"[A-Za-z0-9_.-]{1,128}\s*(\[[A-Z_]{0,7}\]?\s*[A-Za-z0-9]{0,64}\s*){0,2}")
+
+
+class MistralCalls:
+    """Reads one answer."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._list = TaggedCalls(output, (MARKER, ""))
+        self._state = _OUTSIDE
+        self._held = ""
+        self._value = JsonValue()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far."""
+        return self._output.num_calls
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that this text makes certain."""
+        self._held += text
+        while self._held and self._step():
+            pass
+        return self._output.take()
+
+    def finish(self) -> list[Part]:
+        """Return what was held back."""
+        parts: list[Part] = []
+        if self._state == _LIST:
+            parts = self._list.finish()
+        elif self._state == _OPENED:
+            self._output.text(MARKER + self._held)
+        elif self._state == _OUTSIDE:
+            self._output.text(self._held)
+        self._held = ""
+        return parts + self._output.finish()
+
+    def _step(self) -> bool:
+        """Take some of what is held; False when more is needed."""
+        if self._state == _LIST:  # that reader finds all later markers itself
+            held, self._held = self._held, ""
+            self._list.feed(held)
+            return False
+        if self._state == _OUTSIDE:
+            return self._outside()
+        return self._opened() if self._state == _OPENED else self._in_arguments()
+
+    def _outside(self) -> bool:
+        at = self._held.find(MARKER)
+        if at < 0:
+            safe = len(self._held) - held_at_end(self._held, MARKER)
+            self._output.text(self._held[:safe])
+            self._held = self._held[safe:]
+            return False
+        self._output.text(self._held[:at])
+        self._held = self._held[at + len(MARKER) :]
+        self._state = _OPENED
+        return True
+
+    def _opened(self) -> bool:
+        begun = self._held.lstrip()
+        if not begun:
+            return False
+        head = _HEAD.match(begun)
+        if begun[0] in "[{":
+            self._held, self._state = MARKER + self._held, _LIST
+        elif head is not None:
+            self._output.begin(head[1])
+            self._held, self._state, self._value = begun[head.end() :], _ARGUMENTS, JsonValue()
+        elif _HEAD_SO_FAR.fullmatch(begun):
+            return False
+        else:
+            self._output.text(MARKER)
+            self._state = _OUTSIDE
+        return True
+
+    def _in_arguments(self) -> bool:
+        self._held = self._held[self._value.push(self._held) :]
+        self._output.arguments(self._value.take())
+        if self._value.is_done:
+            self._state = _OUTSIDE
+        return bool(self._held)

@@ -1,0 +1,121 @@
+"""PlainCalls: an answer that is nothing but calls, each {"name": ..., "parameters": {...}}, as Llama 3 writes them,
+with or without a marker in front; several are told apart by ";", "," or blank space, or stand in a list.
+
+Owns: telling such an answer from one that happens to be JSON: the name must be one of the functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from octavo.text.answer_parts import Part
+from octavo.text.calls.call_object import CallObject
+from octavo.text.calls.reader import Output, held_at_end
+
+_START, _OBJECT, _BEHIND, _TEXT = range(4)
+
+
+class PlainCalls:
+    """Reads one answer; `marker` may come in front of its calls."""
+
+    def __init__(self, output: Output, names: Collection[str], marker: str = "") -> None:
+        self._output = output
+        self._names = names
+        self._marker = marker
+        self._state = _START
+        self._held = ""
+        self._given_back = ""
+        self._object = CallObject(self._accepts)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far."""
+        return self._output.num_calls
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that this text makes certain."""
+        self._held += text
+        while self._held and self._step():
+            pass
+        return self._output.take()
+
+    def finish(self) -> list[Part]:
+        """Return what was held back."""
+        if self._state == _OBJECT:
+            self._output.text(self._given_back + self._object.raw + self._held)
+        elif self._state in (_START, _TEXT):
+            self._output.text(self._given_back + self._held)
+        self._held = self._given_back = ""
+        return self._output.finish()
+
+    def _accepts(self, name: str) -> bool:
+        return name in self._names or (bool(name) and not self._names)
+
+    def _step(self) -> bool:
+        """Take some of what is held; False when more is needed."""
+        if self._state == _TEXT:
+            return self._in_text()
+        if self._state == _OBJECT:
+            return self._in_object()
+        rest = self._held.lstrip()
+        self._given_back += self._held[: len(self._held) - len(rest)]
+        self._held = rest
+        if not rest:
+            return False
+        return self._start() if self._state == _START else self._behind()
+
+    def _in_text(self) -> bool:
+        """Behind something else only the marker begins a call."""
+        at = self._held.find(self._marker) if self._marker else -1
+        if at >= 0:
+            self._output.text(self._held[:at])
+            self._held = self._held[at:]
+            self._state = _START
+            return True
+        safe = len(self._held) - held_at_end(self._held, self._marker)
+        self._output.text(self._held[:safe])
+        self._held = self._held[safe:]
+        return False
+
+    def _start(self) -> bool:
+        has_begun = bool(self._given_back.strip())
+        if self._marker and not has_begun:
+            if self._held.startswith(self._marker):
+                return self._move(len(self._marker))
+            if self._marker.startswith(self._held):
+                return False
+        if self._held[0] == "[" and not self._given_back.rstrip().endswith("["):
+            return self._move(1)
+        self._object, self._state = CallObject(self._accepts), _OBJECT
+        return True
+
+    def _move(self, length: int) -> bool:
+        self._given_back += self._held[:length]
+        self._held = self._held[length:]
+        return True
+
+    def _in_object(self) -> bool:
+        self._held = self._output.object(self._object, self._held)
+        if self._object.has_failed:
+            self._output.text(self._given_back + self._object.raw)
+            self._given_back, self._state = "", _TEXT
+        elif self._object.has_begun:
+            self._given_back = ""
+            if self._object.is_done:
+                self._state = _BEHIND
+        return bool(self._held)
+
+    def _behind(self) -> bool:
+        """Behind a call: another one, or something else."""
+        if self._held[0] in ",;]":
+            return self._move(1)
+        if self._marker and self._held.startswith(self._marker):
+            return self._move(len(self._marker))
+        if self._marker and self._marker.startswith(self._held):
+            return False
+        if self._held[0] == "{":
+            self._object, self._state = CallObject(self._accepts), _OBJECT
+        else:
+            self._output.text(self._given_back.lstrip("] \t\r\n"))
+            self._given_back, self._state = "", _TEXT
+        return True

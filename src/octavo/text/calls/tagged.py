@@ -1,0 +1,111 @@
+"""TaggedCalls: calls as JSON between tags, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and
+Qwen write them; several objects or a list of them between two tags are taken too.
+
+Owns: the tags. Does not: read an object (CallObject does).
+Invariant: what is between tags but no call comes out as text, tags included, and what follows is read as usual.
+"""
+
+from __future__ import annotations
+
+from octavo.text.answer_parts import Part
+from octavo.text.calls.call_object import CallObject
+from octavo.text.calls.reader import Output, held_at_end
+
+_OUTSIDE, _OPENED, _OBJECT, _BEHIND = range(4)
+
+
+class TaggedCalls:
+    """Reads one answer. `close` may be empty: then calls end where their JSON does."""
+
+    def __init__(self, output: Output, tags: tuple[str, str]) -> None:
+        self._output = output
+        self._open, self._close = tags
+        self._state = _OUTSIDE
+        self._held = ""
+        self._given_back = ""  # what was taken since the opening tag, for as long as no call has begun
+        self._object = CallObject(bool)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far."""
+        return self._output.num_calls
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that this text makes certain."""
+        self.feed(text)
+        return self._output.take()
+
+    def feed(self, text: str) -> None:
+        """Read on; the parts stay in the output."""
+        self._held += text
+        while self._held and self._step():
+            pass
+
+    def finish(self) -> list[Part]:
+        """Return what was held back; an unfinished closing tag is dropped."""
+        if self._state in (_OPENED, _OBJECT):
+            self._output.text(self._given_back + self._object.raw + self._held)
+        elif self._state == _OUTSIDE:
+            self._output.text(self._held)
+        self._held = ""
+        return self._output.finish()
+
+    def _step(self) -> bool:
+        """Take some of what is held; False when more is needed."""
+        if self._state == _OUTSIDE:
+            return self._outside()
+        if self._state == _OBJECT:
+            return self._in_object()
+        rest = self._held.lstrip()
+        if self._state == _OPENED:
+            self._given_back += self._held[: len(self._held) - len(rest)]
+        self._held = rest
+        if not rest:
+            return False
+        return self._opened() if self._state == _OPENED else self._behind()
+
+    def _outside(self) -> bool:
+        at = self._held.find(self._open)
+        if at < 0:
+            safe = len(self._held) - held_at_end(self._held, self._open)
+            self._output.text(self._held[:safe])
+            self._held = self._held[safe:]
+            return False
+        self._output.text(self._held[:at])
+        self._held = self._held[at + len(self._open) :]
+        self._given_back, self._state = self._open, _OPENED
+        return True
+
+    def _opened(self) -> bool:
+        if self._held.startswith("[") and not self._given_back.rstrip().endswith("["):
+            self._given_back += "["
+            self._held = self._held[1:]
+        else:
+            self._object, self._state = CallObject(bool), _OBJECT
+        return True
+
+    def _in_object(self) -> bool:
+        self._held = self._output.object(self._object, self._held)
+        if self._object.has_failed:
+            self._output.text(self._given_back + self._object.raw)
+            self._state = _OUTSIDE
+        elif self._object.has_begun:
+            self._given_back = ""
+            if self._object.is_done:
+                self._state = _BEHIND
+        return bool(self._held)
+
+    def _behind(self) -> bool:
+        """Behind a call: another one, the closing tag, or content again."""
+        if self._held[0] in ",];":
+            self._held = self._held[1:]
+        elif self._held[0] == "{":
+            self._object, self._state = CallObject(bool), _OBJECT
+        elif self._close and self._held.startswith(self._close):
+            self._held = self._held[len(self._close) :]
+            self._state = _OUTSIDE
+        elif self._close and self._close.startswith(self._held):
+            return False
+        else:
+            self._state = _OUTSIDE
+        return True

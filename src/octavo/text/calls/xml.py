@@ -1,0 +1,138 @@
+"""XmlCalls: calls as Qwen3-Coder writes them:
+<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>, the outer tags being optional.
+
+Owns: this form, and making JSON of its arguments: they come out one at a time, each when it ends.
+Invariant: what is no call comes out as text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+
+from octavo.text.answer_parts import Part
+from octavo.text.calls.reader import Output, held_at_end
+
+_OPEN, _CLOSE, _FUNCTION, _END = "<tool_call>", "</tool_call>", "<function=", "</function>"
+_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_HEAD = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]{1,128})>")
+_MAX_HEAD = 256
+_OUTSIDE, _OPENED, _FUNCTION_BODY, _VALUE, _BEHIND = range(5)
+
+
+class XmlCalls:
+    """Reads one answer. `texts` are the arguments, as "function.argument", that are strings whatever they look like."""
+
+    def __init__(self, output: Output, texts: Collection[str]) -> None:
+        self._output = output
+        self._texts = texts
+        self._state = _OUTSIDE
+        self._held = ""
+        self._function = self._key = ""
+        self._num_arguments = 0
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far."""
+        return self._output.num_calls
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that this text makes certain."""
+        self._held += text
+        while self._held and self._step():
+            pass
+        return self._output.take()
+
+    def finish(self) -> list[Part]:
+        """Return what was held back; an unfinished argument is given as it is."""
+        if self._state in (_OUTSIDE, _OPENED):
+            self._output.text(self._held)
+        elif self._state == _VALUE:
+            self._argument(json.dumps(self._held.removeprefix("\n"), ensure_ascii=False)[:-1])
+        self._held = ""
+        return self._output.finish()
+
+    def _step(self) -> bool:
+        """Take some of what is held; False when more is needed."""
+        if self._state == _OUTSIDE:
+            return self._outside()
+        if self._state == _VALUE:
+            return self._in_value()
+        if self._state == _OPENED:
+            return self._opened()
+        self._held = self._held.lstrip()
+        if not self._held:
+            return False
+        return self._in_function() if self._state == _FUNCTION_BODY else self._behind()
+
+    def _outside(self) -> bool:
+        found = [at for at in (self._held.find(_OPEN), self._held.find(_FUNCTION)) if at >= 0]
+        if found:
+            self._output.text(self._held[: min(found)])
+            self._held, self._state = self._held[min(found) :], _OPENED
+            return True
+        safe = len(self._held) - max(held_at_end(self._held, _OPEN), held_at_end(self._held, _FUNCTION))
+        self._output.text(self._held[:safe])
+        self._held = self._held[safe:]
+        return False
+
+    def _opened(self) -> bool:
+        head = _HEAD.match(self._held)
+        if head is not None:
+            self._function = head[1].strip()
+            self._output.begin(self._function)
+            self._num_arguments = 0
+            self._held, self._state = self._held[head.end() :], _FUNCTION_BODY
+            return True
+        inner = self._held.removeprefix(_OPEN).lstrip()
+        is_name = inner.startswith(_FUNCTION) and not set(inner[1:]) & set("<>\n")
+        if len(self._held) < _MAX_HEAD and (is_name or _FUNCTION.startswith(inner)):
+            return False
+        self._output.text(self._held[0])
+        self._held, self._state = self._held[1:], _OUTSIDE
+        return True
+
+    def _in_function(self) -> bool:
+        if self._held.startswith(_PARAMETER):
+            key, end, value = self._held[len(_PARAMETER) :].partition(">")
+            if end:
+                self._key, self._held, self._state = key.strip(), value, _VALUE
+                return bool(value)
+            return False
+        if self._held.startswith(_END):
+            self._held = self._held[len(_END) :]
+        elif _END.startswith(self._held) or _PARAMETER.startswith(self._held):
+            return False
+        self._output.arguments("}" if self._num_arguments else "{}")
+        self._state = _BEHIND
+        return bool(self._held)
+
+    def _in_value(self) -> bool:
+        value, end, rest = self._held.partition(_END_PARAMETER)
+        if not end:
+            return False
+        self._argument(self._json(value.removeprefix("\n").removesuffix("\n")))
+        self._held, self._state = rest, _FUNCTION_BODY
+        return bool(rest)
+
+    def _argument(self, value: str) -> None:
+        begin = ", " if self._num_arguments else "{"
+        self._output.arguments(f"{begin}{json.dumps(self._key, ensure_ascii=False)}: {value}")
+        self._num_arguments += 1
+
+    def _json(self, value: str) -> str:
+        if f"{self._function}.{self._key}" not in self._texts:
+            try:
+                return json.dumps(json.loads(value), ensure_ascii=False, allow_nan=False)
+            except (ValueError, RecursionError):
+                pass  # then it is a string
+        return json.dumps(value, ensure_ascii=False)
+
+    def _behind(self) -> bool:
+        """Behind a call, where its outer tag may be closed."""
+        if _CLOSE.startswith(self._held) and self._held != _CLOSE:
+            return False
+        self._held = self._held.removeprefix(_CLOSE)
+        self._state = _OUTSIDE
+        return bool(self._held)
