@@ -11,11 +11,13 @@ import difflib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from octavo import settings
 from octavo.artifacts.model_spec import ModelSpec, read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
+from octavo.artifacts.script import read_script
 from octavo.config import Config
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
@@ -30,6 +32,7 @@ from octavo.errors import ConfigError
 from octavo.executors.openmp import limit_spinning
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
 from octavo.plugins import find_policy
+from octavo.text.scripted_text import ScriptedText
 from octavo.text.text_model import TextModel
 
 # By kind of device: tokens in a step, sequences.
@@ -68,9 +71,12 @@ def load_text(config: Config, files: ModelFiles) -> TextModel:
     return TextModel.load(files, config.model.chat_template)
 
 
-def open_engine(config: Config, files: ModelFiles | None = None) -> tuple[EngineLoop, Capacity]:
+def open_engine(
+    config: Config, files: ModelFiles | None = None, *, is_own_process: bool = False
+) -> tuple[EngineLoop, Capacity]:
     """Load the model, size the pool, and make a loop (not started).
 
+    `is_own_process`: nothing but the engine is in this process, so that a script may kill it.
     Raises ConfigError, CapacityError, ModelFileError.
     """
     find_policy(config.scheduling.policy)  # before the model is loaded for nothing
@@ -78,15 +84,18 @@ def open_engine(config: Config, files: ModelFiles | None = None) -> tuple[Engine
     # An OpenMP library keeps a team of threads for each thread that ever used it, and stops spinning altogether
     # when there are more of them than cores: steps were a fifth slower. So what opens the executor ends here.
     with ThreadPoolExecutor(1, "octavo-open") as pool:
-        executor, device, capacity = pool.submit(_open_executor, config, files).result()
+        executor, device, capacity = pool.submit(_open_executor, config, files, is_own_process).result()
     scheduler = Scheduler(limits(config, capacity, device))
     loop = EngineLoop(scheduler, executor, depth=config.execution.depth)
     collect(loop, scheduler, config.statistics)
     return loop, capacity
 
 
-def _open_executor(config: Config, files: ModelFiles) -> tuple[Executor, str, Capacity]:
-    executor, device = create_executor(config, files, read_model_spec(files))
+def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> tuple[Executor, str, Capacity]:
+    if files.kind == "scripted":
+        executor, device = create_scripted(files, is_own_process), "cpu"
+    else:
+        executor, device = create_executor(config, files, read_model_spec(files))
     return executor, device, executor.open(executor_spec(config, device))
 
 
@@ -98,6 +107,14 @@ def create_executor(config: Config, files: ModelFiles, spec: ModelSpec) -> tuple
 
     device = choose_device(config.execution.device)
     return TorchExecutor(files, spec, config.execution, config.model), device.type
+
+
+def create_scripted(files: ModelFiles, can_die: bool = False) -> Executor:
+    """The executor of a scripted model. Loads no torch."""
+    from octavo.executors.scripted_executor import ScriptedExecutor
+
+    path = files.weights[0]
+    return ScriptedExecutor(read_script(path), ScriptedText(path), can_die=can_die)
 
 
 def executor_spec(config: Config, device: str) -> ExecutorSpec:
@@ -198,7 +215,7 @@ class AsyncLLM(AsyncEngine):
 
 def engine_main() -> int:
     """The engine process (see engine.process)."""
-    return run_engine_process(open_engine)
+    return run_engine_process(partial(open_engine, is_own_process=True))
 
 
 if __name__ == "__main__":

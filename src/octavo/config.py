@@ -33,7 +33,7 @@ def option(
 class ModelConfig:
     """Which model, and how it is loaded."""
 
-    model: str = option("smollm2", "alias, local folder, .gguf file or Hugging Face repository", "--model", "-m")
+    model: str = option("smollm2", "alias, local folder, .gguf file, Hugging Face repository, or scripted:FILE", "--model", "-m")
     revision: str | None = option(None, "branch, tag or commit of the repository", "--revision")
     served_model_name: str | None = option(
         None, "name under which clients address the model", "--served-model-name", "--alias", "-a"

@@ -1,6 +1,6 @@
 """The model's specification, from whichever files it has.
 
-Owns: the choice between the two readers, and the names that other packages import.
+Owns: the choice between the readers, and the names that other packages import.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from octavo.artifacts.gguf_file import GGUFFile
 from octavo.artifacts.gguf_spec import read_gguf_spec
 from octavo.artifacts.hf_spec import read_hf_spec
 from octavo.artifacts.resolve import DEFAULT_MODEL, ModelFiles
+from octavo.artifacts.script import script_spec
 from octavo.artifacts.spec import FAMILIES, ModelSpec, RopeScaling
 
 __all__ = ["FAMILIES", "ModelSpec", "RopeScaling", "read_model_spec"]
@@ -24,6 +25,8 @@ _DEFAULT_SAMPLING = {
 
 def read_model_spec(files: ModelFiles) -> ModelSpec:
     """Read and check the specification. Raises ModelFileError naming the file and what is wrong or unsupported."""
+    if files.kind == "scripted":
+        return script_spec(files.weights[0])
     if files.kind == "gguf":
         spec = read_gguf_spec([GGUFFile.open(path) for path in files.weights])
     else:

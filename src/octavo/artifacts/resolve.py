@@ -2,7 +2,7 @@
 
 Owns: the alias, the order of looking, and ModelFiles.
 Does not: read the files, import anything they come with, or install packages (pull.py does).
-Order: alias; an existing file or folder; a Hugging Face repository, downloaded when it is not in the cache.
+Order: alias; a script; an existing file or folder; a Hugging Face repository, downloaded when it is not in the cache.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from octavo.artifacts.hub import download_repository
+from octavo.artifacts.script import PREFIX
 from octavo.errors import ModelFileError, UnknownModelError
 
 DEFAULT_MODEL = "smollm2"
@@ -26,10 +27,10 @@ _REPOSITORY = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<file>[\w./-]+\.gguf))?
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where a model's files are. `name` is what clients call it; `weights` are .gguf or .safetensors files."""
+    """Where a model's files are. `name` is what clients call it; `weights` are .gguf or .safetensors files or a script."""
 
     name: str
-    kind: Literal["gguf", "hf"]
+    kind: Literal["gguf", "hf", "scripted"]
     root: Path
     weights: tuple[Path, ...]
     revision: str | None = None
@@ -38,12 +39,14 @@ class ModelFiles:
 def resolve_model(name: str | None = None, revision: str | None = None) -> ModelFiles:
     """Find the model's files, downloading a repository when it is not in the local cache.
 
-    `name` is an alias, a .gguf file, a folder, `owner/repository`, or `owner/repository:file.gguf`.
+    `name` is an alias, a .gguf file, a folder, `owner/repository`, `owner/repository:file.gguf`, or `scripted:file`.
     Raises UnknownModelError with the remedy, ModelFileError when the place found holds no model.
     """
     if name is None or name == DEFAULT_MODEL:
         wheel = find_wheel_model() if revision is None else None
         return wheel if wheel is not None else _from_repository(DEFAULT_REPOSITORY, None, revision)
+    if name.startswith(PREFIX):
+        return _from_script(Path(name.removeprefix(PREFIX)).expanduser())
     path = Path(name).expanduser()
     if path.exists():
         return _from_path(path)
@@ -64,6 +67,12 @@ def find_wheel_model() -> ModelFiles | None:
         if file.is_file():
             return ModelFiles(DEFAULT_MODEL, "gguf", file.parent, (file,))
     return None
+
+
+def _from_script(path: Path) -> ModelFiles:
+    if not path.is_file():
+        raise UnknownModelError(f"no script {str(path)!r} here; give {PREFIX}FILE with a .yaml, .json or .jsonl file")
+    return ModelFiles(path.stem, "scripted", path.parent, (path,))
 
 
 def _from_path(path: Path) -> ModelFiles:

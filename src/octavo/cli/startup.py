@@ -36,8 +36,11 @@ def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startu
     tokens = capacity.num_blocks[0] * capacity.block_size
     pool_bytes = _bytes_of(capacity, capacity.num_blocks)
     yield f"model     {files.name}{revision}, {types}, {capacity.device}{threads}"
-    place = files.weights[0] if files.kind == "gguf" else files.root
-    yield f"weights   {capacity.weight_bytes / 2**20:,.0f} MiB from {place}"
+    if files.kind == "scripted":
+        yield f"weights   none: answers are those of {files.weights[0]}"
+    else:
+        place = files.weights[0] if files.kind == "gguf" else files.root
+        yield f"weights   {capacity.weight_bytes / 2**20:,.0f} MiB from {place}"
     yield (
         f"KV pool   {tokens:,} tokens, {pool_bytes / 2**20:,.0f} MiB: "
         f"{tokens / capacity.max_model_len:.1f} requests of full length ({capacity.max_model_len:,}), "

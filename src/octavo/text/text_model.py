@@ -18,6 +18,7 @@ from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import InvalidRequestError, ModelFileError
 from octavo.text.chat_template import ChatTemplate, check_variables
 from octavo.text.messages import cut_at_continuation, mark_continuation, plain_messages
+from octavo.text.scripted_text import TEMPLATE, scripted_tokenizer
 from octavo.text.tokenizer import Tokenizer
 
 
@@ -49,7 +50,11 @@ class TextModel:
     def load(cls, files: ModelFiles, chat_template_file: str | Path | None = None) -> TextModel:
         """Read everything. `chat_template_file` replaces the model's template. Raises ModelFileError."""
         spec = read_model_spec(files)
-        if files.kind == "gguf":
+        found: tuple[str, Path] | None
+        if files.kind == "scripted":
+            path = files.weights[0]
+            tokenizer, found = scripted_tokenizer(path), (TEMPLATE, path)
+        elif files.kind == "gguf":
             first = GGUFFile.open(files.weights[0])
             tokenizer, found = Tokenizer.from_gguf(first), _gguf_template(first)
         else:

@@ -1,0 +1,192 @@
+"""The script of a scripted model: rules that say what is answered to which prompt.
+
+Owns: the file's format, its bounds, and which rule a prompt meets.
+Does not: tokenise or say anything (executors.scripted_executor does). The format is told in docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from octavo.artifacts.spec import ModelSpec
+from octavo.errors import ModelFileError
+
+PREFIX = "scripted:"
+VOCAB_SIZE = 259  # three special tokens and the bytes
+END_ID = 2  # <|im_end|>, which ends a turn
+HIDDEN_SIZE = 64  # of embeddings
+MAX_FILE_BYTES = 4 << 20
+MAX_RULES = 4096
+MAX_DELAY_MS = 2000.0  # an engine whose steps take 5 s is taken for dead
+
+Text = Annotated[str, Meta(max_length=65_536)]
+Delay = Annotated[float, Meta(ge=0.0, le=MAX_DELAY_MS)]
+Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+Logprob = Annotated[float, Meta(ge=-100.0, le=0.0)]
+
+
+class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call of a function, said in the format of the model's template."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    arguments: dict[str, Any] = {}
+
+    @property
+    def text(self) -> str:
+        """As it is said."""
+        said = json.dumps({"name": self.name, "arguments": self.arguments}, ensure_ascii=False)
+        return f"<tool_call>\n{said}\n</tool_call>"
+
+
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rule: what it looks for (all that is given must hold; nothing given: any prompt), and what is answered."""
+
+    contains: Text | None = None
+    equals: Text | None = None
+    regex: Annotated[str, Meta(max_length=1024)] | None = None
+    where: Literal["last", "prompt"] = "last"
+    role: Literal["system", "user", "assistant", "tool"] | None = None
+    say: Text | Annotated[list[Text], Meta(min_length=1, max_length=64)] | None = None
+    echo: bool = False
+    think: Text | None = None
+    call: Call | Annotated[list[Call], Meta(max_length=64)] | None = None
+    finish: Literal["stop", "length"] = "stop"
+    first_delay_ms: Delay = 0.0
+    delay_ms: Delay = 0.0
+    logprob: Logprob | None = None
+    fail_after: Count | None = None
+    crash_after: Count | None = None
+
+    def matches(self, asked: Asked) -> bool:
+        """Whether a prompt meets it."""
+        text = asked.last if self.where == "last" else asked.prompt
+        return (
+            (self.role is None or self.role == asked.role)
+            and (self.contains is None or self.contains in text)
+            and (self.equals is None or self.equals == text)
+            and (self.regex is None or re.search(self.regex, text) is not None)
+        )
+
+    def answer(self, asked: Asked, choice: int = 0) -> str:
+        """What is said to a prompt: thoughts, then text, then calls."""
+        says = self.say if isinstance(self.say, list) else [self.say or ""]
+        text = asked.last if self.echo else says[choice % len(says)]
+        calls = self.call if isinstance(self.call, list) else [self.call] if self.call is not None else []
+        thoughts = f"<think>\n{self.think}\n</think>\n\n" if self.think is not None else ""
+        return thoughts + "\n".join([*([text] if text else []), *(call.text for call in calls)])
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt as rules see it: all of its text, its last message and whose that is (a plain prompt: all, "user")."""
+
+    prompt: str
+    last: str
+    role: str = "user"
+
+
+class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A whole file. What meets no rule is echoed."""
+
+    rules: Annotated[list[Rule], Meta(max_length=MAX_RULES)] = []
+    step_ms: Delay = 0.0
+    logprob: Logprob = -0.125
+    max_model_len: Annotated[int, Meta(ge=16, le=1 << 20)] = 32_768
+
+    def rule_for(self, asked: Asked) -> Rule:
+        """The first rule that the prompt meets."""
+        return next((rule for rule in self.rules if rule.matches(asked)), _ECHO)
+
+
+_ECHO = Rule(echo=True)
+
+
+def read_script(path: Path) -> Script:
+    """Read a .yaml, .json or .jsonl script; of the last, each line is a rule. Raises ModelFileError with the place."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ModelFileError(path, f"has {size} bytes; a script may have {MAX_FILE_BYTES}")
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFileError(path, f"cannot be read ({error})") from error
+    values = _lines(path, text) if path.suffix == ".jsonl" else _value(path, text)
+    try:
+        script = msgspec.convert(values, Script)
+    except msgspec.ValidationError as error:
+        raise ModelFileError(path, f"is no script: {error}") from error
+    for number, rule in enumerate(script.rules):
+        _check(path, number, rule)
+    return script
+
+
+def _lines(path: Path, text: str) -> dict[str, object]:
+    rules = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                rules.append(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                raise ModelFileError(path, f"line {number} is not JSON ({error})") from error
+    return {"rules": rules}
+
+
+def _value(path: Path, text: str) -> object:
+    """A mapping with `rules`, or the list of rules alone."""
+    try:
+        if path.suffix == ".json":
+            value = json.loads(text)
+        else:
+            import yaml  # only such a script needs it
+
+            value = _read_yaml(yaml, text)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(path, f"is not well formed ({error})") from error
+    return {"rules": value} if isinstance(value, list) else {} if value is None else value
+
+
+def _read_yaml(yaml: Any, text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _check(path: Path, number: int, rule: Rule) -> None:
+    """What the types do not say."""
+    place = f"rules[{number}]"
+    if rule.regex is not None:
+        try:
+            re.compile(rule.regex)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ModelFileError(path, f"{place}.regex is no regular expression ({error})") from error
+    if rule.echo and rule.say is not None:
+        raise ModelFileError(path, f"{place} has both say and echo; give one")
+    if not (rule.echo or rule.say is not None or rule.call is not None or rule.think is not None):
+        raise ModelFileError(path, f'{place} says nothing; give say, echo, call or think (say: "" for an empty answer)')
+
+
+def script_spec(path: Path) -> ModelSpec:
+    """The specification of a scripted model: sizes are of no importance, but for the length."""
+    return ModelSpec(
+        family="llama",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=HIDDEN_SIZE,
+        intermediate_size=HIDDEN_SIZE,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        max_model_len=read_script(path).max_model_len,
+        eos_token_ids=(END_ID,),
+    )

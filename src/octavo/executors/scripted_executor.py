@@ -1,0 +1,214 @@
+"""The executor of a scripted model: it says what a script has, and computes nothing. No torch.
+
+Owns: which id comes at which position of each slot's sequence, embeddings made from a hash, delays and failures.
+Does not: hold keys and values (blocks, copies, swaps are the scheduler's books alone), or apply biases and penalties.
+Invariant: the id at a position is a function of prompt, choice and position, so that resumes, forks and drafts change
+nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import struct
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+
+from octavo.artifacts.script import END_ID, HIDDEN_SIZE, VOCAB_SIZE, Asked, Rule, Script
+from octavo.core.kv.group import GroupSpec
+from octavo.core.plan import (
+    ROW_BEAM,
+    ROW_POOL,
+    ROW_SAMPLE,
+    ROW_SCORE,
+    NewSequence,
+    Row,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from octavo.errors import EngineError
+from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
+
+POOL_TOKENS = 262_144  # where nobody says otherwise
+TOKEN_BYTES = 64  # what a cached token is said to take, so that sizes in bytes mean something
+MAX_STEP_S = 4.0  # the watchdog's patience is 5 s
+_SPACE_ID = 3 + 0x20
+_log = logging.getLogger(__name__)
+
+
+class Coder(Protocol):
+    """Between ids and texts."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of an answer."""
+        ...
+
+    def read(self, ids: Sequence[int]) -> Asked:
+        """A prompt from its ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What one slot's sequence is to say. `num_resumed` outputs were known when it came."""
+
+    new: NewSequence
+    rule: Rule
+    ids: tuple[int, ...]
+    num_resumed: int
+
+    def token(self, index: int) -> int:
+        """The output of that index; the answer's end, unless it has to go on: then it is said again."""
+        if index < len(self.ids):
+            return self.ids[index]
+        params = self.new.params
+        if self.rule.finish == "length" or params.ignore_eos or index < params.min_tokens or not self.new.eos_token_ids:
+            return self.ids[index % len(self.ids)] if self.ids else _SPACE_ID
+        return END_ID
+
+    def fails(self, index: int) -> bool:
+        """Whether the request ends with an error here."""
+        return self.rule.fail_after is not None and index >= self.rule.fail_after
+
+    def crashes(self, index: int) -> bool:
+        """Whether the engine dies here: once, if something was said before."""
+        return self.rule.crash_after is not None and not self.num_resumed and index >= self.rule.crash_after
+
+    def delay_ms(self, index: int) -> float:
+        """How long this token takes."""
+        return self.rule.delay_ms + (self.rule.first_delay_ms if index == 0 else 0.0)
+
+
+class ScriptedExecutor:
+    """See executors.protocol.Executor. `can_die`: whether this process is the engine's own, and may be killed."""
+
+    def __init__(self, script: Script, coder: Coder, *, can_die: bool = False) -> None:
+        self._script = script
+        self._coder = coder
+        self._can_die = can_die
+        self._slots: dict[int, _Said] = {}
+
+    def open(self, spec: ExecutorSpec) -> Capacity:
+        """Allocate nothing, and say what was asked for."""
+        size = spec.block_size
+        max_len = min(spec.max_model_len or self._script.max_model_len, self._script.max_model_len)
+        asked = [spec.num_blocks, _blocks(spec.pool_bytes, size * TOKEN_BYTES), _blocks(spec.pool_tokens, size)]
+        num_blocks = next((count for count in asked if count is not None), POOL_TOKENS // size)
+        host_blocks = (spec.host_bytes // (size * TOKEN_BYTES),) if spec.host_bytes else ()
+        return Capacity(
+            groups=(GroupSpec(block_bytes=size * TOKEN_BYTES),),
+            num_blocks=(max(1, num_blocks),),
+            block_size=size,
+            num_slots=spec.max_sequences,
+            max_model_len=max_len,
+            vocab_size=VOCAB_SIZE,
+            device="script",
+            dtype="none",
+            kv_bytes_per_token=TOKEN_BYTES,
+            host_blocks=host_blocks,
+        )
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        """Take the plan's sequences in, and say what its rows ask for."""
+        for slot in plan.freed_slots:
+            self._slots.pop(slot, None)
+        for new in plan.new_sequences:
+            self._slots[new.slot] = self._enter(new)
+        result = StepResult(array("i"))
+        delay_ms = self._script.step_ms if plan.slots else 0.0
+        logprobs: list[TokenLogprobs | None] = []
+        errors: list[tuple[int, str]] = []
+        for number, row in enumerate(plan.rows()):
+            said = self._slots[row.slot]
+            if row.flags & ROW_SCORE:
+                result.scores += ((number, row.start + 1, self._scores(said, row)),)
+            if row.flags & ROW_POOL:
+                result.pooled += ((number, _embedding(said.new)),)
+            if not row.flags & ROW_SAMPLE:
+                continue
+            index = row.start + row.count - len(row.drafts) - said.new.num_prompt
+            delay_ms = max(delay_ms, said.delay_ms(index))
+            if said.crashes(index):
+                self._die()
+            if said.fails(index):
+                errors.append((number, "the script says that it fails here"))
+            assert result.token_ids is not None
+            result.token_ids.append(said.token(index))
+            logprobs.append(self._logprobs(said, row, said.token(index)))
+        result.errors = tuple(errors)
+        if any(entry is not None for entry in logprobs):
+            result.logprobs = logprobs
+        return result, min(delay_ms / 1e3, MAX_STEP_S)
+
+    def supply(self, ticket: Ticket, masks: object) -> None:
+        """Refuse: an answer is the script's, whatever a grammar wants."""
+        raise EngineError("a scripted model applies no grammar masks")
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Take the time that the script says, and give the result."""
+        assert isinstance(ticket, tuple), "a ticket comes from submit"
+        result, delay_s = ticket
+        if delay_s:
+            time.sleep(delay_s)
+        assert isinstance(result, StepResult)
+        return result
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._slots.clear()
+
+    def _enter(self, new: NewSequence) -> _Said:
+        assert new.token_ids is not None, f"{new.request_id} has a length but no token ids: only a simulator can run it"
+        asked = self._coder.read(new.token_ids[: new.num_prompt])
+        rule = self._script.rule_for(asked)
+        ids = self._coder.encode(rule.answer(asked, new.choice))
+        return _Said(new, rule, tuple(ids), len(new.token_ids) - new.num_prompt)
+
+    def _die(self) -> None:
+        """End as a crash would."""
+        if self._can_die:
+            _log.warning("the script says that the engine crashes here")
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise EngineError("the script says that the engine crashes here, and it shares this process")
+
+    def _logprobs(self, said: _Said, row: Row, token_id: int) -> TokenLogprobs | None:
+        count = said.new.params.num_logprobs
+        if row.flags & ROW_BEAM:
+            count = 2 * said.new.params.beam_width
+        return None if count is None else self._entry(said, token_id, count)
+
+    def _entry(self, said: _Said, token_id: int, count: int) -> TokenLogprobs:
+        """The token is the best one; those behind it are worse by one each."""
+        best = said.rule.logprob if said.rule.logprob is not None else self._script.logprob
+        others = (other for other in range(_SPACE_ID + 1, VOCAB_SIZE) if other != token_id)
+        tops = (token_id, *(other for other, _ in zip(others, range(count - 1), strict=False)))[:count]
+        return TokenLogprobs(token_id, best, 1, tops, tuple(best - place for place in range(len(tops))))
+
+    def _scores(self, said: _Said, row: Row) -> tuple[TokenLogprobs, ...]:
+        ids, count = said.new.token_ids, said.new.params.prompt_logprobs or 0
+        assert ids is not None
+        end = min(row.start + row.count, said.new.num_prompt - 1)
+        return tuple(self._entry(said, ids[position + 1], count) for position in range(row.start, end))
+
+
+def _blocks(size: int | None, each: int) -> int | None:
+    return None if size is None else size // each
+
+
+def _embedding(new: NewSequence) -> bytes:
+    """A vector of length 1: the sum of one for each run of three ids, so that like texts have like vectors."""
+    assert new.token_ids is not None
+    ids = new.token_ids[: new.num_prompt].tolist()
+    total = np.zeros(HIDDEN_SIZE, dtype=np.float64)
+    for run in zip(ids, ids[1:] or ids, ids[2:] or ids, strict=False):
+        digest = blake2b(struct.pack("<3i", *run), digest_size=HIDDEN_SIZE).digest()
+        total += np.frombuffer(digest, dtype=np.uint8).astype(np.float64) - 127.5
+    return (total / np.linalg.norm(total)).astype(np.float32).tobytes()
