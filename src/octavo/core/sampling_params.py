@@ -35,9 +35,10 @@ def _is_number(value: Any) -> bool:
 MAX_GRAMMAR = 1 << 20  # characters
 _INT32 = 2**31 - 1  # whole numbers travel and are kept as 32-bit columns
 
+_MAX_TOKENS = "give at least 1, or leave it out for as many as fit"
 # Whole numbers: field -> (least, greatest, remedy). Those of _OPTIONAL may be None.
 _WHOLE: dict[str, tuple[int, int, str]] = {
-    "max_tokens": (1, _INT32, "give at least 1, or leave it out for as many as fit"),
+    "max_tokens": (0, _INT32, _MAX_TOKENS),
     "min_tokens": (0, _INT32, "give 0 or more"),
     "top_k": (-1, _INT32, "give 0 or -1 (off) or a positive whole number"),
     "logprobs": (0, 20, "give a whole number from 0 to 20"),
@@ -85,7 +86,8 @@ def _are_ids(values: Sequence[Any]) -> bool:
 class SamplingParams:
     """How to sample one request. Every field is checked when the object is made.
 
-    `max_tokens=None` means as many as fit. `temperature=0` is greedy. `top_k=0` means off.
+    `max_tokens=None` means as many as fit; 0, with prompt_logprobs, that nothing else is wanted. `temperature=0` is
+    greedy. `top_k=0` means off.
     `logprobs=k` asks for the sampled token's log-probability and the k best beside it.
     `seed=None` is replaced by a drawn seed in the front, so that a request is always replayable.
     `bad_words_ids`: sequences of ids that must not be completed; `allowed_token_ids`: the only ids that may be
@@ -168,6 +170,9 @@ class SamplingParams:
             check(all(is_int(token) and token >= 0 for token in word), "bad_words_ids", word, remedy)
 
     def _check_choices(self) -> None:
+        if self.max_tokens == 0:
+            check(self.prompt_logprobs is not None, "max_tokens", 0, _MAX_TOKENS)
+            check(self.num_sequences == 1 and not self.beam_width, "max_tokens", 0, "give 1 choice where none is made")
         if self.max_tokens is not None:
             remedy = f"give at most max_tokens ({self.max_tokens})"
             check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, remedy)

@@ -30,7 +30,8 @@ class TokenOutput:
     what an engine that resumes it finds does not count) and num_preemptions (by the engine that ended it).
     `logprobs` is None or aligned.
     `first_at` is when the request's first id came here, on the monotonic clock.
-    `prompt_logprobs` arrives once, before or with the first id: (first position, entries).
+    `prompt_logprobs` arrives once, before or with the first id: (first position, entries). `pooled`, with the last
+    output of a request that wants it, is the state behind the prompt: float32, scaled to length 1.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class TokenOutput:
     token_ids: array[int]
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     prompt_logprobs: tuple[int, tuple[TokenLogprobs, ...]] | None = None
+    pooled: bytes | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     cached_tokens: int = 0

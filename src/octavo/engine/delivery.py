@@ -16,6 +16,7 @@ from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishReason, Request
 
 Score = tuple[str, int, tuple[TokenLogprobs, ...]]  # request id, first position, entries
+Pooled = tuple[str, bytes]  # request id, float32
 
 
 def _ints() -> array[int]:
@@ -57,7 +58,7 @@ class End:
 
 @dataclass(slots=True)
 class Delivery:
-    """One step's tokens (columns, one entry per token), prompt scores, and ends, which come behind the tokens.
+    """One step's tokens (columns, one entry per token), prompt scores, pooled states, and ends, which come last.
 
     `starts` are admissions of this step and of those before it that had nothing else to tell.
 
@@ -73,11 +74,12 @@ class Delivery:
     choice_ends: tuple[ChoiceEnd, ...] = ()
     ends: tuple[End, ...] = ()
     starts: tuple[Start, ...] = ()
+    pooled: tuple[Pooled, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Nothing to send."""
-        return not (self.request_ids or self.ends or self.choice_ends or self.scores or self.starts)
+        return not (self.request_ids or self.ends or self.choice_ends or self.scores or self.starts or self.pooled)
 
 
 class _Open:
@@ -132,6 +134,7 @@ class Outbox:
             choice_ends=choice_ends,
             ends=ends,
             starts=self._take_starts() if self._starts else (),
+            pooled=events.pooled,
         )
 
     def end_all(self, reason: FinishReason, message: str) -> Delivery:

@@ -34,7 +34,9 @@ class TextDelta:
     Text lags behind the ids while a character or a possible stop string is incomplete. `logprobs` is None or
     aligned with token_ids. `message` says what went wrong, for reasons other than STOP and LENGTH. `usage` comes with
     the last delta of the whole request. `cumulative_logprob`, with a choice's last delta, is the sum over all its ids
-    where each one's log-probability is known.
+    where each one's log-probability is known. `prompt_logprobs` are some of the prompt's (first position, entries),
+    before any of the answer; `pooled`, with the last delta of a request that wants it, is the state behind the prompt
+    (float32).
     """
 
     choice: int
@@ -46,6 +48,8 @@ class TextDelta:
     usage: Usage | None = None
     message: str | None = None
     cumulative_logprob: float | None = None
+    prompt_logprobs: tuple[int, tuple[TokenLogprobs, ...]] | None = None
+    pooled: bytes | None = None
 
 
 def by_choice(deltas: Iterable[TextDelta]) -> list[list[TextDelta]]:

@@ -53,7 +53,7 @@ class Entry:
     __slots__ = (
         "_has_logprobs", "_last_choice_end", "_num_choices", "_num_ended", "_scores", "_scores_from", "end",
         "final_only", "first_at", "has_progress", "is_abandoned", "is_read", "max_tokens", "next_score", "pages",
-        "request", "start", "waiter", "wanted",
+        "pooled", "request", "start", "waiter", "wanted",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -70,6 +70,7 @@ class Entry:
         self.max_tokens = 0
         self.wanted: dict[int | None, FinishReason] = {}
         self.next_score = request.score_from
+        self.pooled: bytes | None = None
         self._num_choices = num_choices(request.params)
         self._num_ended = 0
         self._last_choice_end: ChoiceEnd | None = None
@@ -210,6 +211,7 @@ class Entry:
                 cached_tokens=min(first.cached_tokens, self.request.num_prompt_tokens),
                 num_preemptions=end.num_preemptions,
                 queue_s=first.queue_s,
+                pooled=self.pooled,
             )
             self.is_read = True
         return outputs

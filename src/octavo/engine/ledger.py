@@ -142,6 +142,9 @@ class Ledger:
             scores = tuple(
                 score for score in scores if score[0] in self._open and self._open[score[0]].add_scores(*score[1:])
             )
+        for request_id, pooled in delivery.pooled:
+            if (entry := self._open.get(request_id)) is not None:
+                entry.pooled = pooled
         rejected = self._accept_tokens(delivery, touched)
         choice_ends = self._accept_choice_ends(delivery.choice_ends, touched) if delivery.choice_ends else ()
         ends = self._accept_ends(delivery.ends, touched) if delivery.ends else ()

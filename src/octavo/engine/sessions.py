@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 __all__ = ["Prompt", "Session", "Sessions", "Terms", "TextDelta", "Usage", "check_stream"]
 
 Prompt = str | Sequence[int]
+Scores = tuple[int, tuple[TokenLogprobs, ...]]  # of the prompt: first position, entries
 OFF_LOOP_TOKENS = 16_384  # beyond this, hashing a prompt's blocks takes over a millisecond
 
 
 class Terms(TypedDict, total=False):
     """How a request is to be served. `timeout_s` counts from now, as does `queue_timeout_s`, which bounds the wait;
     objectives are seconds to the first token and for each token after it, and guide the deadline policy; `tenant`
-    shares the engine with others under the fair policy.
+    shares the engine with others under the fair policy; `wants` is what is computed where that is no text.
     """
 
     priority: int
@@ -54,6 +55,7 @@ class Terms(TypedDict, total=False):
     queue_timeout_s: float | None
     ttft_objective: float | None
     tpot_objective: float | None
+    wants: Want
 
 
 def check_stream(params: SamplingParams) -> None:
@@ -64,6 +66,12 @@ def check_stream(params: SamplingParams) -> None:
             "they cannot be streamed; leave best_of out, or do not stream",
             "best_of",
         )
+
+
+def _wants(params: SamplingParams) -> Want:
+    if params.max_tokens == 0:
+        return Want.SCORE
+    return Want.SAMPLE if params.prompt_logprobs is None else Want.SAMPLE | Want.SCORE
 
 
 class _Choice:
@@ -99,7 +107,7 @@ class Session:
         self.request_id = request.request_id
         self.params = params
         self.accepted = accepted
-        self.prompt_logprobs: tuple[int, tuple[TokenLogprobs, ...]] | None = None
+        self.prompt_logprobs: Scores | None = None
         self.is_cancelled = False  # whether it ended because somebody cancelled it
         self._client = client
         self._request = request
@@ -135,6 +143,8 @@ class Session:
     async def __anext__(self) -> TextDelta:
         if not self._ready:
             await self._fill()
+        elif self._ready[0].prompt_logprobs is not None:
+            await asyncio.sleep(0)  # there may be many, all here, and others wait for this event loop
         return self._ready.popleft()
 
     async def _fill(self) -> None:
@@ -143,6 +153,8 @@ class Session:
             raise StopAsyncIteration
         held: list[TextDelta] = []
         while (output := await self._next_output()) is not None:
+            if output.prompt_logprobs is not None:
+                self._give_scores(output.prompt_logprobs)
             delta = await self._take(output)
             self._has_ended = output.is_final
             if self._is_ranked:
@@ -151,7 +163,7 @@ class Session:
                     self._ready.extend(best_choices(held, self.params.n))
             elif delta is not None:
                 self._ready.append(delta)
-            if self._ready:
+            if self._ready and (self._has_ended or not self._is_ranked):
                 return
         self._has_ended = True
         raise EngineDeadError(f"the outputs of request {self.request_id} ended without a finish reason")
@@ -177,11 +189,18 @@ class Session:
         if not self._has_ended:
             await self._client.cancel((self.request_id,), reason)
 
+    def _give_scores(self, scores: Scores) -> None:
+        """Give log-probabilities of the prompt, in pieces that are quickly made into something else."""
+        self.prompt_logprobs = scores
+        first, entries = scores
+        size = slice_tokens(self.params.prompt_logprobs)
+        for start in range(0, len(entries), size):
+            piece = (first + start, entries[start : start + size])
+            self._ready.append(TextDelta(0, "", array("i"), prompt_logprobs=piece))
+
     async def _take(self, output: TokenOutput) -> TextDelta | None:
         """The delta of an output, None when there is nothing to tell; a choice that met a stop string is ended."""
         now = time.monotonic()
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
         choice = self._choices[output.choice]
         transcript = choice.transcript
         was_cut = transcript.stop_string is not None
@@ -203,12 +222,18 @@ class Session:
         self.is_cancelled |= not is_stopped and output.finish_reason is FinishReason.CANCELLED
         return replace(
             delta,
-            finish_reason=FinishReason.STOP if is_stopped else output.finish_reason,
+            finish_reason=FinishReason.STOP if is_stopped else self._reason(output),
             stop_reason=transcript.stop_string if is_stopped else transcript.stop_token_id,
             usage=self._usage(output, now) if output.is_final else None,
             message=None if is_stopped else output.message,
             cumulative_logprob=choice.logprob_sum,
+            pooled=output.pooled,
         )
+
+    def _reason(self, output: TokenOutput) -> FinishReason | None:
+        """Why a choice ended; one that was to have no tokens ends by its length."""
+        is_done = output.finish_reason is FinishReason.STOP
+        return FinishReason.LENGTH if is_done and self.params.max_tokens == 0 else output.finish_reason
 
     def _usage(self, output: TokenOutput, now: float) -> Usage:
         arrival = self._request.arrival
@@ -285,7 +310,7 @@ class Sessions:
             params,
             arrival,
             eos_token_ids=self._eos_token_ids,
-            wants=Want.SAMPLE if params.prompt_logprobs is None else Want.SAMPLE | Want.SCORE,
+            wants=terms.get("wants", _wants(params)),
             priority=terms.get("priority", 0),
             tenant=terms.get("tenant", ""),
             cache_salt=terms.get("cache_salt", b""),

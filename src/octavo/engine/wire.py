@@ -24,7 +24,7 @@ from octavo.engine.delivery import ChoiceEnd, Delivery, End, Start
 from octavo.errors import EngineError, ModelFileError, OctavoError, RequestError
 from octavo.executors.protocol import Capacity
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
 _ERRORS: dict[str, type[OctavoError]] = {  # the whole tree, so that no kind is forgotten when one is added
@@ -207,6 +207,7 @@ class Outputs(_Message):
     choice_ends: tuple[WireChoiceEnd, ...]
     ends: tuple[WireEnd, ...]
     starts: tuple[WireStart, ...]
+    pooled: tuple[tuple[str, bytes], ...]
 
     @classmethod
     def of(cls, epoch: int, delivery: Delivery) -> Outputs:
@@ -223,6 +224,7 @@ class Outputs(_Message):
             tuple(WireChoiceEnd(*_fields(WireChoiceEnd, end)) for end in delivery.choice_ends),
             tuple(WireEnd(*_fields(WireEnd, end)) for end in delivery.ends),
             tuple(WireStart(*_fields(WireStart, start)) for start in delivery.starts),
+            delivery.pooled,
         )
 
     def delivery(self) -> Delivery:
@@ -244,6 +246,7 @@ class Outputs(_Message):
             tuple(ChoiceEnd(*_fields(WireChoiceEnd, end)) for end in self.choice_ends),
             tuple(End(*_fields(WireEnd, end)) for end in self.ends),
             tuple(Start(*_fields(WireStart, start)) for start in self.starts),
+            self.pooled,
         )
 
 

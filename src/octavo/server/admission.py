@@ -91,7 +91,8 @@ class Lease:
         estimator = self._admission.estimator
         estimator.prompt_done(max(0.0, end.ttft_s - end.queue_s), end.prompt_tokens, end.cached_tokens)
         self._admission.room.new_share = estimator.new_share
-        estimator.sequences_ended(end.completion_tokens, end.num_choices)
+        if end.completion_tokens:  # scores and embeddings say nothing of how long answers are
+            estimator.sequences_ended(end.completion_tokens, end.num_choices)
 
     def leave(self) -> None:
         """Give everything back. Idempotent."""
