@@ -36,6 +36,8 @@ JSON = {
 }
 BODIES = {
     "MAX_MESSAGES": "messages",
+    "MAX_SYSTEM_BLOCKS": "blocks of a system prompt",
+    "MAX_BLOCK_ID_CHARACTERS": "characters of a call's id in a block",
     "MAX_STOPS": "stop strings",
     "MAX_STOP_CHARACTERS": "characters of a stop string",
     "MAX_BIASES": "biases, each from -100 to 100",

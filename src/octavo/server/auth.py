@@ -36,6 +36,8 @@ POLICIES: dict[str, Access] = {
     "/v1/models/{model_id:path}": Access.KEY,
     "/v1/chat/completions": Access.KEY,
     "/v1/completions": Access.KEY,
+    "/v1/messages": Access.KEY,
+    "/v1/messages/count_tokens": Access.KEY,
     "/v1/requests/{request_id}/explain": Access.KEY,
     "/v1/requests/{request_id}/cancel": Access.KEY,
 }

@@ -57,10 +57,11 @@ def sift(
     """
     if ignored is None:
         ignored = {} if where else IGNORED
+    known = {field.alias or name for name, field in body.model_fields.items()}
     kept: dict[str, object] = {}
     for name, value in fields.items():
         shown = where + name[:64]
-        if name in body.model_fields:
+        if name in known:
             if value is not None:
                 kept[name] = value
         elif name in refused:
@@ -100,9 +101,9 @@ def _shown(value: object) -> str:
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
-def field_notes(refused: Refused) -> str:
+def field_notes(refused: Refused, ignored_fields: Mapping[str, str] = IGNORED) -> str:
     """What the API description says of fields that do nothing here."""
-    ignored = "; ".join(f"`{name}` ({reason})" for name, reason in IGNORED.items())
+    ignored = "; ".join(f"`{name}` ({reason})" for name, reason in ignored_fields.items())
     names = ", ".join(f"`{name}`" for name in refused)
     return f"Taken and ignored: {ignored}.\n\nNot supported yet, refused unless left at their neutral value: {names}."
 

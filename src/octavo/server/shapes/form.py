@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from octavo.server.shapes.anthropic import MessagesShape
 from octavo.server.shapes.chat import ChatShape
 from octavo.server.shapes.completion import CompletionShape
 
@@ -37,4 +38,5 @@ class Form(Struct, frozen=True, array_like=True):
 SHAPES: Mapping[str, Callable[[Form, Pieces], Shape]] = {
     "chat": lambda form, pieces: ChatShape(form.identity, pieces, form.include_usage),
     "text": lambda form, pieces: CompletionShape(form.identity, pieces, form.echoes, form.n, form.include_usage),
+    "anthropic": lambda form, pieces: MessagesShape(form),
 }

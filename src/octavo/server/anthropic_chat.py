@@ -1,0 +1,170 @@
+"""From an Anthropic request to the conversation that it is.
+
+Owns: the translation of turns, tools and choices to a ChatBody. Does not: check single blocks, or shape answers.
+Invariant: consecutive turns of one role are one message, as Anthropic's API has it; templates often insist on it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from octavo.server.bodies.anthropic import MessagesBody, ToolChoice
+from octavo.server.bodies.anthropic_blocks import (
+    Block,
+    RedactedBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    read_blocks,
+    read_turn,
+    texts,
+)
+from octavo.server.bodies.chat import ChatBody, read_chat
+from octavo.server.faults import ApiError, bad_field
+
+Message = dict[str, Any]
+# A coding agent's first system block, which differs with each request: a prompt that began with it would never be found
+# in the prefix cache, and it is no word to the model.
+BILLING_MARK = "x-anthropic-billing-header:"
+_SAME = ("model", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stream", "priority", "cache_salt")
+_TIMES = ("timeout", "queue_timeout")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SPELLED = (
+    ("function.parameters", "input_schema"),
+    ("function.", ""),
+    ("response_format.json_schema", "output_config.format"),
+)
+
+
+def chat_of(body: MessagesBody) -> ChatBody:
+    """The same as a chat completion would ask. Raises ApiError naming the field as Anthropic spells it."""
+    messages = _system(body) + _conversation(body)
+    fields: dict[str, object] = {name: getattr(body, name) for name in (*_SAME, *_TIMES)}
+    fields["messages"] = messages
+    fields["stop"] = body.stop_sequences
+    last = messages[-1]
+    if last["role"] == "assistant" and not last.get("tool_calls"):
+        fields["continue_final_message"] = True
+    if body.tools:
+        fields["tools"] = [_tool(tool.name, tool.description, tool.input_schema, tool.strict) for tool in body.tools]
+    if body.tool_choice is not None:
+        fields |= _tool_choice(body.tool_choice, bool(body.tools))
+    if body.thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = {"name": "output", "schema": body.output_config.format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    try:
+        return read_chat(fields)
+    except ApiError as error:
+        raise spelled(error) from None
+
+
+def spelled(error: ApiError) -> ApiError:
+    """The same refusal with the field as Anthropic spells it."""
+    param = error.param or ""
+    message = error.message
+    for ours, theirs in _SPELLED:
+        param, message = param.replace(ours, theirs), message.replace(ours, theirs)
+    if param == "stop" or param.startswith("stop["):
+        message = message.replace("stop", "stop_sequences", 1)
+        param = param.replace("stop", "stop_sequences", 1)
+    error.param, error.message = param or None, message
+    return error
+
+
+def _system(body: MessagesBody) -> list[Message]:
+    blocks = read_blocks(body.system or "", "system", ("text",))
+    parts = [block.text for block in blocks if isinstance(block, TextBlock) and not block.text.startswith(BILLING_MARK)]
+    return [{"role": "system", "content": _parts(parts)}] if parts else []
+
+
+def _conversation(body: MessagesBody) -> list[Message]:
+    messages: list[Message] = []
+    for index, value in enumerate(body.messages):
+        where = f"messages[{index}]."
+        role, blocks = read_turn(value, where)
+        made = _assistant(blocks) if role == "assistant" else _others(role, blocks, where)
+        for message in made:
+            _append(messages, message)
+    return messages
+
+
+def _append(messages: list[Message], message: Message) -> None:
+    """Add a message; what one role says in a row is one."""
+    if not messages or messages[-1]["role"] != message["role"] or message["role"] == "tool":
+        messages.append(message)
+        return
+    before = messages[-1]
+    before["content"] = before["content"] + message["content"]
+    if "tool_calls" in message:
+        before["tool_calls"] = before.get("tool_calls", []) + message["tool_calls"]
+    if "reasoning_content" in message:
+        said = [before["reasoning_content"]] if "reasoning_content" in before else []
+        before["reasoning_content"] = "\n".join([*said, message["reasoning_content"]])
+
+
+def _assistant(blocks: list[Block]) -> list[Message]:
+    """The text of an answer is one, however many calls stood in it."""
+    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    message: Message = {"role": "assistant", "content": _parts([text] if text else [])}
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    return [message]
+
+
+def _call(call: ToolUseBlock) -> Message:
+    arguments = json.dumps(call.input, ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _others(role: str, blocks: list[Block], where: str) -> list[Message]:
+    """What a user or the system says, with the results of calls as messages of their own, in the order given."""
+    made: list[Message] = []
+    for index, block in enumerate(blocks):
+        if isinstance(block, ToolResultBlock):
+            text = texts(block.content, f"{where}content[{index}].content")
+            text = f"Error: {text}" if block.is_error else text
+            made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+        elif isinstance(block, TextBlock):
+            if made and made[-1]["role"] == role:
+                made[-1]["content"] += _parts([block.text])
+            else:
+                made.append({"role": role, "content": _parts([block.text])})
+        else:
+            assert not isinstance(block, ThinkingBlock | RedactedBlock | ToolUseBlock)
+    return made or [{"role": role, "content": _parts([""])}]
+
+
+def _parts(found: list[str]) -> list[Message]:
+    return [{"type": "text", "text": text} for text in found]
+
+
+def _tool(name: str, description: str | None, schema: dict[str, object], strict: bool | None) -> Message:
+    function: Message = {"name": name, "parameters": schema}
+    if description is not None:
+        function["description"] = description
+    if strict is not None:
+        function["strict"] = strict
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: ToolChoice, has_tools: bool) -> dict[str, object]:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise bad_field("tool_choice.name", "tool_choice.name is missing; name one of the tools", "missing_field")
+        asked: object = {"type": "function", "function": {"name": choice.name}}
+    elif choice.name is not None:
+        raise bad_field("tool_choice.name", f"tool_choice.name goes with type tool, not {choice.type}; leave it out")
+    else:
+        asked = _CHOICES[choice.type]
+    if not has_tools and choice.type in ("any", "tool"):
+        raise bad_field("tool_choice", f"tool_choice is {choice.type}, and there are no tools; give some")
+    parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    return {"tool_choice": asked, **parallel} if has_tools else {}

@@ -1,0 +1,162 @@
+"""MessagesBody: what POST /v1/messages and /v1/messages/count_tokens take.
+
+Owns: the fields around the messages. Does not: know blocks (anthropic_blocks does), or translate anything.
+The names follow Anthropic's public API reference and the types of its Python package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import FailFast, Field
+
+from octavo.server.bodies.chat import MAX_MESSAGES
+from octavo.server.bodies.checks import Body, Refused, sift, validate
+from octavo.server.bodies.sampling import MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TIMEOUT_S
+from octavo.server.faults import bad_field
+
+MAX_SYSTEM_BLOCKS = 256
+_OUR_OWN = "an addition of this server"
+
+REFUSED_MESSAGES: Refused = {
+    "container": (),
+    "mcp_servers": ([],),
+    "inference_geo": (),
+    "compaction": (),
+    "fallbacks": ([],),
+    "fallback_credit_token": (),
+    "thread": (),
+    "speed": ("standard",),
+}
+IGNORED_MESSAGES: Mapping[str, str] = {
+    "metadata": "nothing is stored, so there is nothing to label",
+    "service_tier": "there is one tier; priorities belong to keys",
+    "cache_control": "prefixes are found by their content, here and in every block",
+    "context_management": "nothing is taken out of a conversation",
+    "diagnostics": "answers carry none",
+    "betas": "there are no versions to ask for; the header anthropic-beta is ignored too",
+    "billing_policy": "nothing is billed",
+    "user_profile_id": "nothing here depends on it",
+    "workspace_id": "there are no workspaces",
+}
+_REFUSED_TOOL: Refused = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
+_IGNORED_TOOL: Mapping[str, str] = {
+    "cache_control": IGNORED_MESSAGES["cache_control"],
+    "eager_input_streaming": "arguments are always streamed as they come",
+    "input_examples": "templates have no place for them",
+}
+_IGNORED_THINKING: Mapping[str, str] = {
+    "budget_tokens": "thinking counts towards max_tokens, and has no budget of its own",
+}
+_IGNORED_OUTPUT: Mapping[str, str] = {"effort": "templates know no levels of effort"}
+_REFUSED_OUTPUT: Refused = {"task_budget": ()}
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, object]
+    strict: bool | None = None
+
+
+class ToolChoice(Body):
+    """Whether and which tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers, where its template leaves the choice."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    display: Literal["summarized", "omitted"] = "summarized"
+
+
+class OutputFormat(Body):
+    """A schema that the answer's text obeys."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, object] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How the answer's text is made."""
+
+    format: OutputFormat | None = None
+
+
+class MessagesBody(Body):
+    """POST /v1/messages."""
+
+    model: str | None = Field(None, description="the served model's name; may be left out")
+    max_tokens: int
+    messages: Annotated[list[dict[str, Any]], FailFast()] = Field(
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        description="turns of `user`, `assistant` and `system` with text or blocks: `text`, `thinking`, `tool_use`, "
+        "`tool_result`, `document` and `search_result` of text",
+    )
+    system: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_SYSTEM_BLOCKS)] | None = None
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]] = Field(
+        [], max_length=MAX_STOPS
+    )
+    stream: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    tools: list[Tool] = Field([])
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    min_p: float | None = Field(None, description=_OUR_OWN)
+    seed: int | None = Field(None, description=_OUR_OWN)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description=_OUR_OWN)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256, description=_OUR_OWN)
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description=_OUR_OWN)
+    queue_timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description=_OUR_OWN)
+
+
+class CountBody(MessagesBody):
+    """POST /v1/messages/count_tokens; what does not change the prompt may be there, and changes nothing."""
+
+    max_tokens: int = 1
+
+
+def read_messages(fields: dict[str, object]) -> MessagesBody:
+    """Check the fields around the messages. Raises ApiError naming the field."""
+    return validate(MessagesBody, _sifted(fields, MessagesBody))
+
+
+def read_count(fields: dict[str, object]) -> CountBody:
+    """Check the fields around messages that are only counted. Raises ApiError naming the field."""
+    return validate(CountBody, _sifted(fields, CountBody))
+
+
+def _sifted(fields: dict[str, object], body: type[MessagesBody]) -> dict[str, object]:
+    kept = sift(fields, REFUSED_MESSAGES, body, ignored=IGNORED_MESSAGES)
+    tools, thinking, output, choice = (kept.get(name) for name in ("tools", "thinking", "output_config", "tool_choice"))
+    if isinstance(tools, list):
+        kept["tools"] = [_sift_tool(tool, f"tools[{i}].") for i, tool in enumerate(tools)]
+    if isinstance(thinking, dict):
+        kept["thinking"] = sift(thinking, {}, Thinking, "thinking.", _IGNORED_THINKING)
+    if isinstance(output, dict):
+        kept["output_config"] = sift(output, _REFUSED_OUTPUT, OutputConfig, "output_config.", _IGNORED_OUTPUT)
+    if isinstance(choice, dict):
+        kept["tool_choice"] = sift(choice, {}, ToolChoice, "tool_choice.")
+    return kept
+
+
+def _sift_tool(tool: object, where: str) -> object:
+    if not isinstance(tool, dict):
+        return tool
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind != "custom":
+        message = f"{where}type is {kind[:64]!r}; this server runs none itself, give custom ones"
+        raise bad_field(f"{where}type", message, "unsupported_field")
+    return sift(tool, _REFUSED_TOOL, Tool, where, _IGNORED_TOOL)

@@ -1,0 +1,80 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's interface."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from octavo.server.anthropic_chat import chat_of, spelled
+from octavo.server.bodies.anthropic import (
+    IGNORED_MESSAGES,
+    REFUSED_MESSAGES,
+    CountBody,
+    MessagesBody,
+    read_count,
+    read_messages,
+)
+from octavo.server.bodies.chat import ChatBody
+from octavo.server.bodies.checks import field_notes, inline_schema
+from octavo.server.chat_task import chat_task
+from octavo.server.context import context_of
+from octavo.server.faults import ApiError
+from octavo.server.limits import read_json
+from octavo.server.reply import RETRY_NOTE, reply
+
+
+async def messages(request: Request) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+    body, chat = await read_json(request, context.limits, _asked)
+    context.check_model(body.model)
+    shows_thinking = body.thinking is None or body.thinking.display != "omitted"
+    facts: dict[str, object] = {"max_tokens": body.max_tokens, "shows_thinking": shows_thinking}
+    try:
+        return await reply(request, await chat_task(context, chat, "anthropic", "msg", facts))
+    except ApiError as error:
+        raise spelled(error) from None
+
+
+async def count_tokens(request: Request) -> Response:
+    """Count the tokens of a conversation's prompt, tools and all."""
+    context = context_of(request)
+    chat = await read_json(request, context.limits, lambda fields: chat_of(read_count(fields)))
+    context.check_model(chat.model)
+    try:
+        count = len(await context.prompts.chat(chat))
+    except ApiError as error:
+        raise spelled(error) from None
+    return Response(msgspec.json.encode({"input_tokens": count}), media_type="application/json")
+
+
+def _asked(fields: dict[str, object]) -> tuple[MessagesBody, ChatBody]:
+    body = read_messages(fields)
+    return body, chat_of(body)
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add this module's endpoints."""
+    notes = field_notes(REFUSED_MESSAGES, IGNORED_MESSAGES)
+    app.add_api_route(
+        "/v1/messages",
+        messages,
+        methods=["POST"],
+        response_model=None,
+        description=f"Answer a conversation in Anthropic's form.\n\n{RETRY_NOTE}\n\n{notes}",
+        openapi_extra=_schema(MessagesBody),
+    )
+    app.add_api_route(
+        "/v1/messages/count_tokens",
+        count_tokens,
+        methods=["POST"],
+        response_model=None,
+        description=f"Count the tokens of a prompt in Anthropic's form.\n\n{notes}",
+        openapi_extra=_schema(CountBody),
+    )
+
+
+def _schema(body: type[MessagesBody]) -> dict[str, object]:
+    content = {"application/json": {"schema": inline_schema(body)}}
+    return {"requestBody": {"required": True, "content": content}}
