@@ -57,7 +57,7 @@ def test_a_counter_sums_per_label() -> None:
 
 def test_requests_appear_under_both_names() -> None:
     metrics = RequestMetrics("tiny")
-    metrics.first_tokens(0.3, 1)
+    metrics.first_tokens(0.3, 1, prompt_tokens=100)
     metrics.next_tokens(0.2, 4)
     metrics.finished(Finished("stop", 100, 5, 64, queue_s=0.1, ttft_s=0.3, e2e_s=0.5, max_tokens=7))
     found = samples(metrics)

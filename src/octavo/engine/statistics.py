@@ -24,9 +24,11 @@ from octavo.engine.step_records import StepRecords, Waits
 from octavo.engine.step_times import StepTimes
 from octavo.errors import EngineError
 from octavo.metrics.export import Table
+from octavo.metrics.series import Histogram
 
 _LOG = logging.getLogger(__name__)
 MEMORY_RECORDS = 720  # an hour of them
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _OFF = "statistics are not collected; start the engine with --collect-statistics"
 
 
@@ -40,6 +42,7 @@ class Collector:
         self._waits = Waits()
         self._has_memory = config.memory_analysis
         self._memory: deque[tuple[float, Mapping[str, int | float]]] = deque(maxlen=MEMORY_RECORDS)
+        self._step_tokens = Histogram(STEP_TOKENS)  # since the start, as every total
         self._pulse = Pulse()
         self._next_pulse: float | None = None
         self._last_time = 0.0
@@ -60,6 +63,7 @@ class Collector:
         now = events.time
         if isinstance(outcome, StepResult):
             self._steps.add(plan, now, self._waits)
+            self._step_tokens.observe(plan.num_query_tokens)
         if events.request_ids:
             self._requests.tokens(events.request_ids, now)
         self._requests.settle()
@@ -76,6 +80,7 @@ class Collector:
         return {
             "requests": self._requests.summary(),
             "choice_ends": dict(self._requests.choice_ends),
+            "step_tokens": {"buckets": dict(self._step_tokens.cumulative()), "total": self._step_tokens.total},
             "num_step_records": len(self._steps),
             "num_request_records": len(self._requests),
         }

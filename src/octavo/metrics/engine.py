@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from octavo.config import Config
 from octavo.metrics.requests import spellings
 
 
@@ -19,14 +20,14 @@ class _Row:
     key: str
     own: str
     text: str
-    familiar: str | None = None
+    familiar: tuple[str, ...] = ()
     is_total: bool = False
 
 
 _SCHEDULER = (
-    _Row("num_running", "octavo_sequences_running", "sequences in the batch", "vllm:num_requests_running"),
-    _Row("num_waiting", "octavo_requests_waiting", "requests that wait", "vllm:num_requests_waiting"),
-    _Row("num_swapped", "octavo_requests_swapped", "waiting with their KV on the host", "vllm:num_requests_swapped"),
+    _Row("num_running", "octavo_sequences_running", "sequences in the batch", ("vllm:num_requests_running",)),
+    _Row("num_waiting", "octavo_requests_waiting", "requests that wait", ("vllm:num_requests_waiting",)),
+    _Row("num_swapped", "octavo_requests_swapped", "waiting with their KV on the host", ("vllm:num_requests_swapped",)),
     _Row("num_requests", "octavo_requests", "requests taken", is_total=True),
     _Row("num_blocks", "octavo_kv_blocks", "KV blocks in the pool"),
     _Row("num_blocks_used", "octavo_kv_blocks_used", "KV blocks held by requests"),
@@ -36,16 +37,16 @@ _SCHEDULER = (
     _Row("num_steps", "octavo_steps", "steps committed", is_total=True),
     _Row("num_failed_steps", "octavo_steps_failed", "steps that failed", is_total=True),
     _Row("num_admitted", "octavo_admissions", "requests that began to run", is_total=True),
-    _Row("num_preemptions", "octavo_preemptions", "preemptions", "vllm:num_preemptions", is_total=True),
+    _Row("num_preemptions", "octavo_preemptions", "preemptions", ("vllm:num_preemptions",), is_total=True),
     _Row("num_computed_tokens", "octavo_computed_tokens", "token positions computed", is_total=True),
     _Row(
         "prefix_queried_tokens",
         "octavo_prefix_cache_queries",
         "tokens looked up",
-        "vllm:prefix_cache_queries",
+        ("vllm:prefix_cache_queries",),
         is_total=True,
     ),
-    _Row("prefix_hit_tokens", "octavo_prefix_cache_hits", "tokens found", "vllm:prefix_cache_hits", is_total=True),
+    _Row("prefix_hit_tokens", "octavo_prefix_cache_hits", "tokens found", ("vllm:prefix_cache_hits",), is_total=True),
     _Row("num_host_hit_tokens", "octavo_host_cache_hits", "tokens found on the host", is_total=True),
     _Row("num_swapped_out_tokens", "octavo_swapped_out_tokens", "tokens moved to the host", is_total=True),
     _Row("num_swapped_in_tokens", "octavo_swapped_in_tokens", "tokens moved back", is_total=True),
@@ -53,14 +54,14 @@ _SCHEDULER = (
         "num_drafted_tokens",
         "octavo_drafted_tokens",
         "guessed tokens verified",
-        "vllm:spec_decode_num_draft_tokens",
+        ("vllm:spec_decode_num_draft_tokens",),
         is_total=True,
     ),
     _Row(
         "num_accepted_tokens",
         "octavo_accepted_tokens",
         "guessed tokens that were right",
-        "vllm:spec_decode_num_accepted_tokens",
+        ("vllm:spec_decode_num_accepted_tokens",),
         is_total=True,
     ),
     _Row("num_forks", "octavo_forks", "sequences that began with another's blocks", is_total=True),
@@ -89,15 +90,46 @@ _MEMORY = (
 )
 
 
+_USAGE = _Row(
+    "",
+    "octavo_kv_cache_usage",
+    "share of the KV blocks held, 0 to 1",
+    ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+)
+_CACHE = _Row("", "octavo_cache_config_info", "how the KV pool is set up", ("vllm:cache_config_info",))
+# Reasons of waiting that pass by themselves, whatever room there is.
+_DEFERRED = frozenset(
+    {"adapter_slots", "grammar", "swap_space", "host_load", "uncommitted", "preempted_this_step", "barrier", "paused",
+     "draining", "excluded"}
+)  # fmt: skip
+
+
+def cache_info(config: Config, block_size: int, num_blocks: int) -> dict[str, str]:
+    """How the KV pool is set up, under the names of vLLM's cache_config_info."""
+    cache = config.cache
+    return {
+        "block_size": str(block_size),
+        "num_gpu_blocks": str(num_blocks),
+        "num_gpu_blocks_override": str(cache.num_blocks),
+        "cache_dtype": cache.kv_cache_dtype,
+        "enable_prefix_caching": str(cache.enable_prefix_caching),
+        "gpu_memory_utilization": str(cache.memory_fraction),
+        "swap_space_bytes": str(cache.host_cache_bytes),
+        "kv_cache_size_tokens": str(block_size * num_blocks),
+    }
+
+
 class EngineMetrics:
     """One snapshot of the engine's statistics (None: it does not answer), as a collector of prometheus-client."""
 
-    def __init__(self, model: str, statistics: Mapping[str, object] | None) -> None:
+    def __init__(
+        self, model: str, statistics: Mapping[str, object] | None, cache: Mapping[str, str] | None = None
+    ) -> None:
         self._model = model
         self._is_up = statistics is not None
         self._sections = statistics or {}
         self._scheduler = _mapping(self._sections, "scheduler")
-        self._cache = _mapping(self._sections, "cache_config")
+        self._cache = cache or {}
 
     def collect(self) -> Iterator[Metric]:
         """Every series that the snapshot can fill."""
@@ -109,15 +141,14 @@ class EngineMetrics:
                 if isinstance(value, (int, float)):
                     yield from self._families(row, float(value))
         yield from self._labelled()
+        yield from self._waiting()
+        yield from self._step_tokens()
         usage = self._kv_usage()
         if usage is not None:
-            row = _Row("", "octavo_kv_cache_usage", "share of the KV blocks held, 0 to 1", "vllm:kv_cache_usage_perc")
-            yield from self._families(row, usage)
+            yield from self._families(_USAGE, usage)
         if self._cache:
-            row = _Row("", "octavo_cache_config_info", "how the KV pool is set up", "vllm:cache_config_info")
-            for called, labels in spellings(row.own, row.familiar, self._model):
-                labels = {**labels, **{key: str(value) for key, value in self._cache.items()}}
-                yield _family(GaugeMetricFamily, called, row.text, labels, 1.0)
+            for called, labels in spellings(_CACHE.own, _CACHE.familiar, self._model):
+                yield _family(GaugeMetricFamily, called, _CACHE.text, {**labels, **self._cache}, 1.0)
 
     def _labelled(self) -> Iterator[Metric]:
         for (section, key), (row, label) in _LABELLED.items():
@@ -130,6 +161,29 @@ class EngineMetrics:
                 for name, value in values.items():
                     family.add_metric((*labels.values(), str(name)), float(value))
                 yield family
+
+    def _waiting(self) -> Iterator[Metric]:
+        """Who waits, in the two classes of vLLM: for room, or for something that passes."""
+        values = _mapping(self._sections, "scheduler").get("waiting_by_reason")
+        if not isinstance(values, Mapping):
+            return
+        deferred = sum(count for reason, count in values.items() if reason in _DEFERRED)
+        counts = {"capacity": sum(values.values()) - deferred, "deferred": deferred}
+        name, text = "vllm:num_requests_waiting_by_reason", "requests that wait: for room, or for something that passes"
+        family = GaugeMetricFamily(name, text, labels=("engine", "model_name", "reason"))
+        for reason, count in counts.items():
+            family.add_metric(("0", self._model, reason), count)
+        yield family
+
+    def _step_tokens(self) -> Iterator[Metric]:
+        values = _mapping(_mapping(self._sections, "collected"), "step_tokens")
+        buckets, total = values.get("buckets"), values.get("total")
+        if not isinstance(buckets, Mapping) or not isinstance(total, (int, float)):
+            return
+        for called, labels in spellings("octavo_step_tokens", ("vllm:iteration_tokens_total",), self._model):
+            family = HistogramMetricFamily(called, "tokens computed in a step", labels=tuple(labels))
+            family.add_metric(tuple(labels.values()), list(buckets.items()), total)
+            yield family
 
     def _kv_usage(self) -> float | None:
         total, used = self._scheduler.get("num_blocks"), self._scheduler.get("num_blocks_used")

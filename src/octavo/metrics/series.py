@@ -7,7 +7,7 @@ Invariants: written by one thread (the event loop's), so without locks; an obser
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0,
@@ -74,9 +74,12 @@ class Histogram:
         figures["max"] = self.max if num_values else None
         return figures
 
-    def cumulative(self) -> Iterator[tuple[str, float]]:
-        """Prometheus buckets: (upper bound as text, values at or below it)."""
+    def cumulative(self, shown: Collection[float] | None = None) -> Iterator[tuple[str, float]]:
+        """Prometheus buckets: (upper bound as text, values at or below it); of `shown` bounds only, which are ours."""
         running = 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             running += count
-            yield ("+Inf" if bound == float("inf") else repr(float(bound))), running
+            if bound == float("inf"):
+                yield "+Inf", running
+            elif shown is None or bound in shown:
+                yield repr(float(bound)), running

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from octavo.metrics.engine import cache_info
 from octavo.metrics.requests import RequestMetrics
 from octavo.server.admission import Admission
 from octavo.server.directory import Directory
@@ -57,6 +58,7 @@ class Context:
     tool: ToolProcess
     prompts: PromptReader
     params: ParamsReader
+    cache_info: Mapping[str, str] = field(default_factory=dict)  # how the KV pool is set up, for metrics
 
     def check_model(self, asked: str | None) -> None:
         """Refuse a model that is not served here (404)."""
@@ -106,6 +108,7 @@ def build_context(
         tool=tool,
         prompts=PromptReader(text, max_len, tool),
         params=ParamsReader(model_defaults(text.spec.generation), text.tokenizer, limits.max_choices),
+        cache_info=_cache_info(config, sessions),
     )
 
 
@@ -114,6 +117,11 @@ def _waiting_room(config: Config, sessions: Sessions) -> WaitingRoom:
     if capacity is None:
         return WaitingRoom(config.scheduling.max_sequences or 0)
     return WaitingRoom(capacity.num_slots, capacity.num_blocks[0] * capacity.block_size)
+
+
+def _cache_info(config: Config, sessions: Sessions) -> dict[str, str]:
+    capacity = sessions.capacity
+    return {} if capacity is None else cache_info(config, capacity.block_size, capacity.num_blocks[0])
 
 
 def context_of(request: Request) -> Context:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from octavo.engine.sessions import Session, Sessions, TextDelta
 
 Merged = asyncio.Queue["tuple[int, TextDelta] | asyncio.Task[None]"]
+GIVEN_UP = (FinishReason.CANCELLED, FinishReason.TIMEOUT)
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -76,6 +77,7 @@ class Generation:
         self._lease = lease
         self._closing = closing
         self._last_at = [0.0] * self.num_choices
+        self._num_tokens = [0] * self.num_choices
         self._open = set(range(len(sessions)))
         self._silent = set(self._open)  # without a token yet
         self._token_bytes = token_bytes(asked.params.num_logprobs)
@@ -138,7 +140,7 @@ class Generation:
             gap_s: float | None = None
             if session in self._silent:
                 self._silent.discard(session)
-                self._metrics.first_tokens(now - self.asked.arrival, num_tokens)
+                self._metrics.first_tokens(now - self.asked.arrival, num_tokens, len(self.asked.prompts[session]))
                 self._lease.seat.start()
             elif self._last_at[index]:
                 gap_s = now - self._last_at[index]
@@ -146,6 +148,7 @@ class Generation:
             else:
                 self._metrics.other_tokens(num_tokens)
             self._lease.generated(num_tokens, gap_s)
+            self._num_tokens[index] += num_tokens
             self._last_at[index] = now
         reason = delta.finish_reason
         if reason is None:
@@ -154,6 +157,8 @@ class Generation:
         if usage is not None:
             self._open.discard(session)
         if reason not in REASONS:
+            if usage is not None:
+                self._metrics.ended_early("abort" if reason in GIVEN_UP else "error")
             raise failure_of(delta)
         if usage is not None:
             end = Finished(
@@ -166,6 +171,7 @@ class Generation:
                 e2e_s=now - self.asked.arrival,
                 max_tokens=self.asked.params.max_tokens,
                 num_choices=self.asked.params.num_sequences,
+                longest=max(self._num_tokens[session * self.asked.params.n :][: self.asked.params.n]),
             )
             self._metrics.finished(end)
             self._lease.ended(end)
@@ -182,6 +188,7 @@ class Generation:
         """Cancel in the engine what has not ended, and give back what was taken. Idempotent."""
         self._closing.close()
         while self._open:
+            self._metrics.ended_early("abort")
             await self._sessions[self._open.pop()].cancel()
 
 

@@ -35,14 +35,13 @@ from octavo.server.params import spellings
 from octavo.server.replay import Replay
 from octavo.server.shapes.form import Form
 from octavo.server.shapes.shape import Identity, Shape
-from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
+from octavo.server.shell import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
 from octavo.server.stream import EventStream
 
 RETRY_NOTE = (
     "With a header `Idempotency-Key` the request runs once, however often it is asked for; `Last-Event-ID` beside it "
     "continues a stream behind that event."
 )
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the logs and metrics of proxies call this
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ ARRIVAL = "octavo.arrival"
 REQUEST_ID = "octavo.request_id"
 GIVEN_ID = "octavo.given_id"
 METER = "octavo.meter"  # of the request's key, once it was looked at
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the logs and metrics of proxies call this
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _log = logging.getLogger(__name__)
 
@@ -43,12 +44,14 @@ class ShellMiddleware:
         scope[ARRIVAL] = time.monotonic()
         refusal = _name(scope) or check_headers(scope["headers"], self._limits)
         has_started = False
+        status = CLIENT_CLOSED_REQUEST  # of a client that left before there was any
 
         async def watched(message: Message) -> None:
-            nonlocal has_started
+            nonlocal has_started, status
             if message["type"] == "http.response.start":
                 has_started = True
-                self._metrics.responded(message["status"])
+                status = message["status"]
+                self._metrics.responded(status)
                 message["headers"] = [*message["headers"], (b"x-request-id", scope[REQUEST_ID].encode())]
                 meter = scope.get(METER)
                 if meter is not None:
@@ -69,6 +72,14 @@ class ShellMiddleware:
                 _log.exception("request %s%s failed", scope[REQUEST_ID], whose)
                 if not has_started:
                     await internal_error().response()(scope, receive, watched)
+            finally:
+                seconds = time.monotonic() - scope[ARRIVAL]
+                self._metrics.http.responded(_handler(scope), scope["method"], status, seconds)
+
+
+def _handler(scope: Scope) -> str:
+    """The template of the route that took the request; "none" where none did."""
+    return str(getattr(scope.get("route"), "path", "none"))
 
 
 def _name(scope: Scope) -> ApiError | None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
 from starlette.responses import Response
 
@@ -34,8 +34,9 @@ async def metrics(request: Request) -> Response:
     registry.register(context.metrics)
     registry.register(AdmissionMetrics(context.model, context.admission.snapshot()))
     registry.register(RetryMetrics(context.model, context.runs.report()))
-    registry.register(EngineMetrics(context.model, statistics))
+    registry.register(EngineMetrics(context.model, statistics, context.cache_info))
     registry.register(ToolMetrics(context.model, context.tool.statistics()))
+    ProcessCollector(registry=registry)  # process_*: this process's memory, time and open files
     return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
 
 
