@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "plugins": {"core", "errors"},
     "artifacts": LOW,
     "text": LOW | {"artifacts"},
-    "tool": LOW | {"artifacts", "text"},
+    "tool": LOW | {"artifacts", "text", "grammar"},
     "grammar": LOW | {"text"},
     "media": LOW,
     "trace": LOW,

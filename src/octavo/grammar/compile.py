@@ -9,64 +9,92 @@ Invariants: equal kinds and sources give equal texts. The text is llguidance's o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from octavo.errors import InvalidRequestError
+from octavo.grammar.json_schema import prepare, subschemas
+from octavo.grammar.trial import fault_of
 
 # No free whitespace: a small or hot model would fill its tokens with it. json.dumps writes the same.
-JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_OPTIONS: Mapping[str, object] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+COMPACT_OPTIONS: Mapping[str, object] = {"whitespace_flexible": False}
 MAX_REASON_CHARACTERS = 600
+_MAX_PLACES = 256  # schemas that are tried one by one to find the one at fault; each takes a tenth of a millisecond
+_UNSATISFIABLE = "Unsatisfiable schema"
 
 
-def compile_grammar(kind: str, source: str) -> str:
+def compile_grammar(kind: str, source: str, whitespace: str | None = None) -> str:
     """Compile a source of one of KINDS. Raises InvalidRequestError with what is wrong and where.
 
     "json_schema" takes a schema's JSON text, "json_object" nothing, "regex" an expression, "choice" a JSON list of
-    strings, "lark" a grammar in llguidance's variant of Lark or in llama.cpp's GBNF.
+    strings, "lark" a grammar in llguidance's variant of Lark or in llama.cpp's GBNF. `whitespace` is for JSON: None
+    for one space behind , and :, "" for none, else an expression for what may stand between the parts.
     """
     if kind not in KINDS:
         raise InvalidRequestError(f"no kind of grammar {kind!r}; known are {', '.join(KINDS)}")
-    text = KINDS[kind](source)
-    from llguidance import LLMatcher  # a tenth of a second, and seven megabytes, only where grammars are made
-
-    has_error, messages = LLMatcher.validate_grammar_with_warnings(text)
-    if has_error:
-        raise _refused(kind, messages[0])
+    if whitespace is not None and not kind.startswith("json"):
+        raise InvalidRequestError(f"whitespace is given for a {kind}; it goes with JSON")
+    text = KINDS[kind](source, whitespace)
+    reason = fault_of(text)
+    if reason and kind.startswith("json"):
+        where, reason = _place(json.loads(text)["grammars"][0]["json_schema"], reason)
+        raise InvalidRequestError(f"schema: {where}: {_shown(reason)}", "schema")
+    if reason:
+        raise _refused(kind, reason)
     return text
 
 
 def _refused(kind: str, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the {kind.replace('_', ' ')} cannot be followed: {_shown(reason)}")
+
+
+def _shown(reason: str) -> str:
     reason = reason.strip()
-    if len(reason) > MAX_REASON_CHARACTERS:
-        reason = reason[:MAX_REASON_CHARACTERS] + "..."
-    return InvalidRequestError(f"the {kind.replace('_', ' ')} cannot be followed: {reason}")
+    return reason if len(reason) <= MAX_REASON_CHARACTERS else reason[:MAX_REASON_CHARACTERS] + "..."
 
 
-def _json_schema(source: str) -> str:
+def _json_schema(source: str, whitespace: str | None) -> str:
     try:
         schema = json.loads(source)
     except ValueError as error:
         raise _refused("json_schema", f"not JSON: {error}") from None
-    if not isinstance(schema, (dict, bool)):
+    if not isinstance(schema, dict | bool):
         raise _refused("json_schema", "a schema is an object, or true")
-    if not isinstance(schema, dict):
-        schema = {} if schema else {"not": {}}
-    return _top_level({"json_schema": {**schema, "x-guidance": JSON_OPTIONS}})
+    options = JSON_OPTIONS if whitespace is None else COMPACT_OPTIONS
+    if whitespace:
+        options = {"whitespace_pattern": whitespace}
+    return _top_level({"json_schema": {**prepare(schema), "x-guidance": options}})
 
 
-def _json_object(source: str) -> str:
+def _json_object(source: str, whitespace: str | None) -> str:
     if source:
         raise _refused("json_object", "it takes no source; give a json_schema to say which object")
-    return _json_schema('{"type": "object"}')
+    return _json_schema('{"type": "object"}', whitespace)
 
 
-def _regex(source: str) -> str:
+def _place(schema: dict[str, Any], reason: str) -> tuple[str, str]:
+    """The innermost schema that is at fault by itself, and what is wrong with it."""
+    shared = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
+    for where, each in list(subschemas(schema))[::-1][:_MAX_PLACES]:
+        if isinstance(each, dict):
+            found = fault_of(_top_level({"json_schema": {**each, **shared}}))
+            if found == reason or (found.startswith(_UNSATISFIABLE) and reason.startswith(_UNSATISFIABLE)):
+                return where[:200], found
+    return "#", reason
+
+
+def _regex(source: str, _: str | None) -> str:
     from llguidance import LLMatcher
 
     return LLMatcher.grammar_from_regex(source)
 
 
-def _choice(source: str) -> str:
+def _choice(source: str, _: str | None) -> str:
     try:
         choices = json.loads(source)
     except ValueError as error:
@@ -76,7 +104,7 @@ def _choice(source: str) -> str:
     return _top_level({"lark_grammar": "start: " + " | ".join(json.dumps(each) for each in choices)})
 
 
-def _lark(source: str) -> str:
+def _lark(source: str, _: str | None) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -90,7 +118,7 @@ def _top_level(grammar: dict[str, object]) -> str:
     return json.dumps({"grammars": [grammar]}, ensure_ascii=False)
 
 
-KINDS: dict[str, Callable[[str], str]] = {
+KINDS: dict[str, Callable[[str, str | None], str]] = {
     "json_schema": _json_schema,
     "json_object": _json_object,
     "regex": _regex,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from octavo.server.bodies.chat import ChatBody
 from octavo.server.context import Context
+from octavo.server.grammars import structure_of
 from octavo.server.params import read_params
 from octavo.server.reply import Task, wants_usage
 from octavo.server.shapes.form import Form
@@ -36,5 +37,6 @@ async def chat_task(
         prompt_param="messages",
         read_prompts=read_prompts,
         make_form=make_form,
+        read_grammar=context.grammars.reader(structure_of(body)),
         can_continue=form == "chat",
     )

@@ -18,6 +18,7 @@ from octavo.server.admission import Admission
 from octavo.server.directory import Directory
 from octavo.server.estimate import Estimator
 from octavo.server.faults import ApiError
+from octavo.server.grammars import GrammarReader
 from octavo.server.idempotency import Runs
 from octavo.server.keys import KeyRing
 from octavo.server.lifecycle import Lifecycle
@@ -25,6 +26,7 @@ from octavo.server.limits import HttpLimits
 from octavo.server.params import ParamsReader, model_defaults
 from octavo.server.prompts import PromptReader
 from octavo.server.replay_outputs import one_by_one
+from octavo.server.responses.store import ResponseStore
 from octavo.server.waiting import WaitingRoom
 from octavo.tool.process import ToolProcess
 
@@ -58,6 +60,8 @@ class Context:
     tool: ToolProcess
     prompts: PromptReader
     params: ParamsReader
+    responses: ResponseStore
+    grammars: GrammarReader
     cache_info: Mapping[str, str] = field(default_factory=dict)  # how the KV pool is set up, for metrics
 
     def check_model(self, asked: str | None) -> None:
@@ -108,6 +112,8 @@ def build_context(
         tool=tool,
         prompts=PromptReader(text, max_len, tool),
         params=ParamsReader(model_defaults(text.spec.generation), text.tokenizer, limits.max_choices),
+        responses=ResponseStore(config.responses),
+        grammars=GrammarReader(tool),
         cache_info=_cache_info(config, sessions),
     )
 

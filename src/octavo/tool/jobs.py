@@ -17,9 +17,10 @@ import msgspec
 
 from octavo.errors import EngineError, OctavoError
 from octavo.text.chat_template import ChatTemplate
+from octavo.tool.grammar_check import compile_checked
 from octavo.tool.regex_check import check_regex
 from octavo.tool.schema_check import check_schema
-from octavo.tool.wire import CheckRegex, CheckSchema, RenderChat, WireError
+from octavo.tool.wire import CheckRegex, CheckSchema, CompileGrammar, RenderChat, WireError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ JOBS: Mapping[str, Job] = {
     "render_chat": Job(RenderChat, _render_chat),
     "check_schema": Job(CheckSchema, lambda asked: check_schema(asked.text)),
     "check_regex": Job(CheckRegex, lambda asked: check_regex(asked.pattern)),
+    "compile_grammar": Job(CompileGrammar, lambda asked: compile_checked(asked.kind, asked.source, asked.whitespace)),
 }
 
 
@@ -63,6 +65,8 @@ def warm_up() -> None:
         lambda: ChatTemplate(_TEMPLATE, {}).render([{"content": "x"}]),
         lambda: ChatTemplate("{% for", {}),
         lambda: check_schema('{"pattern": "("}'),
+        lambda: compile_checked("json_schema", '{"type": "integer", "minimum": "x"}'),
+        lambda: compile_checked("lark", 'root ::= "a" | [^b]+'),
     ):
         try:
             work()

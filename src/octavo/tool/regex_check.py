@@ -19,6 +19,7 @@ MAX_PATTERN_BYTES = 2048
 MAX_WEIGHT = 50_000
 MAX_GROUP_DEPTH = 32
 _CLASS_WEIGHT = 4
+_SHELL = 'Error building "str" validator:\n  SchemaError: '  # what pydantic puts before an expression's error
 _REPEAT = re.compile(r"\{\s*(\d{0,9})\s*(,?)\s*(\d{0,9})\s*\}")
 _ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^{}]{0,64}\}|[pPxuU].|.)", re.DOTALL)
 
@@ -37,7 +38,7 @@ def check_regex(pattern: str, param: str = "regex") -> int:
     try:
         SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
     except SchemaError as error:
-        reason = " ".join(str(error).split())[-200:]
+        reason = " ".join(str(error).removeprefix(_SHELL).split())[-200:]
         if "size limit" in reason:
             raise TooComplexError(f"{param} needs too much memory when compiled", param) from None
         raise InvalidRequestError(f"{param} is no regular expression that can be used ({reason})", param) from None

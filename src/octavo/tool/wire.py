@@ -48,7 +48,15 @@ class CheckRegex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pattern: str
 
 
-Argument = RenderChat | CheckSchema | CheckRegex | Mapping[str, Any]
+class CompileGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Compile what an answer must be; see octavo.grammar.compile. Gives the text of a compiled grammar."""
+
+    kind: str
+    source: str
+    whitespace: str | None = None
+
+
+Argument = RenderChat | CheckSchema | CheckRegex | CompileGrammar | Mapping[str, Any]
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

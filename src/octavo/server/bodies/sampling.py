@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
 from octavo.server.bodies.checks import Body, Refused, sift
+from octavo.server.bodies.structure import StructureFields
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -24,8 +25,6 @@ MAX_TIMEOUT_S = 86_400.0
 # Refused unless the value is one of these, with which it asks for nothing. (null always counts as left out.)
 REFUSED_BOTH: Refused = {
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
 }
 _REFUSED_STREAM_OPTIONS: Refused = {"include_obfuscation": (False,)}
 
@@ -59,7 +58,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class SamplingBody(Body):
+class SamplingBody(StructureFields):
     """The fields that chat and text completions share. A field left out takes the model's own default."""
 
     model: str | None = Field(None, description="the served model's name; may be left out")

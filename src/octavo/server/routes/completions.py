@@ -12,6 +12,7 @@ from octavo.server.bodies.completion import REFUSED_COMPLETION, CompletionBody, 
 from octavo.server.bodies.sampling import MAX_ALLOWED_IDS
 from octavo.server.context import context_of
 from octavo.server.faults import bad_field
+from octavo.server.grammars import structure_of
 from octavo.server.limits import read_json
 from octavo.server.params import read_params
 from octavo.server.reply import RETRY_NOTE, Task, reply, wants_usage
@@ -45,6 +46,7 @@ async def completions(request: Request) -> Response:
         num_ids=sum(len(prompt) for prompt in body.prompt if isinstance(prompt, list)),
         prompt_param="prompt",
         read_prompts=read_prompts,
+        read_grammar=context.grammars.reader(structure_of(body)),
         make_form=lambda identity, _: Form("text", identity, wants_usage(body), tuple(echoes), params.n),
     )
     return await reply(request, task)

@@ -1,0 +1,201 @@
+"""JSON schemas made ready for the compiler: what it would misread is rewritten, the rest refused with its place.
+
+Owns: what each keyword means here: enforced as it is, rewritten to what is enforced, without effect, or refused.
+Does not: bound sizes or check the shapes of keywords (tool/schema_check does), or compile.
+Invariant: whatever the prepared schema allows, the given one allows too; where that cannot be promised it is refused.
+
+Sources: JSON Schema 2020-12 (core, validation), with the boolean exclusiveMinimum and the lists in items of drafts 4 to
+7; RFC 3339 for dates and times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from octavo.errors import InvalidRequestError
+from octavo.grammar.schema_facts import Facts, json_key
+
+_ONE = ("items", "additionalProperties", "additionalItems")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_TABLES = ("properties", "patternProperties", "$defs", "definitions")
+# Say nothing of a value: taken out, so that the grammar's text has no need of them.
+_NOTES = frozenset((
+    "$schema", "$comment", "$id", "id", "title", "description", "default", "examples", "example", "deprecated",
+    "readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType", "contentSchema", "nullable",
+))  # fmt: skip
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "uniqueItems": (False,),
+    "unevaluatedItems": (True,),
+    "unevaluatedProperties": (True,),
+    "minContains": (0,),
+    "exclusiveMinimum": (False,),
+    "exclusiveMaximum": (False,),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "propertyNames": (True, {}, {"type": "string"}),
+}
+_REFUSED: Mapping[str, str] = {
+    "not": "say with enum, pattern or anyOf what is allowed",
+    "if": "write the cases as anyOf",
+    "then": "write the cases as anyOf",
+    "else": "write the cases as anyOf",
+    "contains": "say with items or prefixItems what each item is",
+    "minContains": "say with items or prefixItems what each item is",
+    "maxContains": "say with items or prefixItems what each item is",
+    "uniqueItems": "leave it out and check the answer, or ask for an object with one boolean property for each value",
+    "propertyNames": "use patternProperties with additionalProperties false",
+    "dependentRequired": "write the cases as anyOf",
+    "dependentSchemas": "write the cases as anyOf",
+    "dependencies": "write the cases as anyOf",
+    "unevaluatedItems": "use items",
+    "unevaluatedProperties": "use additionalProperties",
+    "$dynamicRef": "use $ref",
+    "$dynamicAnchor": "use $ref with a path",
+    "$recursiveRef": "use $ref",
+    "$anchor": "use $ref with a path",
+    "divisibleBy": "use multipleOf",
+    "disallow": "say with enum, pattern or anyOf what is allowed",
+    "extends": "use allOf",
+    "x-guidance": "how JSON is written is set beside the schema",
+}
+_KEPT_FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_REFUSED_FORMATS = ("idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "relative-json-pointer",
+                    "regex", "uri-reference", "uri-template")  # fmt: skip
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_DAY = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+FORMAT_PATTERNS: Mapping[str, str] = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+
+
+def refused(where: str, reason: str) -> InvalidRequestError:
+    """A refusal that says where in the schema."""
+    return InvalidRequestError(f"schema: {where[:200]}: {reason}", "schema")
+
+
+def prepare(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    """The schema as the compiler takes it. Raises InvalidRequestError with the place of what cannot be promised."""
+    if isinstance(schema, bool):
+        if not schema:
+            raise refused("#", "false allows no value")
+        return {}
+    facts = Facts(schema)
+    made = _prepared(schema, "#", facts)
+    assert isinstance(made, dict)
+    for where, each in subschemas(schema):
+        if not facts.has_end(each):
+            raise refused(where, "no finite value is allowed: each one would need another of the same inside it")
+    return made
+
+
+def subschemas(schema: object, where: str = "#") -> Iterator[tuple[str, Any]]:
+    """Every schema in a schema, with its place, outer ones first."""
+    yield where, schema
+    if isinstance(schema, dict):
+        for place, child in _children(schema):
+            yield from subschemas(child, f"{where}/{place}")
+
+
+def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in schema.items():
+        if name in _LISTS and isinstance(value, list):
+            yield from ((f"{name}/{index}", each) for index, each in enumerate(value))
+        elif name in _ONE and isinstance(value, dict | bool):
+            yield name, value
+        elif name in _TABLES and isinstance(value, dict):
+            yield from ((f"{name}/{_escaped(key)}", each) for key, each in value.items())
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _prepared(schema: object, where: str, facts: Facts) -> object:
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _NOTES or _is_neutral(name, value):
+            continue
+        if name in _REFUSED:
+            raise refused(f"{where}/{name}", f"{name} is not supported; {_REFUSED[name]}")
+        made[name] = _prepared_value(name, value, f"{where}/{name}", facts)
+    _set_exclusive(made, schema)
+    _set_format(made, where)
+    _set_one_of(made, schema, where, facts)
+    _check_counts(schema, where)
+    return made
+
+
+def _prepared_value(name: str, value: object, where: str, facts: Facts) -> object:
+    if name in _LISTS and isinstance(value, list):
+        return [_prepared(each, f"{where}/{index}", facts) for index, each in enumerate(value)]
+    if name in _ONE:
+        return _prepared(value, where, facts)
+    if name in _TABLES and isinstance(value, dict):
+        return {key: _prepared(each, f"{where}/{_escaped(key)}", facts) for key, each in value.items()}
+    return value
+
+
+def _is_neutral(name: str, value: object) -> bool:
+    return any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(name, ()))
+
+
+def _set_exclusive(made: dict[str, Any], schema: dict[str, Any]) -> None:
+    """Draft 4's `exclusiveMinimum: true` makes `minimum` exclusive."""
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if schema.get(exclusive) is True:
+            made.pop(exclusive, None)
+            if bound in made:
+                made[exclusive] = made.pop(bound)
+
+
+def _set_format(made: dict[str, Any], where: str) -> None:
+    """Formats that are no more than a note go; dates and times become expressions that know the calendar."""
+    name = made.get("format")
+    if name is None or name in _KEPT_FORMATS:
+        return
+    if name in _REFUSED_FORMATS:
+        raise refused(f"{where}/format", f"the format {name} is not supported; leave it out, or give a pattern")
+    del made["format"]
+    if name not in FORMAT_PATTERNS:
+        return
+    if "pattern" in made:
+        made["allOf"] = [*made.get("allOf", ()), {"pattern": FORMAT_PATTERNS[name]}]
+    else:
+        made["pattern"] = FORMAT_PATTERNS[name]
+
+
+def _set_one_of(made: dict[str, Any], schema: dict[str, Any], where: str, facts: Facts) -> None:
+    """`oneOf` is `anyOf` where no value can be two of its schemas; elsewhere it would have to count."""
+    branches = schema.get("oneOf")
+    if not isinstance(branches, list):
+        return
+    pair = facts.overlapping(branches)
+    if pair is not None:
+        reason = f"schemas {pair[0]} and {pair[1]} may allow the same value"
+        remedy = "use anyOf, or have both require a property with a const of its own"
+        raise refused(f"{where}/oneOf", f"{reason}; {remedy}")
+    alternatives = made.pop("oneOf")
+    if "anyOf" in made:
+        made["allOf"] = [*made.get("allOf", ()), {"anyOf": alternatives}]
+    else:
+        made["anyOf"] = alternatives
+
+
+def _check_counts(schema: dict[str, Any], where: str) -> None:
+    """Names that a schema does not list may come twice in an answer, and then count once."""
+    least = schema.get("minProperties", 0)
+    required = schema.get("required", [])
+    if not isinstance(least, int) or not isinstance(required, list):
+        return
+    num_required = len(set(map(json_key, required)))
+    if least > num_required + 1:
+        reason = f"{least} properties are asked for and {num_required} of them are required by name"
+        raise refused(f"{where}/minProperties", f"{reason}; name at least {least - 1} in required")

@@ -1,0 +1,207 @@
+"""What can be told of JSON schemas without compiling them.
+
+Owns: whether two schemas may allow the same value, and whether a schema allows any finite value.
+Does not: rewrite or refuse.
+Invariants: "disjoint" and "no end" are certain; their opposites are not. References are followed to a bounded depth.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_TYPES = frozenset(("null", "boolean", "object", "array", "number", "string"))
+_MAX_DEPTH = 8  # of references and properties that are followed to tell two schemas apart
+_MAX_ROUNDS = 64
+
+
+def json_key(value: object) -> str:
+    """A text that is equal for values that JSON Schema holds equal: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, list):
+        return "[" + ",".join(map(json_key, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(key)}:{json_key(value[key])}" for key in sorted(value)) + "}"
+    return json.dumps(value)
+
+
+class Facts:
+    """Facts about the schemas of one document."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._ending: set[int] = set()  # ids of schemas of the document, which `_root` keeps alive
+        self._has_ends = False
+
+    def overlapping(self, schemas: list[Any]) -> tuple[int, int] | None:
+        """The first two that may allow the same value, or None."""
+        values = [_values(each) if isinstance(each, dict) else None for each in schemas]
+        listed = [each for each in values if each is not None]
+        if len(listed) == len(schemas) and len(frozenset().union(*listed)) == sum(map(len, listed)):
+            return None
+        for later in range(len(schemas)):
+            for earlier in range(later):
+                if not self.are_disjoint(schemas[earlier], schemas[later]):
+                    return earlier, later
+        return None
+
+    def are_disjoint(self, left: object, right: object, depth: int = 0) -> bool:
+        """Whether certainly no value is allowed by both."""
+        if depth > _MAX_DEPTH:
+            return False
+        lefts, rights = self._parts(left), self._parts(right)
+        if any(part is False for part in (*lefts, *rights)):
+            return True
+        return any(
+            self._plainly_disjoint(a, b, depth)
+            for a in lefts
+            for b in rights
+            if isinstance(a, dict) and isinstance(b, dict)
+        )
+
+    def _parts(self, schema: object) -> list[Any]:
+        """A schema and those that it is the intersection of."""
+        parts, pending, seen = [], [schema], 0
+        while pending and seen < 64:
+            seen += 1
+            each = pending.pop()
+            parts.append(each)
+            if isinstance(each, dict):
+                if isinstance(each.get("$ref"), str):
+                    pending.append(self._target(each["$ref"]))
+                if isinstance(each.get("allOf"), list):
+                    pending += each["allOf"]
+        return parts
+
+    def _plainly_disjoint(self, left: dict[str, Any], right: dict[str, Any], depth: int) -> bool:
+        for one, other in ((left, right), (right, left)):
+            branches = one.get("anyOf", one.get("oneOf"))
+            if (
+                isinstance(branches, list)
+                and branches
+                and len(branches) <= 64
+                and all(self.are_disjoint(branch, other, depth + 1) for branch in branches)
+            ):
+                return True
+        if not _types(left) & _types(right):
+            return True
+        left_values, right_values = _values(left), _values(right)
+        if left_values is not None and right_values is not None:
+            return not left_values & right_values
+        if _types(left) | _types(right) != {"object"}:
+            return False
+        tables = left.get("properties", {}), right.get("properties", {})
+        needed = set(_names(left.get("required"))) & set(_names(right.get("required")))
+        return any(
+            self.are_disjoint(tables[0][name], tables[1][name], depth + 1)
+            for name in needed
+            if all(isinstance(table, dict) and name in table for table in tables)
+        )
+
+    def _target(self, reference: str) -> Any:
+        target: Any = self._root
+        for part in reference.removeprefix("#").split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and key.isdecimal() and len(key) < 6 and int(key) < len(target):
+                target = target[int(key)]
+            elif isinstance(target, dict) and key in target:
+                target = target[key]
+            else:
+                return True
+        return target
+
+    def has_end(self, schema: object) -> bool:
+        """Whether a schema of the document may allow a finite value. One that allows nothing at all has an end."""
+        if not self._has_ends:
+            self._find_ends()
+        return not isinstance(schema, dict) or id(schema) in self._ending
+
+    def _find_ends(self) -> None:
+        """The least set of schemas of which each needs only schemas of the set."""
+        schemas = _dicts(self._root)
+        self._has_ends = True
+        num_before = -1
+        while num_before != len(self._ending):
+            num_before = len(self._ending)
+            for schema in reversed(schemas):  # inner ones first: then most are settled in one round
+                if id(schema) not in self._ending and self._ends(schema):
+                    self._ending.add(id(schema))
+
+    def _ends(self, schema: dict[str, Any]) -> bool:
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and not self._ended(self._target(reference)):
+            return False
+        for name in ("anyOf", "oneOf"):
+            branches = schema.get(name)
+            if isinstance(branches, list) and branches and not any(map(self._ended, branches)):
+                return False
+        if not all(map(self._ended, _listed(schema.get("allOf")))):
+            return False
+        if _values(schema) is not None:
+            return True
+        return any(self._type_ends(schema, kind) for kind in _types(schema)) or not _types(schema)
+
+    def _type_ends(self, schema: dict[str, Any], kind: str) -> bool:
+        if kind == "object":
+            table = schema.get("properties", {})
+            named = [
+                table[name] for name in _names(schema.get("required")) if isinstance(table, dict) and name in table
+            ]
+            return all(map(self._ended, named))
+        least = schema.get("minItems", 0)
+        if kind == "array" and isinstance(least, int) and least > 0:
+            first = schema.get("prefixItems", schema.get("items") if isinstance(schema.get("items"), list) else [])
+            needed = [*_listed(first)][:least]
+            if len(needed) < least:
+                needed.append(schema.get("items", schema.get("additionalItems", True)))
+            return all(map(self._ended, needed))
+        return True
+
+    def _ended(self, schema: object) -> bool:
+        return not isinstance(schema, dict) or id(schema) in self._ending
+
+
+def _dicts(node: object) -> list[dict[str, Any]]:
+    """All objects of a document, outer ones first; those that are no schemas do no harm."""
+    found, level = [], [node]
+    while level:
+        found += [each for each in level if isinstance(each, dict)]
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+        ]
+    return found
+
+
+def _types(schema: dict[str, Any]) -> frozenset[str]:
+    """The types that a schema allows, of itself; whole numbers are numbers."""
+    kinds = schema.get("type")
+    if kinds is None:
+        values = _values(schema)
+        return _TYPES if values is None else frozenset(map(_type_of, values))
+    listed = kinds if isinstance(kinds, list) else [kinds]
+    return frozenset("number" if kind == "integer" else kind for kind in listed if isinstance(kind, str))
+
+
+def _type_of(key: str) -> str:
+    first = key[0]
+    return {"n": "null", "t": "boolean", "f": "boolean", '"': "string", "[": "array", "{": "object"}.get(
+        first, "number"
+    )
+
+
+def _values(schema: dict[str, Any]) -> frozenset[str] | None:
+    """The values that a schema lists, or None."""
+    if "const" in schema:
+        return frozenset((json_key(schema["const"]),))
+    return frozenset(map(json_key, schema["enum"])) if isinstance(schema.get("enum"), list) else None
+
+
+def _names(value: object) -> list[str]:
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
