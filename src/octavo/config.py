@@ -33,7 +33,9 @@ def option(
 class ModelConfig:
     """Which model, and how it is loaded."""
 
-    model: str = option("smollm2", "alias, local folder, .gguf file, Hugging Face repository, or scripted:FILE", "--model", "-m")
+    model: str = option(
+        "smollm2", "alias, local folder, .gguf file, Hugging Face repository, or scripted:FILE", "--model", "-m"
+    )
     revision: str | None = option(None, "branch, tag or commit of the repository", "--revision")
     served_model_name: str | None = option(
         None, "name under which clients address the model", "--served-model-name", "--alias", "-a"
@@ -312,6 +314,24 @@ class RetryConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ResponsesConfig:
+    """What is kept of the answers of /v1/responses, in memory only (docs/responses.md)."""
+
+    max_stored_responses: int = option(
+        1000, "responses that are kept for previous_response_id; 0 = none", "--max-stored-responses", within=(0, None)
+    )
+    max_stored_bytes: int = option(
+        64 << 20, "bytes of responses that are kept, such as 64M", "--max-stored-bytes", within=(0, None)
+    )
+    keep_responses_s: float = option(
+        86_400.0,
+        "seconds that a response is kept after its last use",
+        "--keep-responses",
+        within=(0.0, 2_592_000.0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class StatisticsConfig:
     """What the engine keeps of its steps and requests."""
 
@@ -335,6 +355,7 @@ class Config:
     serving: ServingConfig = ServingConfig()
     admission: AdmissionConfig = AdmissionConfig()
     retry: RetryConfig = RetryConfig()
+    responses: ResponsesConfig = ResponsesConfig()
     statistics: StatisticsConfig = StatisticsConfig()
 
     def __post_init__(self) -> None:

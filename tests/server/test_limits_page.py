@@ -47,6 +47,20 @@ BODIES = {
     "MAX_WORD_CHARACTERS": "characters of a bad word or breaker",
     "MAX_ALLOWED_IDS": "allowed ids",
     "MAX_TIMEOUT_S": "seconds of a timeout or objective",
+    "MAX_SCHEMA_BYTES": "bytes of a JSON schema",
+    "MAX_PATTERN_BYTES": "bytes of a regular expression",
+    "MAX_ALTERNATIVES": "alternatives of a choice",
+    "MAX_ALTERNATIVE_CHARACTERS": "characters of an alternative, together 65536 bytes",
+    "MAX_GRAMMAR_CHARACTERS": "characters of a grammar",
+    "MAX_WHITESPACE_CHARACTERS": "characters of a whitespace pattern",
+    "MAX_FORMAT_NAME_CHARACTERS": "characters of a schema's name",
+    "MAX_FORMAT_DESCRIPTION_CHARACTERS": "characters of a schema's description",
+    "MAX_INPUT_ITEMS": "items of a response's input",
+    "MAX_ITEM_ID_CHARACTERS": "characters of an item's or call's id, and of a called function's name",
+    "MAX_METADATA": "pairs of metadata",
+    "MAX_METADATA_KEY_CHARACTERS": "characters of a key of metadata",
+    "MAX_METADATA_CHARACTERS": "characters of a value of metadata",
+    "MAX_LABEL_CHARACTERS": "characters of a label",
 }
 
 

@@ -38,11 +38,13 @@ CODES: Mapping[str, Code] = {
         (400,), "the request could never run here; the message has the numbers", errors.AdmissionError
     ),
     "duplicate_request_id": Code((400,), "the engine has an open request of this id", errors.DuplicateRequestError),
+    "item_not_found": Code((400,), "no stored response of the tenant has the item that `input` refers to"),
     "client_disconnected": Code((400, 499), "the client left; nobody reads this, it is for metrics"),
     "invalid_api_key": Code((401,), "no key, or none that is known here"),
     "priority_not_allowed": Code((403,), "the key may not ask for this priority"),
     "not_found": Code((404,), "no endpoint of this path"),
     "model_not_found": Code((404,), "no such model is served; the message names the one that is"),
+    "response_not_found": Code((404,), "no stored response of this id, or it is another tenant's"),
     "request_not_found": Code((404,), "no request of this id is open, or it is another tenant's"),
     "method_not_allowed": Code((405,), "the endpoint has other methods; `Allow` names them"),
     "body_timeout": Code((408,), "the body did not arrive in time"),

@@ -19,7 +19,7 @@ from octavo.server.shell import METER
 if TYPE_CHECKING:
     from octavo.server.context import Context
 
-GATED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages"})
+GATED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _RETRY_HEADER = b"idempotency-key"
 
 

@@ -186,14 +186,14 @@ class Tape:
 
 
 class Replay:
-    """One connection's reading of a tape from a position on: a source of deltas, and their shape with event ids."""
+    """One connection's reading of a tape from a position on: a source of deltas, and their `shape` with event ids."""
 
     def __init__(
         self, tape: Tape, shape: Shape, name: str, seen: Position | None, on_close: Callable[[], None]
     ) -> None:
         self.name = name
         self._tape = tape
-        self._shape = shape
+        self.shape = shape
         self._at = [_NOTHING] * len(tape.choices)
         self._has = seen or Position.start(len(tape.choices))  # the client, once it has read all that was sent
         self._is_identified = len(tape.choices) <= MAX_IDENTIFIED and shape.framing.has_ids
@@ -231,16 +231,16 @@ class Replay:
     @property
     def framing(self) -> Framing:
         """The shape's."""
-        return self._shape.framing
+        return self.shape.framing
 
     def first(self) -> bytes:
         """The events before any delta, unless the client has some of what follows."""
-        event = self._shape.first()
+        event = self.shape.first()
         return event if all(place == _NOTHING for place in self._has.places) else b""
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """The event of a piece that deltas() gave, b"" when the client has it."""
-        event, place = self._shape.chunk(index, delta), self._at[index]
+        event, place = self.shape.chunk(index, delta), self._at[index]
         if not event or place <= self._has.places[index]:
             return b""
         self._has.places[index] = place
@@ -248,7 +248,7 @@ class Replay:
 
     def last(self) -> bytes:
         """The usage chunk, unless the client has it."""
-        event = self._shape.last()
+        event = self.shape.last()
         if not event or self._has.has_usage:
             return b""
         self._has.has_usage = True
@@ -256,7 +256,7 @@ class Replay:
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """The answer as one object."""
-        return self._shape.whole(choices)
+        return self.shape.whole(choices)
 
     def _identified(self, event: bytes) -> bytes:
         return b"id: %b\n%b" % (self._has.text().encode(), event) if self._is_identified else event

@@ -51,7 +51,7 @@ class Task:
 
     `kind` begins the answer's id; `prompt_param` is the field that holds the prompt. `num_characters` are those of all
     prompts that are texts, `num_ids` the ids of those that are not. `can_continue`: whether each delta makes one event,
-    so that a stream can go on behind any of them.
+    so that a stream can go on behind any of them. `on_shape` is told of the shape before it gives anything.
     """
 
     kind: str
@@ -65,6 +65,7 @@ class Task:
     make_form: Callable[[Identity, int], Form]
     read_grammar: Callable[[], Awaitable[str]] | None = None
     can_continue: bool = True
+    on_shape: Callable[[Shape], None] | None = None
 
 
 def wants_usage(body: SamplingBody) -> bool:
@@ -79,7 +80,14 @@ async def reply(request: Request, task: Task) -> Response:
     if key is not None:
         return await _replied(request, context, task, (key, event))
     generation, form = await _begin(request, context, task)
-    return await _answer(request, context, task, generation, form.shape(context.text.tokenizer))
+    shape = form.shape(context.text.tokenizer)
+    _tell(task, shape)
+    return await _answer(request, context, task, generation, shape)
+
+
+def _tell(task: Task, shape: Shape) -> None:
+    if task.on_shape is not None:
+        task.on_shape(shape)
 
 
 async def _replied(request: Request, context: Context, task: Task, asked: tuple[str, str | None]) -> Response:
@@ -97,6 +105,7 @@ async def _replied(request: Request, context: Context, task: Task, asked: tuple[
         return Begun(generation, form, generation.num_choices)
 
     replay = await context.runs.replay(retry, begin)
+    _tell(task, replay.shape)
     return await _answer(request, context, task, replay, replay)
 
 

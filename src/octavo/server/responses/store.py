@@ -1,0 +1,236 @@
+"""ResponseStore: the responses that were asked to be stored, in memory.
+
+Owns: what is kept, its bounds in number, bytes and age, whose it is, and the chain from a response to those before it.
+Does not: make responses, or keep anything over a restart.
+Invariants: nobody finds another tenant's; beyond a bound whoever keeps most gives way, least recently used first; what
+a later response goes on from is there as long as that is, also when it was deleted or given way itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from octavo.server.faults import ApiError, bad_field
+
+if TYPE_CHECKING:
+    from octavo.config import ResponsesConfig
+    from octavo.server.answer import Json
+
+_OVERHEAD_BYTES = 1024  # of a response's own objects
+_ID_BYTES = 256  # of an item's id, and of finding it
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The items that a response answers, as one JSON list, and their ids."""
+
+    items: bytes
+    ids: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One turn: the items that were given and those that were answered, as JSON, and the turn before."""
+
+    given: bytes
+    output: bytes
+    ids: tuple[str, ...]
+    previous: Link | None
+    num_users: int = 0  # the store itself, and the links behind it
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory, roughly."""
+        return len(self.given) + len(self.output) + _ID_BYTES * len(self.ids) + _OVERHEAD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One response: `rest` is it without its output."""
+
+    response_id: str
+    link: Link
+    rest: bytes
+    previous_id: str | None
+
+    def response(self) -> bytes:
+        """The response as JSON."""
+        return self.rest[:-1] + b',"output":' + self.link.output + b"}"
+
+    def history(self) -> tuple[bytes, ...]:
+        """Lists of items as JSON, the oldest first: all that was given and answered, up to and with this response."""
+        found: list[bytes] = []
+        link: Link | None = self.link
+        while link is not None:
+            found += (link.output, link.given)
+            link = link.previous
+        return tuple(reversed(found))
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """What one tenant keeps, least recently used first, each with the time of its last use; and where items are."""
+
+    stored: OrderedDict[str, tuple[Stored, float]] = field(default_factory=OrderedDict)
+    items: dict[str, Link] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+class ResponseStore:
+    """All stored responses of this server."""
+
+    def __init__(self, config: ResponsesConfig, now: Callable[[], float] = time.monotonic) -> None:
+        self.num_given_way = 0
+        self._config = config
+        self._now = now
+        self._shelves: dict[str, _Shelf] = {}
+        self._num = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return self._num
+
+    @property
+    def num_bytes(self) -> int:
+        """What all of them take in memory, roughly."""
+        return sum(shelf.num_bytes for shelf in self._shelves.values())
+
+    def put(self, tenant: str, response: Json, given: Given, previous: Stored | None) -> None:
+        """Keep a response and the items that it answers, or what the bounds allow of it and of others."""
+        output = msgspec.json.encode(response["output"])
+        rest = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
+        self.delete(tenant, response["id"])  # a retry is answered with what is there already
+        ids = (*given.ids, *(item["id"] for item in response["output"]))
+        link = Link(given.items, output, ids, previous.link if previous is not None else None)
+        stored = Stored(response["id"], link, rest, previous.response_id if previous is not None else None)
+        shelf = self._shelves.setdefault(tenant, _Shelf())
+        shelf.stored[stored.response_id] = (stored, self._now())
+        shelf.num_bytes += len(rest)
+        self._num += 1
+        self._use(shelf, link)
+        self._make_room()
+        self._sweep()
+
+    def get(self, tenant: str, response_id: str, param: str | None = None) -> Stored:
+        """Find a response, which keeps it and those before it for longer. Raises ApiError (404, or 400 for a field)."""
+        self._drop_old()
+        found = self._find(tenant, response_id)
+        if found is None:
+            message = f"no response {response_id[:128]!r} of yours is stored; responses are kept in memory for a while"
+            raise ApiError(404, message, code="response_not_found", param=param)
+        self._touch(self._shelves[tenant], found)
+        return found
+
+    def delete(self, tenant: str, response_id: str) -> bool:
+        """Forget a response; say whether it was there."""
+        found = self._find(tenant, response_id)
+        if found is None:
+            return False
+        shelf = self._shelves[tenant]
+        del shelf.stored[response_id]
+        shelf.num_bytes -= len(found.rest)
+        self._num -= 1
+        self._leave(shelf, found.link)
+        if not shelf.stored:
+            del self._shelves[tenant]
+        return True
+
+    def links(self, tenant: str, item_ids: Iterable[str]) -> list[Link]:
+        """Find the turns that have these items, each once. Raises ApiError."""
+        items = self._shelves[tenant].items if tenant in self._shelves else {}
+        found: dict[int, Link] = {}
+        for item_id in item_ids:
+            link = items.get(item_id)
+            if link is None:
+                message = f"input refers to item {item_id[:128]!r}; no stored response of yours has it"
+                raise bad_field("input", message, "item_not_found")
+            found[id(link)] = link
+        return list(found.values())
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is kept here at all."""
+        return self._config.max_stored_responses > 0
+
+    def report(self) -> dict[str, object]:
+        """What /health tells."""
+        return {"kept": len(self), "bytes": self.num_bytes, "given_way": self.num_given_way}
+
+    def _find(self, tenant: str, response_id: str) -> Stored | None:
+        shelf = self._shelves.get(tenant)
+        found = shelf.stored.get(response_id) if shelf is not None else None
+        return found[0] if found is not None else None
+
+    def _touch(self, shelf: _Shelf, stored: Stored) -> None:
+        """Count it as used, and those before it as used just before it."""
+        chain: list[Stored] = []
+        current: Stored | None = stored
+        while current is not None:
+            chain.append(current)
+            previous = shelf.stored.get(current.previous_id) if current.previous_id is not None else None
+            current = previous[0] if previous is not None else None
+        for each in reversed(chain):
+            shelf.stored[each.response_id] = (each, self._now())
+            shelf.stored.move_to_end(each.response_id)
+
+    def _use(self, shelf: _Shelf, link: Link) -> None:
+        """Count a new user of a link; a new link uses the one before it."""
+        current: Link | None = link
+        while current is not None:
+            current.num_users += 1
+            if current.num_users > 1:
+                return
+            shelf.num_bytes += current.num_bytes
+            shelf.items.update(dict.fromkeys(current.ids, current))
+            current = current.previous
+
+    def _leave(self, shelf: _Shelf, link: Link) -> None:
+        current: Link | None = link
+        while current is not None:
+            current.num_users -= 1
+            if current.num_users > 0:
+                return
+            shelf.num_bytes -= current.num_bytes
+            for item_id in current.ids:
+                if shelf.items.get(item_id) is current:  # ids that clients give may be given again
+                    del shelf.items[item_id]
+            current = current.previous
+
+    def _make_room(self) -> None:
+        config = self._config
+        while self._num > config.max_stored_responses:
+            self._drop_oldest(max(self._shelves, key=lambda tenant: len(self._shelves[tenant].stored)))
+        while self._shelves and self.num_bytes > config.max_stored_bytes:
+            self._drop_oldest(max(self._shelves, key=lambda tenant: self._shelves[tenant].num_bytes))
+
+    def _drop_oldest(self, tenant: str) -> None:
+        self.delete(tenant, next(iter(self._shelves[tenant].stored)))
+        self.num_given_way += 1
+
+    def _drop_old(self) -> None:
+        oldest = self._now() - self._config.keep_responses_s
+        for tenant in list(self._shelves):
+            while (shelf := self._shelves.get(tenant)) is not None:
+                response_id, (_, used_at) = next(iter(shelf.stored.items()))
+                if used_at > oldest:
+                    break
+                self.delete(tenant, response_id)
+
+    def _sweep(self) -> None:
+        """Forget what is old in time, also when nobody asks for anything."""
+        if self._timer is None and self._num:
+            used = [next(iter(shelf.stored.values()))[1] for shelf in self._shelves.values()]
+            wait_s = max(0.1, min(used) + self._config.keep_responses_s - self._now())
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self._drop_old()
+        self._sweep()

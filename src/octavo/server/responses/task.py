@@ -1,0 +1,166 @@
+"""From a Responses body to the task that answers it, through the chat that asks for the same.
+
+Owns: putting the conversation together, what of the request the answer repeats, and keeping the answer.
+Does not: submit anything, or know how the answer looks.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from octavo.server.bodies.chat import ChatBody, read_chat
+from octavo.server.bodies.response_items import Item
+from octavo.server.bodies.responses import ResponsesBody
+from octavo.server.chat_task import chat_task
+from octavo.server.context import Context
+from octavo.server.faults import ApiError, bad_field
+from octavo.server.limits import OFF_LOOP_BYTES
+from octavo.server.offload import parse_off_loop
+from octavo.server.reply import Task
+from octavo.server.responses.messages import chat_fields, spelled
+from octavo.server.responses.store import Given, Link, Stored
+from octavo.server.shapes.form import Form
+from octavo.server.shapes.responses import ID_PREFIX, ResponseShape
+from octavo.server.shapes.shape import Identity, Shape
+
+if TYPE_CHECKING:
+    from octavo.core.request import SamplingParams
+
+T = TypeVar("T")
+_ITEM_CHARACTERS = 64  # that an item counts beside its text
+_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is to be answered: the chat that asks for it, and what is kept of it with the answer."""
+
+    chat: ChatBody
+    given: Given
+
+
+async def response_task(context: Context, tenant: str, body: ResponsesBody) -> Task:
+    """What answers a Responses body. Raises ApiError."""
+    if body.store and "store" in body.model_fields_set and not context.responses.is_on:
+        raise bad_field("store", "store is true, but this server is set up to keep no responses; leave it out")
+    previous = previous_of(context, tenant, body)
+    response_id = ID_PREFIX + uuid.uuid4().hex
+    conversation = await read_conversation(context, tenant, body, previous, response_id)
+    try:
+        task = await chat_task(context, conversation.chat, "response", "resp")
+    except ApiError as error:
+        raise spelled(error) from None
+
+    def make_form(identity: Identity, num_prompt_tokens: int) -> Form:
+        form = task.make_form(identity, num_prompt_tokens)
+        facts = {**form.facts, "id": response_id, "echo": _echo(body, task.params)}
+        return msgspec.structs.replace(form, facts=facts)
+
+    def keep_answer(shape: Shape) -> None:
+        if isinstance(shape, ResponseShape) and body.store and context.responses.is_on:
+            shape.keep = lambda response: context.responses.put(tenant, response, conversation.given, previous)
+
+    return replace(
+        task,
+        prompt_param="input",
+        read_prompts=_respelled(task.read_prompts),
+        read_grammar=None if task.read_grammar is None else _respelled(task.read_grammar),
+        make_form=make_form,
+        on_shape=keep_answer,
+    )
+
+
+def previous_of(context: Context, tenant: str, body: ResponsesBody) -> Stored | None:
+    """The response that this one goes on from. Raises ApiError."""
+    if body.previous_response_id is None:
+        return None
+    return context.responses.get(tenant, body.previous_response_id, "previous_response_id")
+
+
+async def read_conversation(
+    context: Context, tenant: str, body: ResponsesBody, previous: Stored | None, seed: str
+) -> Conversation:
+    """Put together all items up to and with the input; `seed` makes the ids of those without one. Raises ApiError."""
+    wanted = {item["id"] for item in body.items if item["type"] == "item_reference"}
+    history = previous.history() if previous is not None else ()
+    links = context.responses.links(tenant, wanted)
+
+    def read() -> Conversation:
+        before: list[Item] = [item for items in history for item in msgspec.json.decode(items)]
+        known = _found(links, wanted)
+        own = [known[item["id"]] if item["type"] == "item_reference" else item for item in body.items]
+        own = [item if "id" in item else _named(item, f"{seed[len(ID_PREFIX) :]}i{i}") for i, item in enumerate(own)]
+        try:
+            chat = read_chat(chat_fields(body, before + own))
+        except ApiError as error:
+            raise spelled(error) from None
+        ids = tuple(item["id"] for item in own)
+        return Conversation(chat, Given(msgspec.json.encode(own), ids))
+
+    size = _size(body.items) + sum(map(len, history)) + sum(link.num_bytes for link in links)
+    return read() if size <= OFF_LOOP_BYTES else await parse_off_loop(read, size)
+
+
+def _found(links: Sequence[Link], wanted: set[str]) -> dict[str, Item]:
+    items = [item for link in links for part in (link.given, link.output) for item in msgspec.json.decode(part)]
+    return {item["id"]: item for item in items if item["id"] in wanted}
+
+
+def _named(item: Item, name: str) -> Item:
+    return {"id": _PREFIXES[item["type"]] + name, **item}
+
+
+def _size(items: Sequence[Item]) -> int:
+    """About how many characters there are to look at."""
+    size = 0
+    for item in items:
+        content: Any = item.get("content", item.get("output", ""))
+        size += _ITEM_CHARACTERS + len(item.get("arguments", ""))
+        parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        size += sum(map(len, parts))
+    return size
+
+
+def _respelled(read: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
+    async def run() -> T:
+        try:
+            return await read()
+        except ApiError as error:
+            raise spelled(error) from None
+
+    return run
+
+
+def _echo(body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
+    """What the answer repeats of the request, with the values that hold where it says nothing."""
+    choice, asked = body.tool_choice, body.text.format
+    shown = asked.model_dump(exclude_none=True, by_alias=True)
+    if asked.type == "json_schema":
+        shown = {"name": "answer", **shown}
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store,
+        "temperature": params.temperature,
+        "text": {"format": shown, "verbosity": "medium"},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.model_dump() for tool in body.tools],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": body.truncation,
+        "user": body.user,
+    }

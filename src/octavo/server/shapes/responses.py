@@ -1,0 +1,137 @@
+"""ResponseShape: answers of /v1/responses.
+
+Owns: the response object, its events' numbers and order. Does not: write items (response_items does) or keep answers.
+Formats: OpenAI's API reference, "Responses" and "Streaming events".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import Raw, convert
+from msgspec.json import encode
+
+from octavo.core.request import FinishReason
+from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage, timings_json
+from octavo.server.shapes.framing import Framing
+from octavo.server.shapes.response_items import Event, ItemWriter
+from octavo.text.answer_format import AnswerFormat
+from octavo.text.answer_reader import AnswerReader
+
+if TYPE_CHECKING:
+    from octavo.engine.deltas import TextDelta, Usage
+    from octavo.server.faults import ApiError
+    from octavo.server.generation import Choice
+    from octavo.server.shapes.form import Form
+
+ID_PREFIX = "resp_"
+
+
+class ResponseShape:
+    """Answers of /v1/responses. `keep` is told of the whole answer before the events that end it are given."""
+
+    def __init__(self, form: Form, pieces: Pieces) -> None:
+        facts = form.facts
+        self.framing = Framing("text/event-stream", b"", b": keep-alive\n\n", self._failure, has_ids=False)
+        self.keep: Callable[[Json], None] | None = None
+        self._id: str = facts["id"]
+        self._created = form.identity[1]
+        self._model = form.identity[2]
+        self._echo: Json = facts["echo"]
+        self._pieces = pieces
+        answer_format = facts.get("format")
+        self._reader = AnswerReader(
+            None if answer_format is None else convert(answer_format, AnswerFormat), seed=f"{self._id}:0"
+        )
+        self._items = ItemWriter(self._id.removeprefix(ID_PREFIX))
+        self._num_characters = 0
+        self._number = -1
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """A response object."""
+        response: Json = {}
+        for delta in choices[0].deltas:
+            for _, facts in self._events(delta):
+                response = facts.get("response", response)
+        return response
+
+    def first(self) -> bytes:
+        """The response before it has any output, twice: it is made, and it goes on."""
+        response = self._response("in_progress")
+        return self._bytes((kind, {"response": response}) for kind in ("response.created", "response.in_progress"))
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """The events of a delta; the response's own last event behind the last."""
+        return self._bytes(self._events(delta))
+
+    def last(self) -> bytes:
+        """Nothing: the last delta has brought the end."""
+        return b""
+
+    def _events(self, delta: TextDelta) -> Iterable[Event]:
+        self._num_characters += len(delta.text)
+        parts = self._reader.push(delta.text)
+        if delta.finish_reason is not None:
+            parts = parts + self._reader.finish()
+        yield from self._items.push(parts, self._logprobs(delta))
+        if delta.finish_reason is not None:
+            is_cut = delta.finish_reason is FinishReason.LENGTH
+            yield from self._items.finish(is_cut)
+            status = "incomplete" if is_cut else "completed"
+            response = self._response(status, last_usage((delta,)))
+            if self.keep is not None:
+                self.keep(response)
+            yield f"response.{status}", {"response": response}
+
+    def _logprobs(self, delta: TextDelta) -> list[Raw]:
+        """Of each token, as JSON already: each is told several times."""
+        found = chat_logprobs((delta,), self._pieces) if delta.logprobs else None
+        return [Raw(encode(entry)) for entry in found["content"]] if found else []
+
+    def _response(self, status: str, usage: Usage | None = None, error: Json | None = None) -> Json:
+        is_cut = status == "incomplete"
+        response: Json = {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": self._model,
+            "output": self._items.output,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "completed_at": self._created + int(usage.e2e_s) if usage is not None and not is_cut else None,
+            "usage": self._usage(usage) if usage is not None else None,
+            **self._echo,
+        }
+        if usage is not None:
+            response["timings"] = timings_json((usage,))
+        return response
+
+    def _usage(self, usage: Usage) -> Json:
+        """Tokens; those of the reasoning by its share of the text, for the tokens of a part are not known alone."""
+        share = self._items.num_reasoning_characters / max(1, self._num_characters)
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": round(share * usage.completion_tokens)},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+    def _failure(self, error: ApiError) -> bytes:
+        """An error in mid-stream: by itself, for whoever looks for that, and as the response's end."""
+        open_items = self._bytes(self._items.close("incomplete"))
+        told = {"code": error.code, "message": error.message, "param": error.param}
+        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
+        response = self._response("failed", error={"code": code, "message": error.message})
+        return open_items + self._bytes((("error", told), ("response.failed", {"response": response})))
+
+    def _bytes(self, events: Iterable[Event]) -> bytes:
+        return b"".join(map(self._numbered, events))
+
+    def _numbered(self, event: Event) -> bytes:
+        kind, facts = event
+        self._number += 1
+        data = {"type": kind, "sequence_number": self._number, **facts}
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(data))
