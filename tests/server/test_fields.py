@@ -20,7 +20,7 @@ SERVING = """
     parallel_tool_calls reasoning stream stream_options use_beam_search length_penalty priority cache_salt timeout user
     metadata chat_template_kwargs continue_final_message add_generation_prompt skip_special_tokens model store
     early_stopping dry_multiplier dry_base dry_allowed_length dry_sequence_breakers bad_words allowed_token_ids
-    ttft_objective tpot_objective
+    ttft_objective tpot_objective guided_json guided_regex guided_choice guided_grammar
 """
 CHAT_FIELDS = """
     messages max_completion_tokens top_logprobs tools tool_choice reasoning chat_template_kwargs
@@ -41,6 +41,10 @@ def params(check: Callable[[Any], bool]) -> Check:
 
 def answer(check: Callable[[Any], bool]) -> Check:
     return lambda _, response: check(response)
+
+
+def obeys(text: str) -> Check:
+    return params(lambda p: text in p.grammar)
 
 
 LAST_CONTINUED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Well"}]
@@ -98,6 +102,13 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
         True,
         lambda q, _: list(q.prompt_token_ids[-4:]) == PLAYED.encode("Well"),
     ),
+    "response_format": ({}, {"type": "json_object"}, obeys('"type": "object"')),
+    "structured_outputs": ({}, {"regex": "ab+"}, obeys("/ab+/")),
+    "guided_json": ({}, {"type": "integer"}, obeys('"type": "integer"')),
+    "guided_regex": ({}, "ab+", obeys("/ab+/")),
+    "guided_choice": ({}, ["yes", "no"], obeys(r"\"yes\" | \"no\"")),
+    "guided_grammar": ({}, 'start: "ab"', obeys(r"start: \"ab\"")),
+    "guided_whitespace_pattern": ({"guided_json": {}}, "[ ]?", obeys('"whitespace_pattern": "[ ]?"')),
     "echo": ({}, True, answer(lambda r: r.json()["choices"][0]["text"].startswith("hi"))),
 }
 UNLIKE_ANY_NEUTRAL = {"echo": True, "tools": [{"type": "function"}]}
@@ -138,6 +149,7 @@ async def test_each_field_is_honoured_refused_or_ignored(endpoint: str, field: s
         response = await post(**{**others, field: value})
         assert response.status_code == 200, response.text
         assert proof(harness.engine.requests[-1], response)
+    await harness.context.tool.close()
 
 
 def test_ignored_fields_say_why() -> None:
