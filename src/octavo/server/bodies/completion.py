@@ -16,8 +16,8 @@ def _is_id(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**31
 
 
-def _prompts(value: object) -> list[str | list[int]]:
-    """Normalise the four shapes of `prompt` to a list of texts or id lists."""
+def read_texts_or_ids(value: object) -> list[str | list[int]]:
+    """Normalise the four shapes of `prompt` to a list of texts or id lists. Raises ValueError."""
     message = "give a string, a list of strings, a list of token ids (0 or more) or a list of lists of token ids"
     if isinstance(value, str):
         return [value]
@@ -35,7 +35,7 @@ def _prompts(value: object) -> list[str | list[int]]:
 
 Prompts = Annotated[
     list[Any],  # texts and lists of ids: the validator below has looked at them
-    BeforeValidator(_prompts),
+    BeforeValidator(read_texts_or_ids),
     WithJsonSchema(
         {
             "anyOf": [

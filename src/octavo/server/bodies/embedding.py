@@ -1,0 +1,68 @@
+"""EmbeddingBody: what POST /v1/embeddings takes.
+
+Owns: its fields. Does not: tokenize or compare anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from octavo.server.bodies.checks import Refused, sift, validate
+from octavo.server.bodies.completion import read_texts_or_ids
+from octavo.server.bodies.served import ServedFields
+from octavo.server.faults import bad_field
+
+MAX_INPUTS = 2048
+IGNORED_HERE: Mapping[str, str] = {"user": "kept for the caller's own records; nothing here depends on it"}
+REFUSED_EMBEDDING: Refused = {
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "normalize": (True,),
+    "use_activation": (True,),
+    "messages": (),
+}
+
+Texts = Annotated[
+    list[Any],  # texts and lists of ids: the validator below has looked at them
+    BeforeValidator(read_texts_or_ids),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+
+
+class PooledFields(ServedFields):
+    """What everything that is answered with vectors, or with what is made of them, takes."""
+
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, lt=2**31, description="so many tokens at the end of each text are kept; -1 = as many as fit"
+    )
+    add_special_tokens: bool = Field(True, description="put the tokenizer's own tokens around a text")
+
+
+class EmbeddingBody(PooledFields):
+    """POST /v1/embeddings."""
+
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(
+        None, ge=1, lt=2**31, description="the first so many numbers are given, scaled to length 1 again"
+    )
+
+
+def read_embedding(fields: dict[str, object]) -> EmbeddingBody:
+    """Check an embedding body. Raises ApiError naming the field."""
+    body = validate(EmbeddingBody, sift(fields, REFUSED_EMBEDDING, EmbeddingBody, ignored=IGNORED_HERE))
+    if len(body.input) > MAX_INPUTS:
+        raise bad_field("input", f"input holds {len(body.input)} texts; give at most {MAX_INPUTS}")
+    return body
