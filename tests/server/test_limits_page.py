@@ -37,6 +37,7 @@ JSON = {
 BODIES = {
     "MAX_MESSAGES": "messages",
     "MAX_SYSTEM_BLOCKS": "blocks of a system prompt",
+    "MAX_TOOL_ID_CHARACTERS": "characters of a call's id in Ollama's messages",
     "MAX_BLOCK_ID_CHARACTERS": "characters of a call's id in a block",
     "MAX_STOPS": "stop strings",
     "MAX_STOP_CHARACTERS": "characters of a stop string",

@@ -23,6 +23,7 @@ from octavo.server.bodies.anthropic_blocks import (
 )
 from octavo.server.bodies.chat import ChatBody, read_chat
 from octavo.server.faults import ApiError, bad_field
+from octavo.server.spelling import Spelling, respelled
 
 Message = dict[str, Any]
 # A coding agent's first system block, which differs with each request: a prompt that began with it would never be found
@@ -31,10 +32,11 @@ BILLING_MARK = "x-anthropic-billing-header:"
 _SAME = ("model", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stream", "priority", "cache_salt")
 _TIMES = ("timeout", "queue_timeout")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_SPELLED = (
-    ("function.parameters", "input_schema"),
-    ("function.", ""),
-    ("response_format.json_schema", "output_config.format"),
+SPELLING: Spelling = (
+    (r"\.function\.parameters", ".input_schema"),
+    (r"\.function\.", "."),
+    (r"^response_format\.json_schema", "output_config.format"),
+    (r"^stop(?=\[|$)", "stop_sequences"),
 )
 
 
@@ -59,20 +61,7 @@ def chat_of(body: MessagesBody) -> ChatBody:
     try:
         return read_chat(fields)
     except ApiError as error:
-        raise spelled(error) from None
-
-
-def spelled(error: ApiError) -> ApiError:
-    """The same refusal with the field as Anthropic spells it."""
-    param = error.param or ""
-    message = error.message
-    for ours, theirs in _SPELLED:
-        param, message = param.replace(ours, theirs), message.replace(ours, theirs)
-    if param == "stop" or param.startswith("stop["):
-        message = message.replace("stop", "stop_sequences", 1)
-        param = param.replace("stop", "stop_sequences", 1)
-    error.param, error.message = param or None, message
-    return error
+        raise respelled(error, SPELLING) from None
 
 
 def _system(body: MessagesBody) -> list[Message]:

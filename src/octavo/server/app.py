@@ -19,7 +19,21 @@ from octavo.server.faults import ApiError, from_exception
 from octavo.server.gate import GateMiddleware
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
-from octavo.server.routes import anthropic, chat, completions, docs, health, metrics, models, requests, responses
+from octavo.server.routes import (
+    anthropic,
+    chat,
+    completions,
+    docs,
+    embeddings,
+    health,
+    metrics,
+    models,
+    ollama,
+    ollama_models,
+    requests,
+    responses,
+    tokenize,
+)
 from octavo.server.shell import ShellMiddleware
 
 if TYPE_CHECKING:
@@ -48,7 +62,21 @@ def create_app(
     )
     app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = context
-    for module in (chat, completions, anthropic, responses, requests, models, health, metrics, docs):
+    for module in (
+        chat,
+        completions,
+        embeddings,
+        tokenize,
+        anthropic,
+        ollama,
+        ollama_models,
+        responses,
+        requests,
+        models,
+        health,
+        metrics,
+        docs,
+    ):
         module.add_routes(app)
     check_policies(getattr(route, "path", repr(route)) for route in app.routes)
     for kind in (ApiError, RequestError, EngineError):

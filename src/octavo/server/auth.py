@@ -36,8 +36,29 @@ POLICIES: dict[str, Access] = {
     "/v1/models/{model_id:path}": Access.KEY,
     "/v1/chat/completions": Access.KEY,
     "/v1/completions": Access.KEY,
+    "/v1/embeddings": Access.KEY,
+    "/score": Access.KEY,
+    "/v1/score": Access.KEY,
+    "/rerank": Access.KEY,
+    "/v1/rerank": Access.KEY,
+    "/v2/rerank": Access.KEY,
+    "/tokenize": Access.KEY,
+    "/detokenize": Access.KEY,
+    "/tokenizer_info": Access.KEY,
     "/v1/messages": Access.KEY,
     "/v1/messages/count_tokens": Access.KEY,
+    "/": Access.KEY,
+    "/api/chat": Access.KEY,
+    "/api/generate": Access.KEY,
+    "/api/version": Access.KEY,
+    "/api/tags": Access.KEY,
+    "/api/ps": Access.KEY,
+    "/api/show": Access.KEY,
+    "/api/pull": Access.KEY,
+    "/api/push": Access.KEY,
+    "/api/create": Access.KEY,
+    "/api/copy": Access.KEY,
+    "/api/delete": Access.KEY,
     "/v1/responses": Access.KEY,
     "/v1/responses/input_tokens": Access.KEY,
     "/v1/responses/{response_id}": Access.KEY,
@@ -83,7 +104,9 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
-        elif isinstance(scope.get(KEY), KeyInfo):  # called from inside (batches.inner_call): a client sets no such thing
+        elif isinstance(
+            scope.get(KEY), KeyInfo
+        ):  # called from inside (batches.inner_call): a client sets no such thing
             await self._app(scope, receive, send)
         elif self._keys.is_empty or _is_open(scope):
             scope[KEY] = NOBODY

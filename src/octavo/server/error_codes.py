@@ -42,6 +42,7 @@ CODES: Mapping[str, Code] = {
     "client_disconnected": Code((400, 499), "the client left; nobody reads this, it is for metrics"),
     "invalid_api_key": Code((401,), "no key, or none that is known here"),
     "priority_not_allowed": Code((403,), "the key may not ask for this priority"),
+    "unsupported_endpoint": Code((400,), "an endpoint of another server's interface that has no place in this one"),
     "not_found": Code((404,), "no endpoint of this path"),
     "model_not_found": Code((404,), "no such model is served; the message names the one that is"),
     "response_not_found": Code((404,), "no stored response of this id, or it is another tenant's"),

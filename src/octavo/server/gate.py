@@ -19,7 +19,11 @@ from octavo.server.shell import METER
 if TYPE_CHECKING:
     from octavo.server.context import Context
 
-GATED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+_ANSWERS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/api/chat", "/api/generate", "/v1/responses"}
+)
+_VECTORS = frozenset({"/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"})
+GATED = _ANSWERS | _VECTORS
 _RETRY_HEADER = b"idempotency-key"
 
 

@@ -21,7 +21,6 @@ IGNORED: Mapping[str, str] = {
     "safety_identifier": "no such checks are made here",
     "prompt_cache_key": "prefixes are found by their content",
     "prompt_cache_retention": "the prefix cache evicts by use",
-    "parallel_tool_calls": "says nothing while tools are refused",
 }
 
 

@@ -6,7 +6,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from octavo.server.anthropic_chat import chat_of, spelled
+from octavo.server.anthropic_chat import SPELLING, chat_of
 from octavo.server.bodies.anthropic import (
     IGNORED_MESSAGES,
     REFUSED_MESSAGES,
@@ -22,6 +22,7 @@ from octavo.server.context import context_of
 from octavo.server.faults import ApiError
 from octavo.server.limits import read_json
 from octavo.server.reply import RETRY_NOTE, reply
+from octavo.server.spelling import respelled
 
 
 async def messages(request: Request) -> Response:
@@ -34,7 +35,7 @@ async def messages(request: Request) -> Response:
     try:
         return await reply(request, await chat_task(context, chat, "anthropic", "msg", facts))
     except ApiError as error:
-        raise spelled(error) from None
+        raise respelled(error, SPELLING) from None
 
 
 async def count_tokens(request: Request) -> Response:
@@ -45,7 +46,7 @@ async def count_tokens(request: Request) -> Response:
     try:
         count = len(await context.prompts.chat(chat))
     except ApiError as error:
-        raise spelled(error) from None
+        raise respelled(error, SPELLING) from None
     return Response(msgspec.json.encode({"input_tokens": count}), media_type="application/json")
 
 

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}."""
+"""GET /v1/models and /v1/models/{id}, in Anthropic's form for its clients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from octavo.server.context import Context, context_of
+from octavo.server.model_card import anthropic_card
+
+ANTHROPIC_VERSION = "anthropic-version"  # the header by which Anthropic's clients are known
 
 
 def _card(context: Context) -> dict[str, object]:
@@ -21,7 +24,12 @@ def _card(context: Context) -> dict[str, object]:
 
 async def list_models(request: Request) -> Response:
     """List the one model that is served."""
-    body = {"object": "list", "data": [_card(context_of(request))]}
+    context = context_of(request)
+    if ANTHROPIC_VERSION in request.headers:
+        card = anthropic_card(context)
+        body: dict[str, object] = {"data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
+    else:
+        body = {"object": "list", "data": [_card(context)]}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
@@ -29,7 +37,8 @@ async def get_model(request: Request) -> Response:
     """Describe the served model; another name is 404."""
     context = context_of(request)
     context.check_model(request.path_params["model_id"])
-    return Response(msgspec.json.encode(_card(context)), media_type="application/json")
+    card = anthropic_card(context) if ANTHROPIC_VERSION in request.headers else _card(context)
+    return Response(msgspec.json.encode(card), media_type="application/json")
 
 
 def add_routes(app: FastAPI) -> None:

@@ -14,6 +14,7 @@ from msgspec import Struct
 from octavo.server.shapes.anthropic import MessagesShape
 from octavo.server.shapes.chat import ChatShape
 from octavo.server.shapes.completion import CompletionShape
+from octavo.server.shapes.ollama import OllamaShape
 from octavo.server.shapes.responses import ResponseShape
 
 if TYPE_CHECKING:
@@ -40,5 +41,6 @@ SHAPES: Mapping[str, Callable[[Form, Pieces], Shape]] = {
     "chat": lambda form, pieces: ChatShape(form.identity, pieces, form.include_usage),
     "text": lambda form, pieces: CompletionShape(form.identity, pieces, form.echoes, form.n, form.include_usage),
     "anthropic": lambda form, pieces: MessagesShape(form),
+    "ollama": OllamaShape,
     "response": ResponseShape,
 }

@@ -1,0 +1,117 @@
+"""The served model, as Ollama's and Anthropic's clients want it described.
+
+Owns: what is said of it: sizes, family, abilities. Does not: know weights (the engine tells their bytes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from octavo.server.answer import Json
+
+if TYPE_CHECKING:
+    from octavo.artifacts.spec import ModelSpec
+    from octavo.server.context import Context
+
+_NEVER = "9999-12-31T00:00:00Z"  # when the model is unloaded
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Weights of the decoder: embeddings, attention, feed-forward, norms."""
+    hidden, head = spec.hidden_size, spec.head_dim
+    attention = 2 * hidden * spec.num_heads * head + 2 * hidden * spec.num_kv_heads * head
+    layer = attention + 3 * hidden * spec.intermediate_size + 2 * hidden
+    embeddings = spec.vocab_size * hidden * (1 if spec.tie_word_embeddings else 2)
+    return embeddings + spec.num_layers * layer + hidden
+
+
+def moment(seconds: float) -> str:
+    """A time in Unix seconds as RFC 3339 has it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def anthropic_card(context: Context) -> Json:
+    """The model as Anthropic's list has it."""
+    return {
+        "type": "model",
+        "id": context.model,
+        "display_name": context.model,
+        "created_at": moment(context.created),
+        "lifecycle": "active",
+        "max_input_tokens": context.max_model_len,
+        "max_tokens": context.max_model_len,
+    }
+
+
+def ollama_card(context: Context) -> Json:
+    """The model as Ollama's list has it. `digest` tells models apart by name, for nothing hashes their files."""
+    return {
+        "name": context.model,
+        "model": context.model,
+        "modified_at": moment(context.created),
+        "size": _weight_bytes(context),
+        "digest": hashlib.sha256(context.model.encode()).hexdigest(),
+        "details": _details(context),
+    }
+
+
+def ollama_running(context: Context) -> Json:
+    """The model as Ollama's list of loaded ones has it."""
+    card = ollama_card(context)
+    del card["modified_at"]
+    is_on_cpu = context.sessions.capacity is None or context.sessions.capacity.device == "cpu"
+    size_vram = 0 if is_on_cpu else card["size"]
+    return {**card, "expires_at": _NEVER, "size_vram": size_vram, "context_length": context.max_model_len}
+
+
+def ollama_show(context: Context) -> Json:
+    """Everything about the model that Ollama's clients look for."""
+    spec, family = context.text.spec, context.text.spec.family
+    template = context.text.chat_template
+    source = "" if template is None else template.source
+    return {
+        "modelfile": f"# served by octavo\nFROM {context.model}\n",
+        "parameters": "\n".join(f"{name} {value:g}" for name, value in sorted(spec.generation.items())),
+        "template": source,
+        "modified_at": moment(context.created),
+        "details": _details(context),
+        "model_info": {
+            "general.architecture": family,
+            "general.basename": context.model,
+            "general.parameter_count": num_parameters(spec),
+            f"{family}.context_length": context.max_model_len,
+            f"{family}.embedding_length": spec.hidden_size,
+            f"{family}.block_count": spec.num_layers,
+            f"{family}.feed_forward_length": spec.intermediate_size,
+            f"{family}.attention.head_count": spec.num_heads,
+            f"{family}.attention.head_count_kv": spec.num_kv_heads,
+            f"{family}.rope.freq_base": spec.rope_theta,
+            f"{family}.vocab_size": spec.vocab_size,
+        },
+        "capabilities": _capabilities(source),
+    }
+
+
+def _capabilities(template: str) -> list[str]:
+    tools = ["tools"] if "tools" in template else []
+    return ["completion", "embedding", *tools, *(["thinking"] if "<think>" in template else [])]
+
+
+def _details(context: Context) -> Json:
+    spec = context.text.spec
+    count = num_parameters(spec)
+    size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+    return {
+        "parent_model": "",
+        "format": "safetensors" if spec.quantization is None else "gguf",
+        "family": spec.family,
+        "families": [spec.family],
+        "parameter_size": size,
+        "quantization_level": spec.quantization or spec.dtype,
+    }
+
+
+def _weight_bytes(context: Context) -> int:
+    return 0 if context.sessions.capacity is None else context.sessions.capacity.weight_bytes

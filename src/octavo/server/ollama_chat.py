@@ -1,0 +1,134 @@
+"""From an Ollama request to the conversation, or the text, that it is.
+
+Owns: the translation of messages, options and prompts to a ChatBody or a CompletionBody. Does not: shape answers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from octavo.server.bodies.chat import ChatBody, read_chat
+from octavo.server.bodies.completion import CompletionBody, read_completion
+from octavo.server.bodies.ollama import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaMessage
+from octavo.server.faults import ApiError, bad_field
+from octavo.server.spelling import Spelling, respelled
+
+_LATEST = ":latest"
+_SAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "presence_penalty", "frequency_penalty", "stop")
+_ALWAYS = ("stream", "priority", "cache_salt", "timeout", "queue_timeout")
+_ANY_LENGTH = (-1, -2)  # without end, and to the end of the context: both mean as many as fit
+SPELLING: Spelling = (
+    (r"^max_tokens$", "options.num_predict"),
+    (r"^repetition_penalty$", "options.repeat_penalty"),
+    (rf"^({'|'.join(_SAME)})(?=\[|$)", r"options.\1"),
+    (r"^(response_format|structured_outputs)(\.[a-z_]+)*$", "format"),
+    (r"^chat_template_kwargs.*$", "think"),
+)
+GENERATE_SPELLING: Spelling = (*SPELLING, (r"^messages.*$", "prompt"))
+
+
+def model_of(body: OllamaBody) -> str | None:
+    """The model asked for; `:latest` is what Ollama's clients add to a name without a tag."""
+    return None if body.model is None else body.model.removesuffix(_LATEST)
+
+
+def chat_of(body: OllamaChatBody) -> ChatBody:
+    """The same as a chat completion would ask. Raises ApiError naming the field as Ollama spells it."""
+    fields = _fields(body) | _conversation_fields(body)
+    fields["messages"] = _messages(body.messages)
+    if body.tools:
+        fields["tools"] = body.tools
+    if body.messages[-1].role == "assistant" and not body.messages[-1].tool_calls:
+        fields["continue_final_message"] = True
+    try:
+        return read_chat(fields)
+    except ApiError as error:
+        raise respelled(error, SPELLING) from None
+
+
+def generate_of(body: OllamaGenerateBody) -> ChatBody:
+    """A conversation of one message. Raises ApiError naming the field as Ollama spells it."""
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    fields = _fields(body) | _conversation_fields(body)
+    fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
+    try:
+        return read_chat(fields)
+    except ApiError as error:
+        raise respelled(error, GENERATE_SPELLING) from None
+
+
+def raw_of(body: OllamaGenerateBody) -> CompletionBody:
+    """A text to go on with. Raises ApiError naming the field as Ollama spells it."""
+    for name, value in (("system", body.system), ("think", body.think)):
+        if value:
+            raise bad_field(name, f"{name} is a matter of the chat template, which raw leaves out; leave one out")
+    fields: dict[str, object] = {**_fields(body), "prompt": body.prompt}
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    try:
+        return read_completion(fields)
+    except ApiError as error:
+        raise respelled(error, GENERATE_SPELLING) from None
+
+
+def _fields(body: OllamaBody) -> dict[str, object]:
+    """What conversations and texts share."""
+    options = body.options
+    fields: dict[str, object] = {"model": model_of(body)}
+    fields |= {name: getattr(options, name) for name in _SAME} | {name: getattr(body, name) for name in _ALWAYS}
+    if options.num_predict not in _ANY_LENGTH:
+        fields["max_tokens"] = options.num_predict
+    fields["repetition_penalty"] = 1.0 if options.repeat_last_n == 0 else options.repeat_penalty
+    if body.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif body.format is not None:
+        schema = {"name": "format", "schema": body.format}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+def _conversation_fields(body: OllamaBody) -> dict[str, object]:
+    fields: dict[str, object] = {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    if body.think is not None:
+        level = {"reasoning_effort": body.think} if isinstance(body.think, str) else {}
+        fields["chat_template_kwargs"] = {"enable_thinking": bool(body.think), **level}
+    return fields
+
+
+def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """Calls get ids where they have none, and results are taken to be of the calls before them, by name or in order."""
+    made: list[dict[str, Any]] = []
+    unanswered: list[tuple[str, str]] = []  # id and name of calls
+    num_calls = 0
+    for message in messages:
+        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.role == "assistant":
+            calls = [
+                (call.id or f"call_{num_calls + index}", call.function) for index, call in enumerate(message.tool_calls)
+            ]
+            num_calls += len(calls)
+            unanswered = [(name, function.name) for name, function in calls]
+            if message.thinking:
+                plain["reasoning_content"] = message.thinking
+            if calls:
+                plain["tool_calls"] = [
+                    {"id": name, "type": "function", "function": {**function.model_dump(), "arguments": text}}
+                    for name, function in calls
+                    for text in (json.dumps(function.arguments, ensure_ascii=False),)
+                ]
+        elif message.role == "tool":
+            plain["tool_call_id"] = message.tool_call_id or _answered(unanswered, message.tool_name)
+            if message.tool_name:
+                plain["name"] = message.tool_name
+        made.append(plain)
+    return made
+
+
+def _answered(unanswered: list[tuple[str, str]], name: str | None) -> str:
+    """Take out the id of the first call of this name, or of the first one."""
+    found = next((call for call in unanswered if name in (None, call[1])), None)
+    if found is None:
+        return "call_unknown"
+    unanswered.remove(found)
+    return found[0]

@@ -1,0 +1,104 @@
+"""Ollama's endpoints around models: what is here can be seen; nothing is fetched, made or removed over HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import PlainTextResponse, Response
+
+from octavo.server.bodies.checks import Body, Refused, read
+from octavo.server.context import context_of
+from octavo.server.faults import ApiError, bad_field
+from octavo.server.limits import read_json
+from octavo.server.model_card import ollama_card, ollama_running, ollama_show
+
+API_VERSION = "0.12.11"  # of Ollama's API that this follows: clients compare it with what they need
+_REFUSED_NAMED: Refused = {"system": ("",), "template": ("",), "options": ({},)}
+_IGNORED_NAMED = {"verbose", "stream", "insecure", "keep_alive"}
+_ELSEWHERE = {
+    "/api/push": "no registry is written to",
+    "/api/create": "models are made elsewhere, and served by starting octavo with them",
+    "/api/copy": "a server has the one model that it was started with; --served-model-name gives it another name",
+    "/api/delete": "nothing is removed over HTTP; delete its files where they are kept",
+}
+
+
+class Named(Body):
+    """A body that names a model, in the new way or the old."""
+
+    model: str | None = None
+    name: str | None = None
+
+    @property
+    def asked(self) -> str:
+        """The name without the tag that Ollama's clients add. Raises ApiError."""
+        name = self.model or self.name
+        if not name:
+            raise bad_field("model", "model is missing", "missing_field")
+        return name.removesuffix(":latest")
+
+
+async def version(request: Request) -> Response:
+    """Tell the version of Ollama's API that is followed."""
+    return _json({"version": API_VERSION, "server": "octavo"})
+
+
+async def tags(request: Request) -> Response:
+    """List the one model that is served."""
+    return _json({"models": [ollama_card(context_of(request))]})
+
+
+async def running(request: Request) -> Response:
+    """List the one model that is loaded."""
+    return _json({"models": [ollama_running(context_of(request))]})
+
+
+async def show(request: Request) -> Response:
+    """Describe the served model; another name is 404."""
+    context = context_of(request)
+    context.check_model((await _named(request)).asked)
+    return _json(ollama_show(context))
+
+
+async def pull(request: Request) -> Response:
+    """Succeed for the served model, which is here; nothing else is fetched."""
+    context = context_of(request)
+    context.check_model((await _named(request)).asked)
+    return Response(b'{"status":"success"}\n', media_type="application/x-ndjson")
+
+
+async def refuse(request: Request) -> Response:
+    """Refuse what a server of one model has no place for."""
+    path = request.url.path
+    raise ApiError(400, f"{path} is not done here: {_ELSEWHERE[path]}", code="unsupported_endpoint")
+
+
+async def root(request: Request) -> Response:
+    """Tell that a server is here: Ollama's clients ask for nothing else first."""
+    return PlainTextResponse("Octavo is running")
+
+
+async def _named(request: Request) -> Named:
+    def check(fields: dict[str, object]) -> Named:
+        return read(Named, {k: v for k, v in fields.items() if k not in _IGNORED_NAMED}, _REFUSED_NAMED)
+
+    return await read_json(request, context_of(request).limits, check)
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add this module's endpoints."""
+    for path, endpoint in (("/api/version", version), ("/api/tags", tags), ("/api/ps", running)):
+        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+    for path, endpoint in (("/api/show", show), ("/api/pull", pull)):
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+    for path in _ELSEWHERE:
+        method = "DELETE" if path == "/api/delete" else "POST"
+        app.add_api_route(path, refuse, methods=[method], response_model=None, include_in_schema=False)
+    app.add_api_route("/", root, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)

@@ -1,0 +1,150 @@
+"""OllamaShape: answers of /api/chat and /api/generate, as lines of JSON.
+
+Owns: the lines, durations and reasons. Does not: tell thinking and calls from text (AnswerReader does).
+Invariants: each delta makes one line at most; a call is told once it is whole; durations add up to the total.
+The lines follow Ollama's public API description and the types of its Python package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage
+from octavo.server.error_styles import ollama_error
+from octavo.server.generation import REASONS, Choice
+from octavo.server.shapes.anthropic import call_input, reader_of
+from octavo.server.shapes.framing import Framing
+from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
+
+if TYPE_CHECKING:
+    from octavo.engine.deltas import TextDelta, Usage
+    from octavo.server.faults import ApiError
+    from octavo.server.shapes.form import Form
+
+
+def line(body: Json) -> bytes:
+    """One line of a stream."""
+    return msgspec.json.encode(body) + b"\n"
+
+
+def _error(error: ApiError) -> bytes:
+    return line(ollama_error(error, {}))
+
+
+OLLAMA = Framing("application/x-ndjson", b"", b"", _error, has_ids=False)
+
+
+class OllamaShape:
+    """One answer. `facts` of the form: is_chat, format."""
+
+    framing = OLLAMA
+
+    def __init__(self, form: Form, pieces: Pieces) -> None:
+        self._form = form
+        self._pieces = pieces
+        self._head = head(form.identity[2], form.identity[1])
+        self._reader = reader_of(form)
+        self._calls = Calls()
+        self._end: TextDelta | None = None
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """The answer as one object."""
+        reader, calls = reader_of(self._form), Calls()
+        deltas = choices[0].deltas
+        parts = [*reader.push(choices[0].text), *reader.finish()]
+        whole = [*calls.take(parts), *calls.finish()]
+        body = {**self._head, **self._said(parts, whole), **ending(deltas[-1], last_usage(deltas))}
+        logprobs = chat_logprobs(deltas, self._pieces)
+        return body if logprobs is None else {**body, "logprobs": logprobs["content"]}
+
+    def first(self) -> bytes:
+        """Nothing: each line stands by itself."""
+        return b""
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """A line with what is new."""
+        parts = self._reader.push(delta.text)
+        if delta.finish_reason is not None:
+            self._end = delta
+            parts = [*parts, *self._reader.finish()]
+        whole = self._calls.take(parts)
+        if delta.finish_reason is not None:
+            whole += self._calls.finish()
+        logprobs = chat_logprobs((delta,), self._pieces) if delta.logprobs else None
+        if not whole and logprobs is None and not any(isinstance(part, Text | Reasoning) for part in parts):
+            return b""
+        body = {**self._head, **self._said(parts, whole), "done": False}
+        return line(body if logprobs is None else {**body, "logprobs": logprobs["content"]})
+
+    def last(self) -> bytes:
+        """The line that says why it ended, and how long it took."""
+        assert self._end is not None
+        return line({**self._head, **self._said([], []), **ending(self._end, self._end.usage)})
+
+    def _said(self, parts: Iterable[Part], calls: list[Json]) -> Json:
+        text = "".join(part.text for part in parts if isinstance(part, Text))
+        thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        thought: Json = {"thinking": thinking} if thinking else {}
+        if not self._form.facts["is_chat"]:
+            return {"response": text, **thought}
+        return {
+            "message": {"role": "assistant", "content": text, **thought, **({"tool_calls": calls} if calls else {})}
+        }
+
+
+class Calls:
+    """Gathers the arguments of calls until each is whole."""
+
+    def __init__(self) -> None:
+        self._begun: CallBegin | None = None
+        self._arguments: list[str] = []
+
+    def take(self, parts: Iterable[Part]) -> list[Json]:
+        """The calls that these parts show to be whole."""
+        done: list[Json] = []
+        for part in parts:
+            if isinstance(part, CallArguments):
+                self._arguments.append(part.text)
+                continue
+            done += self.finish()
+            if isinstance(part, CallBegin):
+                self._begun = part
+        return done
+
+    def finish(self) -> list[Json]:
+        """The call that was open, if one was."""
+        begun, text = self._begun, "".join(self._arguments)
+        self._begun, self._arguments = None, []
+        if begun is None:
+            return []
+        function = {"index": begun.index, "name": begun.name, "arguments": call_input(text)}
+        return [{"id": begun.call_id, "function": function}]
+
+
+def head(model: str, created: int) -> Json:
+    """What every line begins with; `created` is in Unix seconds."""
+    moment = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
+    return {"model": model, "created_at": moment}
+
+
+def ending(end: TextDelta, usage: Usage | None) -> Json:
+    """Why it ended and what it took, in nanoseconds. load_duration is the time in the queue."""
+    assert end.finish_reason is not None
+    over: Json = {"done": True, "done_reason": REASONS[end.finish_reason]}
+    if usage is None:
+        return over
+    queued, first, total = (round(seconds * 1e9) for seconds in (usage.queue_s, usage.ttft_s, usage.e2e_s))
+    first = min(max(first, queued), total) if usage.completion_tokens else total
+    return {
+        **over,
+        "total_duration": total,
+        "load_duration": queued,
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": max(0, first - queued),
+        "eval_count": usage.completion_tokens,
+        "eval_duration": total - first,
+    }

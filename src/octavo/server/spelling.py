@@ -1,0 +1,25 @@
+"""Names of fields as the client spelled them, where a body was translated to another interface's.
+
+Owns: renaming a refusal's field, in its message too. Does not: know any interface's names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from octavo.server.faults import ApiError
+
+Spelling = Sequence[tuple[str, str]]  # (pattern of a part of a field's path, what the client calls it)
+
+
+def respelled(error: ApiError, spelling: Spelling) -> ApiError:
+    """The same refusal under the client's name of the field."""
+    if error.param is None:
+        return error
+    param = error.param
+    for ours, theirs in spelling:
+        param = re.sub(ours, theirs, param)
+    error.message = error.message.replace(error.param, param, 1)
+    error.param = param
+    return error
