@@ -332,6 +332,35 @@ class ResponsesConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Files and batches of clients (docs/batch.md)."""
+
+    batch_dir: str | None = option(
+        None, "folder of /v1/files and /v1/batches, which are off without one", "--batch-dir"
+    )
+    batch_concurrency: int | None = option(
+        None,
+        "requests of batches open at once (default: half of --max-num-seqs)",
+        "--batch-concurrency",
+        within=(1, None),
+    )
+    max_upload_bytes: int = option(
+        64 << 20, "bytes of one uploaded file, such as 64M", "--max-upload-bytes", within=(1, None)
+    )
+    max_batch_bytes: int = option(
+        4 << 30, "bytes of all uploaded files, such as 4G", "--max-batch-bytes", within=(1, None)
+    )
+    max_files: int = option(1000, "files that are kept", "--max-batch-files", within=(1, 100_000))
+    max_batch_requests: int = option(50_000, "requests of one batch", "--max-batch-requests", within=(1, None))
+    max_pending_batches: int = option(
+        64, "batches of one tenant that are not over", "--max-pending-batches", within=(1, None)
+    )
+    batch_keep_s: float = option(
+        30 * 86_400.0, "seconds that files and finished batches are kept", "--batch-keep", within=(1.0, None)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class StatisticsConfig:
     """What the engine keeps of its steps and requests."""
 
@@ -341,6 +370,22 @@ class StatisticsConfig:
     )
     step_records: int = option(4096, "steps whose figures are kept", "--step-records", within=(1, 65536))
     request_records: int = option(1024, "ended requests whose figures are kept", "--request-records", within=(1, 65536))
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    """What the server tells of itself beside its metrics (docs/observing.md)."""
+
+    otlp_traces_endpoint: str | None = option(
+        None, "URL that takes traces, such as http://127.0.0.1:4318/v1/traces (extra: otel)", "--otlp-traces-endpoint"
+    )
+    log_format: str = option("text", "form of the lines on stderr", "--log-format", choices=("text", "json"))
+    log_level: str = option(
+        "warning",
+        "least level of what is logged; lines at start-up and while busy are told at any (see --quiet)",
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +401,9 @@ class Config:
     admission: AdmissionConfig = AdmissionConfig()
     retry: RetryConfig = RetryConfig()
     responses: ResponsesConfig = ResponsesConfig()
+    batch: BatchConfig = BatchConfig()
     statistics: StatisticsConfig = StatisticsConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
     def __post_init__(self) -> None:
         names = ("num_blocks", "kv_cache_bytes", "kv_cache_tokens")

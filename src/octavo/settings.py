@@ -18,6 +18,7 @@ from typing import Any
 
 from octavo.config import (
     AdmissionConfig,
+    BatchConfig,
     CacheConfig,
     Config,
     ExecutionConfig,
@@ -27,6 +28,7 @@ from octavo.config import (
     ServingConfig,
     SpeculationConfig,
     StatisticsConfig,
+    TelemetryConfig,
 )
 from octavo.errors import ConfigError
 
@@ -42,7 +44,9 @@ _PARTS: dict[str, Any] = {
     "serving": ServingConfig,
     "admission": AdmissionConfig,
     "retry": RetryConfig,
+    "batch": BatchConfig,
     "statistics": StatisticsConfig,
+    "telemetry": TelemetryConfig,
 }
 _SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
 _SYNONYMS |= {"fp32": "float32", "f32": "float32", "float": "float32", "gpu": "cuda"}
