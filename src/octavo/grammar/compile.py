@@ -1,20 +1,21 @@
 """From what a client asks an output to be to the one text that SamplingParams.grammar holds.
 
 Owns: the kinds of sources and what each compiles to; a grammar that does not compile is refused with the reason.
-Does not: bound the time or the size of a source (the tool process and server/bodies do), or know a vocabulary:
-special tokens that a Lark text names are looked up by the engine.
+Does not: bound the time or the size of a source (the tool process and server/bodies do), or know a vocabulary but
+for the names of its special tokens.
 Invariants: equal kinds and sources give equal texts. The text is llguidance's own: JSON with "grammars".
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.errors import InvalidRequestError
 from octavo.grammar.json_schema import prepare, subschemas
-from octavo.grammar.trial import fault_of
+from octavo.grammar.trial import Specials, fault_of
 
 # No free whitespace: a small or hot model would fill its tokens with it. json.dumps writes the same.
 JSON_OPTIONS: Mapping[str, object] = {
@@ -26,21 +27,30 @@ COMPACT_OPTIONS: Mapping[str, object] = {"whitespace_flexible": False}
 MAX_REASON_CHARACTERS = 600
 _MAX_PLACES = 256  # schemas that are tried one by one to find the one at fault; each takes a tenth of a millisecond
 _UNSATISFIABLE = "Unsatisfiable schema"
+_NAMES = {
+    "json_schema": "schema",
+    "json_object": "object",
+    "regex": "expression",
+    "choice": "choice",
+    "lark": "grammar",
+}
+_LARK_START = re.compile(r"^[ \t]*start[ \t]*(?:\[[^\]\n]*\])?[ \t]*:(?!:)", re.MULTILINE)
 
 
-def compile_grammar(kind: str, source: str, whitespace: str | None = None) -> str:
+def compile_grammar(kind: str, source: str, whitespace: str | None = None, specials: Specials | None = None) -> str:
     """Compile a source of one of KINDS. Raises InvalidRequestError with what is wrong and where.
 
     "json_schema" takes a schema's JSON text, "json_object" nothing, "regex" an expression, "choice" a JSON list of
     strings, "lark" a grammar in llguidance's variant of Lark or in llama.cpp's GBNF. `whitespace` is for JSON: None
-    for one space behind , and :, "" for none, else an expression for what may stand between the parts.
+    for one space behind , and :, "" for none, else an expression for what may stand between the parts. `specials`
+    are the special tokens that a Lark text may name.
     """
     if kind not in KINDS:
         raise InvalidRequestError(f"no kind of grammar {kind!r}; known are {', '.join(KINDS)}")
     if whitespace is not None and not kind.startswith("json"):
         raise InvalidRequestError(f"whitespace is given for a {kind}; it goes with JSON")
     text = KINDS[kind](source, whitespace)
-    reason = fault_of(text)
+    reason = fault_of(text, specials)
     if reason and kind.startswith("json"):
         where, reason = _place(json.loads(text)["grammars"][0]["json_schema"], reason)
         raise InvalidRequestError(f"schema: {where}: {_shown(reason)}", "schema")
@@ -50,7 +60,7 @@ def compile_grammar(kind: str, source: str, whitespace: str | None = None) -> st
 
 
 def _refused(kind: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the {kind.replace('_', ' ')} cannot be followed: {_shown(reason)}")
+    return InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {_shown(reason)}")
 
 
 def _shown(reason: str) -> str:
@@ -107,6 +117,8 @@ def _choice(source: str, _: str | None) -> str:
 def _lark(source: str, _: str | None) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
+    if _LARK_START.search(source):
+        return _top_level({"lark_grammar": source})
     try:
         text = any_to_lark(source)
     except Exception as error:  # a shell: the converter raises bare Exceptions for what is wrong with the text

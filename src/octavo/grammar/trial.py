@@ -1,11 +1,12 @@
 """A first look at a compiled grammar, over bytes: whether it can be followed at all, before the engine has to.
 
-Owns: a vocabulary of the 256 bytes and an end, and what is asked of a grammar with it.
-Does not: know a model's vocabulary; what only special tokens decide is found by the engine.
+Owns: a vocabulary of the 256 bytes and the model's special tokens, and what is asked of a grammar with it.
+Does not: know what the other ids of a model are.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -14,38 +15,62 @@ from octavo.grammar.limits import parser_limits
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-_END = 256
+_NUM_BYTES = 256
 
 
-def fault_of(text: str) -> str:
-    """What is wrong with a compiled grammar, "" for nothing. Takes the limits that hold where it is followed."""
+@dataclass(frozen=True, slots=True)
+class Specials:
+    """The special tokens of a model that has `size` ids, as (id, name); by name a Lark text may ask for one."""
+
+    size: int
+    tokens: tuple[tuple[int, str], ...]
+
+
+NO_SPECIALS = Specials(_NUM_BYTES + 1, ((_NUM_BYTES, "<end>"),))
+
+
+def fault_of(text: str, specials: Specials | None = None) -> str:
+    """What is wrong with a compiled grammar, "" for nothing. Takes the limits that hold where it is followed.
+
+    Without `specials` a special token that the grammar names is taken to be there.
+    """
     from llguidance import LLMatcher  # a tenth of a second, and seven megabytes, only where grammars are made
 
     has_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
     if has_error:
         return str(messages[0])
-    matcher = LLMatcher(_bytes(), text, log_level=0, limits=parser_limits())
+    matcher = LLMatcher(_reader(specials or NO_SPECIALS), text, log_level=0, limits=parser_limits())
     is_empty = not matcher.is_error() and not any(matcher.compute_bitmask())
-    if matcher.is_error():
-        reason = matcher.get_error().strip()
-        return reason if "NoExtension" not in reason else "it allows no text"
-    return "it allows no text" if is_empty else ""
+    if not matcher.is_error():
+        return "it allows no text" if is_empty else ""
+    reason = matcher.get_error().strip()
+    if specials is None and ("special token" in reason or "Token range" in reason):
+        return ""
+    return reason if "NoExtension" not in reason else "it allows no text"
 
 
-class _Bytes:
-    """What llguidance asks of a tokenizer."""
+class _Tokens:
+    """What llguidance asks of a tokenizer: attributes by these names, and a call."""
 
-    eos_token_id = _END
     bos_token_id = None
-    tokens = (*(bytes((byte,)) for byte in range(_END)), b"<end>")
-    special_token_ids = (_END,)
+
+    def __init__(self, specials: Specials) -> None:
+        size = max(specials.size, _NUM_BYTES + len(specials.tokens))
+        self.tokens = [b""] * size
+        self.special_token_ids = sorted(token for token, _ in specials.tokens)
+        self.eos_token_id = self.special_token_ids[0]
+        for token, name in specials.tokens:
+            self.tokens[token] = name.encode()
+        free = (token for token in range(size) if not self.tokens[token])
+        for byte in range(_NUM_BYTES):
+            self.tokens[next(free)] = bytes((byte,))
 
     def __call__(self, text: bytes) -> list[int]:
-        return list(text)
+        return [self.tokens.index(bytes((byte,))) for byte in text]
 
 
-@lru_cache(maxsize=1)
-def _bytes() -> LLTokenizer:
+@lru_cache(maxsize=4)
+def _reader(specials: Specials) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    return LLTokenizer(TokenizerWrapper(_Bytes()))
+    return LLTokenizer(TokenizerWrapper(_Tokens(specials)))

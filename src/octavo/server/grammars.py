@@ -12,6 +12,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from octavo.errors import InvalidRequestError, OctavoError
 from octavo.server.bodies.sampling import SamplingBody
@@ -19,6 +20,9 @@ from octavo.server.bodies.structure import given_structures
 from octavo.server.faults import bad_field, from_exception
 from octavo.tool.process import ToolProcess
 from octavo.tool.wire import CompileGrammar
+
+if TYPE_CHECKING:
+    from octavo.text.text_model import TextModel
 
 MAX_CACHED = 256
 MAX_CACHED_CHARACTERS = 4 << 20
@@ -89,8 +93,11 @@ def _check_beside(body: SamplingBody, param: str) -> None:
 class GrammarReader:
     """Compiles what answers must obey. Lives in one event loop."""
 
-    def __init__(self, tool: ToolProcess) -> None:
+    def __init__(self, tool: ToolProcess, text: TextModel) -> None:
         self._tool = tool
+        self._vocab_size = text.spec.vocab_size
+        ids = sorted(token for token in text.tokenizer.special_ids if token < self._vocab_size)
+        self._specials = {token: text.tokenizer.id_to_piece(token) for token in ids}
         self._compiled: OrderedDict[_Key, str] = OrderedDict()
         self._num_characters = 0
         self._running: dict[_Key, asyncio.Task[str]] = {}
@@ -126,7 +133,8 @@ class GrammarReader:
 
     async def _compile(self, key: _Key) -> str:
         kind, source, whitespace = key
-        return str(await self._tool.run("compile_grammar", CompileGrammar(kind, source, whitespace)))
+        order = CompileGrammar(kind, source, whitespace, self._vocab_size, self._specials)
+        return str(await self._tool.run("compile_grammar", order))
 
     def _ended(self, key: _Key, task: asyncio.Task[str]) -> None:
         self._running.pop(key, None)

@@ -45,7 +45,7 @@ JOBS: Mapping[str, Job] = {
     "render_chat": Job(RenderChat, _render_chat),
     "check_schema": Job(CheckSchema, lambda asked: check_schema(asked.text)),
     "check_regex": Job(CheckRegex, lambda asked: check_regex(asked.pattern)),
-    "compile_grammar": Job(CompileGrammar, lambda asked: compile_checked(asked.kind, asked.source, asked.whitespace)),
+    "compile_grammar": Job(CompileGrammar, compile_checked),
 }
 
 
@@ -65,8 +65,8 @@ def warm_up() -> None:
         lambda: ChatTemplate(_TEMPLATE, {}).render([{"content": "x"}]),
         lambda: ChatTemplate("{% for", {}),
         lambda: check_schema('{"pattern": "("}'),
-        lambda: compile_checked("json_schema", '{"type": "integer", "minimum": "x"}'),
-        lambda: compile_checked("lark", 'root ::= "a" | [^b]+'),
+        lambda: compile_checked(CompileGrammar("json_schema", '{"type": "integer", "minimum": "x"}')),
+        lambda: compile_checked(CompileGrammar("lark", 'root ::= "a" | [^b]+')),
     ):
         try:
             work()

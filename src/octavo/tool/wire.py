@@ -49,11 +49,16 @@ class CheckRegex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CompileGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Compile what an answer must be; see octavo.grammar.compile. Gives the text of a compiled grammar."""
+    """Compile what an answer must be; see octavo.grammar.compile. Gives the text of a compiled grammar.
+
+    `specials` are the special tokens of a vocabulary of `vocab_size` ids, by name; without any all names are let pass.
+    """
 
     kind: str
     source: str
     whitespace: str | None = None
+    vocab_size: int = 0
+    specials: dict[int, str] = {}
 
 
 Argument = RenderChat | CheckSchema | CheckRegex | CompileGrammar | Mapping[str, Any]
