@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from array import array
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from octavo.artifacts.spec import ModelSpec
 from octavo.config import Config, ServingConfig
 from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import FinishReason, Request, Want
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.entry import num_choices
 from octavo.engine.sessions import Sessions
@@ -99,13 +100,14 @@ class FakeClient:
         self.cached_tokens = 0
         self._queues: dict[str, asyncio.Queue[TokenOutput]] = {}
         self._open: dict[str, set[int]] = {}  # choices without an end
+        self._scored: set[str] = set()
 
     async def submit(self, request: Request) -> Accepted:
         if self.submit_error is not None:
             raise self.submit_error
         if request.request_id in self._queues:
             raise DuplicateRequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
-        if request.num_prompt_tokens + 1 > MAX_LEN:
+        if request.num_prompt_tokens + bool(request.wants & Want.SAMPLE) > MAX_LEN:
             message = f"prompt has {request.num_prompt_tokens} tokens, this engine holds {MAX_LEN}"
             raise AdmissionError(message, "prompt")
         self.requests.append(request)
@@ -118,6 +120,9 @@ class FakeClient:
 
     def answer(self, request: Request, num_tokens: int | None = None) -> None:
         """Say the texts, up to max_tokens, or only their first tokens and no end."""
+        if not request.wants & Want.SAMPLE:
+            self._give(request, _first_output(request))
+            return
         said: list[list[int]] = []
         ends: list[tuple[FinishReason, str]] = []
         for choice in sorted(self._open[request.request_id]):
@@ -158,6 +163,14 @@ class FakeClient:
             cached_tokens=self.cached_tokens,
             is_final=not open_choices,
         )
+        self._give(request, output)
+
+    def _give(self, request: Request, output: TokenOutput) -> None:
+        if request.wants & Want.SCORE and request.request_id not in self._scored:
+            self._scored.add(request.request_id)
+            output = replace(output, prompt_logprobs=scores_of(request))
+        if output.is_final:
+            self._open[request.request_id] = set()
         self._queues[request.request_id].put_nowait(output)
 
     async def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
@@ -191,6 +204,37 @@ class FakeClient:
 
     async def close(self) -> None:
         pass
+
+
+def scores_of(request: Request) -> tuple[int, tuple[TokenLogprobs, ...]]:
+    """Token p of a prompt has the log-probability -p / 8, and ids beside it of -1, -2, ..."""
+    ids, k = request.prompt_token_ids, request.params.prompt_logprobs or 0
+    assert ids is not None
+    tops = tuple(range(2, 2 + k)), tuple(-1.0 - i for i in range(k))
+    return 1, tuple(TokenLogprobs(ids[p], -p / 8, p, *tops) for p in range(1, len(ids)))
+
+
+def vector_of(ids: Iterable[int]) -> array[float]:
+    """A prompt's vector: how often each of eight kinds of ids is in it, scaled to length 1."""
+    counts = [0.0] * 8
+    for token_id in ids:
+        counts[token_id % 8] += 1
+    length = math.hypot(*counts)
+    return array("f", [count / length for count in counts])
+
+
+def _first_output(request: Request) -> TokenOutput:
+    """The only one of a request that samples nothing."""
+    assert request.prompt_token_ids is not None
+    return TokenOutput(
+        request.request_id,
+        0,
+        0,
+        array("i"),
+        pooled=vector_of(request.prompt_token_ids).tobytes() if request.wants & Want.POOL else None,
+        finish_reason=FinishReason.STOP,
+        is_final=True,
+    )
 
 
 @dataclass

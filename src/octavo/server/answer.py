@@ -64,41 +64,14 @@ def last_usage(deltas: Sequence[TextDelta]) -> Usage | None:
 
 def chat_logprobs(deltas: Iterable[TextDelta], pieces: Pieces) -> Json | None:
     """`logprobs` of a chat choice or chunk; None when there are none."""
-    entries = _entries(deltas)
+    entries = entries_of(deltas)
     if not entries:
         return None
     return {"content": [_chat_entry(entry, pieces) for entry in entries], "refusal": None}
 
 
-def completion_logprobs(deltas: Iterable[TextDelta], pieces: Pieces, text_offset: int = 0) -> Json | None:
-    """`logprobs` of a text choice or chunk, offsets counted in characters from `text_offset`."""
-    entries = _entries(deltas)
-    if not entries:
-        return None
-    tokens = [_token(entry.token_id, pieces) for entry in entries]
-    offsets = []
-    for entry in entries:
-        offsets.append(text_offset)
-        text_offset += _num_characters(pieces.token_bytes(entry.token_id))
-    tops = [
-        {_token(t, pieces): _finite(p) for t, p in zip(entry.top_ids, entry.top_logprobs, strict=True)}
-        for entry in entries
-    ]
-    own = [_finite(entry.logprob) for entry in entries]
-    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
-
-
-def logprobs_length(deltas: Iterable[TextDelta], pieces: Pieces) -> int:
-    """Characters of the tokens that have log-probabilities: how far they move `text_offset`."""
-    return sum(_num_characters(pieces.token_bytes(entry.token_id)) for entry in _entries(deltas))
-
-
-def _num_characters(raw: bytes) -> int:
-    """Characters that begin in these bytes: one split over several tokens counts with its first."""
-    return sum(byte & 0xC0 != 0x80 for byte in raw)
-
-
-def _entries(deltas: Iterable[TextDelta]) -> list[TokenLogprobs]:
+def entries_of(deltas: Iterable[TextDelta]) -> list[TokenLogprobs]:
+    """The log-probabilities of deltas, one entry per token."""
     return [entry for delta in deltas for entry in delta.logprobs or () if entry is not None]
 
 
@@ -109,12 +82,9 @@ def _chat_entry(entry: TokenLogprobs, pieces: Pieces) -> Json:
 
 def _one(token_id: int, logprob: float, pieces: Pieces) -> Json:
     raw = pieces.token_bytes(token_id)
-    return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+    return {"token": raw.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(raw)}
 
 
-def _token(token_id: int, pieces: Pieces) -> str:
-    return pieces.token_bytes(token_id).decode(errors="replace")
-
-
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A number that JSON has."""
     return max(logprob, LOWEST_LOGPROB)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import mul
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from starlette.requests import Request
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from octavo.engine.sessions import Terms
 
 T = TypeVar("T")
-Vector = array[float]  # float32
+Vector: TypeAlias = "array[float]"  # float32
 HERE_NUMBERS = 4096  # so many are compared or encoded in half a millisecond
 _PARAMS = SamplingParams(seed=0)  # nothing is drawn, and no other request's seed depends on this one
 _CLIENT_LEFT = 499
@@ -126,7 +126,8 @@ def packed(vector: Vector) -> str:
 
 def similarity(one: Vector, other: Vector) -> float:
     """The cosine of two vectors of length 1, from -1 to 1."""
-    return max(-1.0, min(1.0, sum(map(mul, one, other))))
+    cosine: float = sum(map(mul, one, other))
+    return max(-1.0, min(1.0, cosine))
 
 
 async def worked(work: Callable[[], T], num_numbers: int) -> T:

@@ -14,7 +14,7 @@ from octavo.engine.sessions import check_stream
 from octavo.errors import InvalidRequestError
 from octavo.server.bodies.chat import ChatBody
 from octavo.server.bodies.completion import CompletionBody
-from octavo.server.bodies.sampling import SamplingBody
+from octavo.server.bodies.sampling import MAX_PROMPT_SCORES, SamplingBody
 from octavo.server.faults import bad_field, from_exception
 from octavo.server.offload import off_loop
 from octavo.server.words import DRY_BREAKERS, Encoder, bad_word_ids, breaker_ids
@@ -50,6 +50,13 @@ async def read_params(body: B, read: Callable[[B], SamplingParams]) -> SamplingP
     return read(body) if is_short else await off_loop(lambda: read(body))
 
 
+def check_scores(num_tokens: int, num_top: int, param: str) -> None:
+    """Refuse more log-probabilities of prompts than an answer may hold. Raises ApiError."""
+    if num_tokens * (1 + num_top) > MAX_PROMPT_SCORES:
+        message = f"{param} asks for {num_top} beside each of {num_tokens} prompt tokens; an answer holds "
+        raise bad_field(param, f"{message}{MAX_PROMPT_SCORES} log-probabilities of prompts, so give fewer")
+
+
 class ParamsReader:
     """Makes sampling parameters for one model. `max_choices` bounds n and best_of."""
 
@@ -71,15 +78,22 @@ class ParamsReader:
             logprobs, renamed["logprobs"] = body.top_logprobs or 0, "top_logprobs"
         elif body.top_logprobs:
             raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true")
-        asked = {"max_tokens": max_tokens, "logprobs": logprobs, **self._choices(body, None)}
+        scored = body.prompt_logprobs
+        choices = self._choices(body, None)
+        asked = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": scored, **choices}
         return self._params(body, asked, renamed)
 
     def completion(self, body: CompletionBody) -> SamplingParams:
         """Sampling parameters of a text completion. Raises ApiError naming the field."""
-        if body.echo and body.logprobs is not None:
-            message = "echo together with logprobs is not supported yet; leave one out"
-            raise bad_field("echo", message, "unsupported_field")
-        asked = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, **self._choices(body, body.best_of)}
+        scored = body.prompt_logprobs
+        if body.echo and (body.logprobs is not None or body.max_tokens == 0):
+            scored = max(scored or 0, body.logprobs or 0)
+        asked = {
+            "max_tokens": body.max_tokens,
+            "logprobs": body.logprobs,
+            "prompt_logprobs": scored,
+            **self._choices(body, body.best_of),
+        }
         return self._params(body, asked, {})
 
     def _choices(self, body: SamplingBody, best_of: int | None) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from pydantic import FailFast, Field
 
 from octavo.server.bodies.chat import MAX_MESSAGES
 from octavo.server.bodies.checks import Body, Refused, sift, validate
-from octavo.server.bodies.sampling import MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TIMEOUT_S
+from octavo.server.bodies.sampling import MAX_STOP_CHARACTERS, MAX_STOPS
+from octavo.server.bodies.served import MAX_TIMEOUT_S
 from octavo.server.faults import bad_field
 
 MAX_SYSTEM_BLOCKS = 256

@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from octavo.server.bodies.chat import MAX_MESSAGES
 from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
-from octavo.server.bodies.sampling import MAX_TIMEOUT_S, Stops
+from octavo.server.bodies.sampling import Stops
+from octavo.server.bodies.served import MAX_TIMEOUT_S
 
 MAX_TOOL_ID_CHARACTERS = 256
 _OUR_OWN = "an addition of this server"

@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
 from octavo.server.bodies.checks import Body, Refused, sift
+from octavo.server.bodies.served import ServedFields
 from octavo.server.bodies.structure import StructureFields
 
 MAX_STOPS = 16
@@ -20,12 +21,10 @@ MAX_BAD_WORDS = 128
 MAX_BREAKERS = 64
 MAX_WORD_CHARACTERS = 256
 MAX_ALLOWED_IDS = 65_536
-MAX_TIMEOUT_S = 86_400.0
+MAX_PROMPT_SCORES = 1_048_576  # log-probabilities of prompts in one answer, 50 MB of JSON
 
 # Refused unless the value is one of these, with which it asks for nothing. (null always counts as left out.)
-REFUSED_BOTH: Refused = {
-    "prompt_logprobs": (),
-}
+REFUSED_BOTH: Refused = {}
 _REFUSED_STREAM_OPTIONS: Refused = {"include_obfuscation": (False,)}
 
 
@@ -58,10 +57,9 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class SamplingBody(StructureFields):
+class SamplingBody(ServedFields, StructureFields):
     """The fields that chat and text completions share. A field left out takes the model's own default."""
 
-    model: str | None = Field(None, description="the served model's name; may be left out")
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -94,29 +92,11 @@ class SamplingBody(StructureFields):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(
+        None, description="log-probabilities of the prompt's tokens, each with so many of the best beside it"
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: int | None = Field(
-        None,
-        ge=-(2**31),
-        lt=2**31,
-        description="smaller is more urgent, 0 unless the key says otherwise; for the scheduling policy (fcfs and fifo "
-        "do not look at it), and what is above 0 is refused first under load",
-    )
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="seconds until the request is given up")
-    queue_timeout: float | None = Field(
-        None,
-        gt=0,
-        le=MAX_TIMEOUT_S,
-        description="seconds until the request is given up if it has not started; the server may have a shorter bound",
-    )
-    ttft_objective: float | None = Field(
-        None, gt=0, le=MAX_TIMEOUT_S, description="seconds to the first token that the deadline policy aims at"
-    )
-    tpot_objective: float | None = Field(
-        None, gt=0, le=MAX_TIMEOUT_S, description="seconds for each later token that the deadline policy aims at"
-    )
 
 
 def sift_stream_options(fields: dict[str, object]) -> dict[str, object]:

@@ -14,7 +14,7 @@ from octavo.server.context import context_of
 from octavo.server.faults import bad_field
 from octavo.server.grammars import structure_of
 from octavo.server.limits import read_json
-from octavo.server.params import read_params
+from octavo.server.params import check_scores, read_params
 from octavo.server.reply import RETRY_NOTE, Task, reply, wants_usage
 from octavo.server.shapes.form import Form
 
@@ -31,10 +31,15 @@ async def completions(request: Request) -> Response:
     params = await read_params(body, context.params.completion)
     echoes = [""] * num_prompts
 
+    facts: dict[str, object] = {}
+
     async def read_prompts() -> Sequence[Sequence[int]]:
         ids = await context.prompts.completion(body.prompt)
         if body.echo:
             echoes[:] = await context.prompts.echo(body.prompt)
+        if params.prompt_logprobs is not None:
+            check_scores(sum(map(len, ids)), params.prompt_logprobs, "logprobs" if body.echo else "prompt_logprobs")
+            facts.update(_score_facts(body, ids))
         return ids
 
     task = Task(
@@ -47,9 +52,19 @@ async def completions(request: Request) -> Response:
         prompt_param="prompt",
         read_prompts=read_prompts,
         read_grammar=context.grammars.reader(structure_of(body)),
-        make_form=lambda identity, _: Form("text", identity, wants_usage(body), tuple(echoes), params.n),
+        make_form=lambda identity, _: Form("text", identity, wants_usage(body), tuple(echoes), params.n, facts),
     )
     return await reply(request, task)
+
+
+def _score_facts(body: CompletionBody, prompts: Sequence[Sequence[int]]) -> dict[str, object]:
+    """What the answer's form has to know of log-probabilities of prompts (see shapes.completion)."""
+    facts: dict[str, object] = {}
+    if body.prompt_logprobs is not None:
+        facts["num_prompt_logprobs"] = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        facts |= {"num_echo": body.logprobs, "first_ids": [ids[0] for ids in prompts]}
+    return facts
 
 
 def _check_ids_in_all(body: CompletionBody) -> None:

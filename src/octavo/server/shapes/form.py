@@ -39,7 +39,7 @@ class Form(Struct, frozen=True, array_like=True):
 
 SHAPES: Mapping[str, Callable[[Form, Pieces], Shape]] = {
     "chat": lambda form, pieces: ChatShape(form.identity, pieces, form.include_usage),
-    "text": lambda form, pieces: CompletionShape(form.identity, pieces, form.echoes, form.n, form.include_usage),
+    "text": CompletionShape,
     "anthropic": lambda form, pieces: MessagesShape(form),
     "ollama": OllamaShape,
     "response": ResponseShape,
