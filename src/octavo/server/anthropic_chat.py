@@ -22,15 +22,16 @@ from octavo.server.bodies.anthropic_blocks import (
     texts,
 )
 from octavo.server.bodies.chat import ChatBody, read_chat
+from octavo.server.bodies.served import ServedFields
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.spelling import Spelling, respelled
+from octavo.text.dialect import Dialect
 
 Message = dict[str, Any]
 # A coding agent's first system block, which differs with each request: a prompt that began with it would never be found
 # in the prefix cache, and it is no word to the model.
 BILLING_MARK = "x-anthropic-billing-header:"
-_SAME = ("model", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stream", "priority", "cache_salt")
-_TIMES = ("timeout", "queue_timeout")
+_SAME = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stream", *ServedFields.model_fields)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 SPELLING: Spelling = (
     (r"\.function\.parameters", ".input_schema"),
@@ -40,10 +41,13 @@ SPELLING: Spelling = (
 )
 
 
-def chat_of(body: MessagesBody) -> ChatBody:
-    """The same as a chat completion would ask. Raises ApiError naming the field as Anthropic spells it."""
+def chat_of(body: MessagesBody, dialect: Dialect) -> ChatBody:
+    """The same as a chat completion would ask. Raises ApiError naming the field as Anthropic spells it.
+
+    A model whose template cannot be told how much to think is not told: it thinks as it always does.
+    """
     messages = _system(body) + _conversation(body)
-    fields: dict[str, object] = {name: getattr(body, name) for name in (*_SAME, *_TIMES)}
+    fields: dict[str, object] = {name: getattr(body, name) for name in _SAME}
     fields["messages"] = messages
     fields["stop"] = body.stop_sequences
     last = messages[-1]
@@ -53,8 +57,8 @@ def chat_of(body: MessagesBody) -> ChatBody:
         fields["tools"] = [_tool(tool.name, tool.description, tool.input_schema, tool.strict) for tool in body.tools]
     if body.tool_choice is not None:
         fields |= _tool_choice(body.tool_choice, bool(body.tools))
-    if body.thinking is not None:
-        fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if dialect.effort_variables:
+        fields["reasoning_effort"] = _effort(body)
     if body.output_config is not None and body.output_config.format is not None:
         schema = {"name": "output", "schema": body.output_config.format.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -142,6 +146,16 @@ def _tool(name: str, description: str | None, schema: dict[str, object], strict:
     if strict is not None:
         function["strict"] = strict
     return {"type": "function", "function": function}
+
+
+def _effort(body: MessagesBody) -> str | None:
+    """How much the model is to think, in OpenAI's words; None leaves it to the template."""
+    if body.thinking is not None and body.thinking.type == "disabled":
+        return "none"
+    asked = None if body.output_config is None else body.output_config.effort
+    if asked is None:
+        return None if body.thinking is None else "medium"
+    return "xhigh" if asked == "max" else asked
 
 
 def _tool_choice(choice: ToolChoice, has_tools: bool) -> dict[str, object]:

@@ -20,9 +20,18 @@ if TYPE_CHECKING:
     from octavo.server.context import Context
 
 _ANSWERS = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/api/chat", "/api/generate", "/v1/responses"}
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/api/chat",
+        "/api/generate",
+        "/v1/responses",
+    }
 )
-_VECTORS = frozenset({"/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"})
+_VECTORS = frozenset(
+    {"/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/api/embed", "/api/embeddings"}
+)
 GATED = _ANSWERS | _VECTORS
 _RETRY_HEADER = b"idempotency-key"
 

@@ -14,6 +14,7 @@ from octavo.server.answer import Json
 if TYPE_CHECKING:
     from octavo.artifacts.spec import ModelSpec
     from octavo.server.context import Context
+    from octavo.text.dialect import Dialect
 
 _NEVER = "9999-12-31T00:00:00Z"  # when the model is unloaded
 
@@ -90,13 +91,13 @@ def ollama_show(context: Context) -> Json:
             f"{family}.rope.freq_base": spec.rope_theta,
             f"{family}.vocab_size": spec.vocab_size,
         },
-        "capabilities": _capabilities(source),
+        "capabilities": _capabilities(context.dialect),
     }
 
 
-def _capabilities(template: str) -> list[str]:
-    tools = ["tools"] if "tools" in template else []
-    return ["completion", "embedding", *tools, *(["thinking"] if "<think>" in template else [])]
+def _capabilities(dialect: Dialect) -> list[str]:
+    tools = ["tools"] if dialect.calls is not None else []
+    return ["completion", "embedding", *tools, *(["thinking"] if dialect.reasoning is not None else [])]
 
 
 def _details(context: Context) -> Json:

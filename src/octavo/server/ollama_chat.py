@@ -11,31 +11,34 @@ from typing import Any
 from octavo.server.bodies.chat import ChatBody, read_chat
 from octavo.server.bodies.completion import CompletionBody, read_completion
 from octavo.server.bodies.ollama import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaMessage
+from octavo.server.bodies.served import ServedFields
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.spelling import Spelling, respelled
+from octavo.text.dialect import Dialect
 
 _LATEST = ":latest"
 _SAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "presence_penalty", "frequency_penalty", "stop")
-_ALWAYS = ("stream", "priority", "cache_salt", "timeout", "queue_timeout")
+_ALWAYS = ("stream", *ServedFields.model_fields)
 _ANY_LENGTH = (-1, -2)  # without end, and to the end of the context: both mean as many as fit
+_EFFORTS: dict[bool | str, str] = {True: "medium", False: "none", "max": "xhigh"}
 SPELLING: Spelling = (
     (r"^max_tokens$", "options.num_predict"),
     (r"^repetition_penalty$", "options.repeat_penalty"),
     (rf"^({'|'.join(_SAME)})(?=\[|$)", r"options.\1"),
     (r"^(response_format|structured_outputs)(\.[a-z_]+)*$", "format"),
-    (r"^chat_template_kwargs.*$", "think"),
+    (r"^reasoning_effort$", "think"),
 )
 GENERATE_SPELLING: Spelling = (*SPELLING, (r"^messages.*$", "prompt"))
 
 
-def model_of(body: OllamaBody) -> str | None:
+def model_of(body: ServedFields) -> str | None:
     """The model asked for; `:latest` is what Ollama's clients add to a name without a tag."""
     return None if body.model is None else body.model.removesuffix(_LATEST)
 
 
-def chat_of(body: OllamaChatBody) -> ChatBody:
+def chat_of(body: OllamaChatBody, dialect: Dialect) -> ChatBody:
     """The same as a chat completion would ask. Raises ApiError naming the field as Ollama spells it."""
-    fields = _fields(body) | _conversation_fields(body)
+    fields = _fields(body) | _conversation_fields(body, dialect)
     fields["messages"] = _messages(body.messages)
     if body.tools:
         fields["tools"] = body.tools
@@ -47,10 +50,10 @@ def chat_of(body: OllamaChatBody) -> ChatBody:
         raise respelled(error, SPELLING) from None
 
 
-def generate_of(body: OllamaGenerateBody) -> ChatBody:
+def generate_of(body: OllamaGenerateBody, dialect: Dialect) -> ChatBody:
     """A conversation of one message. Raises ApiError naming the field as Ollama spells it."""
     system = [{"role": "system", "content": body.system}] if body.system else []
-    fields = _fields(body) | _conversation_fields(body)
+    fields = _fields(body) | _conversation_fields(body, dialect)
     fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
     try:
         return read_chat(fields)
@@ -75,8 +78,9 @@ def raw_of(body: OllamaGenerateBody) -> CompletionBody:
 def _fields(body: OllamaBody) -> dict[str, object]:
     """What conversations and texts share."""
     options = body.options
-    fields: dict[str, object] = {"model": model_of(body)}
-    fields |= {name: getattr(options, name) for name in _SAME} | {name: getattr(body, name) for name in _ALWAYS}
+    fields: dict[str, object] = {name: getattr(options, name) for name in _SAME}
+    fields |= {name: getattr(body, name) for name in _ALWAYS}
+    fields["model"] = model_of(body)
     if options.num_predict not in _ANY_LENGTH:
         fields["max_tokens"] = options.num_predict
     fields["repetition_penalty"] = 1.0 if options.repeat_last_n == 0 else options.repeat_penalty
@@ -88,11 +92,11 @@ def _fields(body: OllamaBody) -> dict[str, object]:
     return fields
 
 
-def _conversation_fields(body: OllamaBody) -> dict[str, object]:
+def _conversation_fields(body: OllamaBody, dialect: Dialect) -> dict[str, object]:
+    """What conversations alone have. A model whose template cannot be told to think is not told."""
     fields: dict[str, object] = {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
-    if body.think is not None:
-        level = {"reasoning_effort": body.think} if isinstance(body.think, str) else {}
-        fields["chat_template_kwargs"] = {"enable_thinking": bool(body.think), **level}
+    if body.think is not None and dialect.effort_variables:
+        fields["reasoning_effort"] = _EFFORTS.get(body.think, body.think)
     return fields
 
 

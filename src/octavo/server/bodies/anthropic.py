@@ -14,7 +14,7 @@ from pydantic import FailFast, Field
 from octavo.server.bodies.chat import MAX_MESSAGES
 from octavo.server.bodies.checks import Body, Refused, sift, validate
 from octavo.server.bodies.sampling import MAX_STOP_CHARACTERS, MAX_STOPS
-from octavo.server.bodies.served import MAX_TIMEOUT_S
+from octavo.server.bodies.served import ServedFields
 from octavo.server.faults import bad_field
 
 MAX_SYSTEM_BLOCKS = 256
@@ -50,7 +50,6 @@ _IGNORED_TOOL: Mapping[str, str] = {
 _IGNORED_THINKING: Mapping[str, str] = {
     "budget_tokens": "thinking counts towards max_tokens, and has no budget of its own",
 }
-_IGNORED_OUTPUT: Mapping[str, str] = {"effort": "templates know no levels of effort"}
 _REFUSED_OUTPUT: Refused = {"task_budget": ()}
 
 
@@ -90,12 +89,12 @@ class OutputConfig(Body):
     """How the answer's text is made."""
 
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class MessagesBody(Body):
+class MessagesBody(ServedFields):
     """POST /v1/messages."""
 
-    model: str | None = Field(None, description="the served model's name; may be left out")
     max_tokens: int
     messages: Annotated[list[dict[str, Any]], FailFast()] = Field(
         min_length=1,
@@ -117,10 +116,6 @@ class MessagesBody(Body):
     output_config: OutputConfig | None = None
     min_p: float | None = Field(None, description=_OUR_OWN)
     seed: int | None = Field(None, description=_OUR_OWN)
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description=_OUR_OWN)
-    cache_salt: str | None = Field(None, min_length=1, max_length=256, description=_OUR_OWN)
-    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description=_OUR_OWN)
-    queue_timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description=_OUR_OWN)
 
 
 class CountBody(MessagesBody):
@@ -147,7 +142,7 @@ def _sifted(fields: dict[str, object], body: type[MessagesBody]) -> dict[str, ob
     if isinstance(thinking, dict):
         kept["thinking"] = sift(thinking, {}, Thinking, "thinking.", _IGNORED_THINKING)
     if isinstance(output, dict):
-        kept["output_config"] = sift(output, _REFUSED_OUTPUT, OutputConfig, "output_config.", _IGNORED_OUTPUT)
+        kept["output_config"] = sift(output, _REFUSED_OUTPUT, OutputConfig, "output_config.")
     if isinstance(choice, dict):
         kept["tool_choice"] = sift(choice, {}, ToolChoice, "tool_choice.")
     return kept

@@ -14,10 +14,9 @@ from pydantic import BeforeValidator, FailFast, Field
 from octavo.server.bodies.chat import MAX_MESSAGES
 from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
 from octavo.server.bodies.sampling import Stops
-from octavo.server.bodies.served import MAX_TIMEOUT_S
+from octavo.server.bodies.served import ServedFields
 
 MAX_TOOL_ID_CHARACTERS = 256
-_OUR_OWN = "an addition of this server"
 _OF_LOADING = "how the model is loaded is the server's business"
 
 IGNORED_OLLAMA: Mapping[str, str] = {
@@ -112,20 +111,15 @@ Format = Annotated[
 ]
 
 
-class OllamaBody(Body):
+class OllamaBody(ServedFields):
     """What both endpoints share."""
 
-    model: str | None = Field(None, description="the served model's name, with or without `:latest`; may be left out")
     stream: bool = True
     format: Format = Field(None, description='"json", or a JSON schema that the answer obeys')
     options: Options = Field(Options.model_validate({}))
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description=_OUR_OWN)
-    cache_salt: str | None = Field(None, min_length=1, max_length=256, description=_OUR_OWN)
-    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description=_OUR_OWN)
-    queue_timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description=_OUR_OWN)
 
 
 class OllamaChatBody(OllamaBody):

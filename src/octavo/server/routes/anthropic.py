@@ -23,12 +23,13 @@ from octavo.server.faults import ApiError
 from octavo.server.limits import read_json
 from octavo.server.reply import RETRY_NOTE, reply
 from octavo.server.spelling import respelled
+from octavo.text.dialect import Dialect
 
 
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    body, chat = await read_json(request, context.limits, _asked)
+    body, chat = await read_json(request, context.limits, lambda fields: _asked(fields, context.dialect))
     context.check_model(body.model)
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
     facts: dict[str, object] = {"max_tokens": body.max_tokens, "shows_thinking": shows_thinking}
@@ -41,7 +42,7 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation's prompt, tools and all."""
     context = context_of(request)
-    chat = await read_json(request, context.limits, lambda fields: chat_of(read_count(fields)))
+    chat = await read_json(request, context.limits, lambda fields: chat_of(read_count(fields), context.dialect))
     context.check_model(chat.model)
     try:
         count = len(await context.prompts.chat(chat))
@@ -50,9 +51,9 @@ async def count_tokens(request: Request) -> Response:
     return Response(msgspec.json.encode({"input_tokens": count}), media_type="application/json")
 
 
-def _asked(fields: dict[str, object]) -> tuple[MessagesBody, ChatBody]:
+def _asked(fields: dict[str, object], dialect: Dialect) -> tuple[MessagesBody, ChatBody]:
     body = read_messages(fields)
-    return body, chat_of(body)
+    return body, chat_of(body, dialect)
 
 
 def add_routes(app: FastAPI) -> None:

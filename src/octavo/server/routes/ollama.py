@@ -34,6 +34,7 @@ from octavo.server.reply import RETRY_NOTE, Task, reply
 from octavo.server.shapes.form import Form
 from octavo.server.shapes.ollama import head
 from octavo.server.spelling import respelled
+from octavo.text.dialect import Dialect
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -41,7 +42,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 async def chat(request: Request) -> Response:
     """Answer a conversation; one without messages asks for the model to be loaded, which it is."""
     context = context_of(request)
-    body, asked = await read_json(request, context.limits, _chat_asked)
+    body, asked = await read_json(request, context.limits, lambda fields: _chat_asked(fields, context.dialect))
     context.check_model(model_of(body))
     if asked is None:
         return _loaded(context, {"message": {"role": "assistant", "content": ""}})
@@ -54,7 +55,7 @@ async def chat(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """Answer a prompt; an empty one asks for the model to be loaded, which it is."""
     context = context_of(request)
-    body, asked = await read_json(request, context.limits, _generate_asked)
+    body, asked = await read_json(request, context.limits, lambda fields: _generate_asked(fields, context.dialect))
     context.check_model(model_of(body))
     if asked is None:
         return _loaded(context, {"response": ""})
@@ -68,16 +69,18 @@ async def generate(request: Request) -> Response:
         raise respelled(error, GENERATE_SPELLING) from None
 
 
-def _chat_asked(fields: dict[str, object]) -> tuple[OllamaChatBody, ChatBody | None]:
+def _chat_asked(fields: dict[str, object], dialect: Dialect) -> tuple[OllamaChatBody, ChatBody | None]:
     body = read_ollama_chat(fields)
-    return body, chat_of(body) if body.messages else None
+    return body, chat_of(body, dialect) if body.messages else None
 
 
-def _generate_asked(fields: dict[str, object]) -> tuple[OllamaGenerateBody, ChatBody | CompletionBody | None]:
+def _generate_asked(
+    fields: dict[str, object], dialect: Dialect
+) -> tuple[OllamaGenerateBody, ChatBody | CompletionBody | None]:
     body = read_ollama_generate(fields)
     if not body.prompt:
         return body, None
-    return body, raw_of(body) if body.raw else generate_of(body)
+    return body, raw_of(body) if body.raw else generate_of(body, dialect)
 
 
 async def _raw_task(context: Context, body: CompletionBody) -> Task:

@@ -1,0 +1,93 @@
+"""POST /api/embed and /api/embeddings: Ollama's interface to vectors, which docs/embeddings.md describes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from octavo.server.answer import Json
+from octavo.server.bodies.checks import field_notes, inline_schema
+from octavo.server.bodies.ollama_embed import (
+    IGNORED_EMBED,
+    REFUSED_EMBED,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    read_embed,
+    read_embeddings,
+)
+from octavo.server.context import context_of
+from octavo.server.embedding import Embedded, embed, shortened, worked
+from octavo.server.faults import bad_field
+from octavo.server.inputs import Inputs
+from octavo.server.limits import read_json
+from octavo.server.ollama_chat import model_of
+from octavo.server.shell import ARRIVAL
+
+
+async def embed_texts(request: Request) -> Response:
+    """Give a vector for each text, scaled to length 1."""
+    context = context_of(request)
+    body = await read_json(request, context.limits, read_embed)
+    context.check_model(model_of(body))
+    size = context.text.spec.hidden_size
+    if body.dimensions is not None and body.dimensions > size:
+        raise bad_field("dimensions", f"dimensions is {body.dimensions}; this model's vectors have {size}")
+    if not body.input:  # a way to have the model loaded, which it is
+        return Response(msgspec.json.encode({"model": context.model, "embeddings": []}), media_type="application/json")
+    params = ["input"] if len(body.input) == 1 else [f"input[{index}]" for index in range(len(body.input))]
+    keep = context.max_model_len if body.truncate else None
+    found = await embed(request, "embed", body, Inputs(body.input, params, keep=keep, keeps_start=True))
+    total_ns = round((time.monotonic() - request.scope[ARRIVAL]) * 1e9)
+
+    def answer() -> Json:
+        length = body.dimensions or size
+        vectors = [vector if length == size else shortened(vector, length) for vector in found.vectors]
+        return {
+            "model": context.model,
+            "embeddings": [vector.tolist() for vector in vectors],
+            "total_duration": total_ns,
+            "load_duration": 0,
+            "prompt_eval_count": sum(found.num_tokens),
+        }
+
+    return await _respond(answer, found)
+
+
+async def embed_prompt(request: Request) -> Response:
+    """Give the vector of one text."""
+    context = context_of(request)
+    body = await read_json(request, context.limits, read_embeddings)
+    context.check_model(model_of(body))
+    if not body.prompt:
+        return Response(b'{"embedding":[]}', media_type="application/json")
+    inputs = Inputs([body.prompt], ["prompt"], keep=context.max_model_len, keeps_start=True)
+    found = await embed(request, "embed", body, inputs)
+    return await _respond(lambda: {"embedding": found.vectors[0].tolist()}, found)
+
+
+async def _respond(answer: Callable[[], Json], found: Embedded) -> Response:
+    content = await worked(lambda: msgspec.json.encode(answer()), sum(map(len, found.vectors)))
+    return Response(content, media_type="application/json")
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add this module's endpoints."""
+    notes = field_notes(REFUSED_EMBED, IGNORED_EMBED)
+    for path, endpoint, body in (
+        ("/api/embed", embed_texts, OllamaEmbedBody),
+        ("/api/embeddings", embed_prompt, OllamaEmbeddingsBody),
+    ):
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            response_model=None,
+            description=f"{endpoint.__doc__}\n\n{notes}",
+            openapi_extra={
+                "requestBody": {"required": True, "content": {"application/json": {"schema": inline_schema(body)}}}
+            },
+        )
