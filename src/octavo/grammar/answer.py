@@ -1,0 +1,167 @@
+"""What a whole answer may be, where more than its content is told: reasoning first, then calls of tools, or an answer
+of a given structure, or either.
+
+Owns: the text of calls in each format, as a grammar. Does not: read calls (text/calls does) or bound sources.
+Invariant: what is allowed here is read back as calls whose arguments obey their schemas, and as nothing else.
+The source is the JSON text of an object: see AnswerSource.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from octavo.errors import InvalidRequestError
+
+_CLOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "unevaluatedProperties", "not", "if")
+
+
+class CallSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The calls that may be made: `tools` are names and schemas (JSON text), `most` how many calls there may be."""
+
+    form: str
+    tools: list[tuple[str, str]]
+    most: int = 1
+
+
+class AnswerSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an answer may be. `reasoning` are tags; `structure` is a kind of grammar and its source.
+
+    `special` are the ids of those markers that are special tokens.
+    """
+
+    reasoning: tuple[str, str] | None = None
+    starts_inside: bool = False
+    calls: CallSource | None = None
+    structure: tuple[str, str, str | None] | None = None
+    special: dict[str, int] = {}
+
+
+class _Form(msgspec.Struct, frozen=True):
+    """How calls are written: markers are names in angle brackets of `markers`, the rest is text."""
+
+    begin: tuple[str, ...]
+    head: str  # with {name}
+    tail: str
+    between: tuple[str, ...]
+    end: tuple[str, ...]
+    opens: tuple[str, ...] = ()  # of each call, before its head
+    markers: tuple[str, ...] = ()
+
+
+_HEAD = '{{"name": {name}, "arguments": '
+_FORMS: dict[str, _Form] = {
+    "hermes": _Form(
+        begin=("<tool_call>", "\n"),
+        head=_HEAD,
+        tail="}",
+        between=("\n", "</tool_call>", "\n", "<tool_call>", "\n"),
+        end=("\n", "</tool_call>"),
+        markers=("<tool_call>", "</tool_call>"),
+    ),
+    "llama3": _Form((), '{{"name": {name}, "parameters": ', "}", ("; ",), ()),
+    "json": _Form((), _HEAD, "}", ("; ",), ()),
+    "mistral": _Form(("[TOOL_CALLS]", "["), _HEAD, "}", (", ",), ("]",), markers=("[TOOL_CALLS]",)),
+    "mistral_named": _Form(
+        begin=("[TOOL_CALLS]",),
+        head="{bare}",
+        tail="",
+        between=("[TOOL_CALLS]",),
+        end=(),
+        opens=("[ARGS]",),
+        markers=("[TOOL_CALLS]", "[ARGS]"),
+    ),
+}
+
+
+def read_answer(source: str) -> AnswerSource:
+    """Read the source of an answer. Raises InvalidRequestError."""
+    try:
+        return msgspec.json.decode(source, type=AnswerSource)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRequestError(f"the source of an answer makes no sense: {error}") from None
+
+
+def answer_grammars(
+    source: str, compile_part: Callable[[str, str, str | None], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Make the list of grammars of an answer; `compile_part` gives the one of a kind and its source.
+
+    Raises InvalidRequestError.
+    """
+    asked = read_answer(source)
+    marks = _Marks(asked.special)
+    rules: list[str] = []
+    parts: list[dict[str, Any]] = []
+    choices: list[str] = []
+    if asked.calls is not None:
+        choices.append("calls")
+        _add_calls(asked.calls, marks, rules, parts, compile_part)
+    if asked.structure is not None:
+        choices.append("@structure")
+        parts.append({**compile_part(*asked.structure), "name": "structure"})
+    if not choices:
+        raise InvalidRequestError("the source of an answer holds neither calls nor a structure")
+    start = f"({' | '.join(choices)})"
+    if asked.reasoning is not None:
+        start = _reasoning(asked.reasoning, asked.starts_inside, marks, rules) + start
+    return [{"lark_grammar": "\n".join((f"start: {start}", *rules)) + "\n"}, *parts]
+
+
+class _Marks:
+    """Texts as Lark writes them; markers that are special tokens by their ids."""
+
+    def __init__(self, special: dict[str, int]) -> None:
+        self.special = special
+
+    def lark(self, *texts: str) -> str:
+        """A sequence of texts and markers."""
+        return " ".join(f"<[{self.special[t]}]>" if t in self.special else json.dumps(t) for t in texts)
+
+
+def _reasoning(tags: tuple[str, str], starts_inside: bool, marks: _Marks, rules: list[str]) -> str:
+    opening, closing = tags
+    if closing in marks.special:
+        rules.append(f"thought: /(?s:.*)/ {marks.lark(closing)}")
+    else:
+        rules.append(f"thought[suffix={json.dumps(closing)}]: /(?s:.*)/")
+    rules.append(r"BLANK: /[ \n]{0,4}/")
+    return "thought BLANK " if starts_inside else f"({marks.lark(opening)} thought BLANK)? "
+
+
+def _add_calls(
+    calls: CallSource,
+    marks: _Marks,
+    rules: list[str],
+    parts: list[dict[str, Any]],
+    compile_part: Callable[[str, str, str | None], dict[str, Any]],
+) -> None:
+    named = calls.form == "mistral" and "[ARGS]" in marks.special
+    form = _FORMS.get("mistral_named" if named else calls.form)
+    if form is None:
+        raise InvalidRequestError(f"no grammar of calls {calls.form!r}; known are {', '.join(_FORMS)}")
+    one = []
+    for index, (name, schema) in enumerate(calls.tools):
+        head = form.head.format(name=json.dumps(name), bare=name)
+        end = (form.tail,) if form.tail else ()
+        one.append(" ".join(filter(None, (marks.lark(head, *form.opens), f"@arguments_{index}", marks.lark(*end)))))
+        try:
+            part = compile_part("json_schema", closed(schema), None)
+        except InvalidRequestError as error:
+            place = f"tools[{index}].function.parameters"
+            raise InvalidRequestError(f"{place}: {str(error).removeprefix('schema: ')}", place) from None
+        parts.append({**part, "name": f"arguments_{index}"})
+    rules.append("call: " + " | ".join(one))
+    more = f" ({marks.lark(*form.between)} call){{0,{calls.most - 1}}}" if calls.most > 1 else ""
+    rules.append(" ".join(filter(None, ("calls:", marks.lark(*form.begin), f"call{more}", marks.lark(*form.end)))))
+
+
+def closed(schema: str) -> str:
+    """A tool's schema without arguments that it does not name: a free model would invent some."""
+    value = json.loads(schema)
+    if not isinstance(value, dict) or "additionalProperties" in value or any(name in value for name in _CLOSED):
+        return schema
+    return json.dumps({"type": "object", "properties": {}, **value, "additionalProperties": False}, ensure_ascii=False)
