@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from pydantic import BaseModel, Field
 
 from octavo.server.bodies.checks import Body, Refused, sift, validate
@@ -135,6 +136,7 @@ def _full(item: Body, where: str) -> Item:
     if isinstance(item, _Message):
         return _message(item.role, _contents(item.content, _TEXTS[item.role], f"{where}.content"), item.id)
     if isinstance(item, _Call):
+        _check_arguments(item.arguments, f"{where}.arguments")
         made: Item = {"type": "function_call", "status": "completed", "name": item.name}
         made |= {"call_id": item.call_id, "arguments": item.arguments}
     elif isinstance(item, _CallOutput):
@@ -150,6 +152,15 @@ def _full(item: Body, where: str) -> Item:
         assert isinstance(item, _Reference)
         made = {"type": "item_reference"}
     return made if item.id is None else {"id": item.id, **made}
+
+
+def _check_arguments(text: str, where: str) -> None:
+    try:
+        is_object = isinstance(msgspec.json.decode(text or "{}"), dict)
+    except (msgspec.DecodeError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise bad_field(where, f"{where} is {text[:64]!r}; give the text of a JSON object")
 
 
 def _message(role: str, content: list[Item], item_id: str | None = None) -> Item:

@@ -123,7 +123,10 @@ class ResponseStore:
         self._drop_old()
         found = self._find(tenant, response_id)
         if found is None:
-            message = f"no response {response_id[:128]!r} of yours is stored; responses are kept in memory for a while"
+            asked = param or "the response's id"
+            message = (
+                f"{asked} is {response_id[:128]!r}, but no such response of yours is stored (for a while, in memory)"
+            )
             raise ApiError(404, message, code="response_not_found", param=param)
         self._touch(self._shelves[tenant], found)
         return found

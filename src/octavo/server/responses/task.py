@@ -48,6 +48,7 @@ async def response_task(context: Context, tenant: str, body: ResponsesBody) -> T
     """What answers a Responses body. Raises ApiError."""
     if body.store and "store" in body.model_fields_set and not context.responses.is_on:
         raise bad_field("store", "store is true, but this server is set up to keep no responses; leave it out")
+    is_kept = body.store and context.responses.is_on
     previous = previous_of(context, tenant, body)
     response_id = ID_PREFIX + uuid.uuid4().hex
     conversation = await read_conversation(context, tenant, body, previous, response_id)
@@ -58,11 +59,11 @@ async def response_task(context: Context, tenant: str, body: ResponsesBody) -> T
 
     def make_form(identity: Identity, num_prompt_tokens: int) -> Form:
         form = task.make_form(identity, num_prompt_tokens)
-        facts = {**form.facts, "id": response_id, "echo": _echo(body, task.params)}
+        facts = {**form.facts, "id": response_id, "echo": {**_echo(body, task.params), "store": is_kept}}
         return msgspec.structs.replace(form, facts=facts)
 
     def keep_answer(shape: Shape) -> None:
-        if isinstance(shape, ResponseShape) and body.store and context.responses.is_on:
+        if isinstance(shape, ResponseShape) and is_kept:
             shape.keep = lambda response: context.responses.put(tenant, response, conversation.given, previous)
 
     return replace(
@@ -154,7 +155,6 @@ def _echo(body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
         "reasoning": {"effort": body.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "store": body.store,
         "temperature": params.temperature,
         "text": {"format": shown, "verbosity": "medium"},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
