@@ -13,6 +13,13 @@ from typing import Any
 from octavo.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CALL_PARSERS = (
+    "auto", "none", "hermes", "llama3", "mistral", "qwen3_coder", "json", "llama3_json", "qwen3_xml", "qwen",
+)  # fmt: skip
+REASONING_PARSERS = (
+    "auto", "none", "think", "thinking", "reasoning", "mistral", "cohere", "seed", "deepseek_r1", "qwen3", "command_a",
+    "seed_oss",
+)  # fmt: skip
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
 
@@ -64,6 +71,18 @@ class ModelConfig:
     )
     chat_template: str | None = option(
         None, "file with a jinja chat template to use instead of the model's", "--chat-template"
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto goes by its chat template (docs/tools.md)",
+        "--tool-call-parser",
+        choices=CALL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "the tags around what the model says to itself; auto goes by its chat template",
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
     )
 
 

@@ -72,6 +72,7 @@ _ENTRIES = {
     "bad_words_ids": "non-empty tuples of token ids",
     "allowed_token_ids": "token ids",
     "dry_breaker_ids": "token ids",
+    "shown_special_ids": "token ids",
 }
 
 
@@ -95,7 +96,8 @@ class SamplingParams:
     a repetition of `dry_allowed_length` or more tokens loses dry_multiplier * dry_base ** (length - allowed).
     `n` choices are returned; with `best_of` > n so many are made and the n of highest mean log-probability kept.
     `beam_width` > 0 is beam search: n of so many beams are returned, `length_penalty` and `early_stopping`
-    (True, False or "never") as in transformers. `grammar` is what the output must obey, in the form that the grammar
+    (True, False or "never") as in transformers. `shown_special_ids` are in the text although special tokens are
+    skipped. `grammar` is what the output must obey, in the form that the grammar
     unit compiles to ("" = anything); an output that completes it ends. Raises InvalidRequestError naming the field.
     """
 
@@ -130,6 +132,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    shown_special_ids: tuple[int, ...] = ()
     grammar: str = ""
 
     def __post_init__(self) -> None:
@@ -161,7 +164,7 @@ class SamplingParams:
             ok = _is_number(bias) and -100.0 <= bias <= 100.0
             check(ok, "logit_bias", bias, "give each bias a number from -100 to 100")
         check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "give non-empty strings")
-        for name in ("stop_token_ids", "allowed_token_ids", "dry_breaker_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "dry_breaker_ids", "shown_special_ids"):
             ids = getattr(self, name)
             check(_are_ids(ids), name, ids, remedy)
         for word in self.bad_words_ids:

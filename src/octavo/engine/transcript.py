@@ -27,7 +27,7 @@ class Transcript:
         self._end_ids = frozenset((*eos, *params.stop_token_ids))
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._min_tokens = params.min_tokens
-        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, params.shown_special_ids)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self.num_tokens = 0
         self.stop_string: str | None = None

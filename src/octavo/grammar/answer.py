@@ -41,39 +41,38 @@ class AnswerSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Form(msgspec.Struct, frozen=True):
-    """How calls are written: markers are names in angle brackets of `markers`, the rest is text."""
+    """How calls are written: sequences of texts and markers.
+
+    JSON is cut into the pieces that it is cut into elsewhere, or calls could not stand beside another structure: what
+    has been read as the beginning of a longer piece is not read again.
+    """
 
     begin: tuple[str, ...]
-    head: str  # with {name}
-    tail: str
+    head: tuple[str, ...]
+    tail: tuple[str, ...]
     between: tuple[str, ...]
     end: tuple[str, ...]
-    opens: tuple[str, ...] = ()  # of each call, before its head
-    markers: tuple[str, ...] = ()
 
 
-_HEAD = '{{"name": {name}, "arguments": '
+QUOTED, BARE = "<quoted name>", "<bare name>"  # stand for the function's name
+
+
+def _object(arguments: str) -> tuple[str, ...]:
+    return ("{", '"name"', ": ", QUOTED, ", ", json.dumps(arguments), ": ")
+
+
 _FORMS: dict[str, _Form] = {
     "hermes": _Form(
         begin=("<tool_call>", "\n"),
-        head=_HEAD,
-        tail="}",
+        head=_object("arguments"),
+        tail=("}",),
         between=("\n", "</tool_call>", "\n", "<tool_call>", "\n"),
         end=("\n", "</tool_call>"),
-        markers=("<tool_call>", "</tool_call>"),
     ),
-    "llama3": _Form((), '{{"name": {name}, "parameters": ', "}", ("; ",), ()),
-    "json": _Form((), _HEAD, "}", ("; ",), ()),
-    "mistral": _Form(("[TOOL_CALLS]", "["), _HEAD, "}", (", ",), ("]",), markers=("[TOOL_CALLS]",)),
-    "mistral_named": _Form(
-        begin=("[TOOL_CALLS]",),
-        head="{bare}",
-        tail="",
-        between=("[TOOL_CALLS]",),
-        end=(),
-        opens=("[ARGS]",),
-        markers=("[TOOL_CALLS]", "[ARGS]"),
-    ),
+    "llama3": _Form((), _object("parameters"), ("}",), ("; ",), ()),
+    "json": _Form((), _object("arguments"), ("}",), ("; ",), ()),
+    "mistral": _Form(("[TOOL_CALLS]", "["), _object("arguments"), ("}",), (", ",), ("]",)),
+    "mistral_named": _Form(("[TOOL_CALLS]",), (BARE, "[ARGS]"), (), ("[TOOL_CALLS]",), ()),
 }
 
 
@@ -145,9 +144,9 @@ def _add_calls(
         raise InvalidRequestError(f"no grammar of calls {calls.form!r}; known are {', '.join(_FORMS)}")
     one = []
     for index, (name, schema) in enumerate(calls.tools):
-        head = form.head.format(name=json.dumps(name), bare=name)
-        end = (form.tail,) if form.tail else ()
-        one.append(" ".join(filter(None, (marks.lark(head, *form.opens), f"@arguments_{index}", marks.lark(*end)))))
+        spelled = {QUOTED: json.dumps(name), BARE: name}
+        head = marks.lark(*(spelled.get(text, text) for text in form.head))
+        one.append(" ".join(filter(None, (head, f"@arguments_{index}", marks.lark(*form.tail)))))
         try:
             part = compile_part("json_schema", closed(schema), None)
         except InvalidRequestError as error:

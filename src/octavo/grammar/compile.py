@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.errors import InvalidRequestError
+from octavo.grammar.answer import answer_grammars
 from octavo.grammar.json_schema import prepare, subschemas
 from octavo.grammar.trial import Specials, fault_of
 
@@ -33,6 +34,7 @@ _NAMES = {
     "regex": "expression",
     "choice": "choice",
     "lark": "grammar",
+    "answer": "answer",
 }
 _LARK_START = re.compile(r"^[ \t]*start[ \t]*(?:\[[^\]\n]*\])?[ \t]*:(?!:)", re.MULTILINE)
 
@@ -126,8 +128,16 @@ def _lark(source: str, _: str | None) -> str:
     return _top_level({"lark_grammar": text})
 
 
-def _top_level(grammar: dict[str, object]) -> str:
-    return json.dumps({"grammars": [grammar]}, ensure_ascii=False)
+def _answer(source: str, _: str | None) -> str:
+    def part(kind: str, inner: str, whitespace: str | None) -> dict[str, Any]:
+        [grammar] = json.loads(KINDS[kind](inner, whitespace))["grammars"]
+        return dict(grammar)
+
+    return _top_level(*answer_grammars(source, part))
+
+
+def _top_level(*grammars: dict[str, object]) -> str:
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 KINDS: dict[str, Callable[[str, str | None], str]] = {
@@ -136,4 +146,5 @@ KINDS: dict[str, Callable[[str, str | None], str]] = {
     "regex": _regex,
     "choice": _choice,
     "lark": _lark,
+    "answer": _answer,
 }

@@ -5,9 +5,12 @@ Owns: the task of a ChatBody. Does not: know how the answer looks (its form's ki
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from octavo.server.answer_formats import TAIL_IDS, format_fact, format_of, shown_ids
 from octavo.server.bodies.chat import ChatBody
+from octavo.server.call_grammars import read_grammar
 from octavo.server.context import Context
-from octavo.server.grammars import structure_of
 from octavo.server.params import read_params
 from octavo.server.reply import Task, wants_usage
 from octavo.server.shapes.form import Form
@@ -19,24 +22,37 @@ Facts = dict[str, object]
 async def chat_task(
     context: Context, body: ChatBody, form: str = "chat", id_prefix: str = "chatcmpl", facts: Facts | None = None
 ) -> Task:
-    """What answers a conversation in the given form; `facts` are what that form needs besides. Raises ApiError."""
+    """What answers a conversation in the given form; `facts` are what that form needs besides. Raises ApiError.
+
+    The form's facts also hold how its parts are told apart (answer_formats.read_format).
+    """
+    tokenizer = context.text.tokenizer
+    prompt: list[int] = []
 
     async def read_prompts() -> list[list[int]]:
-        return [await context.prompts.chat(body)]
+        prompt[:] = await context.prompts.chat(body)
+        return [prompt]
+
+    def prompt_end() -> str:
+        return tokenizer.decode(prompt[-TAIL_IDS:], skip_special_tokens=False)
 
     def make_form(identity: Identity, num_prompt_tokens: int) -> Form:
-        return Form(form, identity, wants_usage(body), facts={"num_prompt_tokens": num_prompt_tokens, **(facts or {})})
+        answer_format = format_fact(format_of(context.dialect, body, prompt_end()))
+        own = {"num_prompt_tokens": num_prompt_tokens, **answer_format, **(facts or {})}
+        return Form(form, identity, wants_usage(body), facts=own)
 
+    params = await read_params(body, context.params.chat)
     return Task(
         kind=id_prefix,
         body=body,
-        params=await read_params(body, context.params.chat),
+        params=replace(params, shown_special_ids=shown_ids(context.dialect, body, tokenizer)),
         num_prompts=1,
-        num_characters=sum(len(part.text) for message in body.messages for part in message.content),
+        num_characters=sum(message.num_characters for message in body.messages)
+        + sum(tool.num_characters for tool in body.usable_tools),
         num_ids=0,
         prompt_param="messages",
         read_prompts=read_prompts,
         make_form=make_form,
-        read_grammar=context.grammars.reader(structure_of(body)),
+        read_grammar=read_grammar(context, body, prompt_end),
         can_continue=form == "chat",
     )

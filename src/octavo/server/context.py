@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from octavo import __version__
 from octavo.metrics.engine import cache_info
 from octavo.metrics.requests import RequestMetrics
 from octavo.server.admission import Admission
+from octavo.server.batches.service import BatchService
 from octavo.server.directory import Directory
 from octavo.server.estimate import Estimator
 from octavo.server.faults import ApiError
@@ -28,7 +30,9 @@ from octavo.server.prompts import PromptReader
 from octavo.server.replay_outputs import one_by_one
 from octavo.server.responses.store import ResponseStore
 from octavo.server.waiting import WaitingRoom
+from octavo.text.dialect import Dialect, read_dialect
 from octavo.tool.process import ToolProcess
+from octavo.trace.otel import Tracer
 
 if TYPE_CHECKING:
     from octavo.config import Config
@@ -60,8 +64,11 @@ class Context:
     tool: ToolProcess
     prompts: PromptReader
     params: ParamsReader
+    dialect: Dialect
     responses: ResponseStore
     grammars: GrammarReader
+    batches: BatchService
+    tracer: Tracer = field(default_factory=lambda: Tracer(None, ""))
     cache_info: Mapping[str, str] = field(default_factory=dict)  # how the KV pool is set up, for metrics
 
     def check_model(self, asked: str | None) -> None:
@@ -89,7 +96,10 @@ def build_context(
     """Put the parts together."""
     model = config.model.served_model_name or text.name
     waiting = _waiting_room(config, sessions)
+    keys = KeyRing.of(config.serving)
     tool = ToolProcess()
+    template = None if text.chat_template is None else text.chat_template.source
+    dialect = read_dialect(template, config.model.tool_call_parser, config.model.reasoning_parser)
     max_len = min(text.spec.max_model_len, config.model.max_model_len or text.spec.max_model_len)
     return Context(
         sessions=sessions,
@@ -100,7 +110,7 @@ def build_context(
         engine_statistics=engine_statistics,
         limits=limits,
         lifecycle=lifecycle,
-        keys=KeyRing.of(config.serving),
+        keys=keys,
         metrics=RequestMetrics(model),
         fine_sessions=one_by_one(sessions),
         runs=Runs(config.retry, text.tokenizer),
@@ -110,10 +120,13 @@ def build_context(
         ),
         directory=Directory(),
         tool=tool,
-        prompts=PromptReader(text, max_len, tool),
+        prompts=PromptReader(text, max_len, tool, dialect),
         params=ParamsReader(model_defaults(text.spec.generation), text.tokenizer, limits.max_choices),
+        dialect=dialect,
         responses=ResponseStore(config.responses),
-        grammars=GrammarReader(tool),
+        batches=BatchService(config.batch, keys, waiting.num_slots),
+        grammars=GrammarReader(tool, text),
+        tracer=Tracer(config.telemetry.otlp_traces_endpoint, __version__),
         cache_info=_cache_info(config, sessions),
     )
 

@@ -18,6 +18,7 @@ from octavo.errors import RequestError
 from octavo.server.bodies.chat import ChatBody, Message
 from octavo.server.faults import bad_field, from_exception
 from octavo.server.offload import off_loop
+from octavo.text.dialect import Dialect
 from octavo.text.length import num_tokens_if_over
 from octavo.tool.wire import RenderChat
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 HERE_CHARS = 4096  # a text of this length is tokenized in 2 ms
+HERE_JSON = 65_536  # characters of JSON that are parsed in under a millisecond
 HERE_WORK = 16_384  # of a conversation, as `_work_of` counts it: a millisecond or two
 THREAD_WORK = 131_072
 SLOW_RENDER_S = 0.05  # a template that took this long for a conversation of less is rendered elsewhere from then on
@@ -39,8 +41,9 @@ _ROLES = {"developer": "system"}
 class PromptReader:
     """Makes prompt ids for one model. `max_len` is the most tokens a prompt may have."""
 
-    def __init__(self, text: TextModel, max_len: int, tool: ToolProcess) -> None:
+    def __init__(self, text: TextModel, max_len: int, tool: ToolProcess, dialect: Dialect) -> None:
         self._text = text
+        self._dialect = dialect
         self._max_len = max_len
         self._tool = tool
         self._is_slow = False
@@ -50,18 +53,27 @@ class PromptReader:
         if body.continue_final_message and body.add_generation_prompt:
             message = "continue_final_message goes on with the last message; leave add_generation_prompt out"
             raise bad_field("add_generation_prompt", message)
-        messages = [_shown(message) for message in body.messages]
-        size = sum(len(message["content"]) + len(message.get("name", "")) for message in messages)
+        tools = body.usable_tools
+        num_in_json = sum(tool.num_characters for tool in tools)
+        num_in_json += sum(len(call.function.arguments) for message in body.messages for call in message.tool_calls)
+        size = sum(message.num_characters + len(message.name or "") for message in body.messages)
+        size += sum(tool.num_characters for tool in tools)
         begins_answer = (
             not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         )
-        try:
-            asked = self._text.conversation(
-                messages,
+        variables = {**effort_variables(self._dialect, body), **body.chat_template_kwargs}
+
+        def conversation() -> Conversation:
+            return self._text.conversation(
+                [_shown(message) for message in body.messages],
                 add_generation_prompt=begins_answer,
                 continue_final_message=body.continue_final_message,
-                variables=body.chat_template_kwargs,
+                tools=[tool.shown() for tool in tools] or None,
+                variables=variables,
             )
+
+        try:
+            asked = conversation() if num_in_json <= HERE_JSON else await off_loop(conversation)
             if size > HERE_CHARS:
                 await off_loop(lambda: self._check_size("messages", size))
             prompt = asked.finish(await self._render(asked, _work_of(size, asked)))
@@ -92,6 +104,7 @@ class PromptReader:
             template.tokens,
             asked.messages,
             asked.add_generation_prompt,
+            tools=None if asked.tools is None else [dict(tool) for tool in asked.tools],
             variables=asked.variables,
         )
         return str(await self._tool.run("render_chat", order, RENDER_LIMIT_S))
@@ -150,7 +163,8 @@ class PromptReader:
 def _work_of(size: int, asked: Conversation) -> int:
     """About how much there is to render, in characters."""
     work = size + _PER_MESSAGE * len(asked.messages)
-    pending: list[Any] = [asked.variables]
+    pending: list[Any] = [asked.variables, *(message.get("tool_calls") for message in asked.messages)]
+    pending += asked.tools or ()
     while pending and work <= THREAD_WORK:
         value = pending.pop()
         work += _PER_VALUE + (len(value) if isinstance(value, str) else 0)
@@ -161,6 +175,25 @@ def _work_of(size: int, asked: Conversation) -> int:
     return work
 
 
-def _shown(message: Message) -> dict[str, str]:
-    plain = {"role": _ROLES.get(message.role, message.role), "content": message.text}
-    return plain if message.name is None else {**plain, "name": message.name}
+def effort_variables(dialect: Dialect, body: ChatBody) -> dict[str, object]:
+    """The template's variables that say how much the model reasons. Raises ApiError for what it cannot be told."""
+    effort = body.effort
+    if effort is None:
+        return {}
+    if not dialect.effort_variables and dialect.reasoning is not None and effort == "none":
+        reason = "the template of this model cannot be told not to reason; leave it out"
+        raise bad_field(body.effort_field, f"{body.effort_field} is 'none'; {reason}", "unsupported_field")
+    return {name: effort if name == "reasoning_effort" else effort != "none" for name in dialect.effort_variables}
+
+
+def _shown(message: Message) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": _ROLES.get(message.role, message.role), "content": message.text}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.reasoning is not None:
+        plain["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain

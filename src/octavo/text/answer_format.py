@@ -15,6 +15,7 @@ class AnswerFormat(Struct, frozen=True, array_like=True):
     `calls` names the format of tool calls, None when none can be made. `names` are the functions that may be called,
     `forced` what the calls are held to by a grammar: "required" or "named". `texts` are the arguments, each as
     "function.argument", whose schemas say that they are strings: some formats do not tell.
+    With `is_single` nothing counts behind the first call.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -23,3 +24,4 @@ class AnswerFormat(Struct, frozen=True, array_like=True):
     forced: str | None = None
     names: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
+    is_single: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.text.answer_format import AnswerFormat
-from octavo.text.answer_parts import Part, Reasoning, Text
+from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.calls.reader import CallReader
 from octavo.text.calls.registry import CALL_READERS
 from octavo.text.reasoning import ReasoningReader
@@ -26,6 +26,8 @@ class AnswerReader:
         self._reasoning = ReasoningReader(known.reasoning, known.starts_inside) if known.reasoning else None
         make: Callable[[AnswerFormat, str], CallReader] | None = CALL_READERS[known.calls] if known.calls else None
         self._calls = make(known, seed) if make else None
+        self._is_single = known.is_single
+        self._has_call = False
 
     @property
     def has_calls(self) -> bool:
@@ -41,7 +43,7 @@ class AnswerReader:
     def finish(self) -> list[Part]:
         """Return what was held back: the answer has ended."""
         parts = self._behind(self._reasoning.finish()) if self._reasoning is not None else []
-        return parts + (list(self._calls.finish()) if self._calls is not None else [])
+        return parts + (self._counted(self._calls.finish()) if self._calls is not None else [])
 
     def _behind(self, split: list[Reasoning | Text]) -> list[Part]:
         parts: list[Part] = []
@@ -51,5 +53,18 @@ class AnswerReader:
 
     def _read(self, text: str) -> list[Part]:
         if self._calls is not None:
-            return self._calls.push(text)
+            return self._counted(self._calls.push(text))
         return [Text(text)] if text else []
+
+    def _counted(self, parts: list[Part]) -> list[Part]:
+        """The parts that count where only one call is wanted: those up to its end."""
+        if not self._is_single:
+            return parts
+        counted: list[Part] = []
+        for part in parts:
+            if isinstance(part, CallBegin | CallArguments):
+                self._has_call = True
+                counted += [part] if part.index == 0 else []
+            elif not self._has_call:
+                counted.append(part)
+        return counted

@@ -17,9 +17,11 @@ from octavo.artifacts.model_spec import ModelSpec, read_model_spec
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import InvalidRequestError, ModelFileError
 from octavo.text.chat_template import ChatTemplate, check_variables
+from octavo.text.dialect import takes_tools
 from octavo.text.messages import cut_at_continuation, mark_continuation, plain_messages
 from octavo.text.scripted_text import TEMPLATE, scripted_tokenizer
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.tool_prompt import with_short_ids, with_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +96,20 @@ class TextModel:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Conversation:
-        """Check what a template is to render, here or elsewhere. Raises InvalidRequestError."""
+        """Check what a template is to render, here or elsewhere. Raises InvalidRequestError.
+
+        For a template that knows no tools they are put into the messages.
+        """
         if self.chat_template is None:
             reason = f"{self.name} has no chat template; start with --chat-template FILE, or use plain completions"
             raise InvalidRequestError(reason, "messages")
         plain = plain_messages(messages)
         variables = dict(variables or {})
         check_variables(variables)
+        if takes_tools(self.chat_template.source):
+            plain = with_short_ids(plain) if "[TOOL_CALLS]" in self.chat_template.source else plain
+        else:
+            plain, tools = with_tools(plain, tools), None
         if continue_final_message:
             return Conversation(mark_continuation(plain), False, tools, variables, True)
         return Conversation(plain, add_generation_prompt, tools, variables, False)

@@ -11,21 +11,28 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
 from octavo.server.bodies.sampling import REFUSED_BOTH, SamplingBody, sift_stream_options
+from octavo.server.bodies.tools import (
+    MAX_CALL_ID_CHARACTERS,
+    MAX_CALLS,
+    ReasoningOptions,
+    ToolCall,
+    ToolFields,
+    check_tools,
+    sift_calls,
+    sift_tools,
+)
+from octavo.server.faults import bad_field
 
 MAX_MESSAGES = 2048
 
 REFUSED_CHAT: Refused = {
     **REFUSED_BOTH,
     "echo": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning": (),
-    "reasoning_effort": ("none",),
     "verbosity": (),
     "web_search_options": (),
     "moderation": (),
@@ -33,15 +40,12 @@ REFUSED_CHAT: Refused = {
     "prompt_cache_options": (),
 }
 _REFUSED_MESSAGE: Refused = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
     "refusal": (),
     "audio": (),
     "annotations": ([],),
-    "reasoning": (),
-    "reasoning_content": (),
 }
+_OF_ROLES = {"tool_calls": "assistant", "reasoning": "assistant", "tool_call_id": "tool"}
 
 
 def _parts(value: object) -> object:
@@ -58,17 +62,30 @@ class TextPart(Body):
 class Message(Body):
     """One message of a conversation. `developer` is shown to the model as `system`."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        list[TextPart], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])
+    ] = Field([], description="may be left out beside tool_calls or reasoning")
     name: str | None = None
+    tool_calls: list[ToolCall] = Field([], max_length=MAX_CALLS, description="of the assistant: the calls it made")
+    tool_call_id: str | None = Field(
+        None, max_length=MAX_CALL_ID_CHARACTERS, description="of a tool: the call that this is the result of"
+    )
+    reasoning: str | None = Field(None, description="of the assistant: what it said to itself")
 
     @property
     def text(self) -> str:
         """The text parts, one below the other."""
         return "\n".join(part.text for part in self.content)
 
+    @property
+    def num_characters(self) -> int:
+        """Characters of all that is shown of it."""
+        calls = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls)
+        return sum(len(part.text) for part in self.content) + calls + len(self.reasoning or "")
 
-class ChatBody(SamplingBody):
+
+class ChatBody(SamplingBody, ToolFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -78,15 +95,63 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, object] = Field({})
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="for models whose template can be told; others refuse all but none"
+    )
+    reasoning: ReasoningOptions | None = Field(None, description="another way to give reasoning_effort")
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model is to reason, whichever field says it."""
+        return self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
+
+    @property
+    def effort_field(self) -> str:
+        """The field that says it."""
+        return "reasoning.effort" if self.reasoning_effort is None else "reasoning_effort"
 
 
 def read_chat(fields: dict[str, object]) -> ChatBody:
     """Check a chat body. Raises ApiError naming the field."""
-    fields = sift_stream_options(sift(fields, REFUSED_CHAT, ChatBody))
+    fields = sift_tools(sift_stream_options(sift(fields, REFUSED_CHAT, ChatBody)))
     messages = fields.get("messages")
     if isinstance(messages, list):
-        messages = messages[: MAX_MESSAGES + 1]
         fields["messages"] = [
-            sift_if_object(m, _REFUSED_MESSAGE, Message, f"messages[{i}].") for i, m in enumerate(messages)
+            _sift_message(m, f"messages[{i}].") if isinstance(m, dict) else m
+            for i, m in enumerate(messages[: MAX_MESSAGES + 1])
         ]
-    return validate(ChatBody, fields)
+    fields["reasoning"] = sift_if_object(fields.get("reasoning"), {}, ReasoningOptions, "reasoning.")
+    body = validate(ChatBody, {name: value for name, value in fields.items() if value is not None})
+    check_tools(body)
+    for index, message in enumerate(body.messages):
+        _check_message(message, f"messages[{index}].")
+    return body
+
+
+def _sift_message(message: dict[str, object], where: str) -> dict[str, object]:
+    """The message with checked calls, and with its reasoning under one name."""
+    message = dict(message)
+    spellings = ("reasoning", "reasoning_content")
+    given = [(name, value) for name in spellings if (value := message.pop(name, None)) is not None]
+    if given:
+        (name, value), *others = given
+        if not isinstance(value, str):
+            raise bad_field(where + name, f"{where}{name} is a {type(value).__name__}; give a string")
+        if others and others[0][1] != value:
+            raise bad_field(where + others[0][0], f"{where}reasoning and reasoning_content differ; give one of them")
+        message["reasoning"] = value
+    kept = sift(message, _REFUSED_MESSAGE, Message, where)
+    if "tool_calls" in kept:
+        kept["tool_calls"] = sift_calls(kept["tool_calls"], f"{where}tool_calls")
+    return kept
+
+
+def _check_message(message: Message, where: str) -> None:
+    for name, role in _OF_ROLES.items():
+        if getattr(message, name) and message.role != role:
+            raise bad_field(where + name, f"{where}{name} belongs to messages of the role {role!r}")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise bad_field(where + "tool_call_id", f"{where}tool_call_id is missing", "missing_field")
+    is_said = message.tool_calls or message.reasoning
+    if "content" not in message.model_fields_set and not is_said:
+        raise bad_field(where + "content", f"{where}content is missing", "missing_field")

@@ -1,4 +1,8 @@
-"""ChatShape: answers of /v1/chat/completions."""
+"""ChatShape: answers of /v1/chat/completions.
+
+Owns: messages and chunks, with calls and reasoning where there are some. Does not: tell them apart (AnswerReader does).
+Invariant: beside a choice's beginning and end, a delta makes at most one event.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,38 @@ from typing import TYPE_CHECKING
 
 from msgspec.json import encode
 
+from octavo.core.request import FinishReason
 from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage, timings_json, usage_json
 from octavo.server.generation import REASONS, Choice
 from octavo.server.shapes.chunks import ChunkStream, ending
 from octavo.server.shapes.framing import OPENAI
+from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
+from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
     from octavo.engine.deltas import TextDelta
     from octavo.server.shapes.shape import Identity
+    from octavo.text.answer_format import AnswerFormat
+
+CALLED = "tool_calls"
 
 
 class ChatShape:
-    """Answers of /v1/chat/completions."""
+    """Answers of /v1/chat/completions. Without a format all text is content."""
 
     framing = OPENAI
 
-    def __init__(self, identity: Identity, pieces: Pieces, include_usage: bool = False) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        pieces: Pieces,
+        include_usage: bool = False,
+        answer_format: AnswerFormat | None = None,
+    ) -> None:
         self._pieces = pieces
         self._stream = ChunkStream("chat.completion.chunk", identity, include_usage)
+        self._format = answer_format
+        self._readers: dict[int, AnswerReader] = {}
         self._begun: set[int] = set()
 
     def whole(self, choices: Sequence[Choice]) -> Json:
@@ -40,11 +58,13 @@ class ChatShape:
 
     def _choice(self, index: int, choice: Choice) -> Json:
         end = choice.deltas[-1]
+        reader = self._reader(index)
+        parts = [*reader.push(choice.text), *reader.finish()]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", **_message(parts)},
             "logprobs": chat_logprobs(choice.deltas, self._pieces),
-            "finish_reason": REASONS[end.finish_reason] if end.finish_reason is not None else None,
+            "finish_reason": self._reason(reader, end.finish_reason) if end.finish_reason is not None else None,
             "stop_reason": end.stop_reason,
         }
 
@@ -53,23 +73,87 @@ class ChatShape:
         return b""
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """The role first, then text, then an empty delta with the reason."""
+        """The role first, then text, reasoning and calls, then a delta with the reason and whatever was held back."""
         events = []
         if index not in self._begun:
             self._begun.add(index)
             begin = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
             events.append(self._stream.event(begin % index))
         logprobs = chat_logprobs((delta,), self._pieces) if delta.logprobs else None
-        if delta.text or logprobs:
-            parts = (index, encode(delta.text), encode(logprobs))
-            events.append(
-                self._stream.event(b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % parts)
-            )
+        fields = b'"content":%b' % encode(delta.text) if delta.text or logprobs else b""
+        held = b""
+        if self._format is not None:
+            reader = self._reader(index)
+            parts = reader.push(delta.text)
+            rest = reader.finish() if delta.finish_reason is not None else []
+            if parts or logprobs:
+                parts, rest = parts + rest, []
+            fields, held = _fields(parts), _fields(rest)
+        if fields or logprobs:
+            event = (index, fields, encode(logprobs))
+            events.append(self._stream.event(b'{"index":%d,"delta":{%b},"logprobs":%b,"finish_reason":null}' % event))
         if delta.finish_reason is not None:
-            end = b'{"index":%d,"delta":{},"logprobs":null,' % index + ending(delta)
+            reason = self._reason(self._reader(index), delta.finish_reason)
+            end = b'{"index":%d,"delta":{%b},"logprobs":null,' % (index, held) + ending(delta, reason)
             events.append(self._stream.event(end, self._stream.timings(delta, 1)))
         return b"".join(events)
 
     def last(self) -> bytes:
         """The usage chunk."""
         return self._stream.usage_event()
+
+    def _reader(self, index: int) -> AnswerReader:
+        """The reader of a choice; ids of calls are made from the answer's id and the choice."""
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = AnswerReader(self._format, f"{self._stream.identity['id']}:{index}")
+        return reader
+
+    def _reason(self, reader: AnswerReader, reason: FinishReason) -> str:
+        """OpenAI's word for the end: calls end an answer as such, unless the client named the function."""
+        if reader.has_calls and reason is FinishReason.STOP and self._format and self._format.forced != "named":
+            return CALLED
+        return REASONS[reason]
+
+
+def _message(parts: Sequence[Part]) -> Json:
+    """The members of a message beside its role."""
+    text = "".join(part.text for part in parts if isinstance(part, Text))
+    thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    calls = [{"id": call["id"], "type": call["type"], "function": call["function"]} for call in _calls(parts)]
+    message: Json = {"content": text if text or not calls else None, "refusal": None}
+    if thought:
+        message |= {"reasoning": thought, "reasoning_content": thought}
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _calls(parts: Sequence[Part]) -> list[Json]:
+    """What the parts say of calls, one object for each; one that began earlier has its arguments alone."""
+    calls: dict[int, Json] = {}
+    for part in parts:
+        if isinstance(part, CallBegin):
+            function = {"name": part.name, "arguments": ""}
+            calls[part.index] = {"index": part.index, "id": part.call_id, "type": "function", "function": function}
+        elif isinstance(part, CallArguments):
+            call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += part.text
+    return list(calls.values())
+
+
+def _fields(parts: Sequence[Part]) -> bytes:
+    """The members of a delta, without its braces."""
+    if not parts:
+        return b""
+    delta: Json = {}
+    for part in parts:
+        if isinstance(part, Text):
+            delta["content"] = delta.get("content", "") + part.text
+        elif isinstance(part, Reasoning):
+            thought = delta.get("reasoning", "") + part.text
+            delta |= {"reasoning": thought, "reasoning_content": thought}
+    calls = _calls(parts)
+    if calls:
+        delta["tool_calls"] = calls
+    return encode(delta)[1:-1]

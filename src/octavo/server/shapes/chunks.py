@@ -51,8 +51,8 @@ class ChunkStream:
         return b"".join((self.head, b'],"usage":', usage, b',"timings":', encode(timings_json(self.usages)), b"}\n\n"))
 
 
-def ending(delta: TextDelta) -> bytes:
-    """The last members of a choice that ends, and its closing brace."""
+def ending(delta: TextDelta, word: str | None = None) -> bytes:
+    """The last members of a choice that ends, and its closing brace; `word` is another one for the reason."""
     reason: FinishReason | None = delta.finish_reason
     assert reason is not None
-    return b'"finish_reason":%b,"stop_reason":%b}' % (encode(REASONS[reason]), encode(delta.stop_reason))
+    return b'"finish_reason":%b,"stop_reason":%b}' % (encode(word or REASONS[reason]), encode(delta.stop_reason))

@@ -1,0 +1,195 @@
+"""The fields of tools: what may be called, what must be, and calls in a conversation.
+
+Owns: their shapes, names and bounds. Does not: show tools to a model or read its calls.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
+
+from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object
+from octavo.server.bodies.structure import schema_text
+from octavo.server.faults import bad_field
+
+MAX_TOOLS = 128
+MAX_CALLS = 128
+MAX_TOOL_DESCRIPTION_CHARACTERS = 16_384
+MAX_CALL_ID_CHARACTERS = 256
+NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
+NO_PARAMETERS = '{"type": "object", "properties": {}}'
+
+_REFUSED_TOOL: Refused = {"custom": ()}
+_REFUSED_CALL: Refused = {"custom": ()}
+IGNORED_IN_CALLS = {"index": "calls are taken in their order"}
+IGNORED_IN_CALLED = {"parsed_arguments": "the arguments' own text is taken"}
+
+FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+def _parameters(value: object) -> object:
+    if not isinstance(value, dict):
+        raise ValueError("give a JSON schema, an object")
+    return schema_text(value)
+
+
+class FunctionDefinition(Body):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str = Field("", max_length=MAX_TOOL_DESCRIPTION_CHARACTERS)
+    parameters: Annotated[str, BeforeValidator(_parameters), WithJsonSchema({"type": "object"})] = Field(
+        NO_PARAMETERS, description="a JSON schema of the arguments; left out, there are none"
+    )
+    strict: bool = Field(
+        False, description="forced calls always obey their schema; of calls that the model is free to make none need to"
+    )
+
+
+class Tool(Body):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def shown(self) -> dict[str, Any]:
+        """As templates expect it."""
+        asked = self.function
+        function = {"name": asked.name, "description": asked.description, "parameters": json.loads(asked.parameters)}
+        return {"type": "function", "function": function}
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of all that is shown of it."""
+        return len(self.function.name) + len(self.function.description) + len(self.function.parameters)
+
+
+class FunctionCall(Body):
+    """What was called."""
+
+    name: str = Field(min_length=1, max_length=128)
+    arguments: str = Field("", description="a JSON object, as text")
+
+
+class ToolCall(Body):
+    """A call in an assistant's message."""
+
+    id: str = Field(max_length=MAX_CALL_ID_CHARACTERS)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ToolChoice(Body):
+    """`tool_choice` in one form: whether calls are made, and which functions may be called (None: all of them)."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    names: list[str] | None = None
+
+
+class ReasoningOptions(Body):
+    """`reasoning`, as the Responses API has it."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+
+def _choice(value: object) -> object:
+    """tool_choice as clients write it."""
+    if value in ("none", "auto", "required"):
+        return {"mode": value}
+    try:
+        match value:
+            case {"type": "function", "function": {"name": str(name), **rest}, **others} if not rest and not others:
+                return {"mode": "named", "names": [name]}
+            case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]}}:
+                return {"mode": mode, "names": [tool["function"]["name"] for tool in tools]}
+    except (TypeError, KeyError):
+        pass
+    raise ValueError(
+        'give "none", "auto", "required", {"type": "function", "function": {"name": ...}}, or {"type": "allowed_tools"'
+        ', "allowed_tools": {"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}]}}'
+    )
+
+
+_CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
+
+
+class ToolFields(Body):
+    """The fields of a conversation that are about tools."""
+
+    tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MAX_TOOLS)
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_choice), WithJsonSchema(_CHOICE_SCHEMA)] = Field(
+        None, description="auto unless said otherwise; required and a named function are enforced"
+    )
+    parallel_tool_calls: bool = Field(True, description="whether an answer may hold several calls")
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that may be called."""
+        choice = self.tool_choice
+        if choice is None or (choice.mode == "auto" and choice.names is None):
+            return self.tools
+        if choice.mode == "none":
+            return []
+        return [tool for tool in self.tools if choice.names is None or tool.function.name in choice.names]
+
+    @property
+    def forced(self) -> str | None:
+        """How a call is asked for: "required", "named", or not at all."""
+        choice = self.tool_choice
+        return choice.mode if choice is not None and choice.mode in ("required", "named") else None
+
+
+def sift_tools(fields: dict[str, object]) -> dict[str, object]:
+    """The fields, with those of each tool checked. Raises ApiError."""
+    tools = fields.get("tools")
+    if not isinstance(tools, list):
+        return fields
+    return {**fields, "tools": [_sift_tool(tool, f"tools[{i}].") for i, tool in enumerate(tools[: MAX_TOOLS + 1])]}
+
+
+def _sift_tool(tool: object, where: str) -> object:
+    if isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "function":
+        message = f"{where}type is {tool['type'][:64]!r}; this server takes tools of type 'function'"
+        raise bad_field(f"{where}type", message, "unsupported_field")
+    tool = sift_if_object(tool, _REFUSED_TOOL, Tool, where)
+    if isinstance(tool, dict) and "function" in tool:
+        tool["function"] = sift_if_object(tool["function"], {}, FunctionDefinition, f"{where}function.")
+    return tool
+
+
+def sift_calls(calls: object, where: str) -> object:
+    """The tool_calls of a message, checked. Raises ApiError."""
+    if not isinstance(calls, list):
+        return calls
+    return [_sift_call(call, f"{where}[{i}].") for i, call in enumerate(calls[: MAX_CALLS + 1])]
+
+
+def _sift_call(call: object, where: str) -> object:
+    if not isinstance(call, dict):
+        return call
+    kept = sift(call, _REFUSED_CALL, ToolCall, where, IGNORED_IN_CALLS)
+    called = kept.get("function")
+    if isinstance(called, dict):
+        kept["function"] = sift(called, {}, FunctionCall, f"{where}function.", IGNORED_IN_CALLED)
+    return kept
+
+
+def check_tools(body: ToolFields) -> None:
+    """Check what fields say of each other. Raises ApiError."""
+    names = [tool.function.name for tool in body.tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise bad_field(f"tools[{index}].function.name", f"two tools have the name {name!r}; give each its own")
+    choice = body.tool_choice
+    if choice is None:
+        return
+    if not names and choice.mode in ("required", "named"):
+        raise bad_field("tool_choice", "tool_choice asks for a call, but there are no tools; give tools")
+    for name in choice.names or ():
+        if name not in names:
+            known = ", ".join(names[:16]) or "none"
+            raise bad_field("tool_choice", f"tool_choice names {name[:64]!r}; the tools are: {known}")
+    if choice.names is not None and not choice.names:
+        raise bad_field("tool_choice", "tool_choice allows no tools; name at least one, or give none")

@@ -1,0 +1,85 @@
+"""What the answer to a conversation must be, of all that its body says: forced calls, a structure, reasoning before.
+
+Owns: which of the fields counts. Does not: make grammars (grammar.answer does) or compile them (grammars does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from octavo.errors import RequestError
+from octavo.grammar.answer import AnswerSource, CallSource
+from octavo.server.answer_formats import FORCED_AS, reasoning_of
+from octavo.server.faults import bad_field, from_exception
+from octavo.server.grammars import Structure, structure_of
+
+if TYPE_CHECKING:
+    from octavo.server.bodies.chat import ChatBody
+    from octavo.server.context import Context
+
+MAX_FORCED_CALLS = 16  # of one answer: a small model does not know when to stop
+
+
+def read_grammar(
+    context: Context, body: ChatBody, prompt_end: Callable[[], str]
+) -> Callable[[], Awaitable[str]] | None:
+    """The `read_grammar` of a conversation's task; `prompt_end` is asked once the prompt is known. Raises ApiError."""
+    structure = structure_of(body)
+    dialect = context.dialect
+    has_calls = bool(body.usable_tools) and dialect.calls is not None
+    if body.forced:
+        _check_beside(body)
+        if not has_calls:
+            message = "tool_choice asks for a call, but --tool-call-parser none was given; no calls are read here"
+            raise bad_field("tool_choice", message, "unsupported_field")
+    if not body.forced and structure is None:
+        return None
+    if structure is not None and not has_calls and dialect.reasoning is None:
+        return context.grammars.reader(structure)
+
+    async def read() -> str:
+        source = _source(context, body, structure, prompt_end())
+        param = "tools" if body.forced or structure is None else structure.param
+        try:
+            return await context.grammars.read("answer", msgspec.json.encode(source).decode())
+        except RequestError as error:
+            raise from_exception(type(error)(f"{error.param or param}: {error}", error.param or param)) from None
+
+    return read
+
+
+def _source(context: Context, body: ChatBody, structure: Structure | None, prompt_end: str) -> AnswerSource:
+    dialect, tokenizer = context.dialect, context.text.tokenizer
+    tools = body.usable_tools if dialect.calls is not None else []
+    calls = None
+    if tools and dialect.calls is not None:
+        most = 1 if body.forced == "named" or not body.parallel_tool_calls else MAX_FORCED_CALLS
+        schemas = [(tool.function.name, tool.function.parameters) for tool in tools]
+        calls = CallSource(FORCED_AS.get(dialect.calls, dialect.calls), schemas, most)
+    reasoning, starts_inside = reasoning_of(dialect, prompt_end)
+    markers = dialect.markers(bool(tools))
+    ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
+    asked = None
+    if structure is not None and not body.forced:
+        asked = (structure.kind, structure.source, structure.whitespace)
+    return AnswerSource(
+        reasoning=reasoning,
+        starts_inside=starts_inside,
+        calls=calls,
+        structure=asked,
+        special={marker: token_id for marker, token_id in ids.items() if token_id in tokenizer.special_ids},
+    )
+
+
+def _check_beside(body: ChatBody) -> None:
+    """Refuse the fields that cannot be kept together with a forced call."""
+    for name, is_given in (
+        ("min_tokens", bool(body.min_tokens)),
+        ("ignore_eos", body.ignore_eos),
+        ("use_beam_search", body.use_beam_search),
+    ):
+        if is_given:
+            raise bad_field(name, f"{name} cannot be kept while tool_choice asks for a call; leave {name} out")

@@ -1,0 +1,79 @@
+"""Dialect: how a model writes calls and reasoning, as its chat template shows.
+
+Owns: the names of call formats and reasoning tags, and choosing among them. Does not: read answers (AnswerReader does),
+or render anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from octavo.text.calls.registry import CALL_MARKERS
+
+Tags = tuple[str, str]
+REASONING_TAGS: Mapping[str, Tags] = {
+    "think": ("<think>", "</think>"),
+    "thinking": ("<thinking>", "</thinking>"),
+    "reasoning": ("<reasoning>", "</reasoning>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "seed": ("<seed:think>", "</seed:think>"),
+}
+# How others call the same formats.
+CALL_ALIASES = {"llama3_json": "llama3", "qwen3_xml": "qwen3_coder", "qwen": "hermes"}
+REASONING_ALIASES = {"deepseek_r1": "think", "qwen3": "think", "command_a": "cohere", "seed_oss": "seed"}
+WITHOUT_TEMPLATE = "hermes"  # what models are told to write whose template knows no tools
+_TAKES_TOOLS = re.compile(r"\{%-?[^%]*(?<![.\w'\"])tools\b(?!['\"])")
+_EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What a template shows. `calls` is None where calls are not to be read, `reasoning` where there is none.
+
+    `takes_tools`: whether the template shows tools by itself. `effort_variables`: those of its variables that say how
+    much the model reasons.
+    """
+
+    calls: str | None = WITHOUT_TEMPLATE
+    takes_tools: bool = False
+    reasoning: Tags | None = None
+    effort_variables: tuple[str, ...] = ()
+
+    def markers(self, has_tools: bool) -> tuple[str, ...]:
+        """The texts that tell parts of an answer apart, some of which are special tokens in some models."""
+        calls = CALL_MARKERS[self.calls] if has_tools and self.calls is not None else ()
+        return (*calls, *(self.reasoning or ()))
+
+
+def read_dialect(template: str | None, call_parser: str = "auto", reasoning_parser: str = "auto") -> Dialect:
+    """Choose by the template's text, or as the settings say (names of config.CALL_PARSERS and REASONING_PARSERS)."""
+    source = template or ""
+    has_tools = takes_tools(source)
+    calls: str | None = CALL_ALIASES.get(call_parser, call_parser)
+    if calls == "auto":
+        calls = _calls_of(source) if has_tools else WITHOUT_TEMPLATE
+    tags = REASONING_TAGS.get(REASONING_ALIASES.get(reasoning_parser, reasoning_parser))
+    if reasoning_parser == "auto":
+        tags = next((tags for tags in REASONING_TAGS.values() if tags[1] in source), None)
+    variables = tuple(name for name in _EFFORT_VARIABLES if re.search(rf"(?<![.\w'\"]){name}\b(?!['\"])", source))
+    return Dialect(None if calls == "none" else calls, has_tools, tags, variables)
+
+
+@lru_cache(maxsize=16)
+def takes_tools(template: str) -> bool:
+    """Whether a template shows tools by itself."""
+    return _TAKES_TOOLS.search(template) is not None
+
+
+def _calls_of(source: str) -> str:
+    if "[TOOL_CALLS]" in source:
+        return "mistral"
+    if "<function=" in source and "<parameter=" in source:
+        return "qwen3_coder"
+    if "<tool_call>" in source:
+        return "hermes"
+    return "llama3" if "<|python_tag|>" in source or "<|eot_id|>" in source else "json"

@@ -1,0 +1,86 @@
+"""Tools and calls shown to models whose chat template knows nothing of them.
+
+Owns: the section that describes the tools, calls and results as plain messages, and ids as Mistral's templates want
+them. The form of calls is the one that Hermes and Qwen use. Does not: render.
+Invariant: only the roles system, user and assistant are left, and no results stand in two messages in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_INTRODUCTION = """\
+You can call functions. These are the functions, one JSON object a line:
+<tools>
+{tools}
+</tools>
+To call a function, answer with its name and arguments as a JSON object between tags, and with nothing else:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"argument": "value"}}}}
+</tool_call>
+The result comes between <tool_response> tags. Call a function only if it helps; otherwise just answer."""
+_AFTER_RESULTS = ("<tool_response>\n", "\n</tool_response>")
+
+
+def with_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Describe the tools in the system message, and write calls and results as text. Takes plain messages."""
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            result = message["content"].join(_AFTER_RESULTS)
+            if shown and shown[-1].get("is_result"):
+                shown[-1]["content"] += "\n" + result
+            else:
+                shown.append({"role": "user", "content": result, "is_result": True})
+        else:
+            shown.append(_with_calls(message))
+    if tools:
+        section = _INTRODUCTION.format(tools="\n".join(map(_line, tools)))
+        if shown[0]["role"] == "system":
+            shown[0]["content"] = "\n\n".join(filter(None, (shown[0]["content"], section)))
+        else:
+            shown.insert(0, {"role": "system", "content": section})
+    for message in shown:
+        message.pop("is_result", None)
+    return shown
+
+
+def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    plain = dict(message)
+    calls = plain.pop("tool_calls", None) or ()
+    texts = [plain["content"], *(_call(call["function"]) for call in calls)]
+    plain["content"] = "\n".join(filter(None, texts))
+    return plain
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    called = {"name": function.get("name"), "arguments": function.get("arguments")}
+    return f"<tool_call>\n{json.dumps(called, ensure_ascii=False)}\n</tool_call>"
+
+
+def _line(tool: Mapping[str, Any]) -> str:
+    return json.dumps(tool["function"], ensure_ascii=False)
+
+
+def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Replace ids of calls that are not nine letters and digits, which Mistral's templates refuse."""
+    shown = [dict(message) for message in messages]
+    for message in shown:
+        if message.get("tool_calls"):
+            message["tool_calls"] = [{**call, "id": _short(call.get("id"))} for call in message["tool_calls"]]
+        if message.get("tool_call_id"):
+            message["tool_call_id"] = _short(message["tool_call_id"])
+    return shown
+
+
+def _short(call_id: object) -> str:
+    if isinstance(call_id, str) and _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return blake2b(str(call_id).encode(), digest_size=5).hexdigest()[:9]
