@@ -88,6 +88,7 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
     "stop_token_ids": ({}, [7], params(lambda p: p.stop_token_ids == (7,))),
     "include_stop_str_in_output": ({"stop": "lo"}, True, answer(lambda r: "Hello" in r.text)),
     "ignore_eos": ({}, True, params(lambda p: p.ignore_eos)),
+    "prompt_logprobs": ({}, 2, answer(lambda r: "prompt_logprobs" in r.text and '"rank":1' in r.text)),
     "skip_special_tokens": ({"ignore_eos": True}, False, answer(lambda r: "</s>" in r.text)),
     "stream": ({}, True, answer(lambda r: r.text.endswith("data: [DONE]\n\n"))),
     "stream_options": ({"stream": True}, {"include_usage": True}, answer(lambda r: '"choices":[],"usage"' in r.text)),

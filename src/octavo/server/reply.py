@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.request import SamplingParams
+from octavo.engine.output_slices import MAX_SLICE
 from octavo.errors import OctavoError
 from octavo.server.admission import Wish
 from octavo.server.auth import KEY
@@ -25,18 +26,19 @@ from octavo.server.bodies.sampling import SamplingBody
 from octavo.server.context import Context, context_of
 from octavo.server.directory import engine_id
 from octavo.server.faults import ApiError, bad_field, draining_error, from_exception
-from octavo.server.generation import Asked, Generation, open_sessions
+from octavo.server.generation import Asked, Choice, Generation, open_sessions
 from octavo.server.idempotency import Begun, RetryKey, Run, key_of
 from octavo.server.keys import KeyInfo
 from octavo.server.lifecycle import ClientGoneError, ServerStoppingError
 from octavo.server.limits import OFF_LOOP_BYTES
 from octavo.server.offload import off_loop
-from octavo.server.params import spellings
+from octavo.server.params import check_scores, spellings
 from octavo.server.replay import Replay
 from octavo.server.shapes.form import Form
 from octavo.server.shapes.shape import Identity, Shape
 from octavo.server.shell import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
 from octavo.server.stream import EventStream
+from octavo.server.terms import max_wait_s, priority_of, terms_of
 
 RETRY_NOTE = (
     "With a header `Idempotency-Key` the request runs once, however often it is asked for; `Last-Event-ID` beside it "
@@ -93,6 +95,9 @@ def _tell(task: Task, shape: Shape) -> None:
 async def _replied(request: Request, context: Context, task: Task, asked: tuple[str, str | None]) -> Response:
     """Answer from a run, which goes on without this connection."""
     key, event = asked
+    if task.params.prompt_logprobs is not None:
+        message = "answers with log-probabilities of the prompt are not kept; leave Idempotency-Key or those out"
+        raise bad_field("Idempotency-Key", message)
     if event is not None and not task.body.stream:
         raise bad_field("Last-Event-ID", "Last-Event-ID goes with a stream; set stream to true")
     if event is not None and not task.can_continue:
@@ -131,7 +136,9 @@ async def _begin(request: Request, context: Context, task: Task, run: Run | None
             lease = context.admission.enter(wish)
             undo.callback(lease.leave)
             prompts = [array("i", ids) for ids in await task.read_prompts()]  # a ninth of the memory of a list
-            lease.settle(sum(map(len, prompts)))
+            num_tokens = sum(map(len, prompts))
+            lease.settle(num_tokens)
+            check_scores(num_tokens, task.params.prompt_logprobs)
             asked = _asked(request, context, task, engine_id(given, name), prompts)
             if task.read_grammar is not None:
                 asked = replace(asked, params=replace(asked.params, grammar=await task.read_grammar()))
@@ -159,7 +166,6 @@ async def _answer(
 def _wish(request: Request, task: Task) -> Wish:
     """What admission looks at. Raises ApiError when the key may not have this priority."""
     key: KeyInfo = request.scope[KEY]
-    limits = [limit for limit in (task.body.queue_timeout, task.body.timeout) if limit is not None]
     return Wish(
         key=key,
         priority=priority_of(task.body.priority, key),
@@ -168,40 +174,13 @@ def _wish(request: Request, task: Task) -> Wish:
         max_tokens=task.params.max_tokens,
         num_characters=task.num_characters,
         num_ids=task.num_ids,
-        max_wait_s=min(limits, default=None),
+        max_wait_s=max_wait_s(task.body),
     )
-
-
-def priority_of(asked: int | None, key: KeyInfo) -> int:
-    """The request's priority, or the key's own. Raises ApiError where the key may not ask for it."""
-    if asked is None:
-        return key.priority
-    if key.max_priority is not None and asked < key.max_priority:
-        message = f"priority is {asked}; the most urgent that key {key.name!r} may ask for is {key.max_priority}"
-        raise ApiError(403, message, code="priority_not_allowed", param="priority")
-    return asked
 
 
 def _asked(request: Request, context: Context, task: Task, request_id: str, prompts: Sequence[Sequence[int]]) -> Asked:
-    key: KeyInfo = request.scope[KEY]
-    waits = [
-        limit for limit in (task.body.queue_timeout, context.admission.config.max_queue_time_s) if limit is not None
-    ]
-    return Asked(
-        request_id=request_id,
-        prompts=prompts,
-        params=task.params,
-        arrival=request.scope[ARRIVAL],
-        terms={
-            "priority": priority_of(task.body.priority, key),
-            "tenant": key.tenant,
-            "cache_salt": context.keys.salt(key.tenant, task.body.cache_salt),
-            "timeout_s": task.body.timeout,
-            "queue_timeout_s": min(waits, default=None),
-            "ttft_objective": task.body.ttft_objective,
-            "tpot_objective": task.body.tpot_objective,
-        },
-    )
+    terms = terms_of(request.scope, context, task.body)
+    return Asked(request_id, prompts, task.params, request.scope[ARRIVAL], terms)
 
 
 async def _whole(request: Request, context: Context, source: Generation | Replay, shape: Shape) -> Response:
@@ -216,4 +195,18 @@ async def _whole(request: Request, context: Context, source: Generation | Replay
         raise from_exception(error) from None
     finally:
         await source.close()
-    return Response(msgspec.json.encode(shape.whole(choices)), media_type="application/json")
+    return Response(await _encoded(shape, choices), media_type="application/json")
+
+
+async def _encoded(shape: Shape, choices: Sequence[Choice]) -> bytes:
+    """The answer as JSON, made on another thread where it has many log-probabilities."""
+
+    def encode() -> bytes:
+        return msgspec.json.encode(shape.whole(choices))
+
+    deltas = (delta for choice in choices for delta in choice.deltas)
+    num_entries = sum(
+        len(delta.logprobs or ()) + len(delta.prompt_logprobs[1] if delta.prompt_logprobs is not None else ())
+        for delta in deltas
+    )
+    return encode() if num_entries <= MAX_SLICE else await off_loop(encode)

@@ -19,7 +19,11 @@ async def chat_completions(request: Request) -> Response:
     body = await read_json(request, context.limits, read_chat)
     context.check_model(body.model)
 
-    return await reply(request, await chat_task(context, body))
+    num_top = body.prompt_logprobs
+    if num_top is None:
+        return await reply(request, await chat_task(context, body))
+    facts: dict[str, object] = {"num_prompt_logprobs": num_top}
+    return await reply(request, await chat_task(context, body, form="scored_chat", facts=facts))
 
 
 def add_routes(app: FastAPI) -> None:

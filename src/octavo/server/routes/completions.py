@@ -14,7 +14,7 @@ from octavo.server.context import context_of
 from octavo.server.faults import bad_field
 from octavo.server.grammars import structure_of
 from octavo.server.limits import read_json
-from octavo.server.params import check_scores, read_params
+from octavo.server.params import read_params
 from octavo.server.reply import RETRY_NOTE, Task, reply, wants_usage
 from octavo.server.shapes.form import Form
 
@@ -38,7 +38,6 @@ async def completions(request: Request) -> Response:
         if body.echo:
             echoes[:] = await context.prompts.echo(body.prompt)
         if params.prompt_logprobs is not None:
-            check_scores(sum(map(len, ids)), params.prompt_logprobs, "logprobs" if body.echo else "prompt_logprobs")
             facts.update(_score_facts(body, ids))
         return ids
 

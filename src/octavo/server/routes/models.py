@@ -18,6 +18,8 @@ def _card(context: Context) -> dict[str, object]:
         "object": "model",
         "created": context.created,
         "owned_by": "octavo",
+        "root": context.text.name,
+        "parent": None,
         "max_model_len": context.max_model_len,
     }
 

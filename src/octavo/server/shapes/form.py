@@ -16,6 +16,7 @@ from octavo.server.shapes.chat import ChatShape
 from octavo.server.shapes.completion import CompletionShape
 from octavo.server.shapes.ollama import OllamaShape
 from octavo.server.shapes.responses import ResponseShape
+from octavo.server.shapes.scored_chat import ScoredChatShape
 
 if TYPE_CHECKING:
     from octavo.server.answer import Pieces
@@ -39,6 +40,9 @@ class Form(Struct, frozen=True, array_like=True):
 
 SHAPES: Mapping[str, Callable[[Form, Pieces], Shape]] = {
     "chat": lambda form, pieces: ChatShape(form.identity, pieces, form.include_usage),
+    "scored_chat": lambda form, pieces: ScoredChatShape(
+        form, pieces, ChatShape(form.identity, pieces, form.include_usage)
+    ),
     "text": CompletionShape,
     "anthropic": lambda form, pieces: MessagesShape(form),
     "ollama": OllamaShape,
