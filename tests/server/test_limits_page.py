@@ -15,6 +15,7 @@ from tests.source_tree import ROOT
 PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
 HTTP = {
     "max_body_bytes": "bytes of a body",
+    "max_upload_bytes": "bytes of an uploaded file, without `--batch-dir` ([batches](batch.md))",
     "max_header_bytes": "bytes of headers",
     "max_headers": "headers",
     "max_prompts": "prompts of a text completion",
@@ -47,7 +48,12 @@ BODIES = {
     "MAX_BREAKERS": "sequence breakers",
     "MAX_WORD_CHARACTERS": "characters of a bad word or breaker",
     "MAX_ALLOWED_IDS": "allowed ids",
+    "MAX_FILE_ID_CHARACTERS": "characters of a file's id",
     "MAX_TIMEOUT_S": "seconds of a timeout or objective",
+    "MAX_PROMPT_SCORES": "log-probabilities of prompts in one answer",
+    "MAX_INPUTS": "texts to embed or compare",
+    "MAX_TOKENIZED_CHARACTERS": "characters to tokenize",
+    "MAX_DETOKENIZED": "ids to detokenize",
     "MAX_SCHEMA_BYTES": "bytes of a JSON schema",
     "MAX_PATTERN_BYTES": "bytes of a regular expression",
     "MAX_ALTERNATIVES": "alternatives of a choice",
