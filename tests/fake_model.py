@@ -106,7 +106,8 @@ class FakeExecutor:
         return ticket
 
     def supply(self, ticket: object, masks: object) -> None:
-        """No grammars here."""
+        """Refuse: no grammars here."""
+        raise FakeModelError("masks were supplied")
 
     def collect(self, ticket: object) -> StepResult:
         """Give the oldest ticket's result, or raise what made it fail; then all later ones are void too."""

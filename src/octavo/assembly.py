@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from octavo.config import Config
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.async_llm import AsyncEngine
+from octavo.engine.grammars import Grammars
 from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
 from octavo.engine.offline import OfflineEngine
@@ -31,9 +33,12 @@ from octavo.engine.statistics import collect
 from octavo.errors import ConfigError
 from octavo.executors.openmp import limit_spinning
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
+from octavo.grammar.bank import GrammarBank
+from octavo.grammar.vocabulary import Vocabulary
 from octavo.plugins import find_policy
 from octavo.text.scripted_text import ScriptedText
 from octavo.text.text_model import TextModel
+from octavo.text.tokenizer import Tokenizer
 
 # By kind of device: tokens in a step, sequences.
 DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}
@@ -55,7 +60,7 @@ def build_local(config: Config) -> LocalEngine:
     files = find_files(config)
     with ThreadPoolExecutor(1) as pool:  # the tokenizer loads while torch does
         loading = pool.submit(load_text, config, files)
-        loop, capacity = open_engine(config, files)
+        loop, capacity = open_engine(config, files, lambda: loading.result().tokenizer)
         text = loading.result()
     client = LocalClient(loop)
     return LocalEngine(loop, client, Sessions(client, text, config.execution.seed, capacity=capacity), text, capacity)
@@ -72,10 +77,15 @@ def load_text(config: Config, files: ModelFiles) -> TextModel:
 
 
 def open_engine(
-    config: Config, files: ModelFiles | None = None, *, is_own_process: bool = False
+    config: Config,
+    files: ModelFiles | None = None,
+    load_tokenizer: Callable[[], Tokenizer] | None = None,
+    *,
+    is_own_process: bool = False,
 ) -> tuple[EngineLoop, Capacity]:
     """Load the model, size the pool, and make a loop (not started).
 
+    `load_tokenizer` is asked when the first request comes that has a grammar; without it, the model's is loaded then.
     `is_own_process`: nothing but the engine is in this process, so that a script may kill it.
     Raises ConfigError, CapacityError, ModelFileError.
     """
@@ -86,9 +96,16 @@ def open_engine(
     with ThreadPoolExecutor(1, "octavo-open") as pool:
         executor, device, capacity = pool.submit(_open_executor, config, files, is_own_process).result()
     scheduler = Scheduler(limits(config, capacity, device))
-    loop = EngineLoop(scheduler, executor, depth=config.execution.depth)
+    load = load_tokenizer or partial(_load_tokenizer, config, files)
+    vocabulary = Vocabulary(load, capacity.vocab_size)
+    grammars = Grammars(GrammarBank(vocabulary)) if capacity.has_masks else Grammars()
+    loop = EngineLoop(scheduler, executor, depth=config.execution.depth, grammars=grammars)
     collect(loop, scheduler, config.statistics)
     return loop, capacity
+
+
+def _load_tokenizer(config: Config, files: ModelFiles) -> Tokenizer:
+    return load_text(config, files).tokenizer
 
 
 def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> tuple[Executor, str, Capacity]:

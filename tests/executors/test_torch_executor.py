@@ -6,6 +6,7 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from octavo.errors import CapacityError, ConfigError, EngineError
 from octavo.executors import host_pool
 from octavo.executors.protocol import Executor, ExecutorSpec
 from octavo.executors.torch_executor import TorchExecutor
+from octavo.grammar.masks import Masks
 from tests.executors.conformance import SPEC, Conformance, Dense, Driver, make_prompt, open_files
 from tests.executors.effects_conformance import BLOCK_BYTES
 from tests.tiny_models import make_tiny_model
@@ -204,8 +206,9 @@ def test_what_it_cannot_do_raises(driver: Driver) -> None:
         driver.executor.submit(StepPlan(0, 0.0, encode_jobs=(EncodeJob(0, 0, b"key", 4),)))
     with pytest.raises(EngineError, match="encodes no media"):
         driver.executor.submit(StepPlan(0, 0.0, encoder_frees=(b"key",)))
-    with pytest.raises(EngineError, match="masks"):
-        driver.executor.supply(None, None)
+    none = Masks(np.zeros(0, dtype=np.int64), np.zeros((0, 1), dtype=np.int32))
+    with pytest.raises(EngineError, match="waits for none"):
+        driver.executor.supply(driver.executor.submit(StepPlan(0, 0.0)), none)
     driver.executor.close()
     driver.executor.close()
     with pytest.raises(EngineError, match="not open"):

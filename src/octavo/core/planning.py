@@ -118,6 +118,7 @@ class Planner:
                     and left
                     and start < sequence.hot_end
                     and request.is_decoding
+                    and (not pending or request.ahead_ok)
                     and (not is_careful or self._may_read(request, start))
                 ):
                     sequence.num_scheduled = start + 1
@@ -178,8 +179,8 @@ class Planner:
         """Grant a row that needs a block, or more than one token, or has more to be asked. True when it forked."""
         if request.status != Status.RUNNING or not self.tokens.left:
             return False
-        if sequence.num_known >= sequence.limit and request.samples:
-            return False  # its last token is in flight: a stop by length is foreseen
+        if request.awaits_id(sequence):
+            return False
         if not sequence.is_entered:
             if self.turn.refusal(request, is_decoding=False) or not self.choices.enter(request, sequence):
                 return False
@@ -253,7 +254,7 @@ class Planner:
         known = min(end, sequence.num_committed)
         if known >= (sequence.num_published + 1) * state.limits.block_size and start < known:
             self.published += state.cache.publish(sequence, known, state.step)
-        if not request.ahead_ok:
+        if request.beams is not None:
             sequence.hot_end = 0  # it takes the careful way each time
         if request.has_several and request.beams is None and flags & ROW_SAMPLE and end == sequence.num_prompt:
             return self.choices.fork(request, sequence)

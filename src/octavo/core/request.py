@@ -206,7 +206,8 @@ class RequestState:
     `sequences` are those that have not ended, oldest choice first. `num_scored` is the first prompt position whose
     log-probability is still owed. `seen` is the last match: tokens, the key that ended it, blocks published then;
     `lack` is what it lacked: until that can have changed, there is nothing to look at again. `num_bypassed` counts
-    the steps since its last admission in which somebody later was let in past it.
+    the steps since its last admission in which somebody later was let in past it. `ahead_ok`: rows may be planned
+    behind one whose id is still in flight; not for beams, and not where a grammar says what may come next.
     """
 
     __slots__ = (
@@ -257,6 +258,14 @@ class RequestState:
     def num_slots(self) -> int:
         """Slots that it takes while it runs: one for each sequence, and for each beam that is still to come."""
         return max(len(self.sequences), self.request.params.beam_width)
+
+    def awaits_id(self, sequence: Sequence) -> bool:
+        """Whether nothing may be granted behind the id in flight.
+
+        It is the last one (a stop by length is foreseen), or says what may come next.
+        """
+        is_last = sequence.num_known >= sequence.limit and self.samples
+        return is_last or (sequence.num_pending > 0 and not self.ahead_ok)
 
     def match_cap(self, sequence: Sequence) -> int:
         """Longest usable prefix match: a score needs the logits in front of the first position that is still owed."""

@@ -50,6 +50,7 @@ class Scheduler:
         eos = () if params.ignore_eos else request.eos_token_ids
         entry.stop_ids = frozenset((*eos, *params.stop_token_ids))
         entry.max_tokens = admission.max_tokens
+        entry.ahead_ok = not (params.grammar or params.beam_width)
         entry.may_draft = bool(state.limits.max_draft_tokens) and allows(request)
         self._make_sequences(entry)
         state.requests[request.request_id] = entry
@@ -72,7 +73,6 @@ class Scheduler:
             root.keys = list(request.block_keys)
         entry.sequences.append(root)
         if params.beam_width:
-            entry.ahead_ok = False
             entry.beams = BeamGroup(
                 BeamRules(
                     params.beam_width,

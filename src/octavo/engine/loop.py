@@ -22,8 +22,10 @@ from octavo.engine.client import Accepted, Verb
 from octavo.engine.clock import Clock, MonotonicClock
 from octavo.engine.delivery import Delivery, Outbox
 from octavo.engine.flight import Flight
+from octavo.engine.grammars import Built, Grammars, collect, submit
 from octavo.engine.heartbeat import NoHeart
 from octavo.engine.instruments import EventSink, Instruments
+from octavo.engine.replies import Reply, attempt, ignore
 from octavo.engine.step_times import StepTimes
 from octavo.engine.suspects import Suspects
 from octavo.errors import EngineDeadError, EngineError, QueueFullError, RequestError, StepFailedError
@@ -32,14 +34,13 @@ from octavo.executors.protocol import Executor
 _LOG = logging.getLogger(__name__)
 MIN_WAIT_S = 0.001  # an empty plan waits at least this long, so that a deadline just missed cannot spin
 
-Reply = Callable[[object], None]  # called once, in the loop's thread or the caller's: a value or an Exception
-
 
 class EngineLoop:
     """Runs an opened executor under a scheduler.
 
     `receive` gets one Delivery per step, in the loop's thread. `max_waiting` bounds the queue (0 = no bound):
-    beyond it submit answers QueueFullError. Verbs may be called from any thread; each answers through `reply`.
+    beyond it submit answers QueueFullError. Without `grammars`, requests that have one are refused. Verbs may be called
+    from any thread; each answers through `reply`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class EngineLoop:
         clock: Clock | None = None,
         depth: int = 1,
         max_waiting: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         self.clock: Clock = clock or MonotonicClock()
         self.instruments = Instruments()
@@ -63,8 +65,9 @@ class EngineLoop:
         self._executor = executor
         self._depth = depth
         self._max_waiting = max_waiting
-        self._receive: Callable[[Delivery], None] = _ignore
-        self._ended: Callable[[], None] = _ignore
+        self._grammars = grammars or Grammars()
+        self._receive: Callable[[Delivery], None] = ignore
+        self._ended: Callable[[], None] = ignore
         self._flight: deque[Flight] = deque()
         self._outbox = Outbox()
         self._suspects = Suspects(scheduler.limit_step)
@@ -80,7 +83,7 @@ class EngineLoop:
     def attach(self, receive: Callable[[Delivery], None], ended: Callable[[], None] | None = None) -> None:
         """Send deliveries there, and call `ended` after the last. Call before start."""
         self._receive = receive
-        self._ended = ended or _ignore
+        self._ended = ended or ignore
 
     def watch(self, sink: EventSink) -> None:
         """Tell a sink everything that happens. Call before start."""
@@ -126,13 +129,14 @@ class EngineLoop:
 
     def submit(self, request: Request, reply: Reply) -> None:
         """Hand a request over; answers Accepted, a RequestError or an EngineError."""
-        self._post(partial(self._do_submit, request, reply), reply)
+        admit = partial(self._do_submit, request, reply)
+        self._grammars.prepare(request, lambda built: self._post(partial(admit, built), reply))
 
     def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
         """End requests in whatever state, or only one choice of them; unknown and finished ones are ignored."""
-        self._post(partial(self._do_cancel, tuple(request_ids), reason, choice), _ignore)
+        self._post(partial(self._do_cancel, tuple(request_ids), reason, choice), ignore)
 
     def statistics(self, reply: Reply) -> None:
         """Answers counters and gauges as plain JSON values."""
@@ -211,7 +215,7 @@ class EngineLoop:
     def _submit(self, plan: StepPlan, schedule_s: float, begun: float) -> Flight:
         self.heart.begins(plan)
         try:
-            return Flight(plan, self._executor.submit(plan), None, schedule_s, begun)
+            return Flight(plan, submit(self._executor, plan, self._grammars), None, schedule_s, begun)
         except EngineDeadError:
             raise
         except Exception as error:  # the executor shell: a step that fails is retried, then bisected
@@ -232,11 +236,10 @@ class EngineLoop:
         self._deliver(plan, outcome, events)
         self.heart.ended(isinstance(outcome, StepResult))
         if isinstance(outcome, StepResult):
-            sent, timings = self.clock.now(), outcome.timings
+            sent, parts = self.clock.now(), outcome.timings
             schedule_s, step_s = flight.schedule_s + committed - collected, sent - flight.begun
-            self.step_times.add(
-                (schedule_s, timings.prepare_s, timings.forward_s, timings.sample_s, sent - committed, step_s)
-            )
+            computed = parts.prepare_s, parts.forward_s, parts.sample_s
+            self.step_times.add((schedule_s, *computed, sent - committed, step_s))
         else:
             self._recover(plan, outcome)
 
@@ -244,7 +247,7 @@ class EngineLoop:
         error = flight.error
         if error is None:
             try:
-                return self._executor.collect(flight.ticket)
+                return collect(self._executor, flight.ticket)
             except EngineDeadError:
                 raise
             except Exception as raised:  # the executor shell
@@ -261,6 +264,7 @@ class EngineLoop:
                 self._collect(later)
 
     def _deliver(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        self._grammars.committed(events)
         delivery = self._outbox.committed(events)
         self._send(delivery)
         if events.request_ids:
@@ -282,6 +286,7 @@ class EngineLoop:
 
     def _note(self, decisions: tuple[Event, ...]) -> None:
         if decisions:
+            self._grammars.ended(decisions)
             if self._suspects.only is not None:
                 self._suspects.cleared([e.request_id for e in decisions if e.kind == EventKind.FINISHED])
             self.instruments.decided(decisions)
@@ -299,25 +304,28 @@ class EngineLoop:
 
     # --- commands, in the thread
 
-    def _do_submit(self, request: Request, reply: Reply) -> None:
-        if self._is_draining:
-            reply(QueueFullError("the engine is draining and takes no new requests; try another, or later"))
-            return
-        if self._max_waiting and self._scheduler.num_waiting >= self._max_waiting:
-            reply(QueueFullError(f"{self._scheduler.num_waiting} requests wait already; try again later"))
-            return
+    def _do_submit(self, request: Request, reply: Reply, built: Built) -> None:
         try:
+            ends_as = self._grammars.arrived(request, built)
+            if self._is_draining:
+                raise QueueFullError("the engine is draining and takes no new requests; try another, or later")
+            if self._max_waiting and self._scheduler.num_waiting >= self._max_waiting:
+                raise QueueFullError(f"{self._scheduler.num_waiting} requests wait already; try again later")
             admission = self._scheduler.admit(request, self.clock.now())
         except RequestError as error:
             reply(error)
             return
+        self._grammars.open(request, built)
         self._outbox.open(request)
         self.instruments.admitted(request)
         reply(Accepted(request.request_id, admission.max_tokens, admission.capped))
+        if ends_as is not None:
+            self._do_cancel((request.request_id,), ends_as)
 
     def _do_cancel(self, request_ids: tuple[str, ...], reason: FinishReason, choice: int | None = None) -> int:
         now = self.clock.now()
         if choice is None:
+            self._grammars.cancel(request_ids, reason)
             num_ended = self._scheduler.cancel(request_ids, now, reason)
         else:
             num_ended = sum(self._scheduler.end_choice(name, choice, now, reason) for name in request_ids)
@@ -364,14 +372,15 @@ class EngineLoop:
         if self._failure is None:
             self._wind_up()
         reason = FinishReason.CANCELLED if self._failure is None else FinishReason.ERROR
-        _try(lambda: self._send(self._outbox.end_all(reason, self._end_message())))
+        attempt(lambda: self._send(self._outbox.end_all(reason, self._end_message())))
         with self._condition:
             self._has_ended = True
             left, self._inbox = self._inbox, deque()
         for _, reply in left:
-            _try(partial(reply, EngineDeadError(self._end_message())))
-        _try(self._ended)
-        _try(self._executor.close)
+            attempt(partial(reply, EngineDeadError(self._end_message())))
+        attempt(self._ended)
+        self._grammars.close()
+        attempt(self._executor.close)
 
     def _wind_up(self) -> None:
         """Take what is in flight, cancel the rest through the scheduler, and send the ends."""
@@ -386,15 +395,3 @@ class EngineLoop:
 
     def _end_message(self) -> str:
         return f"the engine died: {self._failure}" if self._failure is not None else "the engine was stopped"
-
-
-def _try(last: Callable[[], object]) -> None:
-    """Do one of the last things; what fails keeps nobody else from hearing."""
-    try:
-        last()
-    except Exception:  # the shell: nobody is left to tell
-        _LOG.exception("something failed at the engine's end")
-
-
-def _ignore(*_: object) -> None:
-    """Nobody asked, or waits."""

@@ -43,6 +43,7 @@ class Capacity:
 
     `host_blocks` has one entry per group too, or none without a host tier. The first group is the leading one.
     `quantization` is the code that most weights are in ("none": they are of `dtype`, as is the cache by default).
+    `has_masks`: rows can be held to grammars (see supply); no other executor is given requests that have one.
     `linear_flops_per_token`, `weight_bytes` and `kv_bytes_per_token` give the memory floor of a step.
     """
 
@@ -61,6 +62,7 @@ class Capacity:
     notes: tuple[str, ...] = field(default=())
     host_blocks: tuple[int, ...] = ()
     quantization: str = "none"
+    has_masks: bool = False
 
 
 class Executor(Protocol):
@@ -75,7 +77,11 @@ class Executor(Protocol):
         ...
 
     def supply(self, ticket: Ticket, masks: object) -> None:
-        """Give grammar masks made while the device runs, before sampling."""
+        """Give a step the masks (grammar.masks.Masks) of its rows held to a grammar, made while the device runs.
+
+        Called once, between submit and collect, for a plan with such rows that sample, which sample only then; for no
+        other plan. An executor that applies none raises EngineError.
+        """
         ...
 
     def collect(self, ticket: Ticket) -> StepResult:

@@ -27,6 +27,10 @@ from octavo.sampling.upload import upload
 SCORE_CHUNK = 64  # positions whose logits exist at once: 12 MiB at a vocabulary of 49152
 
 NOT_FINITE = "the model's logits are not finite"
+NOTHING_LEFT = (
+    "no token may follow: what grammar, allowed ids, bad words, biases and min_tokens leave together is none; "
+    "ask for less of them at once"
+)
 NO_STATE = "the model's hidden state is not finite"
 
 Score = tuple[int, int, list[LogprobColumns]]
@@ -56,6 +60,7 @@ class StepOutputs:
 
     `sampled` is about the sampling rows that `sampled_rows` indexes (None: all of them), `candidates` about others.
     `is_finite_R` is about the rows that sample nothing: whether the hidden state behind their last token is finite.
+    `unsampled_RV` are the logits of a step that waits for its masks.
     """
 
     inputs: StepInputs | None = None
@@ -66,6 +71,7 @@ class StepOutputs:
     scores: list[Score] = field(default_factory=list)
     pooled_RE: Tensor | None = None
     is_finite_R: Tensor | None = None
+    unsampled_RV: Tensor | None = None
 
     def result(self) -> StepResult:
         """Fetch everything. Waits for the device."""
@@ -98,7 +104,8 @@ class StepOutputs:
     def _fetch_sampled(self, sampled: Sampled, result: StepResult, errors: dict[int, str]) -> None:
         assert self.inputs is not None and result.token_ids is not None
         ids = to_packed(sampled.ids_R.cpu().numpy())
-        is_bad_R = ~np.isfinite(sampled.best_R.cpu().numpy())
+        best_R = sampled.best_R.cpu().numpy()
+        is_bad_R = ~np.isfinite(best_R)
         places = self.sampled_rows
         if places is None:
             places = np.arange(len(ids))
@@ -109,8 +116,9 @@ class StepOutputs:
         if self.inputs.drafts is not None:  # what stands behind a rejected draft harms nobody
             is_bad_R &= self.inputs.drafts.counting(result.token_ids)[places]
         if is_bad_R.any():
-            for row in self.inputs.sample_rows[places[is_bad_R]].tolist():
-                errors.setdefault(row, NOT_FINITE)
+            bad = zip(self.inputs.sample_rows[places[is_bad_R]].tolist(), best_R[is_bad_R].tolist(), strict=True)
+            for row, best in bad:
+                errors.setdefault(row, NOTHING_LEFT if best == -np.inf else NOT_FINITE)
         if sampled.logprobs is not None:
             self._put_logprobs(result, places[sampled.logprob_rows], sampled.logprobs.entries())
 
@@ -120,7 +128,7 @@ class StepOutputs:
         for place, entry in zip(candidates.rows.tolist(), entries, strict=True):
             result.token_ids[place] = entry.token_id
             if not np.isfinite(entry.logprob):
-                reason = NOT_FINITE if np.isnan(entry.logprob) else "no token may follow"
+                reason = NOT_FINITE if np.isnan(entry.logprob) else NOTHING_LEFT
                 errors.setdefault(int(self.inputs.sample_rows[place]), reason)
         self._put_logprobs(result, candidates.rows, entries)
 

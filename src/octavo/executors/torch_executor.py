@@ -1,7 +1,8 @@
 """The executor that runs a decoder with torch, on a CPU or one CUDA device.
 
 Owns: the model, the pool, the slots, and the order of a step: effects, forward, sampling.
-Does not: schedule. On a CPU submit computes; on CUDA it only launches, and collect is the one wait.
+Does not: schedule. On a CPU submit computes; on CUDA it only launches, and collect is the one wait. A step with rows
+that are held to a grammar stops before it samples, until supply gives their masks.
 Invariants: plans run in submission order, on one stream; a plan's effects can be repeated, so a step
 that raised leaves nothing that sending its sequences again does not mend.
 """
@@ -31,6 +32,7 @@ from octavo.executors.pool_sizing import PoolSizing, describe_groups
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
 from octavo.executors.slots import Slots
 from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
+from octavo.grammar.masks import Masks
 from octavo.ops.attention import AttentionBackend
 from octavo.ops.attention_batched import BatchedAttention
 from octavo.ops.attention_kernel import KernelAttention, has_kernel, is_faster
@@ -38,6 +40,7 @@ from octavo.ops.attention_pool import KVPool, PoolShape
 from octavo.ops.attention_reference import ReferenceAttention
 from octavo.sampling.columns import SamplingRows
 from octavo.sampling.sampler import Sampler
+from octavo.sampling.token_masks import TokenMasks
 from octavo.sampling.upload import upload
 
 
@@ -104,6 +107,7 @@ class TorchExecutor:
             notes=(*loaded.notes, *describe_groups(groups, num_blocks, spec.block_size)),
             host_blocks=host_blocks,
             quantization=loaded.quantization,
+            has_masks=True,
         )
 
     def _allocate(
@@ -156,7 +160,8 @@ class TorchExecutor:
         hidden_TE = decoder.forward(token_ids_T, inputs.attention[0].positions_T, self._cache.attention)
         clock.lap()
         self._finish(decoder.logits, inputs, hidden_TE, outputs)
-        clock.lap()
+        if outputs.unsampled_RV is None:
+            clock.lap()
         return outputs, clock
 
     def _apply_effects(self, plan: StepPlan) -> None:
@@ -173,23 +178,34 @@ class TorchExecutor:
     ) -> None:
         """Sample, score and pool. Logits exist only for the rows that ask."""
         outputs.inputs = inputs
-        if len(inputs.sample_rows):
-            logits_RV = logits(hidden_TE.index_select(0, inputs.sample_last_R))
-            if len(inputs.beams):
-                self._sample_beside_beams(logits_RV, inputs, outputs)
-            else:
-                sampled = self._sampler.sample(logits_RV, inputs.sampling)
-                self._slots.flat_ids.index_copy_(0, inputs.sample_target_R, sampled.ids_R.int())
-                outputs.sampled = sampled
         if len(inputs.score_rows):
             outputs.scores = score_rows(inputs, self._slots, hidden_TE, logits)
         if len(inputs.pool_rows):
             outputs.pooled_RE = pool_rows(inputs, hidden_TE)
         if len(silent := inputs.silent_rows):
             outputs.is_finite_R = are_finite(inputs, silent, hidden_TE)
+        if len(inputs.sample_rows):  # last: the next logits may be written over these
+            logits_RV = logits(hidden_TE.index_select(0, inputs.sample_last_R))
+            if self._slots.columns.has_grammar[inputs.sampling.slots].any():
+                outputs.unsampled_RV = logits_RV
+            else:
+                self._sample(logits_RV, outputs)
 
-    def _sample_beside_beams(self, logits_RV: Tensor, inputs: StepInputs, outputs: StepOutputs) -> None:
+    def _sample(self, logits_RV: Tensor, outputs: StepOutputs, masks: TokenMasks | None = None) -> None:
+        """Sample, and make what was sampled known to the slots."""
+        inputs = outputs.inputs
+        assert inputs is not None
+        if len(inputs.beams):
+            self._sample_beside_beams(logits_RV, outputs, masks)
+            return
+        sampled = self._sampler.sample(logits_RV, inputs.sampling, masks)
+        self._slots.flat_ids.index_copy_(0, inputs.sample_target_R, sampled.ids_R.int())
+        outputs.sampled = sampled
+
+    def _sample_beside_beams(self, logits_RV: Tensor, outputs: StepOutputs, masks: TokenMasks | None) -> None:
         """Give beams their candidates, of which nothing becomes known; sample the other rows."""
+        inputs = outputs.inputs
+        assert inputs is not None
         beams, rows = inputs.beams, inputs.sampling
         others = np.delete(np.arange(len(inputs.sample_rows)), beams)
         beams_B, others_R = upload(self._device, beams, others)
@@ -199,19 +215,40 @@ class TorchExecutor:
         outputs.candidates = Candidates(beams, counts, ids_BC, logprobs_BC)
         if len(others):
             rest = SamplingRows(rows.slots[others], rows.positions[others])
-            sampled = self._sampler.sample(logits_RV.index_select(0, others_R), rest)
+            masks = None if masks is None else masks.among(others)
+            sampled = self._sampler.sample(logits_RV.index_select(0, others_R), rest, masks)
             targets_R = inputs.sample_target_R.index_select(0, others_R)
             self._slots.flat_ids.index_copy_(0, targets_R, sampled.ids_R.int())
             outputs.sampled, outputs.sampled_rows = sampled, others
 
     def supply(self, ticket: Ticket, masks: object) -> None:
-        """Refuse: this executor applies no grammar masks."""
-        raise EngineError("this executor applies no grammar masks")
+        """Sample a step that waits for these masks (a grammar.masks.Masks): one for each row held to a grammar."""
+        assert isinstance(ticket, tuple) and isinstance(masks, Masks), "a ticket of submit, and masks"
+        outputs, clock = ticket
+        if outputs.unsampled_RV is None:
+            raise EngineError("masks were supplied for a step that waits for none")
+        try:
+            self._sample_masked(outputs, masks)
+        except RuntimeError as error:
+            _raise_if_memory(error, self._device)
+            raise
+        clock.lap()
+
+    @torch.inference_mode()
+    def _sample_masked(self, outputs: StepOutputs, masks: Masks) -> None:
+        assert outputs.inputs is not None and outputs.unsampled_RV is not None
+        logits_RV, outputs.unsampled_RV = outputs.unsampled_RV, None
+        needed = np.flatnonzero(self._slots.columns.has_grammar[outputs.inputs.sampling.slots])
+        if not np.array_equal(needed, masks.places):
+            raise EngineError(f"masks for positions {masks.places.tolist()}, needed for {needed.tolist()}")
+        self._sample(logits_RV, outputs, TokenMasks(masks.places, masks.bits_MW))
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Fetch the ticket's result, waiting for the device."""
         assert isinstance(ticket, tuple), "a ticket comes from submit"
         outputs, clock = ticket
+        if outputs.unsampled_RV is not None:
+            raise EngineError("the step was given no masks for its rows that are held to a grammar")
         try:
             result: StepResult = outputs.result()
         except RuntimeError as error:

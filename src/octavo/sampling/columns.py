@@ -75,6 +75,7 @@ class SamplingColumns:
         self.has_bias: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
         self.has_words: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
         self.has_allowed: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
+        self.has_grammar: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # its rows sample only with a mask
         self.has_edits: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # any of these, DRY or a penalty
         self.wants_more: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)  # than an id from unedited logits
         self.bias: dict[int, tuple[Ints, Floats]] = {}
@@ -112,6 +113,7 @@ class SamplingColumns:
         self.has_bias[slot] = bool(params.logit_bias)
         self.has_words[slot] = bool(params.bad_words_ids)
         self.has_allowed[slot] = bool(params.allowed_token_ids)
+        self.has_grammar[slot] = bool(params.grammar)
         has_list = self.has_bias[slot] or self.has_words[slot] or self.has_allowed[slot]
         self.has_edits[slot] = has_list or params.dry_multiplier > 0 or self.has_penalty(np.asarray([slot]))[0]
         is_watched = params.num_logprobs is not None or params.typical_p < 1 or params.min_tokens > 0

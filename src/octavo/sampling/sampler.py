@@ -21,6 +21,7 @@ from octavo.sampling.draws import uniforms
 from octavo.sampling.logprobs import LogprobColumns, RawDistribution
 from octavo.sampling.processors import LogitsProcessors
 from octavo.sampling.selection import Cuts, draw, sorted_candidates
+from octavo.sampling.token_masks import TokenMasks
 from octavo.sampling.upload import upload
 
 _NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
@@ -50,24 +51,30 @@ class Sampler:
             of_slots = columns.inverse_temperature, columns.floor, columns.top_p, columns.top_k
             self._kernel = SampleKernel(SampleColumns(*of_slots, columns.seed, columns.choice))
 
-    def sample(self, logits_RV: Tensor, rows: SamplingRows) -> Sampled:
-        """Sample one id per row. `logits_RV` (float32) is edited in place."""
-        if not self._columns.wants_more[rows.slots].any():
+    def sample(self, logits_RV: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
+        """Sample one id per row. `logits_RV` (float32) is edited in place; log-probabilities are those before."""
+        wants_more = bool(self._columns.wants_more[rows.slots].any())
+        if not wants_more and masks is None:
             ids_R, best_R = self._choose(logits_RV, rows, may_be_typical=False)
             return Sampled(ids_R, best_R, _NO_ROWS, None)
-        wanted = np.flatnonzero(self._columns.logprobs[rows.slots] != NO_LOGPROBS)
+        wanted = np.flatnonzero(self._columns.logprobs[rows.slots] != NO_LOGPROBS) if wants_more else _NO_ROWS
         raw = None
         if len(wanted):
             some_RV = _take(logits_RV, wanted)
             raw = RawDistribution.of(some_RV, self._columns.logprobs[rows.slots[wanted]])
-        if self._processors.needs(rows):
+        has_edits = wants_more and self._processors.needs(rows)
+        if has_edits or masks is not None:
             raw_best_R = logits_RV.amax(dim=1)
-            self._processors.apply(logits_RV, rows)
-            ids_R, best_R = self._choose(logits_RV, rows)
+            if masks is not None:
+                masks.apply(logits_RV)
+            if has_edits:
+                self._processors.apply(logits_RV, rows)
+            ids_R, best_R = self._choose(logits_RV, rows, may_be_typical=wants_more)
             best_R = torch.where(best_R == float("-inf"), best_R, raw_best_R)
         else:
             ids_R, best_R = self._choose(logits_RV, rows)
-        self._processors.record(ids_R, rows)
+        if wants_more:
+            self._processors.record(ids_R, rows)
         if raw is None:
             return Sampled(ids_R, best_R, wanted, None)
         return Sampled(ids_R, best_R, wanted, raw.columns(ids_R[upload(ids_R.device, wanted)[0]]))

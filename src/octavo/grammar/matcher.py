@@ -1,0 +1,100 @@
+"""Where one output stands in its grammar.
+
+Owns: the state, the ids that were committed but not yet followed, and why it can be followed no further.
+Does not: choose ids, or know other outputs.
+Invariants: the state is a function of grammar and ids alone. It is never rolled back: behind a rollback llguidance
+allows more than it did (a text that it forces may then be cut otherwise), so drafts are followed by a fork.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import InvalidRequestError
+from octavo.grammar.limits import parser_limits
+from octavo.grammar.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_REASON_CHARACTERS = 600
+Bits = NDArray[np.int32]
+
+
+class Matcher:
+    """One output on its way through a grammar. `pending` ids are followed with the next mask, off the step loop."""
+
+    __slots__ = ("_inner", "failure", "num_taken", "pending")
+
+    def __init__(self, inner: LLMatcher, num_taken: int = 0) -> None:
+        self._inner = inner
+        self.num_taken = num_taken  # pending ones included
+        self.pending: array[int] = array("i")
+        self.failure: str | None = None
+
+    @classmethod
+    def of(cls, grammar: str, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...]) -> Matcher:
+        """Build one that has seen nothing. Raises InvalidRequestError with what llguidance says."""
+        from llguidance import LLMatcher
+
+        inner = LLMatcher(vocabulary.reader(eos_token_ids), grammar, log_level=0, limits=parser_limits())
+        if inner.is_error():
+            raise InvalidRequestError(f"the grammar cannot be followed: {_reason(inner)}", "grammar")
+        return cls(inner)
+
+    def fork(self) -> Matcher:
+        """Give another one at the same place; they share nothing."""
+        self._follow()
+        child = Matcher(self._inner.deep_copy(), self.num_taken)
+        child.failure = self.failure
+        return child
+
+    def commit(self, position: int, token: int) -> None:
+        """Take note of the output id at a position; one that was noted before changes nothing."""
+        if position == self.num_taken:
+            self.pending.append(token)
+            self.num_taken += 1
+
+    def replay(self, ids: Sequence[int]) -> None:
+        """Follow the ids of an output from its beginning, but for those that it has seen."""
+        for position in range(self.num_taken, len(ids)):
+            self.commit(position, ids[position])
+        self._follow()
+
+    def fill(self, lines: Bits, drafts: Sequence[int] = ()) -> None:
+        """Write which ids may come next into the first line, and behind each draft into the line after.
+
+        A line has a bit per id. Lines behind a draft that may not come stay as they are, and so do all once
+        `failure` is set.
+        """
+        self._follow()
+        if self.failure is not None or not self._fill_line(lines[0]) or not len(drafts):
+            return
+        ahead = Matcher(self._inner.deep_copy())
+        for line, draft in zip(lines[1:], drafts, strict=True):
+            if not (ahead._inner.consume_token(draft) and ahead._fill_line(line)):
+                return
+
+    def _fill_line(self, line: Bits) -> bool:
+        kept = line.copy()
+        self._inner.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+        if self._inner.is_error():
+            line[:] = kept
+            self.failure = f"the grammar cannot be followed any further: {_reason(self._inner)}"
+        return self.failure is None
+
+    def _follow(self) -> None:
+        """Go on by what is pending."""
+        ids, self.pending = self.pending, array("i")
+        if ids and self.failure is None and not self._inner.consume_tokens(ids.tolist()):
+            self.failure = f"the output has left its grammar: {_reason(self._inner)}"
+
+
+def _reason(inner: LLMatcher) -> str:
+    reason = inner.get_error().strip()
+    return reason if len(reason) <= MAX_REASON_CHARACTERS else reason[:MAX_REASON_CHARACTERS] + "..."
