@@ -27,7 +27,7 @@ _REPOSITORY = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<file>[\w./-]+\.gguf))?
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where a model's files are. `name` is what clients call it; `weights` are .gguf or .safetensors files or a script."""
+    """Where a model's files are. `name` is what clients call it, weights are .gguf or .safetensors files or a script."""
 
     name: str
     kind: Literal["gguf", "hf", "scripted"]

@@ -20,6 +20,7 @@ from octavo.errors import InvariantError, OctavoError
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("octavo.cli.serve", "serve a model over HTTP, with OpenAI's interface"),
     "run": ("octavo.cli.run", "answer one prompt in the terminal"),
+    "batch": ("octavo.cli.batch", "answer a file of requests in OpenAI's batch format"),
     "bench offline": ("octavo.cli.bench_offline", "measure this engine on a workload, beside the memory floor"),
     "bench online": ("octavo.cli.bench_online", "measure a server under requests that arrive when they do"),
     "bench latency": ("octavo.cli.bench_latency", "measure first token and time per token at several batch sizes"),

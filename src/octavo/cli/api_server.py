@@ -74,6 +74,7 @@ async def serve(task: ApiTask, place: Place, kept: tuple[Engine, Journal | None]
         _answering(AdminServer(Path(task.admin), verbs)),
         _meanwhile(None if task.is_quiet else _beat(engine.client)),
         _meanwhile(_tell_alive(place)),
+        _meanwhile(context.batches.run()),
         _reloading(context.keys, config.serving.api_key_file),
     ):
         if not task.is_quiet:
@@ -84,7 +85,10 @@ async def serve(task: ApiTask, place: Place, kept: tuple[Engine, Journal | None]
                 say(*call_report(config, context.model, url_of(place.listener)))
         gc.freeze()  # what exists now stays: a large body's collections need not walk it, which takes 0.1 s
         place.tell(READY)
-        return await _run_until_failed(server, engine, lifecycle)
+        try:
+            return await _run_until_failed(server, engine, lifecycle)
+        finally:
+            await asyncio.to_thread(context.tracer.close)
 
 
 async def _run_until_failed(server: HttpServer, engine: Engine, lifecycle: Lifecycle) -> int:

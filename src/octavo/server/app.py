@@ -21,14 +21,17 @@ from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
 from octavo.server.routes import (
     anthropic,
+    batches,
     chat,
     completions,
     docs,
     embeddings,
+    files,
     health,
     metrics,
     models,
     ollama,
+    ollama_embed,
     ollama_models,
     requests,
     responses,
@@ -57,7 +60,7 @@ def create_app(
         text,
         config,
         engine_statistics,
-        limits=limits or HttpLimits(),
+        limits=limits or HttpLimits(max_upload_bytes=config.batch.max_upload_bytes if config.batch.batch_dir else 0),
         lifecycle=lifecycle or Lifecycle(),
     )
     app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -67,8 +70,11 @@ def create_app(
         completions,
         embeddings,
         tokenize,
+        files,
+        batches,
         anthropic,
         ollama,
+        ollama_embed,
         ollama_models,
         responses,
         requests,
@@ -78,6 +84,7 @@ def create_app(
         docs,
     ):
         module.add_routes(app)
+    context.batches.connect(app)
     check_policies(getattr(route, "path", repr(route)) for route in app.routes)
     for kind in (ApiError, RequestError, EngineError):
         app.add_exception_handler(kind, _on_error)

@@ -19,7 +19,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.server.faults import RETRY_ENGINE_S, ApiError
-from octavo.server.limits import HttpLimits
+from octavo.server.limits import UPLOADS, HttpLimits
 
 CUT = "octavo.cut"  # in a request's scope: ends an answer that its client does not read
 LINGER_S = 5.0  # that a closed connection's client gets to read what is left
@@ -120,8 +120,13 @@ class BoundedConnection(HttpToolsProtocol):
         self._other_bytes += len(data) - self._fed_bytes
         if self._other_bytes > self.limits.max_head_bytes + _OVERHEAD * self._body_bytes:
             self._cut("head_too_large")
-        elif self._body_bytes > self.limits.max_body_bytes + _UNREAD_BYTES:
+        elif self._body_bytes > max(self.limits.max_body_bytes, self._max_upload) + _UNREAD_BYTES:
             self._cut("body_too_large")
+
+    @property
+    def _max_upload(self) -> int:
+        """Bytes of a file that may be sent here; its route reads it in pieces, and bounds it."""
+        return self.limits.max_upload_bytes if self.scope.get("path") == UPLOADS else 0
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""

@@ -18,6 +18,7 @@ from octavo.server.json_reader import JsonLimits, parse_object
 from octavo.server.offload import parse_off_loop
 
 T = TypeVar("T")
+UPLOADS = "/v1/files"
 OFF_LOOP_BYTES = 32 * 1024  # beyond this, parsing a body leaves the event loop
 
 
@@ -27,10 +28,12 @@ class HttpLimits:
 
     `max_header_bytes` get an answer (431); a head of more than `max_head_bytes` is cut. The application answers a slow
     body after `body_timeout_s`; a connection whose body nobody reads is cut `body_grace_s` later.
+    `max_upload_bytes` are of a file (--max-upload-bytes, where there is a --batch-dir).
     A client that does not read its stream is cut after `stall_timeout_s`, or once `max_unread_bytes` wait for it.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
+    max_upload_bytes: int = 0
     max_header_bytes: int = 16 * 1024
     max_headers: int = 100
     json: JsonLimits = field(default_factory=JsonLimits)

@@ -1,0 +1,1 @@
+"""Batches: files of requests in OpenAI's format, run through the application itself."""

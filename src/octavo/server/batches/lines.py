@@ -1,0 +1,183 @@
+"""The lines of batch files: reading requests, writing answers, and what was answered before.
+
+Owns: OpenAI's formats, the bounds of a line, the repair of an output that a crash cut.
+Does not: run anything.
+Format: https://platform.openai.com/docs/api-reference/batch (request input and output objects).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+MAX_LINE_BYTES = 8 << 20  # a body's own bound
+MAX_ID_CHARACTERS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: its line (from 1), what its client calls it, and what it asks."""
+
+    line: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that is no request, and why."""
+
+    line: int
+    custom_id: str | None
+    code: str
+    message: str
+    param: str | None = None
+
+
+def read_asks(path: Path, endpoint: str | None = None) -> Generator[Ask | BadLine, None, None]:
+    """The requests of a file, in order; blank lines are skipped. `endpoint`: the only url that is allowed."""
+    seen: set[str] = set()
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE_BYTES)
+                yield BadLine(number, None, "line_too_large", f"line {number} has more than {MAX_LINE_BYTES} bytes")
+            elif line.strip():
+                ask = _read(number, line, endpoint)
+                if isinstance(ask, Ask):
+                    if ask.custom_id in seen:
+                        message = f"line {number}: the custom_id {ask.custom_id[:64]!r} was given before"
+                        ask = BadLine(number, None, "duplicate_custom_id", message, "custom_id")
+                    else:
+                        seen.add(ask.custom_id)
+                yield ask
+
+
+def _read(number: int, line: bytes, endpoint: str | None) -> Ask | BadLine:
+    try:
+        value = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return BadLine(number, None, "invalid_json_line", f"line {number} is not JSON: {error}")
+    if not isinstance(value, dict):
+        return BadLine(number, None, "invalid_json_line", f"line {number} is no JSON object")
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARACTERS:
+        message = f"line {number}: custom_id must be a text of 1 to {MAX_ID_CHARACTERS} characters"
+        return BadLine(number, None, "invalid_custom_id", message, "custom_id")
+
+    def bad(param: str, message: str) -> BadLine:
+        return BadLine(number, custom_id, "invalid_request", f"line {number}: {message}", param)
+
+    if value.get("method", "POST") != "POST":
+        return bad("method", "method must be POST")
+    url, body = value.get("url"), value.get("body")
+    allowed = ENDPOINTS if endpoint is None else (endpoint,)
+    if not isinstance(url, str) or url not in allowed:
+        return bad("url", f"url is {str(url)[:64]!r}; give {' or '.join(allowed)}")
+    if not isinstance(body, dict):
+        return bad("body", "body must be an object")
+    if body.get("stream"):
+        return bad("body.stream", "an answer in a batch cannot be streamed; leave stream out")
+    unknown = sorted(value.keys() - {"custom_id", "method", "url", "body"})
+    if unknown:
+        return bad(unknown[0][:64], f"{unknown[0][:64]} is no field of a request; give custom_id, method, url and body")
+    return Ask(number, custom_id, url, body)
+
+
+def answered(ask: Ask, status: int, request_id: str, body: bytes) -> bytes:
+    """The output line of an answer, whatever its status."""
+    made = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body or b"null")}
+    return _line(ask.line, ask.custom_id, made, None)
+
+
+def not_answered(line: int, custom_id: str | None, code: str, message: str) -> bytes:
+    """The output line of a request that was not made."""
+    return _line(line, custom_id, None, {"code": code, "message": message})
+
+
+def _line(line: int, custom_id: str | None, response: object, error: object) -> bytes:
+    made = {"id": f"batch_req_{line}", "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(made) + b"\n"
+
+
+class _Done(msgspec.Struct):
+    """What an output line says of who was answered."""
+
+    id: str
+    custom_id: str | None = None
+
+
+def repair(path: Path) -> int:
+    """Cut off a last line that was not written whole; the number of bytes cut."""
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        at = end
+        while at:
+            begin = max(0, at - 65_536)
+            file.seek(begin)
+            found = file.read(at - begin).rfind(b"\n")
+            if found >= 0:
+                at = begin + found + 1
+                break
+            at = begin
+        if at < end:
+            file.truncate(at)
+            file.flush()
+            os.fsync(file.fileno())
+        return end - at
+
+
+@dataclass(slots=True)
+class Finished:
+    """Which requests of a file were answered before, and how many of them failed."""
+
+    custom_ids: set[str]
+    lines: set[str]  # ids of those without a custom_id
+    num_completed: int = 0
+    num_failed: int = 0
+
+    def has(self, ask: Ask | BadLine) -> bool:
+        """Whether it was answered."""
+        if isinstance(ask, Ask) or ask.custom_id is not None:
+            return ask.custom_id in self.custom_ids
+        return f"batch_req_{ask.line}" in self.lines
+
+
+def read_finished(output: Path, errors: Path) -> Finished:
+    """What stands in the outputs of an earlier run. Lines that are none are ignored."""
+    found = Finished(set(), set())
+    for path in (output, errors):
+        for done in _done(path):
+            if done.custom_id is None:
+                found.lines.add(done.id)
+            else:
+                found.custom_ids.add(done.custom_id)
+            if path == output:
+                found.num_completed += 1
+            else:
+                found.num_failed += 1
+    return found
+
+
+def _done(path: Path) -> Iterable[_Done]:
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(_Done)
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                continue

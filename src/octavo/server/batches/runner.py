@@ -1,0 +1,206 @@
+"""Running the requests of a file: a bounded number at once, each answer on the disk before it counts.
+
+Owns: the order (as they come), retries of what is refused for now, appending, counts.
+Does not: know where files lie, who asks, or what an answer holds.
+Invariant: a run that is cut anywhere goes on where it was: answers are appended whole, and a request with an answer in
+either file is not asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from octavo.server.batches.inner_call import Answer, InnerCall
+from octavo.server.batches.lines import (
+    Ask,
+    BadLine,
+    Finished,
+    answered,
+    not_answered,
+    read_asks,
+    read_finished,
+    repair,
+)
+
+_RETRIED = (408, 429, 503)  # 408: it waited too long in the queue
+_MAX_WAIT_S = 60.0
+_QUEUED = 256  # lines on their way to the disk
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPaths:
+    """The files of a run: requests, answers, and what failed."""
+
+    requests: Path
+    output: Path
+    errors: Path
+
+
+@dataclass(slots=True)
+class Counts:
+    """How far a run is. `num_failed` are part of neither the completed nor the open ones."""
+
+    num_completed: int = 0
+    num_failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def num_done(self) -> int:
+        """Requests with an answer, of either kind."""
+        return self.num_completed + self.num_failed
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a run goes: requests open at once, tries of one that is refused for now (0 = no bound), the only url."""
+
+    num_open: int = 8
+    max_tries: int = 0
+    endpoint: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Answered(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+@dataclass(slots=True)
+class BatchRun:
+    """One run over a file. `told` is called whenever answers have reached the disk."""
+
+    call: InnerCall
+    paths: BatchPaths
+    options: RunOptions = RunOptions()
+    told: Callable[[Counts], object] = lambda counts: None
+    counts: Counts = field(default_factory=Counts)
+
+    async def run(self) -> Counts:
+        """Ask for all that has no answer yet. Cancelled, it leaves what can be gone on with."""
+        finished = await asyncio.to_thread(self._take_up)
+        asks = read_asks(self.paths.requests, self.options.endpoint)
+        written: asyncio.Queue[tuple[bool, bytes] | None] = asyncio.Queue(_QUEUED)
+        reading = asyncio.Lock()
+        writer = asyncio.create_task(self._write(written))
+        workers = [
+            asyncio.create_task(self._work(asks, reading, finished, written)) for _ in range(self.options.num_open)
+        ]
+        try:
+            await _all(workers, writer)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            if not writer.done():
+                await written.put(None)
+            await asyncio.shield(writer)
+            with suppress(ValueError):  # a thread may still be in it
+                asks.close()
+        return self.counts
+
+    def _take_up(self) -> Finished:
+        for path in (self.paths.output, self.paths.errors):
+            repair(path)
+        finished = read_finished(self.paths.output, self.paths.errors)
+        self.counts.num_completed, self.counts.num_failed = finished.num_completed, finished.num_failed
+        return finished
+
+    async def _work(
+        self,
+        asks: Generator[Ask | BadLine, None, None],
+        reading: asyncio.Lock,
+        finished: Finished,
+        written: asyncio.Queue[tuple[bool, bytes] | None],
+    ) -> None:
+        def take() -> Ask | BadLine | None:
+            return next((ask for ask in asks if not finished.has(ask)), None)
+
+        while True:
+            async with reading:
+                ask = await asyncio.to_thread(take)
+            if ask is None:
+                return
+            if isinstance(ask, BadLine):
+                await written.put((False, not_answered(ask.line, ask.custom_id, ask.code, ask.message)))
+                continue
+            answer = await self._answer(ask)
+            is_fine = answer.status == 200
+            if is_fine:
+                self._count_tokens(answer)
+            request_id = answer.headers.get("x-request-id", "")
+            await written.put((is_fine, answered(ask, answer.status, request_id, answer.body)))
+
+    async def _answer(self, ask: Ask) -> Answer:
+        """Ask until it is not refused for now."""
+        body = msgspec.json.encode(ask.body)
+        tries = 0
+        while True:
+            answer = await self.call(ask.url, body)
+            tries += 1
+            is_final = answer.status not in _RETRIED or answer.headers.get("x-should-retry") == "false"
+            if is_final or tries == self.options.max_tries:
+                return answer
+            await asyncio.sleep(_wait_s(answer))
+
+    def _count_tokens(self, answer: Answer) -> None:
+        with suppress(msgspec.MsgspecError):
+            usage = msgspec.json.decode(answer.body, type=_Answered).usage
+            if usage is not None:
+                self.counts.prompt_tokens += usage.prompt_tokens + usage.input_tokens
+                self.counts.completion_tokens += usage.completion_tokens + usage.output_tokens
+
+    async def _write(self, written: asyncio.Queue[tuple[bool, bytes] | None]) -> None:
+        """Append what is answered, all that waits with one sync, until told that nothing more comes."""
+        is_open = True
+        while is_open:
+            taken = [await written.get()]
+            while not written.empty():
+                taken.append(written.get_nowait())
+            is_open = None not in taken
+            lines = [line for line in taken if line is not None]
+            for path, is_fine in ((self.paths.output, True), (self.paths.errors, False)):
+                data = b"".join(line for fine, line in lines if fine is is_fine)
+                if data:
+                    await asyncio.to_thread(append, path, data)
+            num_fine = sum(fine for fine, _ in lines)
+            self.counts.num_completed += num_fine
+            self.counts.num_failed += len(lines) - num_fine
+            if lines:
+                self.told(self.counts)
+
+
+async def _all(workers: list[asyncio.Task[None]], writer: asyncio.Task[None]) -> None:
+    """Wait for the workers; a writer that ends before them failed."""
+    pending = {*workers, writer}
+    while not pending <= {writer}:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add whole lines, and wait for the disk."""
+    with path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _wait_s(answer: Answer) -> float:
+    try:
+        return min(_MAX_WAIT_S, max(0.05, float(answer.headers.get("retry-after", "1"))))
+    except ValueError:
+        return 1.0

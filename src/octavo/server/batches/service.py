@@ -1,0 +1,231 @@
+"""Batches of a server: taking them, running them beside interactive requests, ending them.
+
+Owns: which batch runs (one of each tenant, oldest first), its states, its end by cancellation, by time or by a restart.
+Does not: keep anything on disk itself (store does) or know how a run goes (runner does).
+Invariant: a batch that is not over when the server ends goes on when it starts again, with what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from starlette.types import ASGIApp
+
+from octavo.config import BatchConfig
+from octavo.server.batches.inner_call import Answer, InnerCall, inner_call
+from octavo.server.batches.lines import Ask, not_answered, read_asks, read_finished
+from octavo.server.batches.records import BatchRecord, LineError
+from octavo.server.batches.runner import BatchRun, Counts, RunOptions, append
+from octavo.server.batches.store import BatchStore
+from octavo.server.faults import ApiError
+from octavo.server.keys import NOBODY, KeyInfo, KeyRing
+
+BATCH_PRIORITY = 10  # behind interactive requests: low at a busy queue, later under --policy priority
+MAX_LINE_ERRORS = 100
+_MAX_OPEN = 128  # where nobody says otherwise
+_MAX_UPLOADS = 4  # at once: what they bring lies in temporary files
+_TIDY_S = 600.0
+_log = logging.getLogger(__name__)
+
+
+class _KeyGoneError(Exception):
+    """Nobody may ask in this batch's name any more."""
+
+
+class BatchService:
+    """Files and batches; without --batch-dir, the refusal of both."""
+
+    def __init__(self, config: BatchConfig, keys: KeyRing, num_slots: int) -> None:
+        """Open the folder. Raises ConfigError."""
+        self.config = config
+        self._keys = keys
+        self._store = None if config.batch_dir is None else BatchStore(config, Path(config.batch_dir).expanduser())
+        self._num_open = config.batch_concurrency or min(_MAX_OPEN, max(1, num_slots // 2))
+        self._room = asyncio.Semaphore(self._num_open)
+        self.uploads = asyncio.Semaphore(_MAX_UPLOADS)
+        self._app: ASGIApp | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+
+    @property
+    def store(self) -> BatchStore:
+        """The folder. Raises ApiError where there is none."""
+        if self._store is None:
+            message = "files and batches are off here; start the server with --batch-dir FOLDER"
+            raise ApiError(400, message, code="batches_off")
+        return self._store
+
+    def connect(self, app: ASGIApp) -> None:
+        """Say what answers the requests of batches."""
+        self._app = app
+
+    async def add(self, batch: BatchRecord) -> None:
+        """Take a batch. Raises ApiError."""
+        await asyncio.to_thread(self.store.add_batch, batch)
+        self._wake.set()
+
+    async def cancel(self, batch: BatchRecord) -> None:
+        """End a batch with what it has. Raises ApiError when it is over."""
+        if not batch.is_pending:
+            message = f"batch {batch.id} is {batch.status}; only one that is not over can be cancelled"
+            raise ApiError(409, message, code="batch_is_over")
+        if batch.status != "cancelling":
+            await self._move(batch, "cancelling")
+            task = self._tasks.get(batch.id)
+            if task is not None:
+                task.cancel()
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Run what is to be run, until cancelled."""
+        if self._store is None:
+            return
+        try:
+            while True:
+                await asyncio.to_thread(self._store.expire, time.time())
+                self._begin_tasks(self._store)
+                self._wake.clear()
+                try:
+                    async with asyncio.timeout(_TIDY_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            self._store.close()
+
+    def _begin_tasks(self, store: BatchStore) -> None:
+        busy = {store.batches[name].tenant for name in self._tasks}
+        for batch in store.batches.values():
+            if batch.is_pending and batch.tenant not in busy and batch.id not in self._tasks:
+                busy.add(batch.tenant)
+                task = asyncio.create_task(self._go(store, batch), name=f"octavo-{batch.id}")
+                self._tasks[batch.id] = task
+                task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks = {name: other for name, other in self._tasks.items() if other is not task}
+        self._wake.set()
+
+    async def _go(self, store: BatchStore, batch: BatchRecord) -> None:
+        """One batch to its end."""
+        try:
+            if batch.status == "cancelling":
+                await self._finish(store, batch, "cancelled")
+                return
+            async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
+                if batch.status == "validating" and not await self._validate(store, batch):
+                    return
+                await self._run(store, batch)
+            await self._finish(store, batch, "completed")
+        except TimeoutError:
+            await asyncio.to_thread(_write_expired, store, batch)
+            await self._finish(store, batch, "expired")
+        except asyncio.CancelledError:
+            if batch.status == "cancelling":  # else the server ends, and goes on with it later
+                await self._finish(store, batch, "cancelled")
+            else:
+                raise
+        except _KeyGoneError:
+            batch.errors = [LineError("invalid_api_key", "the key of this batch is no longer known")]
+            await self._finish(store, batch, "failed")
+        except Exception:  # the shell of every batch: the next one must run
+            _log.exception("batch %s failed", batch.id)
+            batch.errors = [LineError("internal_error", "the server met an internal error in this batch")]
+            await self._finish(store, batch, "failed")
+
+    async def _validate(self, store: BatchStore, batch: BatchRecord) -> bool:
+        batch.total, batch.errors = await asyncio.to_thread(self._look, store, batch)
+        if batch.errors:
+            await self._move(batch, "failed")
+            return False
+        batch.times.setdefault("in_progress", int(time.time()))
+        await self._move(batch, "in_progress")
+        return True
+
+    def _look(self, store: BatchStore, batch: BatchRecord) -> tuple[int, list[LineError]]:
+        """The number of requests, and what keeps the file from being a batch."""
+        errors: list[LineError] = []
+        total = 0
+        for ask in read_asks(store.path(batch.input_id), batch.endpoint):
+            total += 1
+            if total > self.config.max_batch_requests:
+                message = f"the file has more than {self.config.max_batch_requests} requests"
+                return total, [LineError("too_many_requests", message)]
+            if not isinstance(ask, Ask):
+                errors.append(LineError(ask.code, ask.message, ask.line, ask.param))
+                if len(errors) == MAX_LINE_ERRORS:
+                    break
+        return total, errors or ([] if total else [LineError("empty_file", "the file has no requests")])
+
+    async def _run(self, store: BatchStore, batch: BatchRecord) -> None:
+        options = RunOptions(self._num_open, 0, batch.endpoint)
+
+        def told(counts: Counts) -> None:
+            batch.count(counts)
+
+        holder = self._holder(batch)
+        if holder is None:
+            raise _KeyGoneError
+        run = BatchRun(self._bounded(holder), store.paths(batch), options, told)
+        begun = (batch.input_tokens, batch.output_tokens)
+        try:
+            await run.run()
+        finally:
+            batch.count(run.counts)
+            batch.input_tokens = begun[0] + run.counts.prompt_tokens
+            batch.output_tokens = begun[1] + run.counts.completion_tokens
+            await asyncio.shield(asyncio.to_thread(store.save, batch))
+
+    def _bounded(self, holder: KeyInfo) -> InnerCall:
+        """Calls of all batches together keep to the bound."""
+        assert self._app is not None, "connect() comes first"
+        call = inner_call(self._app, holder)
+
+        async def bounded(path: str, body: bytes) -> Answer:
+            async with self._room:
+                return await call(path, body)
+
+        return bounded
+
+    def _holder(self, batch: BatchRecord) -> KeyInfo | None:
+        """The key as it is now, behind interactive requests; None when its tenant has no key any more."""
+        known = {info.name: info for info in self._keys.keys if info.tenant == batch.tenant}
+        info = known.get(batch.holder) or next(iter(known.values()), None)
+        if info is None and self._keys.is_empty:
+            info = replace(NOBODY, tenant=batch.tenant)
+        return None if info is None else replace(info, priority=max(info.priority, BATCH_PRIORITY))
+
+    async def _finish(self, store: BatchStore, batch: BatchRecord, status: str) -> None:
+        """Make its outputs files, and say how it ended."""
+        if status == "completed":
+            await self._move(batch, "finalizing")
+
+        def adopt() -> None:
+            finished = read_finished(store.path(batch.output_id), store.path(batch.error_id))
+            batch.num_completed, batch.num_failed = finished.num_completed, finished.num_failed
+            batch.has_output = store.adopt(batch.output_id, batch, f"{batch.id}_output.jsonl")
+            batch.has_errors = store.adopt(batch.error_id, batch, f"{batch.id}_error.jsonl")
+
+        await asyncio.to_thread(adopt)
+        await self._move(batch, status)
+
+    async def _move(self, batch: BatchRecord, status: str) -> None:
+        batch.status = status
+        batch.times[status] = int(time.time())
+        await asyncio.to_thread(self.store.save, batch)
+
+
+def _write_expired(store: BatchStore, batch: BatchRecord) -> None:
+    """Say of each request that has no answer that its time was over."""
+    paths = store.paths(batch)
+    finished = read_finished(paths.output, paths.errors)
+    message = "this request could not be made before the completion window expired"
+    left = (ask for ask in read_asks(paths.requests, batch.endpoint) if not finished.has(ask))
+    append(paths.errors, b"".join(not_answered(ask.line, ask.custom_id, "batch_expired", message) for ask in left))

@@ -1,0 +1,188 @@
+"""Files and batches on disk: a folder with a small record beside each file's bytes.
+
+Owns: names, bounds (files, bytes, age), whose is whose, the lock that keeps a second server out.
+Does not: run batches. All methods but reads of what is in memory wait for the disk: call them off the event loop.
+Invariant: a record is written beside its place and renamed, so it is whole or not there; a file without a record is
+nobody's, and is removed when the folder is opened, but for outputs of batches that are not over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import msgspec
+
+from octavo.config import BatchConfig
+from octavo.errors import ConfigError
+from octavo.server.batches.records import BatchRecord, FileRecord
+from octavo.server.batches.runner import BatchPaths
+from octavo.server.faults import ApiError, bad_field
+
+R = TypeVar("R", FileRecord, BatchRecord)
+
+
+class BatchStore:
+    """The folder. Ids are drawn here, so no name of a client's ever becomes a path."""
+
+    def __init__(self, config: BatchConfig, folder: Path) -> None:
+        """Open the folder, take its lock, and read its records. Raises ConfigError."""
+        self._config = config
+        self._folder = folder
+        self._lock_fd = _lock(folder)
+        self._changes = threading.Lock()
+        self.files: dict[str, FileRecord] = {}
+        self.batches: dict[str, BatchRecord] = {}
+        for kind in ("files", "batches"):
+            (folder / kind).mkdir(mode=0o700, exist_ok=True)
+        self.files.update(_read_all(folder / "files", FileRecord))
+        self.batches.update(_read_all(folder / "batches", BatchRecord))
+        self._clear()
+
+    def close(self) -> None:
+        """Let another server have the folder."""
+        os.close(self._lock_fd)
+
+    def path(self, file_id: str) -> Path:
+        """Where the bytes of a file are, or will be."""
+        return self._folder / "files" / f"{file_id}.data"
+
+    def paths(self, batch: BatchRecord) -> BatchPaths:
+        """The files of a batch."""
+        return BatchPaths(self.path(batch.input_id), self.path(batch.output_id), self.path(batch.error_id))
+
+    def add_file(self, source: IO[bytes], record: FileRecord) -> None:
+        """Keep a file. Raises ApiError when there is no room."""
+        with self._changes:
+            self._check_room(record)
+            self.files[record.id] = record
+        try:
+            with self.path(record.id).open("xb") as file:
+                shutil.copyfileobj(source, file, 1 << 20)
+                file.flush()
+                os.fsync(file.fileno())
+            self._write("files", record)
+        except BaseException:
+            self.files.pop(record.id, None)
+            self.path(record.id).unlink(missing_ok=True)
+            raise
+
+    def adopt(self, file_id: str, batch: BatchRecord, name: str) -> bool:
+        """Make an output of a batch its tenant's file; whether there is one."""
+        path = self.path(file_id)
+        if not path.exists() or not path.stat().st_size:
+            return False
+        now = int(time.time())
+        expires = None if batch.output_keep_s is None else now + batch.output_keep_s
+        record = FileRecord(file_id, batch.tenant, name, "batch_output", path.stat().st_size, now, expires)
+        self.files[file_id] = record
+        self._write("files", record)
+        return True
+
+    def delete_file(self, record: FileRecord) -> None:
+        """Remove a file. Raises ApiError while a batch needs it."""
+        for batch in self.batches.values():
+            if batch.is_pending and record.id == batch.input_id:
+                message = f"file {record.id} is the input of {batch.id}, which is {batch.status}; cancel that first"
+                raise ApiError(409, message, code="file_in_use")
+        self._drop_file(record)
+
+    def save(self, batch: BatchRecord) -> None:
+        """Keep what a batch is now."""
+        self._write("batches", batch)
+
+    def add_batch(self, batch: BatchRecord) -> None:
+        """Keep a new batch. Raises ApiError when there are too many."""
+        pending = sum(other.is_pending for other in self.batches.values() if other.tenant == batch.tenant)
+        if pending >= self._config.max_pending_batches:
+            message = f"{pending} of your batches are not over, {self._config.max_pending_batches} may be; wait for one"
+            raise ApiError(429, message, code="too_many_batches", retry_after_s=60)
+        self.batches[batch.id] = batch
+        self.save(batch)
+
+    def expire(self, now: float) -> None:
+        """Remove what is too old."""
+        for file in list(self.files.values()):
+            is_old = now >= (file.expires_at or file.created_at + self._config.batch_keep_s)
+            if is_old and not any(b.is_pending and file.id == b.input_id for b in self.batches.values()):
+                self._drop_file(file)
+        for batch in list(self.batches.values()):
+            if not batch.is_pending and now >= batch.created_at + self._config.batch_keep_s:
+                self.batches.pop(batch.id, None)
+                (self._folder / "batches" / f"{batch.id}.json").unlink(missing_ok=True)
+
+    def _check_room(self, record: FileRecord) -> None:
+        most, room = self._config.max_files, self._config.max_batch_bytes
+        if len(self.files) >= most:
+            message = f"{len(self.files)} files are kept here, the most there may be; delete some"
+            raise bad_field("file", message, "storage_full")
+        used = sum(file.bytes for file in self.files.values())
+        if used + record.bytes > room:
+            message = f"the file has {record.bytes} bytes, {max(0, room - used)} of {room} are free; delete others"
+            raise bad_field("file", message, "storage_full")
+
+    def _drop_file(self, record: FileRecord) -> None:
+        self.files.pop(record.id, None)
+        (self._folder / "files" / f"{record.id}.json").unlink(missing_ok=True)
+        self.path(record.id).unlink(missing_ok=True)
+
+    def _write(self, kind: str, record: FileRecord | BatchRecord) -> None:
+        path = self._folder / kind / f"{record.id}.json"
+        fresh = path.with_suffix(".new")
+        with self._changes, fresh.open("wb") as file:
+            file.write(msgspec.json.encode(record))
+            file.flush()
+            os.fsync(file.fileno())
+            fresh.replace(path)
+
+    def _clear(self) -> None:
+        """Remove what a crash left."""
+        kept = {*self.files}
+        for batch in self.batches.values():
+            if batch.is_pending:
+                kept |= {batch.output_id, batch.error_id}
+        for path in (self._folder / "files").iterdir():
+            if path.suffix == ".new" or (path.suffix == ".data" and path.stem not in kept):
+                path.unlink(missing_ok=True)
+        for record in [record for record in self.files.values() if not self.path(record.id).exists()]:
+            self._drop_file(record)
+
+
+def new_id(kind: str) -> str:
+    """An id that nobody can guess."""
+    return kind + secrets.token_hex(16)
+
+
+def _lock(folder: Path) -> int:
+    """Make the folder and take its lock; the descriptor that holds it. Raises ConfigError."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"--batch-dir is {str(folder)!r} ({reason}); give a folder of this user") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise ConfigError(f"--batch-dir {str(folder)!r} is in use by another server; give each one its own") from None
+    return fd
+
+
+def _read_all(folder: Path, record_type: type[R]) -> Iterable[tuple[str, R]]:
+    """The records of a folder, oldest first; what cannot be read is left alone."""
+    decoder: Any = msgspec.json.Decoder(record_type)
+    found: list[R] = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found.append(decoder.decode(path.read_bytes()))
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+    return [(record.id, record) for record in sorted(found, key=lambda record: record.created_at)]

@@ -1,0 +1,199 @@
+"""/v1/files: uploads and outputs of batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, Response
+
+from octavo.server.auth import KEY
+from octavo.server.batches.records import BatchRecord, FileRecord
+from octavo.server.batches.service import BatchService
+from octavo.server.batches.store import new_id
+from octavo.server.context import Context, context_of
+from octavo.server.faults import ApiError, bad_field
+from octavo.server.keys import KeyInfo
+
+R = TypeVar("R", FileRecord, BatchRecord)
+_MAX_FIELDS = 8
+_MAX_FIELD_BYTES = 4096
+_MAX_NAME = 255
+_MAX_LISTED = 10_000  # OpenAI's bound of a page
+_EXPIRY = ("expires_after[anchor]", "expires_after[seconds]")
+
+
+async def create_file(request: Request) -> Response:
+    """Take a file of requests."""
+    context = context_of(request)
+    context.check_admitting()
+    service = context.batches
+    store = service.store
+    async with service.uploads:
+        form = await _read_form(request, context, service)
+        try:
+            file, expires_s = _checked(form)
+            now = int(time.time())
+            record = FileRecord(
+                new_id("file-"),
+                _tenant(request),
+                (file.filename or "file")[:_MAX_NAME],
+                str(form["purpose"]),
+                file.size or 0,
+                now,
+                None if expires_s is None else now + expires_s,
+            )
+            await asyncio.to_thread(store.add_file, file.file, record)
+        finally:
+            await form.close()
+    return _json(record.shown())
+
+
+async def _read_form(request: Request, context: Context, service: BatchService) -> FormData:
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "multipart/form-data":
+        raise bad_field(
+            "file", "send the file as multipart/form-data, with the fields file and purpose", "invalid_form"
+        )
+    most = service.config.max_upload_bytes
+
+    async def stream() -> AsyncGenerator[bytes, None]:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > most + 65_536:  # what is around the file
+                message = f"the upload is larger than {most} bytes, the most this server takes (--max-upload-bytes)"
+                raise ApiError(413, message, code="body_too_large", param="file")
+            yield part
+
+    parser = MultiPartParser(
+        request.headers, stream(), max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES
+    )
+    seconds = context.limits.body_timeout_s
+    try:
+        async with asyncio.timeout(seconds):
+            return await parser.parse()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {seconds:g} s", code="body_timeout") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client left before the body was complete", code="client_disconnected") from None
+    except (MultiPartException, ValueError, LookupError) as error:
+        reason = getattr(error, "message", None) or "it is not well formed"
+        raise bad_field("file", f"the form cannot be read: {reason}", "invalid_form") from None
+
+
+def _checked(form: FormData) -> tuple[UploadFile, int | None]:
+    """The file, and for how many seconds it is kept. Raises ApiError."""
+    for name in form:
+        if name not in ("file", "purpose", *_EXPIRY):
+            raise bad_field(name[:64], f"{name[:64]} is not a field that this endpoint knows", "unknown_field")
+    file, purpose = form.get("file"), form.get("purpose")
+    if not isinstance(file, UploadFile):
+        raise bad_field("file", "file is missing", "missing_field")
+    if purpose is None:
+        raise bad_field("purpose", "purpose is missing", "missing_field")
+    if purpose != "batch":
+        raise bad_field("purpose", f"purpose is {str(purpose)[:64]!r}; only batch is taken here")
+    anchor, seconds = (form.get(name) for name in _EXPIRY)
+    if anchor is None and seconds is None:
+        return file, None
+    if anchor != "created_at":
+        raise bad_field(_EXPIRY[0], f"{_EXPIRY[0]} is {str(anchor)[:64]!r}; give created_at")
+    if not (
+        isinstance(seconds, str) and seconds.isascii() and seconds.isdigit() and 3600 <= int(seconds[:9]) <= 2592000
+    ):
+        raise bad_field(_EXPIRY[1], f"{_EXPIRY[1]} is {str(seconds)[:64]!r}; give seconds from 3600 to 2592000")
+    return file, int(seconds)
+
+
+async def list_files(request: Request) -> Response:
+    """List the caller's files, newest first unless told."""
+    store = context_of(request).batches.store
+    purpose = request.query_params.get("purpose")
+    found = [file for file in store.files.values() if purpose in (None, file.purpose)]
+    return _json(page(request, found, _MAX_LISTED))
+
+
+async def get_file(request: Request) -> Response:
+    """Describe a file."""
+    return _json(_file(request).shown())
+
+
+async def delete_file(request: Request) -> Response:
+    """Remove a file."""
+    record = _file(request)
+    await asyncio.to_thread(context_of(request).batches.store.delete_file, record)
+    return _json({"id": record.id, "object": "file", "deleted": True})
+
+
+async def file_content(request: Request) -> Response:
+    """Give a file's bytes."""
+    record = _file(request)
+    path = context_of(request).batches.store.path(record.id)
+    return FileResponse(path, media_type="application/octet-stream", filename=f"{record.id}.jsonl")
+
+
+def page(request: Request, records: list[R], most: int) -> dict[str, Any]:
+    """A page of the caller's records: limit, after and order from the query. Raises ApiError."""
+    query = request.query_params
+    asked, order, after = query.get("limit"), query.get("order", "desc"), query.get("after")
+    if asked is not None and not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= most):
+        raise bad_field("limit", f"limit is {asked[:64]!r}; give a whole number from 1 to {most}")
+    if order not in ("asc", "desc"):
+        raise bad_field("order", f"order is {order[:64]!r}; give asc or desc")
+    tenant = _tenant(request)
+    mine = [record for record in records if record.tenant == tenant]
+    if order == "desc":
+        mine.reverse()
+    if after is not None:
+        place = next((place for place, record in enumerate(mine) if record.id == after), None)
+        if place is None:
+            raise bad_field("after", f"after is {after[:64]!r}, which is none of these; give an id of the last page")
+        mine = mine[place + 1 :]
+    limit = most if asked is None else int(asked)
+    data = [record.shown() for record in mine[:limit]]
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, **ends, "has_more": len(mine) > limit}
+
+
+def find(request: Request, records: dict[str, R], name: str) -> R:
+    """The caller's record of that id; another tenant's is as unknown as none. Raises ApiError."""
+    record = records.get(name)
+    if record is None or record.tenant != _tenant(request):
+        raise ApiError(404, f"no such thing here as {name[:128]!r}", code="not_found")
+    return record
+
+
+def _file(request: Request) -> FileRecord:
+    return find(request, context_of(request).batches.store.files, request.path_params["file_id"])
+
+
+def _tenant(request: Request) -> str:
+    holder: KeyInfo = request.scope[KEY]
+    return holder.tenant
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add this module's endpoints."""
+    form = {
+        "type": "object",
+        "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
+    }
+    content = {"multipart/form-data": {"schema": {**form, "required": ["file", "purpose"]}}}
+    extra = {"requestBody": {"required": True, "content": content}}
+    app.add_api_route("/v1/files", create_file, methods=["POST"], response_model=None, openapi_extra=extra)
+    app.add_api_route("/v1/files", list_files, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/files/{file_id}", get_file, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/files/{file_id}", delete_file, methods=["DELETE"], response_model=None)
+    app.add_api_route("/v1/files/{file_id}/content", file_content, methods=["GET"], response_model=None)
