@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import importlib
-import logging
 import os
 import signal
 import socket
@@ -30,6 +29,7 @@ from octavo.engine.ledger import LedgerObserver
 from octavo.engine.parent import end_with_parent
 from octavo.errors import OctavoError
 from octavo.server.event_loop import new_event_loop
+from octavo.trace.log_lines import set_up_log, tell
 
 EXIT_ERROR = 2  # as every command's
 EXIT_TOLD = 128 + signal.SIGTERM  # told to end before it served
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = Kep
         os.set_inheritable(fd, False)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     os.set_blocking(args.status, False)  # a supervisor that is stopped must not stop us
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         task = ApiTask.of_line(sys.stdin.buffer.readline())
+        set_up_log(task.config.telemetry.log_format, task.config.telemetry.log_level, "api")
         end_with_parent()
         listener = socket.socket(fileno=args.listener)
         return run(task, Place(listener, lambda word: _tell(args.status, word)), start_engine)
     except OctavoError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
         return EXIT_ERROR
 
 

@@ -12,7 +12,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 
 from octavo.cli.api_task import COMMAND, ApiTask
@@ -24,6 +23,8 @@ from octavo.engine import scratch
 from octavo.engine.restarts import RestartBudget
 from octavo.engine.supervisor import READY, ChildSpec, Supervisor
 from octavo.server.listener import open_socket, url_of
+from octavo.trace.log_lines import set_up_log, tell
+from octavo.trace.otel import check_endpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; 0 after a clean drain (docs/operating.md lists the other statuses)."""
     config = config_from(args, model=args.model)
+    check_endpoint(config.telemetry.otlp_traces_endpoint)
+    set_up_log(config.telemetry.log_format, config.telemetry.log_level, "supervisor")
     with contextlib.closing(open_socket(config.serving)) as listener, own_home() as home:
         admin = str(home.admin_path(config.serving.admin_socket))
         task = ApiTask(config, admin, is_quiet=args.quiet)
@@ -57,10 +60,7 @@ def _supervise(task: ApiTask, listener: socket.socket, home: Home) -> int:
     passed = (signal.SIGHUP,) if has_file else ()
     child = ChildSpec(COMMAND, listener.fileno(), make_line, drain_s, passed)
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    return Supervisor(child, RestartBudget(), say, lambda: notify("READY=1")).run()
+    return Supervisor(child, RestartBudget(), tell, lambda: notify("READY=1")).run()
 
 
 def _run_here(task: ApiTask, listener: socket.socket) -> int:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from octavo.cli.startup import limit_remarks
 from octavo.config import Config
 from octavo.executors.protocol import Capacity
+from octavo.trace.log_lines import tell
 
 
 @contextmanager
@@ -25,9 +26,9 @@ def loading(model: str, is_quiet: bool = False) -> Iterator[None]:
 
 
 def say(*lines: str) -> None:
-    """Print lines to stderr; stdout is for answers."""
+    """Print lines to stderr, as the log is written; stdout is for answers."""
     for line in lines:
-        print(line, file=sys.stderr, flush=True)
+        tell(line)
 
 
 def warn_limits(config: Config, capacity: Capacity) -> None:

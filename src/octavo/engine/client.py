@@ -27,7 +27,8 @@ class TokenOutput:
     `position` is the index of the first new id among the choice's outputs. `finish_reason` is set on the choice's last
     one, together with stop_token_id and, for ERROR, message. `is_final` marks the last output of the whole request;
     it has queue_s (seconds from arrival to its first admission), cached_tokens (of the prompt, found in the cache then;
-    what an engine that resumes it finds does not count) and num_preemptions (by the engine that ended it).
+    what an engine that resumes it finds does not count), num_preemptions and preempted (by the engine that ended it;
+    from and to, in seconds since its arrival).
     `logprobs` is None or aligned.
     `first_at` is when the request's first id came here, on the monotonic clock.
     `prompt_logprobs` arrives once, before or with the first id: (first position, entries). `pooled`, with the last
@@ -49,6 +50,7 @@ class TokenOutput:
     queue_s: float = 0.0
     first_at: float | None = None
     is_final: bool = False
+    preempted: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishReason, Request
 
+MAX_PREEMPTIONS_TOLD = 32  # of one request, with their times; all are counted
 Score = tuple[str, int, tuple[TokenLogprobs, ...]]  # request id, first position, entries
 Pooled = tuple[str, bytes]  # request id, float32
 
@@ -45,7 +46,10 @@ class ChoiceEnd:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of one request, and of its choices that have not ended. `queue_s` is arrival to first admission."""
+    """The end of one request, and of its choices that have not ended. `queue_s` is arrival to first admission.
+
+    `preempted` are the times that it was out of the batch: (from, to) in seconds since its arrival, the first ones.
+    """
 
     request_id: str
     finish_reason: FinishReason
@@ -54,6 +58,7 @@ class End:
     num_preemptions: int = 0
     queue_s: float = 0.0
     message: str | None = None
+    preempted: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -83,14 +88,27 @@ class Delivery:
 
 
 class _Open:
-    """An open request: when it arrived, how long it queued, how often it was preempted."""
+    """An open request: when it arrived, how long it queued, how often and when it was preempted."""
 
-    __slots__ = ("arrival", "num_preemptions", "queue_s")
+    __slots__ = ("arrival", "num_preemptions", "out_since", "preempted", "queue_s")
 
     def __init__(self, arrival: float) -> None:
         self.arrival = arrival
         self.queue_s: float | None = None
         self.num_preemptions = 0
+        self.out_since: float | None = None
+        self.preempted: tuple[tuple[float, float], ...] = ()
+
+    def leave(self, time: float) -> None:
+        """It is out of the batch."""
+        self.num_preemptions += 1
+        self.out_since = time
+
+    def come_back(self, time: float) -> None:
+        """It is in the batch again, or over."""
+        if self.out_since is not None and len(self.preempted) < MAX_PREEMPTIONS_TOLD:
+            self.preempted += ((self.out_since - self.arrival, time - self.arrival),)
+        self.out_since = None
 
 
 class Outbox:
@@ -166,13 +184,16 @@ class Outbox:
                 entry.queue_s = max(0.0, event.time - entry.arrival)
                 self._starts.append(Start(event.request_id, entry.queue_s, event.cached_tokens))
             elif event.kind == EventKind.PREEMPTED:
-                entry.num_preemptions += 1
+                entry.leave(event.time)
+            elif event.kind == EventKind.RESUMED:
+                entry.come_back(event.time)
             elif event.kind == EventKind.CHOICE_FINISHED:
                 choice_ends.append(
                     ChoiceEnd(event.request_id, event.choice, reason, event.stop_token_id, event.message)
                 )
             elif event.kind == EventKind.FINISHED:
                 del self._open[event.request_id]
+                entry.come_back(event.time)
                 ends.append(
                     End(
                         event.request_id,
@@ -182,6 +203,7 @@ class Outbox:
                         entry.num_preemptions,
                         entry.queue_s or 0.0,
                         event.message,
+                        entry.preempted,
                     )
                 )
         return tuple(choice_ends), tuple(ends)

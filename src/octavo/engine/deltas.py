@@ -17,7 +17,10 @@ from octavo.core.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request used: tokens (of all choices that were made), and seconds from its submission."""
+    """What a request used: tokens (of all choices that were made), and seconds from its submission.
+
+    `preempted`: when it was out of the batch, from and to.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -25,6 +28,7 @@ class Usage:
     queue_s: float
     ttft_s: float
     e2e_s: float
+    preempted: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,6 +211,7 @@ class Entry:
                 cached_tokens=min(first.cached_tokens, self.request.num_prompt_tokens),
                 num_preemptions=end.num_preemptions,
                 queue_s=first.queue_s,
+                preempted=end.preempted,
                 pooled=self.pooled,
             )
             self.is_read = True

@@ -24,6 +24,7 @@ from octavo.engine.parent import end_with_parent
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import ConfigError, OctavoError
 from octavo.executors.protocol import Capacity
+from octavo.trace.log_lines import set_up_log
 
 CONNECT_TIMEOUT_S = 30.0
 EXIT_FAILED = 1  # the engine could not be opened; the parent was told why
@@ -40,8 +41,8 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
     args = parser.parse_args(arguments)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
     config = _read_config(sys.stdin.buffer.readline())
+    set_up_log(config.telemetry.log_format, config.telemetry.log_level, "engine")
     end_with_parent()
     server = EngineServer(args.socket, args.epoch)
     try:

@@ -244,6 +244,7 @@ class Session:
             queue_s=output.queue_s,
             ttft_s=(output.first_at if output.first_at is not None else now) - arrival,
             e2e_s=now - arrival,
+            preempted=output.preempted,
         )
 
 

@@ -185,6 +185,7 @@ class WireEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     num_preemptions: int
     queue_s: float
     message: str | None
+    preempted: tuple[tuple[float, float], ...]
 
 
 class WireStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -20,8 +20,10 @@ from octavo.errors import EngineDeadError, EngineError, OctavoError, StepFailedE
 from octavo.metrics.requests import Finished, RequestMetrics
 from octavo.server.admission import Lease
 from octavo.server.faults import RETRY_ENGINE_S, ApiError, from_exception
+from octavo.trace.request_trace import RequestTrace, Timed
 
 if TYPE_CHECKING:
+    from octavo.engine.deltas import Usage
     from octavo.engine.sessions import Session, Sessions, TextDelta
 
 Merged = asyncio.Queue["tuple[int, TextDelta] | asyncio.Task[None]"]
@@ -41,6 +43,7 @@ class Asked:
     params: SamplingParams
     arrival: float
     terms: Terms = field(default_factory=Terms)
+    trace: RequestTrace | None = None
 
     @property
     def session_ids(self) -> list[str]:
@@ -150,13 +153,19 @@ class Generation:
             self._lease.generated(num_tokens, gap_s)
             self._num_tokens[index] += num_tokens
             self._last_at[index] = now
-        reason = delta.finish_reason
-        if reason is None:
-            return
-        usage = delta.usage
+        if delta.finish_reason is not None:
+            self._note_end(session, delta.finish_reason, delta, now)
+
+    def _note_end(self, session: int, reason: FinishReason, delta: TextDelta, now: float) -> None:
+        """Count the end of a choice, and with it that of its prompt. Raises ApiError where it failed."""
+        usage, trace = delta.usage, self.asked.trace
         if usage is not None:
             self._open.discard(session)
+            if trace is not None:
+                trace.timed(_timed(usage, now), REASONS.get(reason, reason.name.lower()))
         if reason not in REASONS:
+            if trace is not None:
+                trace.error = reason.name.lower()
             if usage is not None:
                 self._metrics.ended_early("abort" if reason in GIVEN_UP else "error")
             raise failure_of(delta)
@@ -186,10 +195,25 @@ class Generation:
 
     async def close(self) -> None:
         """Cancel in the engine what has not ended, and give back what was taken. Idempotent."""
+        if self._open and self.asked.trace is not None:
+            self.asked.trace.error = self.asked.trace.error or "cancelled"
         self._closing.close()
         while self._open:
             self._metrics.ended_early("abort")
             await self._sessions[self._open.pop()].cancel()
+
+
+def _timed(usage: Usage, now: float) -> Timed:
+    return Timed(
+        arrival=now - usage.e2e_s,
+        queue_s=usage.queue_s,
+        ttft_s=usage.ttft_s,
+        ended=now,
+        preempted=usage.preempted,
+        input_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
 
 
 def failure_of(delta: TextDelta) -> ApiError:

@@ -39,6 +39,7 @@ from octavo.server.shapes.shape import Identity, Shape
 from octavo.server.shell import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
 from octavo.server.stream import EventStream
 from octavo.server.terms import max_wait_s, priority_of, terms_of
+from octavo.server.tracing import open_trace, send_at_end
 
 RETRY_NOTE = (
     "With a header `Idempotency-Key` the request runs once, however often it is asked for; `Last-Event-ID` beside it "
@@ -132,6 +133,8 @@ async def _begin(request: Request, context: Context, task: Task, run: Run | None
     name = given or f"{task.kind}-{request.scope[REQUEST_ID]}"
     wish = _wish(request, task)
     with ExitStack() as undo:
+        trace = open_trace(request, context, name, task.params)
+        send_at_end(trace, context, undo)
         try:
             lease = context.admission.enter(wish)
             undo.callback(lease.leave)
@@ -139,7 +142,7 @@ async def _begin(request: Request, context: Context, task: Task, run: Run | None
             num_tokens = sum(map(len, prompts))
             lease.settle(num_tokens)
             check_scores(num_tokens, task.params.prompt_logprobs)
-            asked = _asked(request, context, task, engine_id(given, name), prompts)
+            asked = replace(_asked(request, context, task, engine_id(given, name), prompts), trace=trace)
             if task.read_grammar is not None:
                 asked = replace(asked, params=replace(asked.params, grammar=await task.read_grammar()))
             form = task.make_form((name, int(time.time()), context.model), sum(map(len, prompts)))

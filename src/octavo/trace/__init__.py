@@ -1,0 +1,1 @@
+"""Traces of requests, and how lines of the log look."""
