@@ -84,8 +84,11 @@ def main(role: str, arguments: list[str]) -> int:
 class FakeServer:
     """A running one: its `url`, `admin` (the socket's path), `log` (a file) for what it says."""
 
+    program: tuple[str, ...] = (sys.executable, __file__)
+    common: tuple[str, ...] = tuple(COMMON)
+
     def __init__(self, model: str, log: Path, *flags: str, env: dict[str, str] | None = None) -> None:
-        command = [sys.executable, __file__, "serve", model, *COMMON, *flags]
+        command = [*self.program, "serve", model, *self.common, *flags]
         self.log = log
         with log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -150,6 +153,13 @@ class FakeServer:
     def __exit__(self, *_: object) -> None:
         self.process.kill()  # its children end with it
         self.process.wait(30)
+
+
+class RealServer(FakeServer):
+    """A running `octavo serve` with nothing played; start it with a scripted model where torch takes too long."""
+
+    program = (sys.executable, "-m", "octavo")
+    common = ("--port", "0")
 
 
 if __name__ == "__main__":

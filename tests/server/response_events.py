@@ -67,11 +67,10 @@ def put_together(events: list[Event]) -> list[Any]:
             case "response.content_part.added":
                 assert event["content_index"] == len(output[-1]["content"])
                 output[-1]["content"].append(event["part"])
-            case "response.output_text.delta":
-                output[-1]["content"][-1]["text"] += event["delta"]
-                output[-1]["content"][-1]["logprobs"] += event["logprobs"]
-            case "response.reasoning_text.delta":
-                output[-1]["content"][-1]["text"] += event["delta"]
+            case "response.output_text.delta" | "response.reasoning_text.delta":
+                part = output[-1]["content"][-1]
+                part["text"] += event["delta"]
+                part.get("logprobs", []).extend(event.get("logprobs", []))
             case "response.function_call_arguments.delta":
                 output[-1]["arguments"] += event["delta"]
             case "response.output_text.done" | "response.reasoning_text.done":

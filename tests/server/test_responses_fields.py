@@ -145,7 +145,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too few tokens": ({"max_output_tokens": -1}, "max_output_tokens"),
     "too many log-probabilities": ({"top_logprobs": 21}, "top_logprobs"),
     "too hot": ({"temperature": -1}, "temperature"),
-    "obfuscation": ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    "obfuscation": ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     "an unknown option of streams": ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
     "many metadata": ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
     "long metadata": ({"metadata": {"a": "x" * 513}}, "metadata.a"),
