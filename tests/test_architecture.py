@@ -216,11 +216,12 @@ def test_sizes():
 
 
 def test_config_parts_are_small():
-    config = next(module for module in modules() if module.name == "octavo.config")
-    for node in ast.walk(config.tree):
-        if isinstance(node, ast.ClassDef):
-            count = sum(isinstance(child, ast.AnnAssign) for child in node.body)
-            assert count <= MAX_CONFIG_FIELDS, f"{node.name} has {count} fields"
+    config = [module for module in modules() if unit_of(module.name) == "config"]
+    classes = [node for module in config for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    assert {"Config", "ModelConfig", "ServingConfig"} <= {node.name for node in classes}
+    for node in classes:
+        count = sum(isinstance(child, ast.AnnAssign) for child in node.body)
+        assert count <= MAX_CONFIG_FIELDS or node.name == "Config", f"{node.name} has {count} fields"
 
 
 def test_every_module_has_a_short_docstring():

@@ -27,6 +27,7 @@ _TITLES = {
     "serving": "serving",
     "admission": "admission",
     "retry": "retries and the journal",
+    "responses": "stored responses",
     "batch": "files and batches",
     "statistics": "statistics",
 }
