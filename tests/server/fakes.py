@@ -37,7 +37,8 @@ EOS = 1
 MAX_LEN = 4096
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}{% if m.name %}({{ m.name }}){% endif %}:{{ m.content }}\n{% endfor %}"
-    "{% if mood %}[{{ mood }}]{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if mood %}[{{ mood }}]{% endif %}{% if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 STATISTICS: Mapping[str, object] = {
     "scheduler": {

@@ -23,7 +23,7 @@ SERVING = """
     ttft_objective tpot_objective guided_json guided_regex guided_choice guided_grammar
 """
 CHAT_FIELDS = """
-    messages max_completion_tokens top_logprobs tools tool_choice reasoning chat_template_kwargs
+    messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls reasoning chat_template_kwargs
     continue_final_message add_generation_prompt
 """
 CHAT_ONLY = set(CHAT_FIELDS.split())
@@ -47,6 +47,11 @@ def obeys(text: str) -> Check:
     return params(lambda p: text in p.grammar)
 
 
+def shows(text: str) -> Check:
+    return lambda request, _: text in PLAYED.decode(request.prompt_token_ids)
+
+
+TOOLS = [{"type": "function", "function": {"name": "get_weather"}}]
 LAST_CONTINUED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Well"}]
 PLAYED = FakeClient().tokenizer
 BAD = ("no", " no")
@@ -103,6 +108,15 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
         True,
         lambda q, _: list(q.prompt_token_ids[-4:]) == PLAYED.encode("Well"),
     ),
+    "tools": ({}, TOOLS, shows("get_weather")),
+    "tool_choice": ({"tools": TOOLS}, "required", obeys("get_weather")),
+    "parallel_tool_calls": (
+        {"tools": TOOLS, "tool_choice": "required"},
+        False,
+        params(lambda p: "get_weather" in p.grammar and "{0,15}" not in p.grammar),
+    ),
+    "reasoning_effort": ({}, "low", shows("[low]")),
+    "reasoning": ({}, {"effort": "low"}, shows("[low]")),
     "response_format": ({}, {"type": "json_object"}, obeys('"type": "object"')),
     "structured_outputs": ({}, {"regex": "ab+"}, obeys("/ab+/")),
     "guided_json": ({}, {"type": "integer"}, obeys('"type": "integer"')),
@@ -112,8 +126,8 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
     "guided_whitespace_pattern": ({"guided_json": {}}, "[ ]?", obeys('"whitespace_pattern": "[ ]?"')),
     "echo": ({}, True, answer(lambda r: r.json()["choices"][0]["text"].startswith("hi"))),
 }
-UNLIKE_ANY_NEUTRAL = {"echo": True, "tools": [{"type": "function"}]}
-IGNORED_VALUES = {"metadata": {"a": "b"}, "store": True, "parallel_tool_calls": False}
+UNLIKE_ANY_NEUTRAL = {"echo": True}
+IGNORED_VALUES = {"metadata": {"a": "b"}, "store": True}
 
 
 def known_fields(endpoint: str) -> set[str]:
