@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, FailFast, Field
 
 from octavo.server.bodies.chat import MAX_MESSAGES
-from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
+from octavo.server.bodies.checks import Body, Refused, sift, validate
 from octavo.server.bodies.sampling import Stops
 from octavo.server.bodies.served import ServedFields
 
@@ -178,7 +178,7 @@ def _sift_call(call: object, where: str) -> object:
     if not isinstance(call, dict):
         return call
     kept = sift(call, {}, Call, where, _IGNORED_CALL)
-    function = sift_if_object(kept.get("function"), {}, Function, f"{where}function.")
+    function = kept.get("function")
     if isinstance(function, dict):
-        function = sift(function, {}, Function, f"{where}function.", _IGNORED_CALL)
-    return {**kept, "function": function} if "function" in kept else kept
+        kept["function"] = sift(function, {}, Function, f"{where}function.", _IGNORED_CALL)
+    return kept
