@@ -30,6 +30,7 @@ _TITLES = {
     "responses": "stored responses",
     "batch": "files and batches",
     "statistics": "statistics",
+    "telemetry": "traces and the log",
 }
 
 
