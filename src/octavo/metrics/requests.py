@@ -148,6 +148,10 @@ class RequestMetrics:
         self.counters["prompt_tokens"].add(prompt_tokens)
         self.counters["generation_tokens"].add(num_tokens)
 
+    def prompt_only(self, prompt_tokens: int) -> None:
+        """Count the prompt of a request that was to have no tokens."""
+        self.counters["prompt_tokens"].add(prompt_tokens)
+
     def next_tokens(self, gap_s: float, num_tokens: int) -> None:
         """Count a later output, `gap_s` after the one before it."""
         self._itl.observe(gap_s / num_tokens, num_tokens)

@@ -170,6 +170,9 @@ class Generation:
                 self._metrics.ended_early("abort" if reason in GIVEN_UP else "error")
             raise failure_of(delta)
         if usage is not None:
+            if session in self._silent:  # it was to have no tokens: the answer is what the prompt gives
+                self._silent.discard(session)
+                self._metrics.prompt_only(usage.prompt_tokens)
             end = Finished(
                 REASONS[reason],
                 usage.prompt_tokens,
@@ -239,13 +242,21 @@ async def _forward(index: int, session: Session, queue: Merged, room: asyncio.Se
 
 
 async def open_sessions(sessions: Sessions, asked: Asked) -> list[Session]:
-    """Submit every prompt, or none: when one is refused the others are cancelled."""
-    opened: list[Session] = []
+    """Submit every prompt, or none: when one is refused the others are cancelled.
+
+    They go together, in order: an engine that answers between steps would otherwise take them in one by one.
+    """
+    pairs = zip(asked.session_ids, asked.prompts, strict=True)
+    opening = [
+        asyncio.ensure_future(sessions.submit(prompt, asked.params, request_id=request_id, **asked.terms))
+        for request_id, prompt in pairs
+    ]
     try:
-        for request_id, prompt in zip(asked.session_ids, asked.prompts, strict=True):
-            opened.append(await sessions.submit(prompt, asked.params, request_id=request_id, **asked.terms))
+        return list(await asyncio.gather(*opening))
     except (OctavoError, asyncio.CancelledError):
-        for session in opened:
-            await session.cancel()
+        for each in opening:
+            each.cancel()
+        for opened in await asyncio.gather(*opening, return_exceptions=True):
+            if not isinstance(opened, BaseException):
+                await opened.cancel()
         raise
-    return opened
