@@ -1,11 +1,13 @@
 """Fifty JSON schemas of growing difficulty, each with what is asked for. Their strings, arrays and numbers are bounded.
 
-Bounded, so that a small or hot model ends by itself: nothing in them can go on for more than about 300 tokens, but for
-two true recursions, which may end at every level.
+Bounded, so that a small or hot model ends by itself: nothing in them can go on for more than a few hundred tokens.
+What refers to itself does so to a depth, and names that a schema does not list have a length: both are what small
+models go on with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 Schema = dict[str, Any]
@@ -61,6 +63,12 @@ def _nested(depth: int) -> Schema:
     return inner
 
 
+def _levels(depth: int, level: Callable[[Schema], Schema]) -> Schema:
+    """A schema that refers to itself, to a depth: each level to the next, the last one to a number."""
+    tables = {f"level{number}": level(ref(f"level{number + 1}")) for number in range(depth)}
+    return {"$defs": {**tables, f"level{depth}": whole(0, 9)}, "$ref": "#/$defs/level0"}
+
+
 _ADDRESS = made(street=LINE, number=whole(1, 999), city=NAME, postcode=text("^[0-9]{5}$"))
 _CIRCLE = made(shape={"const": "circle"}, radius=real(0, 100))
 _SQUARE = made(shape={"const": "square"}, side=real(0, 100))
@@ -97,8 +105,9 @@ SCHEMAS: list[tuple[str, Schema]] = [
     ("a book", made(title=LINE, author=NAME, year=whole(1450, 2030), genres=listed(WORD, 1, 3))),
     ("where somebody lives", made(name=NAME, address=_ADDRESS)),
     ("the weather", made(place=NAME, celsius=real(-40, 50, 0.5), sky=of(["clear", "cloudy", "rain", "snow", None]))),
-    ("scores by player", {"type": "object", "additionalProperties": whole(0, 100), "maxProperties": 4,
-                          "properties": {"anna": whole(0, 100)}, "required": ["anna"]}),
+    ("scores by player", {"type": "object", "properties": {"anna": whole(0, 100)}, "required": ["anna"],
+                          "patternProperties": {"^[b-z][a-z]{1,9}$": whole(0, 100)}, "additionalProperties": False,
+                          "maxProperties": 4}),
     ("settings by name", {"type": "object", "patternProperties": {"^[a-z]{1,8}$": either(BOOL, whole(0, 9))},
                           "additionalProperties": False, "maxProperties": 4}),
     ("a box in a box", _nested(4)),
@@ -139,10 +148,9 @@ SCHEMAS: list[tuple[str, Schema]] = [
         "inner": made(folder=WORD, files=listed(ref("file"), 0, 2)),
         "outer": made(folder=WORD, content=listed(either(ref("file"), ref("inner")), 0, 3))},
         "$ref": "#/$defs/outer"}),
-    ("a chain that may end anywhere", {"$defs": {"link": made(("next",), id=whole(0, 9), next=ref("link"))},
-                                       "$ref": "#/$defs/link"}),
-    ("a list in the manner of Lisp", {"$defs": {"pair": either(NULL, made(head=whole(0, 9), tail=ref("pair")))},
-                                      "$ref": "#/$defs/pair"}),
+    ("a chain that may end anywhere", _levels(6, lambda inner: made(("next",), id=whole(0, 9), next=inner))),
+    ("a tree of expressions", _levels(3, lambda inner: either(
+        whole(0, 99), made(operator=_OPERATORS, of=listed(inner, 2, 2))))),
     # All together.
     ("an event for a calendar", made(("place", "guests"), title=NAME, begins=formatted("date-time"),
                                      minutes=of([15, 30, 45, 60, 90]), place=either(_ADDRESS, NULL),
@@ -162,6 +170,6 @@ SCHEMAS: list[tuple[str, Schema]] = [
                          **made(("tls", "extra"), listen=listed(made(host=ref("host"), port=ref("port")), 1, 2),
                                 tls={"oneOf": [NULL, made(certificate=text("^/[a-z/]{1,20}[.]pem$"),
                                                           versions=listed(of(["1.2", "1.3"]), 1, 2))]},
-                                extra={"type": "object", "additionalProperties": either(WORD, BOOL, whole(0, 9)),
-                                       "maxProperties": 2})}),
+                                extra={"type": "object", "additionalProperties": False, "maxProperties": 2,
+                                       "patternProperties": {"^x-[a-z]{1,8}$": either(WORD, BOOL, whole(0, 9))}})}),
 ]  # fmt: skip
