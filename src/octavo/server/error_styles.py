@@ -23,6 +23,8 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     503: "overloaded_error",
 }
 
+_TOO_LONG = ("context_length_exceeded", "cannot_be_scheduled")
+
 
 def openai_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI's error object."""
@@ -32,7 +34,10 @@ def openai_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
 def anthropic_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
     """Anthropic's error object; `scope` is empty for one in mid-stream."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-    body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
+    message = error.message
+    if error.code in _TOO_LONG and error.param == "messages":  # agents know these words, and shorten their conversation
+        message = f"prompt is too long: {message}"
+    body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     request_id = scope.get("octavo.request_id")  # shell.REQUEST_ID, which lies above this module
     return body if request_id is None else {**body, "request_id": request_id}
 

@@ -22,6 +22,7 @@ from octavo.server.context import context_of
 from octavo.server.faults import ApiError
 from octavo.server.limits import read_json
 from octavo.server.reply import RETRY_NOTE, reply
+from octavo.server.shell import REQUEST_ID
 from octavo.server.spelling import respelled
 from octavo.text.dialect import Dialect
 
@@ -34,9 +35,11 @@ async def messages(request: Request) -> Response:
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
     facts: dict[str, object] = {"max_tokens": body.max_tokens, "shows_thinking": shows_thinking}
     try:
-        return await reply(request, await chat_task(context, chat, "anthropic", "msg", facts))
+        response = await reply(request, await chat_task(context, chat, "anthropic", "msg", facts))
     except ApiError as error:
         raise respelled(error, SPELLING) from None
+    response.headers["request-id"] = request.scope[REQUEST_ID]  # where Anthropic's clients look for it
+    return response
 
 
 async def count_tokens(request: Request) -> Response:
