@@ -1,4 +1,4 @@
-"""Row 15: expressions and schemas made to grow are refused or killed in time, and nobody beside them notices."""
+"""Row 15: what is made to grow when compiled is refused or killed in time, and nobody beside it notices."""
 
 import asyncio
 import json
@@ -10,14 +10,15 @@ import pytest
 
 from octavo.errors import InvalidRequestError, TooComplexError
 from octavo.tool.process import ToolLimits, ToolProcess
-from octavo.tool.wire import CheckRegex, CheckSchema, RenderChat
+from octavo.tool.wire import CheckRegex, CompileGrammar, RenderChat
 from tests.reliability.load import quantile
 from tests.reliability.scorecard import Score
 from tests.server.fakes import Harness
 
-Bomb = tuple[str, CheckRegex | CheckSchema | RenderChat]
+Bomb = tuple[str, CompileGrammar | RenderChat]
 # Each of these patterns takes the engine a tenth of a second before it gives up: more of them than fit in the time.
 _SLOW = [rf"(?i)[\w&&[^a]]{{{count}}}" for count in range(300, 364)]
+_PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37)
 _HUNGRY = "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'x' ~ a ~ b }}{% endfor %}{% endfor %}"
 
 
@@ -56,21 +57,42 @@ def _schemas(rng: random.Random) -> Iterator[object]:
             {"enum": ["x" * 100] * 2000},
             {"$ref": "https://example.invalid/schema.json"},
             {"properties": {str(i): {"properties": {"x": {"pattern": f"a{{{i}}}"}}} for i in range(900)}},
+            {"allOf": [{"type": "integer", "multipleOf": prime} for prime in rng.sample(_PRIMES, 7)]},
+            {"type": "string", "allOf": [{"pattern": f"[a-c]{{{i}}}.*x"} for i in range(1, count)]},
+            {"allOf": [{"anyOf": [{"required": [f"{j}.{i}"]} for i in range(count)]} for j in range(8)]},
+            {"properties": {f"p{i}": {} for i in range(4000 + count)}},
+        ))  # fmt: skip
+
+
+def _grammars(rng: random.Random) -> Iterator[str]:
+    while True:
+        count = rng.randrange(50, 400)
+        yield rng.choice((
+            f"start: /((a{{{count}}}){{{count}}}){{{count}}}/",
+            "start: X\nX: " + " & ".join(f"/(a|b)*a(a|b){{{i}}}/" for i in range(10, 10 + count // 10)),
+            "start: " + "(" * (count * 100),
+            "start: r0" + "".join(f"\nr{i}: r{i + 1} r{i + 1} | r{i + 2}" for i in range(1500)),
+            "root ::= " + "(" * count + '"a"' + ")*" * count,
+            'start: %json {"allOf": [' + ", ".join(f'{{"type": "integer", "multipleOf": {p}}}' for p in _PRIMES) + "]}",
         ))  # fmt: skip
 
 
 def _bombs(count: int) -> list[Bomb]:
     rng = random.Random(15)
-    patterns, schemas = _patterns(rng), _schemas(rng)
+    patterns, schemas, grammars = _patterns(rng), _schemas(rng), _grammars(rng)
     chat = RenderChat(_HUNGRY, {}, [{"role": "user", "content": "x"}])
     made: list[Bomb] = []
     for index in range(count):
         if index % 10 == 9:
             made.append(("render_chat", chat))
-        elif index % 2:
-            made.append(("check_regex", CheckRegex(next(patterns))))
+        elif index % 4 == 0:
+            made.append(("compile_grammar", CompileGrammar("json_schema", json.dumps(next(schemas)))))
+        elif index % 4 == 1:
+            made.append(("compile_grammar", CompileGrammar("regex", next(patterns))))
+        elif index % 4 == 2:
+            made.append(("compile_grammar", CompileGrammar("lark", next(grammars))))
         else:
-            made.append(("check_schema", CheckSchema(json.dumps(next(schemas)))))
+            made.append(("compile_grammar", CompileGrammar("json_schema", json.dumps({"items": next(schemas)}))))
     return made
 
 
