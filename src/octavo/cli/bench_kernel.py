@@ -28,11 +28,13 @@ MODULES = {
     "linear": "octavo.bench.kernel_linear",
     "attention": "octavo.bench.kernel_attention",
 }
+MORE = {"masks": "octavo.bench.kernel_masks"}  # whole steps of the default model: measured when asked for
+NAMES = f"of {', '.join(MODULES)} [all], and {', '.join(MORE)}, for which the default model is loaded"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument("--kernels", nargs="+", choices=MODULES, metavar="NAME", help=f"of {', '.join(MODULES)} [all]")
+    parser.add_argument("--kernels", nargs="+", choices=(*MODULES, *MORE), metavar="NAME", help=NAMES)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N", help="rows of a step")
     parser.add_argument("--threads", type=int, default=usable_cores(), metavar="N", help="threads [all cores]")
     parser.add_argument("--budget", type=float, default=0.2, metavar="S", help="seconds that one time may take [0.2]")
@@ -70,6 +72,7 @@ TABLES: dict[str, Callable[[Any, Sizes], list[KernelTable]]] = {
     "rows": lambda module, sizes: list(module.tables(sizes)),
     "linear": linear_tables,
     "attention": attention_tables,
+    "masks": lambda module, sizes: list(module.tables(sizes)),
 }
 
 
@@ -81,10 +84,11 @@ def run(args: argparse.Namespace) -> int:
     sizes = Sizes(tuple(args.rows), args.threads, args.budget)
     tables: list[KernelTable] = []
     for name in args.kernels or MODULES:
-        if find_spec(MODULES[name]) is None:
-            say(f"kernels of {name} are not measured: this build has no {MODULES[name]}")
+        path = (MODULES | MORE)[name]
+        if find_spec(path) is None:
+            say(f"kernels of {name} are not measured: this build has no {path}")
             continue
-        module: Any = importlib.import_module(MODULES[name])
+        module: Any = importlib.import_module(path)
         tables += TABLES[name](module, sizes)
     if not args.json:
         console = Console()

@@ -63,16 +63,14 @@ class Sampler:
             some_RV = _take(logits_RV, wanted)
             raw = RawDistribution.of(some_RV, self._columns.logprobs[rows.slots[wanted]])
         has_edits = wants_more and self._processors.needs(rows)
-        if has_edits or masks is not None:
-            raw_best_R = logits_RV.amax(dim=1)
-            if masks is not None:
-                masks.apply(logits_RV)
-            if has_edits:
-                self._processors.apply(logits_RV, rows)
-            ids_R, best_R = self._choose(logits_RV, rows, may_be_typical=wants_more)
+        raw_best_R = logits_RV.amax(dim=1) if has_edits else None
+        if masks is not None:
+            masks.apply(logits_RV)
+        if has_edits:
+            self._processors.apply(logits_RV, rows)
+        ids_R, best_R = self._choose(logits_RV, rows, may_be_typical=wants_more)
+        if raw_best_R is not None:
             best_R = torch.where(best_R == float("-inf"), best_R, raw_best_R)
-        else:
-            ids_R, best_R = self._choose(logits_RV, rows)
         if wants_more:
             self._processors.record(ids_R, rows)
         if raw is None:
