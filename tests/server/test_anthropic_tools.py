@@ -197,3 +197,64 @@ async def test_thinking_is_told_to_templates_that_know_it() -> None:
     ):
         assert (await ask(harness, **fields)).status_code == 200
         assert ("[no]" in harness.prompt) == is_off, fields
+
+
+async def test_what_a_coding_agent_sends_is_taken() -> None:
+    harness = Harness(engine=FakeClient(CALL))
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    tools = [
+        {
+            "name": f"mcp__server_{i}__{'read_' * 6}file",
+            "description": "Reads. " * 20,
+            "input_schema": {
+                "$schema": "https://json-schema.org/draft/2020-12/schema",
+                "type": "object",
+                "properties": {"path": {"type": "string", "description": "where"}, "limit": {"type": "integer"}},
+                "required": ["path"],
+                "additionalProperties": False,
+            },
+            **({"eager_input_streaming": True} if i == 1 else {}),
+        }
+        for i in range(2, 5)
+    ]
+    body = {
+        "model": "tiny",
+        "max_tokens": 32_000,
+        "temperature": 1,
+        "stream": True,
+        "metadata": {"user_id": "user_a_account__session_b"},
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=abc;"},
+            {"type": "text", "text": "You are an agent.", **cached},
+            {"type": "text", "text": "Be careful. " * 40, **cached},
+        ],
+        "tools": [{**TOOLS[0], **cached}, *tools],
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "<system-reminder>today</system-reminder>"},
+                    {"type": "text", "text": "how is it", **cached},
+                ],
+            },
+        ],
+    }
+    headers = {
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
+        "anthropic-dangerous-direct-browser-access": "true",
+        "x-api-key": "anything",
+        "x-stainless-retry-count": "0",
+        "user-agent": "an-agent/1.0",
+    }
+    response = await harness.request("POST", "/v1/messages?beta=true", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    events = stream_events(response.text)
+    assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
+    assert "billing" not in harness.prompt and "You are an agent." in harness.prompt
+    counted = {name: body[name] for name in ("model", "system", "tools", "thinking", "output_config", "messages")}
+    count = await harness.request("POST", "/v1/messages/count_tokens?beta=true", json=counted, headers=headers)
+    assert count.json()["input_tokens"] == events[0][1]["message"]["usage"]["input_tokens"]
