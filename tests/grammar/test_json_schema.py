@@ -1,6 +1,7 @@
 """Schemas made ready for the compiler: what they allow is valid, and what cannot be promised is refused."""
 
 import json
+import re
 from datetime import date
 from decimal import Decimal
 from typing import Any
@@ -12,7 +13,7 @@ from tests.grammar.random_walk import allows, walk
 
 from octavo.errors import InvalidRequestError
 from octavo.grammar.compile import compile_grammar
-from octavo.grammar.json_schema import FORMAT_PATTERNS, prepare
+from octavo.grammar.json_schema import EQUIVALENT_PATTERNS, FORMAT_PATTERNS, prepare
 from octavo.grammar.schema_facts import Facts, json_key
 
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
@@ -50,6 +51,14 @@ FAIR: list[Any] = [
     {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0}, "minProperties": 1,
      "maxProperties": 3},
     {"type": "object", "patternProperties": {"^[a-c]{1,3}$": {"type": "boolean"}}, "additionalProperties": False},
+    {"type": "object", "additionalProperties": {"type": "integer"}, "propertyNames": {"$ref": "#/$defs/C"},
+     "$defs": {"C": {"enum": ["red", "blue"], "title": "C", "type": "string"}}},
+    {"type": "object", "propertyNames": {"pattern": "^[a-z]{1,4}$"}, "additionalProperties": {"type": "null"},
+     "maxProperties": 3},
+    {"type": "object", "propertyNames": {"format": "uuid"}, "additionalProperties": {"type": "null"},
+     "maxProperties": 2},
+    {"type": "object", "propertyNames": {"format": "date"}, "additionalProperties": {"type": "null"},
+     "maxProperties": 2},
     {"oneOf": [{"const": 1, "title": "one"}, {"const": 2, "title": "two"}, {"const": "1"}]},
     {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None, "title": "Age"},
     {"allOf": [{"type": "string", "minLength": 2}, {"maxLength": 5}, {"pattern": "^a"}]},
@@ -89,7 +98,8 @@ def test_whatever_is_allowed_is_valid(schema: Any) -> None:
         ({"type": "array", "uniqueItems": True}, "#/uniqueItems", "check the answer"),
         ({"anyOf": [{}, {"contains": {"type": "null"}}]}, "#/anyOf/1/contains", "prefixItems"),
         ({"if": {}, "then": {}}, "#/if", "anyOf"),
-        ({"$defs": {"x": {"propertyNames": {"pattern": "^a"}}}, "type": "null"}, "#/$defs/x/propertyNames", "pattern"),
+        ({"$defs": {"x": {"propertyNames": {"minLength": 3}}}, "type": "null"}, "#/$defs/x/propertyNames", "pattern"),
+        ({"properties": {"abc": {}}, "propertyNames": {"pattern": "^a"}}, "#/propertyNames", "without properties"),
         ({"properties": {"x": {"format": "idn-email"}}}, "#/properties/x/format", "pattern"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf", "anyOf"),
         ({"oneOf": [{"const": 1}, {"enum": [3, 1.0]}]}, "#/oneOf", "schemas 0 and 1"),
@@ -137,6 +147,15 @@ def test_every_day_of_the_calendar_is_a_date_and_no_other() -> None:
                 except ValueError:
                     is_date = False
                 assert allows(pattern, text) is is_date, text
+
+
+def test_the_decimals_of_pydantic_are_read_without_their_look_ahead() -> None:
+    [(given, made)] = EQUIVALENT_PATTERNS.items()
+    grammar = compiled({"type": "string", "pattern": given})
+    for text in ("1", "-1.", "+.5", "007.50", "", ".", "-", "+.", "1.2.3", "1e5", "--1"):
+        is_decimal = re.search(given, text) is not None
+        assert (re.search(made, text) is not None) is is_decimal
+        assert allows(grammar, json.dumps(text)) is is_decimal, text
 
 
 def test_whitespace_is_one_space_none_or_as_asked() -> None:

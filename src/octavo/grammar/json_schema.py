@@ -45,7 +45,6 @@ _REFUSED: Mapping[str, str] = {
     "minContains": "say with items or prefixItems what each item is",
     "maxContains": "say with items or prefixItems what each item is",
     "uniqueItems": "leave it out and check the answer, or ask for an object with one boolean property for each value",
-    "propertyNames": "use patternProperties with additionalProperties false",
     "dependentRequired": "write the cases as anyOf",
     "dependentSchemas": "write the cases as anyOf",
     "dependencies": "write the cases as anyOf",
@@ -71,7 +70,14 @@ _DAY = (
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_UUID = "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 FORMAT_PATTERNS: Mapping[str, str] = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+
+
+# What pydantic writes for Decimal has a look-ahead; the same texts without.
+EQUIVALENT_PATTERNS: Mapping[str, str] = {
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
+}
 
 
 def refused(where: str, reason: str) -> InvalidRequestError:
@@ -125,10 +131,12 @@ def _prepared(schema: object, where: str, facts: Facts) -> object:
             continue
         if name in _REFUSED:
             raise refused(f"{where}/{name}", f"{name} is not supported; {_REFUSED[name]}")
-        made[name] = _prepared_value(name, value, f"{where}/{name}", facts)
+        if name != "propertyNames":
+            made[name] = _prepared_value(name, value, f"{where}/{name}", facts)
     _set_exclusive(made, schema)
     _set_format(made, where)
     _set_one_of(made, schema, where, facts)
+    _set_names(made, schema, where, facts)
     _check_counts(schema, where)
     return made
 
@@ -140,7 +148,7 @@ def _prepared_value(name: str, value: object, where: str, facts: Facts) -> objec
         return _prepared(value, where, facts)
     if name in _TABLES and isinstance(value, dict):
         return {key: _prepared(each, f"{where}/{_escaped(key)}", facts) for key, each in value.items()}
-    return value
+    return EQUIVALENT_PATTERNS.get(value, value) if name == "pattern" and isinstance(value, str) else value
 
 
 def _is_neutral(name: str, value: object) -> bool:
@@ -187,6 +195,35 @@ def _set_one_of(made: dict[str, Any], schema: dict[str, Any], where: str, facts:
         made["allOf"] = [*made.get("allOf", ()), {"anyOf": alternatives}]
     else:
         made["anyOf"] = alternatives
+
+
+def _set_names(made: dict[str, Any], schema: dict[str, Any], where: str, facts: Facts) -> None:
+    """`propertyNames` that list names, or have them match one expression, as pydantic writes dict[Colour, int]."""
+    names = schema.get("propertyNames")
+    if names is None or _is_neutral("propertyNames", names):
+        return
+    known = facts.followed(names)
+    known = {name: value for name, value in known.items() if name not in _NOTES} if isinstance(known, dict) else {}
+    value = made.pop("additionalProperties", True)
+    listed = known.get("enum", [known["const"]] if "const" in known else None)
+    if known.get("format") in FORMAT_PATTERNS:
+        known["pattern"] = FORMAT_PATTERNS[known.pop("format")]
+    elif known.get("format") == "uuid":
+        known["pattern"] = f"^{_UUID}$"
+        del known["format"]
+    is_plain = len(known) - (known.get("type") == "string") == 1
+    if "properties" in made or "patternProperties" in made or not is_plain:
+        pass
+    elif isinstance(listed, list):
+        made["properties"] = {name: value for name in listed if isinstance(name, str)}
+        made["additionalProperties"] = False
+        return
+    elif "pattern" in known:
+        made["patternProperties"] = {known["pattern"]: value}
+        made["additionalProperties"] = False
+        return
+    reason = "only names from an enum or of one pattern, without properties beside them, are supported"
+    raise refused(f"{where}/propertyNames", f"{reason}; use patternProperties with additionalProperties false")
 
 
 def _check_counts(schema: dict[str, Any], where: str) -> None:

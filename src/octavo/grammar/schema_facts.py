@@ -99,6 +99,14 @@ class Facts:
             if all(isinstance(table, dict) and name in table for table in tables)
         )
 
+    def followed(self, schema: object) -> object:
+        """What a schema that is no more than a reference refers to; else the schema."""
+        for _ in range(_MAX_DEPTH):
+            if not isinstance(schema, dict) or set(schema) != {"$ref"} or not isinstance(schema["$ref"], str):
+                break
+            schema = self._target(schema["$ref"])
+        return schema
+
     def _target(self, reference: str) -> Any:
         target: Any = self._root
         for part in reference.removeprefix("#").split("/")[1:]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from octavo.errors import InvalidRequestError, TooComplexError
+from octavo.grammar.json_schema import EQUIVALENT_PATTERNS
 from octavo.tool.regex_check import check_regex
 
 MAX_SCHEMA_BYTES = 64 * 1024
@@ -125,7 +126,7 @@ class _Checker:
         if self._num_patterns > MAX_PATTERNS:
             raise TooComplexError(f"{_PARAM} has more than {MAX_PATTERNS} patterns", _PARAM)
         try:
-            check_regex(pattern, where)
+            check_regex(EQUIVALENT_PATTERNS.get(pattern, pattern), where)
         except InvalidRequestError as error:
             raise type(error)(f"{_PARAM}: {error}", _PARAM) from None
 
