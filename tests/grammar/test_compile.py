@@ -13,6 +13,7 @@ SOURCES = {
     "json_object": "",
     "regex": r"\d{4}-\d\d",
     "choice": '["yes", "no", "\\u00e4 \\" \\\\ /"]',
+    "answer": '{"structure": ["regex", "a+", null]}',
     "lark": 'start: "a" NUMBER\nNUMBER: /[0-9]+/',
 }
 

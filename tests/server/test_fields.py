@@ -110,11 +110,7 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
     ),
     "tools": ({}, TOOLS, shows("get_weather")),
     "tool_choice": ({"tools": TOOLS}, "required", obeys("get_weather")),
-    "parallel_tool_calls": (
-        {"tools": TOOLS, "tool_choice": "required"},
-        False,
-        params(lambda p: "get_weather" in p.grammar and "{0,15}" not in p.grammar),
-    ),
+    "parallel_tool_calls": ({"tools": TOOLS, "tool_choice": "required"}, True, obeys("call){0,15}")),
     "reasoning_effort": ({}, "low", shows("[low]")),
     "reasoning": ({}, {"effort": "low"}, shows("[low]")),
     "response_format": ({}, {"type": "json_object"}, obeys('"type": "object"')),

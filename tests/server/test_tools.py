@@ -10,7 +10,6 @@ import openai
 import pytest
 
 from octavo.config import Config, ModelConfig
-from octavo.grammar.compile import compile_grammar
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
@@ -241,13 +240,15 @@ async def test_markers_that_are_special_tokens_are_seen() -> None:
 )
 async def test_forced_calls_are_held_to_their_schemas(choice: Any, forms: str, names: list[str]) -> None:
     harness = saying('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>')
-    answer = (await harness.chat(tools=TOOLS, tool_choice=choice)).json()["choices"][0]
+    answer = (await harness.chat(tools=TOOLS, tool_choice=choice, parallel_tool_calls=True)).json()["choices"][0]
     assert answer["finish_reason"] == ("stop" if choice == NAMED else "tool_calls"), "as OpenAI says it"
     grammars = json.loads(harness.engine.requests[-1].params.grammar)["grammars"]
     assert re.findall(r'\\"(get_\w+)\\"', grammars[0]["lark_grammar"]) == names
     assert forms in grammars[0]["lark_grammar"]
     assert grammars[1]["json_schema"]["required"] == ["city"]
     assert grammars[1]["json_schema"]["additionalProperties"] is False, "a model would invent arguments"
+    await harness.chat(tools=TOOLS, tool_choice=choice)
+    assert "{0,15}" not in harness.engine.requests[-1].params.grammar, "one call, unless more are asked for"
     await harness.context.tool.close()
 
 
@@ -339,27 +340,6 @@ async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> Non
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
     assert not harness.engine.requests
     await harness.context.tool.close()
-
-
-async def test_forced_grammars_fit_what_is_read() -> None:
-    """What a grammar allows in each format, its reader reads: seen by the texts that a matcher takes."""
-    from llguidance import LLMatcher
-
-    from octavo.grammar.trial import NO_SPECIALS, _reader
-
-    schema = json.dumps(WEATHER["function"]["parameters"])
-    for form, written in {
-        "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>',
-        "llama3": '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
-        "json": '{"name": "get_weather", "arguments": {"city": "Oslo"}}',
-        "mistral": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo"}}]',
-    }.items():
-        source = {"calls": {"form": form, "tools": [["get_weather", schema]], "most": 2}}
-        matcher = LLMatcher(_reader(NO_SPECIALS), compile_grammar("answer", json.dumps(source)))
-        assert matcher.consume_tokens(list(written.encode())) and matcher.is_accepting(), form
-        harness = Harness(FakeClient(written), config=Config(model=ModelConfig(tool_call_parser=form)))
-        [call] = (await harness.chat(tools=TOOLS)).json()["choices"][0]["message"]["tool_calls"]
-        assert json.loads(call["function"]["arguments"])["city"] == "Oslo"
 
 
 async def test_the_openai_client_puts_streamed_calls_together() -> None:

@@ -38,7 +38,7 @@ def format_of(dialect: Dialect, body: ChatBody, prompt_end: str) -> AnswerFormat
         forced=body.forced,
         names=tuple(tool.function.name for tool in tools),
         texts=tuple(text for tool in tools for text in _texts(tool)) if calls == "qwen3_coder" else (),
-        is_single=not body.parallel_tool_calls,
+        is_single=body.parallel_tool_calls is False,
     )
 
 

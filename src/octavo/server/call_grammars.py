@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from octavo.server.bodies.chat import ChatBody
     from octavo.server.context import Context
 
-MAX_FORCED_CALLS = 16  # of one answer: a small model does not know when to stop
+MAX_FORCED_CALLS = 16  # of one answer that a grammar holds to calls
 
 
 def read_grammar(
@@ -56,7 +56,8 @@ def _source(context: Context, body: ChatBody, structure: Structure | None, promp
     tools = body.usable_tools if dialect.calls is not None else []
     calls = None
     if tools and dialect.calls is not None:
-        most = 1 if body.forced == "named" or not body.parallel_tool_calls else MAX_FORCED_CALLS
+        may_be_more = body.parallel_tool_calls is not False if body.forced is None else body.parallel_tool_calls
+        most = MAX_FORCED_CALLS if may_be_more and body.forced != "named" else 1
         schemas = [(tool.function.name, tool.function.parameters) for tool in tools]
         calls = CallSource(FORCED_AS.get(dialect.calls, dialect.calls), schemas, most)
     reasoning, starts_inside = reasoning_of(dialect, prompt_end)

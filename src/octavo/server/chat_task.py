@@ -34,7 +34,8 @@ async def chat_task(
         return [prompt]
 
     def prompt_end() -> str:
-        return tokenizer.decode(prompt[-TAIL_IDS:], skip_special_tokens=False)
+        has_reasoning = context.dialect.reasoning is not None
+        return tokenizer.decode(prompt[-TAIL_IDS:], skip_special_tokens=False) if has_reasoning else ""
 
     def make_form(identity: Identity, num_prompt_tokens: int) -> Form:
         answer_format = format_fact(format_of(context.dialect, body, prompt_end()))
@@ -42,10 +43,11 @@ async def chat_task(
         return Form(form, identity, wants_usage(body), facts=own)
 
     params = await read_params(body, context.params.chat)
+    shown = shown_ids(context.dialect, body, tokenizer)
     return Task(
         kind=id_prefix,
         body=body,
-        params=replace(params, shown_special_ids=shown_ids(context.dialect, body, tokenizer)),
+        params=replace(params, shown_special_ids=shown) if shown else params,
         num_prompts=1,
         num_characters=sum(message.num_characters for message in body.messages)
         + sum(tool.num_characters for tool in body.usable_tools),

@@ -24,12 +24,13 @@ class Detokenizer:
     __slots__ = ("_begun", "_pieces", "_skipped_ids", "_strip", "_utf8")
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown_special_ids: Iterable[int] = ()
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown_special_ids: tuple[int, ...] = ()
     ) -> None:
         """`shown_special_ids` are not skipped."""
         self._pieces = tokenizer.pieces
         self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._skipped_ids = self._skipped_ids.difference(shown_special_ids)
+        if shown_special_ids:
+            self._skipped_ids = self._skipped_ids.difference(shown_special_ids)
         self._strip = self._pieces.strip_start
         self._begun = False
         self._utf8 = _Utf8Decoder("replace")

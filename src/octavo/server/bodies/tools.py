@@ -122,7 +122,11 @@ class ToolFields(Body):
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_choice), WithJsonSchema(_CHOICE_SCHEMA)] = Field(
         None, description="auto unless said otherwise; required and a named function are enforced"
     )
-    parallel_tool_calls: bool = Field(True, description="whether an answer may hold several calls")
+    parallel_tool_calls: bool | None = Field(
+        None,
+        description="whether an answer may hold several calls; left out, one whose calls are required holds one, since "
+        "small models do not know when to stop",
+    )
 
     @property
     def usable_tools(self) -> list[Tool]:

@@ -42,10 +42,10 @@ class TaggedCalls:
             pass
 
     def finish(self) -> list[Part]:
-        """Return what was held back; an unfinished closing tag is dropped."""
-        if self._state in (_OPENED, _OBJECT):
+        """Return what was held back; an unfinished tag is dropped, an opening one only where there are calls."""
+        if self._state == _OBJECT or (self._state == _OPENED and not self.num_calls):
             self._output.text(self._given_back + self._object.raw + self._held)
-        elif self._state == _OUTSIDE:
+        elif self._state == _OUTSIDE and not self.num_calls:
             self._output.text(self._held)
         self._held = ""
         return self._output.finish()
