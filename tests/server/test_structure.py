@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from octavo.errors import TooComplexError
+from octavo.errors import InvalidRequestError, TooComplexError
 from octavo.server.grammars import MAX_CACHED, MAX_CACHED_CHARACTERS, GrammarReader
 from octavo.tool.jobs import JOBS
 from octavo.tool.process import ToolProcess
@@ -178,6 +178,18 @@ async def test_R15_a_schema_that_takes_too_long_is_refused_in_time(with_tool: Ha
     assert (response.status_code, error["code"], error["param"]) == (400, "too_complex", "guided_json")
     assert with_tool.context.tool.counters.kills == 1
     assert (await with_tool.chat(guided_regex="a")).status_code == 200
+
+
+async def test_an_engine_that_follows_no_grammar_refuses_the_field_that_asked(harness: Harness) -> None:
+    harness.engine.submit_error = InvalidRequestError(
+        "this engine holds outputs to no grammar; leave it out", "grammar"
+    )
+    for fields, param in (
+        ({"response_format": FORMAT}, "response_format.json_schema.schema"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+    ):
+        error = (await harness.chat(**fields)).json()["error"]
+        assert (error["param"], error["code"]) == (param, "invalid_value") and "no grammar" in error["message"]
 
 
 async def test_those_who_ask_for_the_same_at_once_wait_for_one_compilation() -> None:

@@ -15,6 +15,7 @@ from octavo.errors import InvalidRequestError
 from octavo.server.bodies.chat import ChatBody
 from octavo.server.bodies.completion import CompletionBody
 from octavo.server.bodies.sampling import MAX_PROMPT_SCORES, SamplingBody
+from octavo.server.bodies.structure import given_structures
 from octavo.server.faults import bad_field, from_exception
 from octavo.server.offload import off_loop
 from octavo.server.words import DRY_BREAKERS, Encoder, bad_word_ids, breaker_ids
@@ -39,7 +40,13 @@ def model_defaults(generation: Mapping[str, float]) -> dict[str, Any]:
 def spellings(body: SamplingBody) -> dict[str, str]:
     """How the client spelled the fields that are called otherwise behind this door."""
     width = "best_of" if isinstance(body, CompletionBody) and body.best_of is not None else "n"
-    return {"beam_width": width, "bad_words_ids": "bad_words", "dry_breaker_ids": "dry_sequence_breakers"}
+    structures = given_structures(body)
+    return {
+        "beam_width": width,
+        "bad_words_ids": "bad_words",
+        "dry_breaker_ids": "dry_sequence_breakers",
+        "grammar": structures[0][0] if structures else "tool_choice",
+    }
 
 
 async def read_params(body: B, read: Callable[[B], SamplingParams]) -> SamplingParams:
