@@ -67,7 +67,8 @@ class _Tokens:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
-        self.special_token_ids = sorted(token for token in tokenizer.special_ids if token < vocab_size)
+        self._specials = frozenset(token for token in tokenizer.special_ids if token < vocab_size)
+        self.special_token_ids = sorted(self._specials)
         self.bos_token_id = None
         self.eos_token_id = 0
         self._backend = Backend.from_str(tokenizer.backend.to_str())
@@ -81,17 +82,18 @@ class _Tokens:
     def _ids(self, raw: bytes) -> list[int]:
         text = raw.decode("utf-8", "replace")
         ids = self._encode(text)
-        if self._bytes(ids) == raw:
+        if self._spell(ids, raw):
             return ids
         ids = self._encode(_MARK + text)
         for count in range(1, len(ids) + 1):
-            if self._bytes(ids[:count]).lstrip(b" ") == _MARK.encode() and self._bytes(ids[count:]) == raw:
+            begins = b"".join(self.tokens[token] for token in ids[:count]).lstrip(b" ")
+            if begins == _MARK.encode() and self._spell(ids[count:], raw):
                 return ids[count:]
         return [self._of_byte[byte] for byte in raw if byte in self._of_byte]
+
+    def _spell(self, ids: list[int], raw: bytes) -> bool:
+        return self._specials.isdisjoint(ids) and b"".join(self.tokens[token] for token in ids) == raw
 
     def _encode(self, text: str) -> list[int]:
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return [token for token in encoding.ids if token < len(self.tokens)]
-
-    def _bytes(self, ids: list[int]) -> bytes:
-        return b"".join(self.tokens[token] for token in ids)
