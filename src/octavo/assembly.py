@@ -32,7 +32,7 @@ from octavo.engine.sessions import Sessions
 from octavo.engine.statistics import collect
 from octavo.errors import ConfigError
 from octavo.executors.openmp import limit_spinning
-from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
+from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, MemoryPlan
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.plugins import find_policy
@@ -132,6 +132,22 @@ def create_scripted(files: ModelFiles, can_die: bool = False) -> Executor:
 
     path = files.weights[0]
     return ScriptedExecutor(read_script(path), ScriptedText(path), can_die=can_die)
+
+
+def plan_memory(config: Config) -> MemoryPlan:
+    """What opening this configuration would take and give, without loading weights. Loads torch.
+
+    Raises ConfigError, ModelFileError, UnknownModelError.
+    """
+    files = find_files(config)
+    if files.kind == "scripted":
+        raise ConfigError("a scripted model has no weights and no KV pool to plan for; name a model")
+    limit_spinning()
+    from octavo.executors.loading import choose_device
+    from octavo.executors.memory_plan import plan_memory as plan
+
+    device = choose_device(config.execution.device)
+    return plan(files, config.execution, config.model, executor_spec(config, device.type))
 
 
 def executor_spec(config: Config, device: str) -> ExecutorSpec:

@@ -20,6 +20,8 @@ from octavo.errors import InvariantError, OctavoError
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("octavo.cli.serve", "serve a model over HTTP, with OpenAI's interface"),
     "run": ("octavo.cli.run", "answer one prompt in the terminal"),
+    "chat": ("octavo.cli.chat", "talk with a model in the terminal"),
+    "generate": ("octavo.cli.generate", "answer a file of prompts, a line each"),
     "batch": ("octavo.cli.batch", "answer a file of requests in OpenAI's batch format"),
     "bench offline": ("octavo.cli.bench_offline", "measure this engine on a workload, beside the memory floor"),
     "bench online": ("octavo.cli.bench_online", "measure a server under requests that arrive when they do"),
@@ -29,19 +31,22 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench compare": ("octavo.cli.bench_compare", "measure this engine beside others on the same workloads"),
     "bench kernel": ("octavo.cli.bench_kernel", "measure the kernels of a step, each alone"),
     "bench scheduler": ("octavo.cli.bench_scheduler", "measure the scheduler alone: plan, commit, admission"),
+    "plan": ("octavo.cli.plan", "what a model takes and how much fits, without loading it"),
     "ps": ("octavo.cli.ps", "list the servers that run here"),
+    "stop": ("octavo.cli.stop", "end a server that runs here, once its open requests are done"),
     "admin": ("octavo.cli.admin", "ask or tell a running server"),
     "chaos": ("octavo.cli.chaos", "drill a server here: kill its engine under streams, and count what is lost"),
     "doctor": ("octavo.cli.doctor", "check this installation and machine, with remedies"),
     "pull": ("octavo.cli.pull", "download a model"),
     "list": ("octavo.cli.list_models", "list the models on this machine"),
+    "completions": ("octavo.cli.completions", "print a script that completes commands and flags in a shell"),
     "config show": ("octavo.cli.config_show", "show the settings in force and where each comes from"),
 }
 _USAGE = """usage: octavo COMMAND [options]
 
 {commands}
 
-octavo COMMAND --help tells more.  --version prints the version.
+octavo COMMAND --help tells more, octavo help WORD searches commands and flags, --version prints the version.
 Start here:  octavo run "Why is the sky blue?"      octavo serve
 """
 
@@ -70,6 +75,10 @@ def _dispatch(words: list[str]) -> int:
 
         print(f"octavo {version('octavo')}")
         return 0
+    if len(words) > 1 and words[0] == "help":
+        from octavo.cli.help import run_help
+
+        return run_help(words[1:], COMMANDS)
     name, rest = _find(words)
     if name is None:
         print(_usage(), end="", file=sys.stdout)

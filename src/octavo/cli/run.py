@@ -45,16 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "octavo run [MODEL] PROMPT [options]"
     parser.add_argument("words", nargs="*", metavar="PROMPT", help="the prompt, in quotes; - or a pipe reads it")
     group = parser.add_argument_group("answer")
-    group.add_argument(
-        "--max-tokens", "-n", type=int, default=MAX_TOKENS, metavar="N", help=f"tokens at most [{MAX_TOKENS}]"
-    )
+    add_answer_arguments(group)
+    group.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
+
+
+def add_answer_arguments(group: argparse._ArgumentGroup, max_tokens: int | None = MAX_TOKENS) -> None:
+    """Add what says how to answer; `max_tokens` is the default, None for as many as fit."""
+    most = max_tokens if max_tokens is not None else "as many as fit"
+    group.add_argument("--max-tokens", "-n", type=int, default=max_tokens, metavar="N", help=f"tokens at most [{most}]")
     group.add_argument("--temperature", type=float, metavar="X", help=f"0 = greedy [the model's, else {TEMPERATURE}]")
     group.add_argument("--top-p", type=float, metavar="X", help="nucleus [the model's, else 1]")
     group.add_argument("--top-k", type=int, metavar="N", help="most likely tokens [the model's, else all]")
     group.add_argument("--system", metavar="TEXT", help="system message")
-    group.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     group.add_argument("--quiet", "-q", action="store_true", help="no progress and no numbers on stderr")
-    add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -65,6 +65,49 @@ class Capacity:
     has_masks: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What opening would take and give, told without loading weights. Sizes in bytes and tokens; groups as in Capacity.
+
+    `free_bytes` is what there is for weights and pool together, `shortfall` why no useful pool fits (None: it does).
+    """
+
+    device: str
+    dtype: str
+    quantization: str
+    num_threads: int
+    max_model_len: int
+    free_bytes: int
+    weight_bytes: int
+    groups: tuple[GroupSpec, ...]
+    num_blocks: tuple[int, ...]
+    block_size: int
+    num_slots: int
+    sequence_blocks: tuple[int, ...]
+    shortfall: str | None = None
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the KV pool."""
+        return sum(count * group.block_bytes for count, group in zip(self.num_blocks, self.groups, strict=True))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one cached token in all groups."""
+        return sum(group.block_bytes for group in self.groups) // self.block_size
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of KV of one request of full length."""
+        return sum(count * group.block_bytes for count, group in zip(self.sequence_blocks, self.groups, strict=True))
+
+    @property
+    def num_full_length(self) -> float:
+        """Requests of full length that the pool holds at once."""
+        shares = [count / need for count, need in zip(self.num_blocks, self.sequence_blocks, strict=True) if need]
+        return min(shares, default=0.0)
+
+
 class Executor(Protocol):
     """Runs plans in order. Not thread-safe: one thread calls it."""
 

@@ -90,7 +90,7 @@ def load_native_weights(
     `quantization` is "none", "int8", "int4", or "auto" for what the files have (see quantize.choose_quantization);
     `dtype` is for what stays float: bfloat16, else float32, which holds float16 exactly.
     """
-    wanted = Wanted(quantization, WeightKind.BFLOAT16 if dtype == torch.bfloat16 else WeightKind.FLOAT32)
+    wanted = _wanted(quantization, dtype)
     key = None if cache is None else _cache_key(files, spec, wanted)
     if cache is not None and key is not None:
         stored = cache.open(key)
@@ -102,6 +102,18 @@ def load_native_weights(
             return packer.pack(cache, key)
         except NoCodesError as error:
             packer.keep_float(error.name)
+
+
+def native_weight_bytes(files: ModelFiles, spec: ModelSpec, quantization: str, dtype: torch.dtype) -> int:
+    """Bytes that `load_native_weights` would give, from the files' headers. Raises ModelFileError.
+
+    What turns out to have no codes while it is packed, and stays float, is not foreseen.
+    """
+    return _Packer(files, spec, _wanted(quantization, dtype)).num_bytes()
+
+
+def _wanted(quantization: str, dtype: torch.dtype) -> Wanted:
+    return Wanted(quantization, WeightKind.BFLOAT16 if dtype == torch.bfloat16 else WeightKind.FLOAT32)
 
 
 def _cache_key(files: ModelFiles, spec: ModelSpec, wanted: Wanted) -> CacheKey:
@@ -177,6 +189,10 @@ class _Packer:
     def keep_float(self, name: str) -> None:
         """Leave this tensor as it is: it has no codes."""
         self._wanted = replace(self._wanted, float_names=self._wanted.float_names | {name})
+
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights."""
+        return sum(run.shape.nbytes for runs in self._plan().runs.values() for run in runs)
 
     def pack(self, cache: WeightCache | None, key: CacheKey | None) -> NativeWeights:
         """Pack into a file and map it; into memory where there can be no file. Raises NoCodesError."""

@@ -1,0 +1,63 @@
+"""All commands with all their flags, for whoever tells about them: the search in the help, and the shells' completions.
+
+Owns: building every command's parser, without running any. Does not: print.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from octavo.cli.flags import Parser
+
+Commands = Mapping[str, tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option of a command: its spellings, what values it takes (none: it is a switch, or takes any), its help."""
+
+    spellings: tuple[str, ...]
+    help: str
+    takes_value: bool
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command, its line of help, its flags, and whether words without a dash may follow, and which."""
+
+    name: str
+    help: str
+    flags: tuple[Flag, ...]
+    takes_words: bool
+    words: tuple[str, ...] = ()
+
+
+def parser_of(name: str, commands: Commands) -> Parser:
+    """The parser of a command. Imports its module."""
+    module_name, text = commands[name]
+    parser = Parser(prog=f"octavo {name}", description=text[0].upper() + text[1:] + ".")
+    importlib.import_module(module_name).add_arguments(parser)
+    return parser
+
+
+def catalogue(commands: Commands) -> Iterator[Command]:
+    """Every command."""
+    for name, (_, text) in commands.items():
+        actions = parser_of(name, commands)._actions
+        flags = tuple(_flag(action) for action in actions if action.option_strings)
+        words = [action for action in actions if not action.option_strings]
+        choices = tuple(str(choice) for action in words for choice in action.choices or ())
+        yield Command(name, text, flags, bool(words), choices)
+
+
+def _flag(action: argparse.Action) -> Flag:
+    choices = tuple(map(str, action.choices or ()))
+    metavar = action.metavar if isinstance(action.metavar, str) else ""
+    if not choices and metavar.startswith("{"):
+        choices = tuple(metavar.strip("{}").split(","))
+    text = (action.help or "").replace("%%", "%")
+    return Flag(tuple(action.option_strings), text, action.nargs != 0, choices)

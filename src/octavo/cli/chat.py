@@ -1,0 +1,172 @@
+"""`octavo chat [MODEL]`: a conversation in the terminal, with an engine here or a server's (--url).
+
+Owns: reading lines, printing answers as they come, what Ctrl-C and Ctrl-D mean.
+Does not: keep the conversation (conversation does) or answer (answerers do).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from octavo.cli.answerers import Answerer, LocalAnswerer, RemoteAnswerer
+from octavo.cli.conversation import Conversation
+from octavo.cli.flags import UsageError, add_settings, config_from, settings_given
+from octavo.cli.run import add_answer_arguments, sampling_params
+from octavo.cli.terminal import loading, say, warn_limits
+from octavo.errors import OctavoError
+
+_FENCE = '"""'
+_GIVEN = ("temperature", "top_p", "top_k", "max_tokens")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="who answers [smollm2]; with --url a served name")
+    group = parser.add_argument_group("conversation")
+    group.add_argument("--url", metavar="URL", help="talk to this server instead of loading a model")
+    group.add_argument("--api-key", metavar="KEY", help="the server's key [OCTAVO_API_KEY]")
+    group.add_argument("--load", metavar="FILE", help="go on with a conversation that /save kept")
+    add_answer_arguments(group, max_tokens=None)
+    add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until the end of the input, or /exit."""
+    conversation = Conversation(system=args.system)
+    if args.load:
+        say(conversation.command(f"/load {args.load}"))
+    with asyncio.Runner() as runner:
+        answerer = _open(args, runner)
+        try:
+            _talk(runner, answerer, conversation, is_quiet=args.quiet)
+        finally:
+            runner.run(answerer.close())
+    return 0
+
+
+def _open(args: argparse.Namespace, runner: asyncio.Runner) -> Answerer:
+    """Who answers. Raises OctavoError."""
+    if args.url is not None:
+        if given := settings_given(args):
+            raise UsageError(f"{', '.join(given)} is a setting of an engine here; leave it out with --url")
+        defaults = {name: value for name in _GIVEN if (value := getattr(args, name)) is not None}
+        remote = RemoteAnswerer(args.url, args.api_key, args.model or "", defaults=defaults)
+        runner.run(remote.connect())
+        return remote
+    from octavo.assembly import build_local  # heavy, and needed here only
+
+    config = config_from(args, model=args.model)
+    sampling_params(args, {})  # a mistaken flag should not wait for the model
+    with loading(config.model.model, args.quiet):
+        engine = build_local(config)
+    warn_limits(config, engine.capacity)
+    if engine.text.chat_template is None:
+        runner.run(engine.client.close())
+        raise UsageError(
+            f"{engine.text.name} has no chat template; give one with --chat-template, or use octavo run --raw"
+        )
+    return LocalAnswerer(engine, sampling_params(args, engine.text.spec.generation), engine.text.name)
+
+
+def _talk(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation, *, is_quiet: bool) -> None:
+    is_shown = sys.stdin.isatty() and not is_quiet
+    if is_shown:
+        say(f"{answerer.name}: type a message, or /help")
+    with _editing(sys.stdin.isatty()):
+        while not conversation.is_over:
+            try:
+                text = read_message("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                if is_shown:
+                    say("")
+                return
+            except KeyboardInterrupt:
+                say("", "Ctrl-D or /exit leaves")
+                continue
+            _turn(runner, answerer, conversation, text)
+            if conversation.wants_answer:
+                _answer(runner, answerer, conversation, is_shown)
+
+
+def _turn(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation, text: str) -> None:
+    """Take one message, or do one command."""
+    if not text.strip():
+        return
+    if not text.startswith("/"):
+        conversation.say(text)
+        return
+    try:
+        told = conversation.command(text)
+    except OctavoError as error:
+        told = f"error: {error}"
+    if told:
+        say(told)
+
+
+def _answer(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation, is_shown: bool) -> None:
+    """Print an answer as it comes; Ctrl-C keeps what there is of it."""
+    parts: list[str] = []
+
+    async def answer() -> None:
+        async with contextlib.aclosing(answerer.stream(conversation.asked(), conversation.params)) as texts:
+            async for text in texts:
+                parts.append(text)
+                sys.stdout.write(text)
+                sys.stdout.flush()
+
+    note = ""
+    try:
+        runner.run(answer())
+        note = answerer.note
+    except KeyboardInterrupt:
+        note = "stopped"
+    except OctavoError as error:
+        note = f"error: {error}"
+    print()
+    conversation.answer("".join(parts))
+    if note and (is_shown or note.startswith("error")):
+        say(note)
+
+
+def read_message(prompt: str) -> str:
+    """One message: a line, lines joined by backslashes, or what is between two fences. Raises EOFError."""
+    line = input(prompt)
+    if line.strip().startswith(_FENCE):
+        lines = [line.strip().removeprefix(_FENCE)]
+        while not lines[-1].rstrip().endswith(_FENCE):
+            lines.append(input("… " if prompt else ""))
+        lines[-1] = lines[-1].rstrip().removesuffix(_FENCE)
+        return "\n".join(lines).strip("\n")
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input("… " if prompt else ""))
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _editing(is_terminal: bool) -> Iterator[None]:
+    """Line editing with a history that lasts, where there is a terminal and a library for it."""
+    try:
+        import readline
+    except ImportError:
+        is_terminal = False
+    if not is_terminal:
+        yield
+        return
+    history = Path("~/.cache/octavo/chat_history").expanduser()
+    with contextlib.suppress(OSError):
+        readline.read_history_file(history)
+    readline.set_history_length(1000)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            history.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(history)
+            history.chmod(0o600)

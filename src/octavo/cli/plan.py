@@ -1,0 +1,102 @@
+"""`octavo plan MODEL`: what a model takes and how much fits, without loading its weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from octavo.assembly import plan_memory
+from octavo.cli.flags import UsageError, add_settings, config_from
+from octavo.executors.protocol import MemoryPlan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="what to plan for [smollm2]")
+    parser.add_argument("--tokens", type=int, metavar="N", help="also say how many requests of so many tokens fit")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_settings(parser, ("model", "cache", "scheduling", "execution"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 1 when the model or a useful pool does not fit."""
+    if args.tokens is not None and args.tokens < 1:
+        raise UsageError(f"--tokens is {args.tokens}; give at least 1")
+    config = config_from(args, model=args.model)
+    plan = plan_memory(config)
+    if args.json:
+        print(json.dumps({"model": config.model.model, **facts(plan, args.tokens)}))
+    else:
+        for line in lines(config.model.model, plan, args.tokens):
+            print(line)
+    return 0 if plan.shortfall is None else 1
+
+
+def facts(plan: MemoryPlan, tokens: int | None) -> dict[str, Any]:
+    """The plan as plain values."""
+    made: dict[str, Any] = {
+        "device": plan.device,
+        "dtype": plan.dtype,
+        "quantization": plan.quantization,
+        "threads": plan.num_threads,
+        "max_model_len": plan.max_model_len,
+        "free_bytes": plan.free_bytes,
+        "weight_bytes": plan.weight_bytes,
+        "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "kv_pool_bytes": plan.pool_bytes,
+        "kv_pool_tokens": _tokens(plan),
+        "num_blocks": list(plan.num_blocks),
+        "block_size": plan.block_size,
+        "full_length_bytes": plan.sequence_bytes,
+        "full_length_requests": round(plan.num_full_length, 2),
+        "max_sequences": plan.num_slots,
+        "fits": plan.shortfall is None,
+        "shortfall": plan.shortfall,
+    }
+    return made if tokens is None else {**made, "requests_of_tokens": {str(tokens): _fitting(plan, tokens)}}
+
+
+def lines(model: str, plan: MemoryPlan, tokens: int | None) -> Iterator[str]:
+    """The plan in words."""
+    types = plan.dtype if plan.quantization == "none" else f"{_code(plan.quantization)} weights, {plan.dtype}"
+    threads = f", {plan.num_threads} threads" if plan.device == "cpu" else ""
+    yield f"model     {model}, {types}, {plan.device}{threads}"
+    yield f"memory    {_size(plan.free_bytes)} free now"
+    yield f"weights   {_size(plan.weight_bytes)}"
+    yield (
+        f"KV        {plan.kv_bytes_per_token:,} bytes a token; {_size(plan.sequence_bytes)} for a request of full "
+        f"length ({plan.max_model_len:,} tokens)"
+    )
+    if plan.shortfall is not None:
+        yield f"KV pool   does not fit: {plan.shortfall}"
+        return
+    full = f"{plan.num_full_length:.1f} requests of full length, {plan.num_slots} running at most"
+    yield f"KV pool   {_size(plan.pool_bytes)}: {_tokens(plan):,} tokens, {full}"
+    if tokens is not None:
+        yield f"          {_fitting(plan, tokens):,} requests of {tokens:,} tokens at once"
+    left = plan.free_bytes - plan.weight_bytes - plan.pool_bytes
+    yield f"left      {_size(max(0, left))} (a larger pool: --kv-cache-memory-bytes, --kv-cache-tokens)"
+
+
+def _code(quantization: str) -> str:
+    return "quantised" if quantization == "auto" else quantization
+
+
+def _tokens(plan: MemoryPlan) -> int:
+    return plan.num_blocks[0] * plan.block_size
+
+
+def _fitting(plan: MemoryPlan, tokens: int) -> int:
+    """Requests of so many tokens that run at once; none when they are longer than the model holds."""
+    if tokens > plan.max_model_len:
+        return 0
+    chunk = plan.max_model_len
+    needs = [group.peak_blocks(tokens, chunk, plan.block_size) for group in plan.groups]
+    return min(plan.num_slots, *(count // need for count, need in zip(plan.num_blocks, needs, strict=True)))
+
+
+def _size(num_bytes: int) -> str:
+    gib = num_bytes / 2**30
+    return f"{gib:,.2f} GiB" if gib >= 1 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,88 @@
+"""`octavo stop [NAME|PID|PORT]`: end a server that runs here, and wait until its open requests are done."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from octavo.cli.flags import UsageError
+from octavo.cli.servers import Record, find_servers
+from octavo.cli.terminal import say
+
+TIMEOUT_S = 60.0
+_LOOK_S = 0.05
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("which", nargs="?", metavar="NAME|PID|PORT", help="as octavo ps lists it [the only one]")
+    parser.add_argument("--all", action="store_true", help="every server of this user")
+    parser.add_argument(
+        "--timeout", type=float, default=TIMEOUT_S, metavar="X", help=f"seconds to wait [{TIMEOUT_S:g}]"
+    )
+    parser.add_argument("--now", action="store_true", help="do not wait for open requests: they end with an error")
+
+
+def run(args: argparse.Namespace) -> int:
+    """End them; 0 when they are gone, 1 when one still runs after the time."""
+    if args.all and args.which is not None:
+        raise UsageError("--all ends every server; leave the name out")
+    if not args.timeout >= 0:
+        raise UsageError(f"--timeout is {args.timeout:g}; give 0 or more seconds")
+    servers = find_servers()
+    chosen = servers if args.all else [choose(servers, args.which)]
+    for server in chosen:
+        _tell(server)
+    end = time.monotonic() + args.timeout
+    if args.now:
+        _wait(chosen, min(end, time.monotonic() + 0.5))  # a second signal takes the drain time from open requests
+        for server in _running(chosen):
+            _tell(server)
+    left = _wait(chosen, end)
+    for server in chosen:
+        state = "still drains; its open requests go on" if server in left else "ended"
+        say(f"{server.model} at {server.url} (process {server.pid}) {state}")
+    return 1 if left else 0
+
+
+def choose(servers: Sequence[Record], which: str | None) -> Record:
+    """The one meant. Raises UsageError."""
+    if not servers:
+        raise UsageError("no server of this user runs here")
+    found = [server for server in servers if which is None or _is(server, which)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(f"{server.model} (process {server.pid}, {server.url})" for server in found or servers)
+    if not found:
+        raise UsageError(f"no server here is {which}; running are {known}")
+    raise UsageError(f"{len(found)} servers are meant; give the process or the port of one, or --all: {known}")
+
+
+def _is(server: Record, which: str) -> bool:
+    return which in (str(server.pid), server.model, server.url, str(urlsplit(server.url).port))
+
+
+def _tell(server: Record) -> None:
+    """Ask it to end. It was found by the lock that it holds, so the number is its own."""
+    try:
+        os.kill(server.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        raise UsageError(f"process {server.pid} belongs to another user") from None
+
+
+def _running(servers: Sequence[Record]) -> list[Record]:
+    known = {server.pid: server for server in find_servers()}
+    return [server for server in servers if known.get(server.pid) == server]
+
+
+def _wait(servers: Sequence[Record], end: float) -> list[Record]:
+    """Those that run at the end of the time."""
+    while (left := _running(servers)) and time.monotonic() < end:
+        time.sleep(_LOOK_S)
+    return left

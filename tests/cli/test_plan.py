@@ -1,0 +1,79 @@
+"""octavo plan: what it tells is what opening gives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny_models import make_tiny_model
+
+from octavo.assembly import build_local, config_from, plan_memory
+from octavo.cli import main
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("smollm2", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"dtype": "float32", "kv_cache_dtype": "bfloat16", "max_model_len": 96},
+        {"quantization": "int8"},
+        {"num_blocks": 33, "block_size": 8},
+        {"kv_cache_tokens": 640},
+    ],
+)
+def test_I05_the_plan_is_what_opening_gives(tiny: Path, settings: dict[str, Any]) -> None:
+    config = config_from(
+        str(tiny), {"num_blocks": 64, "threads": 1, **settings} if "kv_cache_tokens" not in settings else settings
+    )
+    plan, engine = plan_memory(config), build_local(config)
+    has = engine.capacity
+    asyncio.run(engine.client.close())
+    assert (plan.weight_bytes, plan.groups, plan.num_blocks) == (has.weight_bytes, has.groups, has.num_blocks)
+    assert (plan.max_model_len, plan.dtype, plan.kv_bytes_per_token) == (
+        has.max_model_len,
+        has.dtype,
+        has.kv_bytes_per_token,
+    )
+    assert plan.num_slots == has.num_slots and plan.shortfall is None
+
+
+def test_windows_have_groups_of_their_own(tmp_path: Path) -> None:
+    model = make_tiny_model("gemma3", tmp_path / "gemma3")
+    config = config_from(str(model), {"num_blocks": 64, "threads": 1, "dtype": "float32"})
+    plan, engine = plan_memory(config), build_local(config)
+    asyncio.run(engine.client.close())
+    assert plan.groups == engine.capacity.groups and plan.num_blocks == engine.capacity.num_blocks
+    assert plan.weight_bytes == engine.capacity.weight_bytes
+
+
+def test_it_is_told_in_words_and_as_json(tiny: Path, capsys: Any) -> None:
+    assert main(["plan", str(tiny), "--kv-cache-tokens", "640", "--tokens", "64", "-np", "4", "-c", "128"]) == 0
+    said = capsys.readouterr().out
+    assert "640 tokens, 5.0 requests of full length, 4 running at most" in said
+    assert "4 requests of 64 tokens at once" in said and "weights" in said and "bytes a token" in said
+    assert main(["plan", str(tiny), "--kv-cache-tokens", "640", "--json", "--tokens", "100000"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["kv_pool_tokens"] == 640 and plan["fits"] and plan["requests_of_tokens"] == {"100000": 0}
+    assert plan["kv_pool_bytes"] == 640 * plan["kv_bytes_per_token"]
+
+
+def test_what_does_not_fit_is_told_with_the_numbers(tiny: Path, capsys: Any) -> None:
+    assert main(["plan", str(tiny), "--kv-cache-memory-bytes", "900T"]) == 1
+    assert "does not fit: the pool was given" in capsys.readouterr().out
+
+
+def test_mistakes(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("[]")
+    assert main(["plan", f"scripted:{path}"]) == 2
+    assert "has no weights" in capsys.readouterr().err
+    assert main(["plan", "--tokens", "0"]) == 2
+    assert "--tokens is 0" in capsys.readouterr().err
