@@ -54,10 +54,11 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
     "metadata": ({}, {"a": "b"}, echoed("metadata", {"a": "b"})),
     "truncation": ({}, "disabled", echoed("truncation", "disabled")),
     "store": ({}, False, echoed("store", False)),
+    "background": ({}, True, echoed("background", True)),
     **{field: ({}, value, echoed(field, value)) for field, value in LABEL.items()},
 }
 ELSEWHERE = {"previous_response_id": "test_responses.py", "stream_options": "below"}
-VALUES = {"n": 2, "use_beam_search": True, "background": True, "context_management": [{"type": "compaction"}]}
+VALUES = {"n": 2, "use_beam_search": True, "context_management": [{"type": "compaction"}]}
 
 
 async def post(harness: Harness, **fields: Any) -> Any:

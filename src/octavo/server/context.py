@@ -28,6 +28,7 @@ from octavo.server.limits import HttpLimits
 from octavo.server.params import ParamsReader, model_defaults
 from octavo.server.prompts import PromptReader
 from octavo.server.replay_outputs import one_by_one
+from octavo.server.responses.background import Background
 from octavo.server.responses.store import ResponseStore
 from octavo.server.waiting import WaitingRoom
 from octavo.text.dialect import Dialect, read_dialect
@@ -66,6 +67,7 @@ class Context:
     params: ParamsReader
     dialect: Dialect
     responses: ResponseStore
+    background: Background
     grammars: GrammarReader
     batches: BatchService
     tracer: Tracer = field(default_factory=lambda: Tracer(None, ""))
@@ -98,6 +100,7 @@ def build_context(
     waiting = _waiting_room(config, sessions)
     keys = KeyRing.of(config.serving)
     tool = ToolProcess()
+    runs = Runs(config.retry, text.tokenizer)
     template = None if text.chat_template is None else text.chat_template.source
     dialect = read_dialect(template, config.model.tool_call_parser, config.model.reasoning_parser)
     max_len = min(text.spec.max_model_len, config.model.max_model_len or text.spec.max_model_len)
@@ -113,7 +116,7 @@ def build_context(
         keys=keys,
         metrics=RequestMetrics(model),
         fine_sessions=one_by_one(sessions),
-        runs=Runs(config.retry, text.tokenizer),
+        runs=runs,
         waiting=waiting,
         admission=Admission(
             config.admission, waiting, Estimator(), is_by_priority=config.scheduling.policy == "priority"
@@ -124,6 +127,7 @@ def build_context(
         params=ParamsReader(model_defaults(text.spec.generation), text.tokenizer, limits.max_choices),
         dialect=dialect,
         responses=ResponseStore(config.responses),
+        background=Background(runs, lifecycle),
         batches=BatchService(config.batch, keys, waiting.num_slots),
         grammars=GrammarReader(tool, text),
         tracer=Tracer(config.telemetry.otlp_traces_endpoint, __version__),

@@ -43,12 +43,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetryKey:
-    """What a retry shows: whose it is, the key, what the body says, and the last event it has."""
+    """What a retry shows: whose it is, the key, what the body says, and the last event it has.
+
+    `is_lasting`: whether the journal, where there is one, carries the run over a restart.
+    """
 
     tenant: str
     key: str
     body_hash: bytes
     last_event: str | None = None
+    is_lasting: bool = True
 
     @property
     def name(self) -> tuple[str, str]:
@@ -110,6 +114,7 @@ class Run:
         self.orphaned: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
         self.number: int | None = None  # in the journal
+        self.why: ApiError | None = None  # it was given up, other than by the end of the server
         self.revive: Callable[[], Begun] | None = None  # of a result kept by a former server, until it is asked for
 
     @property
@@ -189,10 +194,19 @@ class Runs:
 
     def announce(self, run: Run, form: Form, request_ids: Sequence[str]) -> None:
         """It is about to be submitted under these names: the journal has it before the engine."""
-        if self.journal is not None:
-            key = run.key
+        key = run.key
+        if self.journal is not None and key.is_lasting:
             began = Began(0, key.tenant, key.key, key.body_hash, msgpack.encode(form), len(request_ids), self._now())
             run.number = self.journal.begin(began, request_ids)
+
+    def give_up(self, key: RetryKey, why: ApiError) -> None:
+        """End the run of this key, if it goes on: its readers are told why."""
+        run = self._runs.get(key.name)
+        if run is not None and not run.is_ended and run.task is not None:
+            run.why = why
+            self._drop(run)
+            # Not at once: a task that has not begun would end without telling anybody.
+            asyncio.get_running_loop().call_soon(run.task.cancel)
 
     def start(self, run: Run, begun: Begun) -> None:
         """Let it run, apart from any connection."""
@@ -283,7 +297,7 @@ class Runs:
         except (ApiError, OctavoError) as error:
             failure = from_exception(error)
         except asyncio.CancelledError:
-            failure = draining_error()
+            failure = run.why or draining_error()
         except Exception:  # the shell of a run: its readers are told, the log has the story
             _log.exception("request %s failed", begun.form.identity[0])
         finally:

@@ -263,8 +263,12 @@ class Replay:
 
     def _pieces(self, index: int) -> Iterator[TextDelta]:
         """What a choice has beyond this reader; it takes turns with the others."""
-        choice = self._tape.choices[index]
-        while (found := choice.next_piece(index, self._at[index], self._has.places[index][0])) is not None:
+        choice, by_token = self._tape.choices[index], self.framing.by_token
+        while True:
+            stop = max(0, self._at[index][0]) + 1 if by_token else self._has.places[index][0]
+            found = choice.next_piece(index, self._at[index], stop)
+            if found is None:
+                return
             piece, place = found
             is_first = place[0] == 0
             self._at[index] = place

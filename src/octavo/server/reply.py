@@ -104,7 +104,13 @@ async def _replied(request: Request, context: Context, task: Task, asked: tuple[
     if event is not None and not task.can_continue:
         raise bad_field("Last-Event-ID", "streams of this endpoint cannot be continued; leave Last-Event-ID out")
     holder: KeyInfo = request.scope[KEY]
-    retry = RetryKey(holder.tenant, key, await _body_hash(task), event)
+    retry = RetryKey(holder.tenant, key, await body_hash(task), event)
+    replay = await open_run(request, context, task, retry)
+    return await _answer(request, context, task, replay, replay)
+
+
+async def open_run(request: Request, context: Context, task: Task, retry: RetryKey) -> Replay:
+    """A reading of the run of this key, which is begun if there is none; it needs no connection. Raises ApiError."""
 
     async def begin(run: Run) -> Begun:
         generation, form = await _begin(request, context, task, run)
@@ -112,10 +118,10 @@ async def _replied(request: Request, context: Context, task: Task, asked: tuple[
 
     replay = await context.runs.replay(retry, begin)
     _tell(task, replay.shape)
-    return await _answer(request, context, task, replay, replay)
+    return replay
 
 
-async def _body_hash(task: Task) -> bytes:
+async def body_hash(task: Task) -> bytes:
     """What tells two bodies apart: the endpoint and the fields given, however they were written."""
 
     def digest() -> bytes:

@@ -23,7 +23,6 @@ MAX_METADATA_CHARACTERS = 512
 MAX_LABEL_CHARACTERS = 512
 
 REFUSED_RESPONSES: Refused = {
-    "background": (False,),
     "conversation": (),
     "prompt": (),
     "context_management": ([],),
@@ -131,6 +130,7 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
     store: bool = True
+    background: bool = Field(False, description="whether it runs on without this connection; it must be stored")
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
     include: list[str] = Field([], max_length=16)

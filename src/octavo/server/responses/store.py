@@ -59,6 +59,7 @@ class Stored:
     link: Link
     rest: bytes
     previous_id: str | None
+    status: str
 
     def response(self) -> bytes:
         """The response as JSON."""
@@ -109,7 +110,7 @@ class ResponseStore:
         self.delete(tenant, response["id"])  # a retry is answered with what is there already
         ids = (*given.ids, *(item["id"] for item in response["output"]))
         link = Link(given.items, output, ids, previous.link if previous is not None else None)
-        stored = Stored(response["id"], link, rest, previous.response_id if previous is not None else None)
+        stored = Stored(response["id"], link, rest, previous.response_id if previous else None, response["status"])
         shelf = self._shelves.setdefault(tenant, _Shelf())
         shelf.stored[stored.response_id] = (stored, self._now())
         shelf.num_bytes += len(rest)
@@ -130,6 +131,10 @@ class ResponseStore:
             raise ApiError(404, message, code="response_not_found", param=param)
         self._touch(self._shelves[tenant], found)
         return found
+
+    def has(self, tenant: str, response_id: str) -> bool:
+        """Whether a response is here; it is not thereby used."""
+        return self._find(tenant, response_id) is not None
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Forget a response; say whether it was there."""

@@ -30,6 +30,7 @@ from octavo.server.shapes.shape import Identity, Shape
 
 if TYPE_CHECKING:
     from octavo.core.request import SamplingParams
+    from octavo.server.answer import Json
 
 T = TypeVar("T")
 _ITEM_CHARACTERS = 64  # that an item counts beside its text
@@ -44,11 +45,22 @@ class Conversation:
     given: Given
 
 
-async def response_task(context: Context, tenant: str, body: ResponsesBody) -> Task:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What answers a body. `keep` puts a response into the store; of one in the background, whoever runs it does."""
+
+    task: Task
+    response_id: str
+    keep: Callable[[Json], None]
+
+
+async def response_task(context: Context, tenant: str, body: ResponsesBody) -> Asked:
     """What answers a Responses body. Raises ApiError."""
     if body.store and "store" in body.model_fields_set and not context.responses.is_on:
         raise bad_field("store", "store is true, but this server is set up to keep no responses; leave it out")
     is_kept = body.store and context.responses.is_on
+    if body.background and not is_kept:
+        raise bad_field("background", "background is true, but the response is not stored; let it be, with store")
     previous = previous_of(context, tenant, body)
     response_id = ID_PREFIX + uuid.uuid4().hex
     conversation = await read_conversation(context, tenant, body, previous, response_id)
@@ -62,11 +74,14 @@ async def response_task(context: Context, tenant: str, body: ResponsesBody) -> T
         facts = {**form.facts, "id": response_id, "echo": {**_echo(body, task.params), "store": is_kept}}
         return msgspec.structs.replace(form, facts=facts)
 
-    def keep_answer(shape: Shape) -> None:
-        if isinstance(shape, ResponseShape) and is_kept:
-            shape.keep = lambda response: context.responses.put(tenant, response, conversation.given, previous)
+    def keep(response: Json) -> None:
+        context.responses.put(tenant, response, conversation.given, previous)
 
-    return replace(
+    def keep_answer(shape: Shape) -> None:
+        if isinstance(shape, ResponseShape) and is_kept and not body.background:
+            shape.keep = keep
+
+    answering = replace(
         task,
         prompt_param="input",
         read_prompts=_respelled(task.read_prompts),
@@ -74,13 +89,20 @@ async def response_task(context: Context, tenant: str, body: ResponsesBody) -> T
         make_form=make_form,
         on_shape=keep_answer,
     )
+    return Asked(answering, response_id, keep)
 
 
 def previous_of(context: Context, tenant: str, body: ResponsesBody) -> Stored | None:
     """The response that this one goes on from. Raises ApiError."""
     if body.previous_response_id is None:
         return None
-    return context.responses.get(tenant, body.previous_response_id, "previous_response_id")
+    previous = context.responses.get(tenant, body.previous_response_id, "previous_response_id")
+    if previous.status not in ("completed", "incomplete"):
+        message = (
+            f"previous_response_id is {body.previous_response_id!r}, which is {previous.status}; nothing to go on from"
+        )
+        raise bad_field("previous_response_id", message)
+    return previous
 
 
 async def read_conversation(
@@ -144,7 +166,7 @@ def _echo(body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
     if asked.type == "json_schema":
         shown = {"name": "answer", **shown}
     return {
-        "background": False,
+        "background": body.background,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -20,12 +21,18 @@ from octavo.server.bodies.responses import (
 )
 from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError, bad_field
+from octavo.server.idempotency import Begun, RetryKey, Run, key_of
 from octavo.server.keys import KeyInfo
 from octavo.server.limits import OFF_LOOP_BYTES, read_json
 from octavo.server.offload import parse_off_loop
-from octavo.server.reply import RETRY_NOTE, reply
+from octavo.server.reply import RETRY_NOTE, body_hash, open_run, reply
 from octavo.server.responses.store import Stored
-from octavo.server.responses.task import response_task
+from octavo.server.responses.task import Asked, response_task
+from octavo.server.shapes.responses import ResponseShape
+from octavo.server.stream import EventStream
+
+if TYPE_CHECKING:
+    from octavo.server.answer import Json
 
 MAX_LISTED = 100
 _READING = ("include", "include[]", "stream", "starting_after", "include_obfuscation")
@@ -37,7 +44,50 @@ async def create(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, context.limits, read_responses)
     context.check_model(body.model)
-    return await reply(request, await response_task(context, _tenant(request), body))
+    asked = await response_task(context, _tenant(request), body)
+    return await _in_background(request, asked) if body.background else await reply(request, asked.task)
+
+
+async def _in_background(request: Request, asked: Asked) -> Response:
+    """Begin a response that runs on by itself; give it as it begins, or its events."""
+    context, tenant, task = context_of(request), _tenant(request), asked.task
+    key, event = key_of(request)
+    if event is not None:
+        raise bad_field("Last-Event-ID", "Last-Event-ID: continue with GET, stream and starting_after; leave it out")
+    if key is None:
+        retry = RetryKey(tenant, f"background {asked.response_id}", b"", is_lasting=False)
+    else:
+        retry = RetryKey(tenant, key, await body_hash(task))
+    replay = await open_run(request, context, task, retry)
+
+    def keep(response: Json) -> None:
+        if response["status"] == "in_progress" or context.responses.has(tenant, response["id"]):
+            asked.keep(response)
+
+    shape = replay.shape
+    assert isinstance(shape, ResponseShape)
+    begun = shape.begun()
+    if context.responses.has(tenant, shape.response_id):
+        await replay.close()  # it is asked for again
+    else:
+        context.background.start(retry, replay, keep)
+    if task.body.stream:
+        return await _events(context, retry, -1)
+    if context.responses.has(tenant, shape.response_id):
+        return _json(context.responses.get(tenant, shape.response_id).response())
+    return _json(msgspec.json.encode(begun))
+
+
+async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
+    """The events of a run, from its beginning or behind one that its reader has."""
+
+    async def refuse(_: Run) -> Begun:
+        raise bad_field("stream", "stream: the events of this response are not kept any more; leave it out")
+
+    replay = await context.runs.replay(retry, refuse)
+    assert isinstance(replay.shape, ResponseShape)
+    replay.shape.behind = behind
+    return EventStream(replay, replay, context.lifecycle, context.limits, context.metrics)
 
 
 async def count(request: Request) -> Response:
@@ -45,23 +95,36 @@ async def count(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, context.limits, read_responses)
     context.check_model(body.model)
-    task = await response_task(context, _tenant(request), body)
-    num_tokens = sum(map(len, await task.read_prompts()))
+    asked = await response_task(context, _tenant(request), body)
+    num_tokens = sum(map(len, await asked.task.read_prompts()))
     return _json(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": num_tokens}))
 
 
 async def retrieve(request: Request) -> Response:
-    """Give a stored response again."""
+    """Give a stored response again, or the events of one that runs in the background."""
     _check_query(request, _READING)
-    if request.query_params.get("stream", "false") != "false":
-        raise bad_field("stream", "stream: this server streams a response once, as it is made; leave it out")
-    _, stored = _found(request)
-    return _json(stored.response())
+    query = request.query_params
+    stream, behind = query.get("stream", "false"), query.get("starting_after", "")
+    if stream not in ("true", "false"):
+        raise bad_field("stream", f"stream is {stream[:32]!r}; give true or false")
+    if behind and not (behind.isascii() and behind.isdigit() and len(behind) < 10 and stream == "true"):
+        raise bad_field("starting_after", f"starting_after is {behind[:32]!r}; give an event's number, with stream")
+    if query.get("include_obfuscation", "false") != "false":
+        message = "include_obfuscation: this server does not support it; leave it out"
+        raise bad_field("include_obfuscation", message, "unsupported_field")
+    context, stored = _found(request)
+    if stream == "false":
+        return _json(stored.response())
+    retry = context.background.key_of(_tenant(request), stored.response_id)
+    if retry is None:
+        raise bad_field("stream", "stream: only the events of a response in the background are kept; leave it out")
+    return await _events(context, retry, int(behind or -1))
 
 
 async def delete(request: Request) -> Response:
-    """Forget a stored response. What went on from it still does."""
+    """Forget a stored response, and end one that runs. What went on from it still does."""
     context, stored = _found(request)
+    await context.background.cancel(_tenant(request), stored.response_id)
     context.responses.delete(_tenant(request), stored.response_id)
     return _json(msgspec.json.encode({"id": stored.response_id, "object": "response", "deleted": True}))
 
@@ -87,10 +150,13 @@ async def list_input_items(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Refuse: what is stored has ended, and what has not is ended by closing its connection."""
-    _found(request)
-    message = "only a response that runs in the background can be cancelled; this one has ended"
-    raise ApiError(400, message, code="invalid_request")
+    """End a response that runs in the background; one that has ended stays as it is."""
+    context, stored = _found(request)
+    if not msgspec.json.decode(stored.rest)["background"]:
+        message = "only a response that runs in the background can be cancelled; end others by closing their connection"
+        raise ApiError(400, message, code="invalid_request")
+    await context.background.cancel(_tenant(request), stored.response_id)
+    return _json(context.responses.get(_tenant(request), stored.response_id).response())
 
 
 def _page(items: list[dict[str, object]], limit: int, after: str | None) -> dict[str, object]:

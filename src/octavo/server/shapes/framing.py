@@ -22,6 +22,7 @@ class Framing:
     """`error` gives the events of a failure; `keep_alive` is b"" where nothing may stand between events.
 
     `done` ends every stream, also one that failed. `has_ids`: whether a line with an event's id may precede it.
+    `by_token`: whether each token's events stand alone, so that every reading of an answer has the same events.
     """
 
     media_type: str
@@ -29,6 +30,7 @@ class Framing:
     keep_alive: bytes
     error: Callable[[ApiError], bytes]
     has_ids: bool = True
+    by_token: bool = False
 
 
 OPENAI = Framing("text/event-stream", b"data: [DONE]\n\n", b": keep-alive\n\n", _openai_error)

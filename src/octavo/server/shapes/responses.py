@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from msgspec import Raw, convert
+from msgspec import Raw
 from msgspec.json import encode
 
 from octavo.core.request import FinishReason
 from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage, timings_json
+from octavo.server.answer_formats import read_format
 from octavo.server.shapes.framing import Framing
 from octavo.server.shapes.response_items import Event, ItemWriter
-from octavo.text.answer_format import AnswerFormat
 from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
@@ -29,22 +29,25 @@ ID_PREFIX = "resp_"
 
 
 class ResponseShape:
-    """Answers of /v1/responses. `keep` is told of the whole answer before the events that end it are given."""
+    """Answers of /v1/responses. `keep` is told of the whole answer before the events that end it are given.
+
+    Events up to the number `behind` are left out: their reader has them.
+    """
 
     def __init__(self, form: Form, pieces: Pieces) -> None:
         facts = form.facts
-        self.framing = Framing("text/event-stream", b"", b": keep-alive\n\n", self._failure, has_ids=False)
+        self.framing = Framing(
+            "text/event-stream", b"", b": keep-alive\n\n", self._failure, has_ids=False, by_token=True
+        )
         self.keep: Callable[[Json], None] | None = None
-        self._id: str = facts["id"]
+        self.behind = -1
+        self.response_id: str = facts["id"]
         self._created = form.identity[1]
         self._model = form.identity[2]
         self._echo: Json = facts["echo"]
         self._pieces = pieces
-        answer_format = facts.get("format")
-        self._reader = AnswerReader(
-            None if answer_format is None else convert(answer_format, AnswerFormat), seed=f"{self._id}:0"
-        )
-        self._items = ItemWriter(self._id.removeprefix(ID_PREFIX))
+        self._reader = AnswerReader(read_format(facts), seed=f"{self.response_id}:0")
+        self._items = ItemWriter(self.response_id.removeprefix(ID_PREFIX))
         self._num_characters = 0
         self._number = -1
 
@@ -58,8 +61,17 @@ class ResponseShape:
 
     def first(self) -> bytes:
         """The response before it has any output, twice: it is made, and it goes on."""
-        response = self._response("in_progress")
+        response = self.begun()
         return self._bytes((kind, {"response": response}) for kind in ("response.created", "response.in_progress"))
+
+    def begun(self) -> Json:
+        """The response without any output."""
+        return self._response("in_progress")
+
+    def ended(self, error: ApiError, status: str = "failed") -> Json:
+        """The response that an error ended, with what there is of its output."""
+        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
+        return self._response(status, error={"code": code, "message": error.message})
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """The events of a delta; the response's own last event behind the last."""
@@ -92,7 +104,7 @@ class ResponseShape:
     def _response(self, status: str, usage: Usage | None = None, error: Json | None = None) -> Json:
         is_cut = status == "incomplete"
         response: Json = {
-            "id": self._id,
+            "id": self.response_id,
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -123,9 +135,7 @@ class ResponseShape:
         """An error in mid-stream: by itself, for whoever looks for that, and as the response's end."""
         open_items = self._bytes(self._items.close("incomplete"))
         told = {"code": error.code, "message": error.message, "param": error.param}
-        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
-        response = self._response("failed", error={"code": code, "message": error.message})
-        return open_items + self._bytes((("error", told), ("response.failed", {"response": response})))
+        return open_items + self._bytes((("error", told), ("response.failed", {"response": self.ended(error)})))
 
     def _bytes(self, events: Iterable[Event]) -> bytes:
         return b"".join(map(self._numbered, events))
@@ -133,5 +143,7 @@ class ResponseShape:
     def _numbered(self, event: Event) -> bytes:
         kind, facts = event
         self._number += 1
+        if self._number <= self.behind:
+            return b""
         data = {"type": kind, "sequence_number": self._number, **facts}
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(data))

@@ -1,0 +1,105 @@
+"""Background: responses that run on without the connection that asked for them.
+
+Owns: which of them run, keeping each one's end, cancelling. Does not: run anything (runs do), or keep it (the store).
+Invariants: a response that runs is in the store, as one in progress, until its end takes that place; one that was
+deleted or gave way meanwhile does not come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from octavo.errors import OctavoError
+from octavo.server.faults import ApiError, draining_error, from_exception
+from octavo.server.lifecycle import ServerStoppingError
+from octavo.server.shapes.responses import ResponseShape
+
+if TYPE_CHECKING:
+    from starlette.types import Message
+
+    from octavo.server.answer import Json
+    from octavo.server.idempotency import RetryKey, Runs
+    from octavo.server.lifecycle import Lifecycle
+    from octavo.server.replay import Replay
+
+MAX_RESUMABLE = 10_000  # responses whose events may be read again, as long as their runs are kept
+
+
+@dataclass(slots=True)
+class _Job:
+    """One that runs. `keep` puts its end in the place of what was kept of it."""
+
+    key: RetryKey
+    replay: Replay
+    shape: ResponseShape
+    keep: Callable[[Json], None]
+    is_cancelled: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Background:
+    """All that run in the background."""
+
+    def __init__(self, runs: Runs, lifecycle: Lifecycle) -> None:
+        self._runs = runs
+        self._lifecycle = lifecycle
+        self._jobs: dict[tuple[str, str], _Job] = {}
+        self._keys: dict[tuple[str, str], RetryKey] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def start(self, key: RetryKey, replay: Replay, keep: Callable[[Json], None]) -> None:
+        """Look after a run until its end. A server that drains waits for it."""
+        shape = replay.shape
+        assert isinstance(shape, ResponseShape)
+        name = (key.tenant, shape.response_id)
+        keep(shape.begun())
+        self._jobs[name] = job = _Job(key, replay, shape, keep)
+        self._keys[name] = key
+        while len(self._keys) > MAX_RESUMABLE:
+            del self._keys[next(iter(self._keys))]
+        is_open = ExitStack()
+        is_open.enter_context(self._lifecycle.opened())
+        task = asyncio.create_task(self._follow(name, job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: is_open.close())
+
+    def key_of(self, tenant: str, response_id: str) -> RetryKey | None:
+        """The key of the run whose events are a response's."""
+        return self._keys.get((tenant, response_id))
+
+    async def cancel(self, tenant: str, response_id: str) -> None:
+        """End a response and wait until that is kept. Nothing where it has ended already."""
+        job = self._jobs.get((tenant, response_id))
+        if job is not None:
+            job.is_cancelled = True
+            why = ApiError(503, "the response was cancelled", code="cancelled", is_final=True)
+            self._runs.give_up(job.key, why)
+            await job.ended.wait()
+
+    async def _follow(self, name: tuple[str, str], job: _Job) -> None:
+        shape = job.shape
+        try:
+            choices = await self._lifecycle.supervise(job.replay.collect(), _nobody_leaves)
+            job.keep(shape.whole(choices))
+        except (ApiError, OctavoError, ServerStoppingError) as error:
+            failure = draining_error() if isinstance(error, ServerStoppingError) else from_exception(error)
+            job.keep({**shape.ended(failure), "status": "cancelled", "error": None} if job.is_cancelled else
+                     shape.ended(failure))  # fmt: skip
+        finally:
+            del self._jobs[name]
+            job.ended.set()
+            await job.replay.close()
+
+
+async def _nobody_leaves() -> Message:
+    """What a connection that is never closed receives: nothing."""
+    nothing: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await nothing
