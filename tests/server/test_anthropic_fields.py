@@ -21,6 +21,7 @@ from octavo.server.bodies.anthropic import (
 )
 from octavo.server.bodies.anthropic_blocks import IGNORED_BLOCK
 from tests.server.fakes import FakeClient, Harness
+from tests.source_tree import ROOT
 
 PLAYED = FakeClient().tokenizer
 Check = Callable[[Request, Any], bool]
@@ -162,3 +163,14 @@ async def test_the_api_description_has_them() -> None:
         assert set(described["requestBody"]["content"]["application/json"]["schema"]["properties"]) == set(
             body.model_fields
         )
+
+
+def test_the_page_tells_of_every_field_that_is_not_honoured() -> None:
+    from octavo.server.bodies import anthropic as messages
+    from octavo.server.bodies import ollama
+
+    page = (ROOT / "docs" / "anthropic-ollama.md").read_text(encoding="utf-8")
+    tables: list[Any] = [IGNORED_MESSAGES, REFUSED_MESSAGES, IGNORED_BLOCK, messages._IGNORED_TOOL]
+    tables += [messages._REFUSED_TOOL, ollama.IGNORED_OLLAMA, ollama.REFUSED_GENERATE, ollama.IGNORED_OPTIONS]
+    tables += [ollama.REFUSED_OPTIONS, ollama.Options.model_fields]
+    assert [name for table in tables for name in table if f"`{name}`" not in page] == []

@@ -1,6 +1,7 @@
 """Ollama's interface: its own client gets what it expects, whole and streamed."""
 
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from octavo.core.request import FinishReason
 from octavo.server.limits import HttpLimits
-from tests.server.fakes import FakeClient, Harness, Wire, keyed
+from tests.server.fakes import MAX_LEN, FakeClient, Harness, Wire, keyed, vector_of
 from tests.server.test_anthropic_tools import CALL, TOOLS, thinking
 
 USER = [{"role": "user", "content": "hi"}]
@@ -238,11 +239,23 @@ async def test_what_a_server_of_one_model_does_not_do_is_refused(verb: str) -> N
 
 async def test_embeddings_are_vectors_of_length_one() -> None:
     harness = Harness()
-    harness.engine.vector = lambda request: [3.0, 4.0] + [0.0] * 6  # type: ignore[attr-defined]
+    encode = harness.text.tokenizer.encode
     async with client_of(harness) as client:
+        found = await client.embed("tiny:latest", ["ab", "cd"])
+        assert [list(vector) for vector in found.embeddings] == [vector_of(encode(t)).tolist() for t in ("ab", "cd")]
+        assert (found.prompt_eval_count, found.model) == (4, "tiny") and (found.total_duration or 0) > 0
+        short = (await client.embed("tiny", "some letters", dimensions=3)).embeddings[0]
+        assert len(short) == 3 and math.hypot(*short) == pytest.approx(1.0, abs=1e-6)
+        assert (await client.embeddings("tiny", "ab")).embedding == found.embeddings[0]
         assert (await client.embed("tiny", [])).embeddings == []
+        assert (await client.embeddings("tiny", "")).embedding == []
+        assert (await client.embed("tiny", "x" * 5000)).prompt_eval_count == MAX_LEN
+        with pytest.raises(ollama.ResponseError, match="input has 5000"):
+            await client.embed("tiny", "x" * 5000, truncate=False)
         with pytest.raises(ollama.ResponseError, match="dimensions is 9; this model's vectors have 8"):
             await client.embed("tiny", "a", dimensions=9)
+        with pytest.raises(ollama.ResponseError, match="this server has: tiny"):
+            await client.embed("other", "a")
 
 
 async def test_errors_are_ollamas() -> None:
