@@ -18,7 +18,11 @@ from octavo.core.plan import ROW_BEAM, ROW_CARRY, ROW_FORK, Event, EventKind, Ev
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.core.statistics import Statistics
+from octavo.engine.grammars import Grammars, collect, submit
 from octavo.executors.protocol import Capacity, Executor, Ticket
+from octavo.grammar.bank import GrammarBank
+from octavo.grammar.matcher import Matcher
+from octavo.grammar.vocabulary import Vocabulary
 
 Watch = Callable[[Scheduler, StepPlan], None]  # called with each plan as it is submitted
 
@@ -105,12 +109,19 @@ def serve(
     rounds: int = 1,
     depth: int = 1,
     watch: Watch | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Run:
-    """Serve requests, `rounds` times on the same prefix cache, with up to `depth` plans in flight."""
+    """Serve requests, `rounds` times on the same prefix cache, with up to `depth` plans in flight.
+
+    Requests may have grammars where `vocabulary` is given.
+    """
     loop = _Loop(executor, limits, depth, watch)
+    if vocabulary is not None:
+        loop.hold_to_grammars(vocabulary)
     for _ in range(rounds):
         loop.round(requests)
     check_no_leaks(loop.scheduler)
+    loop.grammars.close()
     return loop.finish()
 
 
@@ -124,6 +135,13 @@ class _Loop:
         self._flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._digest = blake2b(digest_size=8)
         self._round = -1
+        self.grammars = Grammars()
+        self._bank: GrammarBank | None = None
+        self._vocabulary: Vocabulary | None = None
+
+    def hold_to_grammars(self, vocabulary: Vocabulary) -> None:
+        self._bank, self._vocabulary = GrammarBank(vocabulary), vocabulary
+        self.grammars = Grammars(self._bank)
 
     def round(self, requests: Sequence[Request]) -> None:
         self._round += 1
@@ -137,6 +155,10 @@ class _Loop:
                 index, request = coming.popleft()
                 name, now = f"{self._round}-{index}", float(self.run.num_steps)
                 self.scheduler.admit(replace(request, request_id=name, arrival=now), now)
+                if request.params.grammar:
+                    assert self._bank is not None and self._vocabulary is not None
+                    matcher = Matcher.of(request.params.grammar, self._vocabulary, request.eos_token_ids)
+                    self._bank.open(name, matcher)
             last = self._fill()
             if self._flight:
                 self._retire()
@@ -162,14 +184,15 @@ class _Loop:
             if plan.is_empty:
                 return plan
             self._count(plan)
-            self._flight.append((plan, self._executor.submit(plan)))
+            self._flight.append((plan, submit(self._executor, plan, self.grammars)))
             self.run.max_in_flight = max(self.run.max_in_flight, len(self._flight))
         return None
 
     def _retire(self) -> None:
         plan, ticket = self._flight.popleft()
-        events = self.scheduler.commit(plan, self._executor.collect(ticket), float(self.run.num_steps))
+        events = self.scheduler.commit(plan, collect(self._executor, ticket), float(self.run.num_steps))
         self.run.num_steps += 1
+        self.grammars.committed(events)
         self._note(events.decisions)
         self._take(events)
 
@@ -194,6 +217,7 @@ class _Loop:
             self._watch(self.scheduler, plan)
 
     def _note(self, decisions: Sequence[Event]) -> None:
+        self.grammars.ended(decisions)
         for event in decisions:
             self.run.num_swaps += event.kind == EventKind.SWAPPED
             if event.kind == EventKind.ADMITTED:

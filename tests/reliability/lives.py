@@ -18,8 +18,13 @@ from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.clock import MonotonicClock
 from octavo.engine.custody import Custody
 from octavo.engine.delivery import Delivery
+from octavo.engine.grammars import Grammars
 from octavo.engine.loop import EngineLoop
+from octavo.errors import RequestError
 from octavo.executors.protocol import Executor
+from octavo.grammar.bank import GrammarBank
+from octavo.grammar.matcher import Matcher
+from octavo.grammar.vocabulary import Vocabulary
 
 Opened = tuple[Executor, Limits]
 
@@ -31,16 +36,31 @@ class NoWait(MonotonicClock):
         return
 
 
+class PromptBank(GrammarBank):
+    """A bank that builds at once, so that an engine's turns are the same in every run."""
+
+    def prepare(self, request: Request, done: Callable[[Matcher | RequestError], None]) -> None:
+        self._prepare(request, done)
+
+
 class Life:
     """An engine of this thread: what Custody needs of a SocketClient, and one turn of the loop at a time."""
 
-    def __init__(self, epoch: int, opened: Opened, receive: Callable[[int, Delivery], None], depth: int) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        opened: Opened,
+        receive: Callable[[int, Delivery], None],
+        depth: int,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
         executor, limits = opened
+        grammars = Grammars(None if vocabulary is None else PromptBank(vocabulary))
         self.epoch = epoch
         self.is_alive = True
         self.num_turns = 0
         self.scheduler = Scheduler(limits)
-        self.loop = EngineLoop(self.scheduler, executor, clock=NoWait(), depth=depth)
+        self.loop = EngineLoop(self.scheduler, executor, clock=NoWait(), depth=depth, grammars=grammars)
         self.loop.attach(lambda delivery: receive(epoch, delivery) if self.is_alive else None)
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:
@@ -70,7 +90,8 @@ class Life:
 class Lives:
     """An EngineClient over engines of which `open_engine` makes one after another."""
 
-    def __init__(self, open_engine: Callable[[], Opened], depth: int = 1) -> None:
+    def __init__(self, open_engine: Callable[[], Opened], depth: int = 1, vocabulary: Vocabulary | None = None) -> None:
+        self._vocabulary = vocabulary
         self.custody = Custody()
         self._open_engine = open_engine
         self._depth = depth
@@ -82,9 +103,11 @@ class Lives:
         """The engine in force, if there is one, is no more; another begins."""
         if self.epoch:
             self.life.is_alive = False
+            self.life.loop._grammars.close()
             self.custody.bereave(())
         self.epoch += 1
-        self.life = Life(self.epoch, self._open_engine(), self.custody.deliver, self._depth)
+        opened, receive = self._open_engine(), self.custody.deliver
+        self.life = Life(self.epoch, opened, receive, self._depth, self._vocabulary)
         self.custody.begin(self.life)  # type: ignore[arg-type]
 
     async def run(self, cut_after: Callable[[int], bool] = lambda _: False) -> int:

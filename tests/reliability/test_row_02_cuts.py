@@ -1,13 +1,14 @@
 """Row 2: the engine dies at any point of a request, and the answer is the one that it would have been.
 
 Prompts in several chunks, seeded draws with penalties, several choices, best_of, beams, log-probabilities of prompts
-and answers, stop strings and characters of several bytes across the cut. A real model's arithmetic (tiny, on the CPU's
-kernels) where draws depend on what was emitted; scripted words where the text does.
+and answers, stop strings and characters of several bytes across the cut, output held to a schema. A real model's
+arithmetic (tiny, on the CPU's kernels) where draws depend on what was emitted; scripted words where the text does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from octavo.artifacts.resolve import resolve_model
 from octavo.core.request import SamplingParams
 from octavo.engine.deltas import by_choice, joined
 from octavo.engine.sessions import Session, Sessions
+from octavo.grammar.compile import compile_grammar
+from octavo.grammar.vocabulary import Vocabulary
 from octavo.text.text_model import TextModel
 from tests.engine.fakes import ScriptedExecutor, make_limits, make_text, open_fake
 from tests.exactness import limits_of
@@ -101,13 +104,21 @@ async def answers(
         return await asyncio.gather(*following), turns
 
 
-async def compare(score: Score, name: str, text: Any, open_engine: Any, requests: Any, count: int) -> None:
+async def compare(
+    score: Score,
+    name: str,
+    text: Any,
+    open_engine: Any,
+    requests: Any,
+    count: int,
+    vocabulary: Vocabulary | None = None,
+) -> list[Answer]:
     """As many runs with two deaths each: the first after each turn in turn, the second at random behind it."""
-    whole, turns = await answers(Lives(open_engine), text, requests)
+    whole, turns = await answers(Lives(open_engine, vocabulary=vocabulary), text, requests)
     rng, equal, num_cuts, num_resumed = random.Random(name), 0, 0, 0
     for index in range(count):
         first = 1 + (index * max(1, (turns - 1) // count) if count < turns else index) % (turns - 1)
-        lives = Lives(open_engine, depth=1 + index % 2)
+        lives = Lives(open_engine, depth=1 + index % 2, vocabulary=vocabulary)
         got, _ = await answers(lives, text, requests, first, first + rng.randrange(1, turns))
         num_cuts += lives.epoch - 1
         num_resumed += lives.custody.num_resumed
@@ -116,6 +127,7 @@ async def compare(score: Score, name: str, text: Any, open_engine: Any, requests
     score.tell(f"{name}: deaths, and requests that they met", f"{num_cuts}, {num_resumed}")
     score.share(f"{name}: runs with equal answers", equal, count)
     assert num_cuts > count and num_resumed > count
+    return whole
 
 
 @pytest.mark.parametrize("name", list(RUNS))
@@ -161,4 +173,33 @@ async def test_row_02_stop_strings_and_characters_across_the_cut(score: Score) -
         and texts[2] == ["中" * 9, "it goes on", "éé" * 12]
     )
     await compare(score, "stop strings and characters", text, open_engine, requests, score.dose(8, 50))
-    score.open("cuts in output held to a schema: there are no grammars yet")
+
+
+async def test_row_02_output_held_to_a_schema_is_the_same_wherever_the_engine_dies(
+    score: Score, tiny: tuple[TextModel, Opened]
+) -> None:
+    """Each life of the engine builds the grammar anew, and follows what was emitted before it goes on."""
+    text, opened = tiny
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "kind": {"enum": ["cat", "cattle", "<|im_end|>"]}},
+        "required": ["name", "kind"],
+        "additionalProperties": False,
+    }
+    held = {
+        "temperature": 1.2,
+        "max_tokens": 90,
+        "skip_special_tokens": False,
+        "grammar": compile_grammar("json_schema", json.dumps(schema)),
+    }
+    requests = [
+        (make_prompt(12, seed=1), SamplingParams(**held, seed=1)),
+        (make_prompt(40, seed=2), SamplingParams(**held, **HEAVY, seed=2)),
+        (make_prompt(9, seed=3), SamplingParams(**held, seed=3, n=3)),
+        (make_prompt(21, seed=4), SamplingParams(**SEEDED, seed=4, max_tokens=30)),
+    ]
+    vocabulary = Vocabulary(lambda: text.tokenizer, opened[1].vocab_size)
+    name = "output held to a schema"
+    whole = await compare(score, name, text, lambda: opened, requests, score.dose(6, 50), vocabulary)
+    said = [json.loads(choice[2].removesuffix("<|im_end|>")) for choices, *_ in whole[:3] for choice in choices]
+    assert len(said) == 5 and all(set(one) == {"name", "kind"} for one in said)
