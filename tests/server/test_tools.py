@@ -192,7 +192,8 @@ async def test_a_model_whose_template_knows_no_tools_is_told_of_them() -> None:
     assert 'assistant:<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n' in prompt
     assert '{"name": "get_time", "arguments": {}}' in prompt
     assert prompt.endswith(
-        "user:<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>\nassistant:"
+        "user:<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>\n"
+        "Now answer my question in plain words.\nassistant:"
     )
 
 

@@ -31,7 +31,8 @@ def test_calls_and_results_become_text() -> None:
     assert shown[1]["content"] == 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
     assert shown[2] == {
         "role": "user",
-        "content": "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>",
+        "content": "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+        "\nNow answer my question in plain words.",
     }
 
 

@@ -24,7 +24,8 @@ To call a function, answer with its name and arguments as a JSON object between 
 {{"name": "the function's name", "arguments": {{"argument": "value"}}}}
 </tool_call>
 The result comes between <tool_response> tags. Call a function only if it helps; otherwise just answer."""
-_AFTER_RESULTS = ("<tool_response>\n", "\n</tool_response>")
+_RESULT = "<tool_response>\n{}\n</tool_response>"
+_BEHIND_RESULTS = "\nNow answer my question in plain words."  # without it the smallest models repeat the result
 
 
 def with_tools(
@@ -33,22 +34,21 @@ def with_tools(
     """Describe the tools in the system message, and write calls and results as text. Takes plain messages."""
     shown: list[dict[str, Any]] = []
     for message in messages:
-        if message["role"] == "tool":
-            result = message["content"].join(_AFTER_RESULTS)
-            if shown and shown[-1].get("is_result"):
-                shown[-1]["content"] += "\n" + result
-            else:
-                shown.append({"role": "user", "content": result, "is_result": True})
-        else:
+        if message["role"] != "tool":
             shown.append(_with_calls(message))
+        elif shown and "results" in shown[-1]:
+            shown[-1]["results"].append(message["content"])
+        else:
+            shown.append({"role": "user", "results": [message["content"]]})
+    for message in shown:
+        if "results" in message:
+            message["content"] = "\n".join(map(_RESULT.format, message.pop("results"))) + _BEHIND_RESULTS
     if tools:
         section = _INTRODUCTION.format(tools="\n".join(map(_line, tools)))
         if shown[0]["role"] == "system":
             shown[0]["content"] = "\n\n".join(filter(None, (shown[0]["content"], section)))
         else:
             shown.insert(0, {"role": "system", "content": section})
-    for message in shown:
-        message.pop("is_result", None)
     return shown
 
 
