@@ -130,6 +130,15 @@ def test_positional_model_and_flag_must_agree(monkeypatch) -> None:
         config_from(_parse("-m", "y.gguf"), model="x.gguf")
 
 
+def test_config_show_tells_the_models_own_sampling(capsys) -> None:
+    assert cli.main(["config", "show", "--sampling", "--origin", "--changed", "--temperature", "1"]) == 2
+    capsys.readouterr()
+    assert cli.main(["config", "show", "--sampling", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["sampling.temperature"] == {"value": 0.2, "origin": "generation config of smollm2"}
+    assert shown["sampling.top_k"] == {"value": 0, "origin": "default"}
+
+
 def test_config_show_json_hides_keys(capsys, monkeypatch) -> None:
     monkeypatch.setenv("OCTAVO_API_KEY", "hunter2")
     assert cli.main(["config", "show", "--json", "--changed", "-np", "4"]) == 0

@@ -18,13 +18,11 @@ from pathlib import Path
 
 from octavo.assembly import LocalEngine, build_local
 from octavo.cli.flags import UsageError, add_settings, config_from
+from octavo.cli.inner_app import answering
 from octavo.cli.terminal import loading, say, warn_limits
 from octavo.config import Config
-from octavo.server.app import create_app
-from octavo.server.batches.inner_call import inner_call
 from octavo.server.batches.lines import ENDPOINTS
 from octavo.server.batches.runner import BatchPaths, BatchRun, Counts, RunOptions
-from octavo.server.keys import NOBODY
 
 MAX_TRIES = 5
 
@@ -100,18 +98,14 @@ def _locked(output: Path) -> Iterator[None]:
 
 
 async def _answer(engine: LocalEngine, config: Config, paths: BatchPaths, args: argparse.Namespace) -> Counts:
-    try:
-        app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
-        options = RunOptions(args.open or engine.capacity.num_slots, MAX_TRIES)
+    options = RunOptions(args.open or engine.capacity.num_slots, MAX_TRIES)
+    async with answering(engine, config) as call:
         total = await asyncio.to_thread(_num_lines, paths.requests)
         begun = time.perf_counter()
         with _progress(total, args.quiet) as told:
-            run = BatchRun(inner_call(app, NOBODY), paths, options, told)
-            counts = await run.run()
-        if not args.quiet:
-            say(*summary(counts, time.perf_counter() - begun, paths))
-    finally:
-        await engine.client.close()
+            counts = await BatchRun(call, paths, options, told).run()
+    if not args.quiet:
+        say(*summary(counts, time.perf_counter() - begun, paths))
     return counts
 
 

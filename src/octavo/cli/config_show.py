@@ -1,17 +1,28 @@
-"""`octavo config show`: the settings in force, and with --origin where each comes from."""
+"""`octavo config show`: the settings in force, and with --origin where each comes from.
+
+Sampling defaults, which requests may change, come from the model's own generation config where it has one.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 
+from octavo.artifacts.model_spec import read_model_spec
+from octavo.artifacts.resolve import resolve_model
 from octavo.cli.flags import add_settings, resolve_args
+from octavo.core.request import SamplingParams
 from octavo.settings import SETTINGS, Resolved, Setting
+
+# What the server takes from a model's generation config (server.params).
+_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("--origin", action="store_true", help="say where each value comes from")
+    parser.add_argument("--sampling", action="store_true", help="also the sampling defaults of the model's requests")
     parser.add_argument("--changed", action="store_true", help="only settings that are not at their default")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings(parser)
@@ -21,15 +32,28 @@ def run(args: argparse.Namespace) -> int:
     """Print them."""
     resolved = resolve_args(args)
     shown = [s for s in SETTINGS if not args.changed or resolved.origins[s.name] != "default"]
+    rows = [(s.key, _value(s, resolved), resolved.origins[s.name]) for s in shown]
+    if args.sampling:
+        rows += [row for row in _sampling(resolved) if not args.changed or row[2] != "default"]
     if args.json:
-        print(json.dumps({s.key: {"value": _value(s, resolved), "origin": resolved.origins[s.name]} for s in shown}))
+        print(json.dumps({name: {"value": value, "origin": origin} for name, value, origin in rows}))
         return 0
-    width = max((len(s.key) for s in shown), default=0)
-    lines = [(f"{s.key:{width}}  {json.dumps(_value(s, resolved))}", resolved.origins[s.name]) for s in shown]
+    width = max((len(name) for name, _, _ in rows), default=0)
+    lines = [(f"{name:{width}}  {json.dumps(value)}", origin) for name, value, origin in rows]
     column = max((len(line) for line, _ in lines), default=0)
     for line, origin in lines:
         print(f"{line:{column}}  # {origin}" if args.origin else line)
     return 0
+
+
+def _sampling(resolved: Resolved) -> Iterator[tuple[str, object, str]]:
+    """What a request gets that leaves these fields out. The model's files are found, and their headers read."""
+    model = resolved.config.model
+    own = read_model_spec(resolve_model(model.model, model.revision)).generation
+    for name in _FROM_MODEL:
+        value = own.get(name)
+        origin = "default" if value is None else f"generation config of {model.model}"
+        yield f"sampling.{name}", getattr(SamplingParams(), name) if value is None else value, origin
 
 
 def _value(setting: Setting, resolved: Resolved) -> object:

@@ -21,12 +21,11 @@ from typing import IO, Any
 
 from octavo.assembly import LocalEngine, build_local
 from octavo.cli.flags import UsageError, add_settings, config_from
+from octavo.cli.inner_app import answering
 from octavo.cli.run import add_answer_arguments, sampling_params
 from octavo.cli.terminal import loading, say, warn_limits
 from octavo.config import Config
-from octavo.server.app import create_app
-from octavo.server.batches.inner_call import Answer, InnerCall, inner_call
-from octavo.server.keys import NOBODY
+from octavo.server.batches.inner_call import Answer, InnerCall
 
 MAX_LINE_BYTES = 8 << 20
 _FIELDS = ("max_tokens", "temperature", "top_p", "top_k")
@@ -105,16 +104,15 @@ async def _answer(
     begun, num_tokens, num_failed, num_done = time.perf_counter(), 0, 0, 0
     is_raw = args.raw or engine.text.chat_template is None
     if is_raw and args.system is not None:
+        await engine.client.close()
         raise UsageError("this model has no chat template, so --system cannot be given; leave it out")
-    try:
-        call = inner_call(create_app(engine.sessions, engine.text, config, engine.client.statistics), NOBODY)
+    args.temperature = sampling_params(args, engine.text.spec.generation).temperature
+    async with answering(engine, config) as call:
         prompts = read_prompts(source, args, is_raw)
         async for line, tokens in _in_order(call, prompts, args.open or 2 * engine.capacity.num_slots):
             out.write(json.dumps(line, ensure_ascii=False) + "\n")
             out.flush()
             num_done, num_tokens, num_failed = num_done + 1, num_tokens + tokens, num_failed + ("error" in line)
-    finally:
-        await engine.client.close()
     if not args.quiet:
         seconds = time.perf_counter() - begun
         failed = f", {num_failed:,} failed" if num_failed else ""

@@ -53,8 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_answer_arguments(group: argparse._ArgumentGroup, max_tokens: int | None = MAX_TOKENS) -> None:
     """Add what says how to answer; `max_tokens` is the default, None for as many as fit."""
     most = max_tokens if max_tokens is not None else "as many as fit"
-    group.add_argument("--max-tokens", "-n", type=int, default=max_tokens, metavar="N", help=f"tokens at most [{most}]")
-    group.add_argument("--temperature", type=float, metavar="X", help=f"0 = greedy [the model's, else {TEMPERATURE}]")
+    group.add_argument(
+        "--max-tokens", "--n-predict", "-n", type=int, default=max_tokens, metavar="N", help=f"tokens at most [{most}]"
+    )
+    group.add_argument(
+        "--temperature", "--temp", type=float, metavar="X", help=f"0 = greedy [the model's, else {TEMPERATURE}]"
+    )
     group.add_argument("--top-p", type=float, metavar="X", help="nucleus [the model's, else 1]")
     group.add_argument("--top-k", type=int, metavar="N", help="most likely tokens [the model's, else all]")
     group.add_argument("--system", metavar="TEXT", help="system message")

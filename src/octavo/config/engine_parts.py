@@ -28,6 +28,9 @@ class ModelConfig:
         "smollm2", "alias, local folder, .gguf file, Hugging Face repository, or scripted:FILE", "--model", "-m"
     )
     revision: str | None = option(None, "branch, tag or commit of the repository", "--revision")
+    offline: bool = option(
+        False, "try no network: use what is on this machine (HF_HUB_OFFLINE=1 says the same)", "--offline"
+    )
     served_model_name: str | None = option(
         None, "name under which clients address the model", "--served-model-name", "--alias", "-a"
     )
@@ -205,7 +208,9 @@ class ExecutionConfig:
         "--numerics",
         choices=("auto", "invariant", "fast"),
     )
-    seed: int = option(0, "seed from which requests without one draw theirs", "--seed", within=(-(2**63), 2**64 - 1))
+    seed: int = option(
+        0, "seed from which requests without one draw theirs", "--seed", "-s", within=(-(2**63), 2**64 - 1)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import struct
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
 
@@ -36,6 +36,7 @@ from octavo.core.plan import (
 )
 from octavo.errors import EngineError
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
+from octavo.grammar.masks import Masks
 
 POOL_TOKENS = 262_144  # where nobody says otherwise
 TOKEN_BYTES = 64  # what a cached token is said to take, so that sizes in bytes mean something
@@ -87,6 +88,16 @@ class _Said:
         return self.rule.delay_ms + (self.rule.first_delay_ms if index == 0 else 0.0)
 
 
+@dataclass(slots=True)
+class _Step:
+    """A step that was started. `rows` has for each sampled position its row, and where its id is in the result."""
+
+    result: StepResult
+    delay_s: float = 0.0
+    errors: dict[int, str] = field(default_factory=dict)
+    rows: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
 class ScriptedExecutor:
     """See executors.protocol.Executor. `can_die`: whether this process is the engine's own, and may be killed."""
 
@@ -114,6 +125,7 @@ class ScriptedExecutor:
             dtype="none",
             kv_bytes_per_token=TOKEN_BYTES,
             host_blocks=host_blocks,
+            has_masks=True,
         )
 
     def submit(self, plan: StepPlan) -> Ticket:
@@ -122,44 +134,60 @@ class ScriptedExecutor:
             self._slots.pop(slot, None)
         for new in plan.new_sequences:
             self._slots[new.slot] = self._enter(new)
-        result = StepResult(array("i"))
-        delay_ms = self._script.step_ms if plan.slots else 0.0
-        logprobs: list[TokenLogprobs | None] = []
-        errors: list[tuple[int, str]] = []
+        step = _Step(StepResult(array("i")), self._script.step_ms / 1e3 if plan.slots else 0.0)
+        place = 0
         for number, row in enumerate(plan.rows()):
             said = self._slots[row.slot]
             if row.flags & ROW_SCORE:
-                result.scores += ((number, row.start + 1, self._scores(said, row)),)
+                step.result.scores += ((number, row.start + 1, self._scores(said, row)),)
             if row.flags & ROW_POOL:
-                result.pooled += ((number, _embedding(said.new)),)
-            if not row.flags & ROW_SAMPLE:
-                continue
-            index = row.start + row.count - len(row.drafts) - said.new.num_prompt
-            delay_ms = max(delay_ms, said.delay_ms(index))
-            if said.crashes(index):
-                self._die()
-            if said.fails(index):
-                errors.append((number, "the script says that it fails here"))
-            assert result.token_ids is not None
-            result.token_ids.append(said.token(index))
-            logprobs.append(self._logprobs(said, row, said.token(index)))
-        result.errors = tuple(errors)
-        if any(entry is not None for entry in logprobs):
-            result.logprobs = logprobs
-        return result, min(delay_ms / 1e3, MAX_STEP_S)
+                step.result.pooled += ((number, _embedding(said.new)),)
+            if row.flags & ROW_SAMPLE:
+                self._say(step, (number, place), row, said)
+                place += 1 + len(row.drafts)
+        step.delay_s = min(step.delay_s, MAX_STEP_S)
+        return step
+
+    def _say(self, step: _Step, where: tuple[int, int], row: Row, said: _Said) -> None:
+        """One id for a row, drafts or not."""
+        number, place = where
+        index = row.start + row.count - len(row.drafts) - said.new.num_prompt
+        step.delay_s = max(step.delay_s, said.delay_ms(index) / 1e3)
+        if said.crashes(index):
+            self._die()
+        if said.fails(index):
+            step.errors[number] = "the script says that it fails here"
+        result = step.result
+        assert result.token_ids is not None
+        step.rows[place] = number, len(result.token_ids)
+        result.token_ids.append(said.token(index))
+        logprobs = self._logprobs(said, row, said.token(index))
+        if logprobs is not None and result.logprobs is None:
+            result.logprobs = [None] * (len(result.token_ids) - 1)
+        if result.logprobs is not None:
+            result.logprobs.append(logprobs)
 
     def supply(self, ticket: Ticket, masks: object) -> None:
-        """Refuse: an answer is the script's, whatever a grammar wants."""
-        raise EngineError("a scripted model applies no grammar masks")
+        """Fail the rows whose next id their grammar does not allow: an answer is the script's, or none."""
+        assert isinstance(ticket, _Step) and isinstance(masks, Masks), "a ticket of submit, and masks"
+        ids = ticket.result.token_ids
+        assert ids is not None
+        for place, bits in zip(masks.places.tolist(), masks.bits_MW, strict=True):
+            if place not in ticket.rows:
+                continue  # behind a draft
+            number, index = ticket.rows[place]
+            token = ids[index]
+            if not int(bits[token // 32]) >> token % 32 & 1:
+                ticket.errors[number] = "the script's answer is not what the grammar allows"
+                _log.warning("an answer of the script does not obey the grammar of its request, which fails")
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Take the time that the script says, and give the result."""
-        assert isinstance(ticket, tuple), "a ticket comes from submit"
-        result, delay_s = ticket
-        if delay_s:
-            time.sleep(delay_s)
-        assert isinstance(result, StepResult)
-        return result
+        assert isinstance(ticket, _Step), "a ticket comes from submit"
+        if ticket.delay_s:
+            time.sleep(ticket.delay_s)
+        ticket.result.errors = tuple(sorted(ticket.errors.items()))
+        return ticket.result
 
     def close(self) -> None:
         """Forget everything."""

@@ -1,0 +1,28 @@
+"""The application around an engine of this process, without a port: what answers lines of files.
+
+Owns: putting it together and ending it, engine and tool process included. Does not: read or write lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from octavo.assembly import LocalEngine
+from octavo.config import Config
+from octavo.server.app import create_app
+from octavo.server.batches.inner_call import InnerCall, inner_call
+from octavo.server.keys import NOBODY
+
+
+@asynccontextmanager
+async def answering(engine: LocalEngine, config: Config) -> AsyncIterator[InnerCall]:
+    """What posts to the application; at the end everything ends."""
+    try:
+        app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
+        try:
+            yield inner_call(app, NOBODY)
+        finally:
+            await app.state.context.tool.close()
+    finally:
+        await engine.client.close()

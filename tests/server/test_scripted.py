@@ -1,0 +1,120 @@
+"""A scripted model behind the HTTP interface: grammars, tools, reasoning, embeddings, failures, a crash."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.assembly import build_local, config_from
+from octavo.cli.admin_client import ask
+from octavo.server.app import create_app
+from tests.fake_server import FakeServer
+from tests.server.fakes import events
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
+RULES = [
+    {"contains": "person", "say": '{"name": "Ann", "age": 3}'},
+    {"contains": "no json", "say": "this is none"},
+    {
+        "contains": "weather",
+        "role": "user",
+        "think": "I need a tool.",
+        "call": {"name": "get_weather", "arguments": {"city": "Paris"}},
+    },
+    {"role": "tool", "say": "Sunny."},
+    {"contains": "fail", "say": "half an answer", "fail_after": 4},
+    {"contains": "crash", "say": "on and on", "crash_after": 3},
+]
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps(RULES))
+    config = config_from(f"scripted:{path}", {})
+    engine = build_local(config)
+    app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        yield http
+    await app.state.context.tool.close()
+    await engine.client.close()
+
+
+async def chat(client: httpx.AsyncClient, text: str, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": text}], **fields}
+    return await client.post("/v1/chat/completions", json=body, timeout=60)
+
+
+async def test_an_answer_that_obeys_its_grammar_is_given_and_another_fails(client: httpx.AsyncClient) -> None:
+    for form in (JSON_SCHEMA, {"type": "json_object"}):
+        answer = await chat(client, "a person", response_format=form)
+        assert answer.status_code == 200, answer.text
+        assert json.loads(answer.json()["choices"][0]["message"]["content"]) == {"name": "Ann", "age": 3}
+    answer = await chat(client, "no json", response_format=JSON_SCHEMA)
+    assert answer.status_code == 500
+    assert (await chat(client, "no json")).status_code == 200, "without a grammar it is said"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+async def test_scripted_calls_are_calls(client: httpx.AsyncClient, choice: Any) -> None:
+    text = "weather?"
+    answer = await chat(client, text, tools=TOOLS, tool_choice=choice)
+    assert answer.status_code == 200, answer.text
+    message = answer.json()["choices"][0]["message"]
+    [call] = message["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    conversation = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "25 degrees"},
+    ]
+    body = {"messages": conversation, "tools": TOOLS}
+    answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.json()["choices"][0]["message"]["content"] == "Sunny."
+
+
+async def test_a_failure_is_an_error_event_behind_what_was_said(client: httpx.AsyncClient) -> None:
+    assert (await chat(client, "fail")).status_code == 500
+    found = events((await chat(client, "fail", stream=True)).text)
+    said = "".join(event["choices"][0]["delta"].get("content") or "" for event in found if "choices" in event)
+    assert "half".startswith(said) and "error" in found[-2] and found[-1] == "[DONE]"
+
+
+async def test_embeddings_are_the_same_for_the_same_text(client: httpx.AsyncClient) -> None:
+    body = {"input": ["hello", "hello", "another"]}
+    vectors = [entry["embedding"] for entry in (await client.post("/v1/embeddings", json=body)).json()["data"]]
+    assert vectors[0] == vectors[1] != vectors[2] and len(vectors[0]) == 64
+
+
+def test_a_server_starts_and_goes_on_behind_a_scripted_crash(tmp_path: Path) -> None:
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps(RULES))
+    with ScriptedServer(f"scripted:{path}", tmp_path / "log") as server:
+        assert "weights   none: answers are those of" in server.text
+        body = {"messages": [{"role": "user", "content": "crash"}]}
+        status, _, answer = server.post("/v1/chat/completions", body)
+        assert status == 200 and answer["choices"][0]["message"]["content"] == "on and on"
+        assert answer["model"] == "script"
+        assert ask(server.admin, "status")["engine"]["epoch"] == 2
+        assert server.end() == 0
+
+
+class ScriptedServer(FakeServer):
+    """The real program."""
+
+    program = (sys.executable, "-m", "octavo")
+    common = ("--port", "0")
