@@ -15,10 +15,10 @@ import msgspec
 
 from octavo.core.request import FinishReason
 from octavo.server.answer import Json, last_usage
+from octavo.server.answer_formats import read_format
 from octavo.server.error_styles import anthropic_error
 from octavo.server.generation import Choice
 from octavo.server.shapes.framing import Framing
-from octavo.text.answer_format import AnswerFormat
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.answer_reader import AnswerReader
 
@@ -158,8 +158,7 @@ _DELTAS = {
 
 def reader_of(form: Form) -> AnswerReader:
     """A new reader of the form's only choice."""
-    told = form.facts.get("format")
-    return AnswerReader(None if told is None else msgspec.convert(told, AnswerFormat), f"{form.identity[0]}:0")
+    return AnswerReader(read_format(form.facts), f"{form.identity[0]}:0")
 
 
 def usage_json(usage: Usage | None) -> Json:
