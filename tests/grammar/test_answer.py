@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from tests.grammar.random_walk import walk
+from tests.grammar.validity import Validity
 
 from octavo.errors import InvalidRequestError
 from octavo.grammar.compile import compile_grammar
@@ -94,6 +96,18 @@ def test_what_is_allowed_is_read_as_calls(form: str) -> None:
         text[:-3],
     ):
         assert not allows(grammar, wrong), wrong
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_whatever_is_allowed_is_read_as_valid_calls(form: str) -> None:
+    grammar = compiled(calls={"form": form, "tools": TOOLS, "most": 3})
+    validity = {name: Validity({**json.loads(schema), "additionalProperties": False}) for name, schema in TOOLS}
+    texts = [said.decode(errors="replace") for seed in range(40) if (said := walk(grammar, seed)) is not None]
+    assert len(texts) > 20
+    for text in texts:
+        calls = calls_of(form, text)
+        assert 1 <= len(calls) <= 3, text
+        assert [validity[name].fault(json.dumps(arguments)) for name, arguments in calls] == [""] * len(calls), text
 
 
 @pytest.mark.parametrize("form", WRITTEN)
