@@ -68,7 +68,7 @@ def build_local(config: Config) -> LocalEngine:
 
 def find_files(config: Config) -> ModelFiles:
     """Find the configured model. Raises UnknownModelError, ModelFileError."""
-    return resolve_model(config.model.model, config.model.revision)
+    return resolve_model(config.model.model, config.model.revision, config.model.offline)
 
 
 def load_text(config: Config, files: ModelFiles) -> TextModel:

@@ -30,6 +30,7 @@ from octavo.config import (
     SpeculationConfig,
     StatisticsConfig,
     TelemetryConfig,
+    WebConfig,
 )
 from octavo.errors import ConfigError
 
@@ -43,6 +44,7 @@ _PARTS: dict[str, Any] = {
     "execution": ExecutionConfig,
     "speculation": SpeculationConfig,
     "serving": ServingConfig,
+    "web": WebConfig,
     "admission": AdmissionConfig,
     "retry": RetryConfig,
     "responses": ResponsesConfig,

@@ -70,16 +70,44 @@ def test_names_that_can_be_nothing_get_the_remedy(name, monkeypatch, tmp_path):
 
 
 def test_a_repository_that_is_not_cached_offline():
-    with pytest.raises(
-        UnknownModelError, match=r"cannot get 'octavo-none/none' at revision 'v9'.*check the name and the network"
-    ):
+    told = r"'octavo-none/none' at revision 'v9' is not in this machine's cache, and offline mode is on .*octavo pull"
+    with pytest.raises(UnknownModelError, match=told):
         resolve_model("octavo-none/none", "v9")
+
+
+def test_offline_no_network_is_tried(folder, monkeypatch):
+    asked = []
+
+    def snapshot(repository, *, revision, allow_patterns, local_files_only):
+        asked.append(local_files_only)
+        return str(folder)
+
+    def connect(*_):
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr("socket.socket.connect", connect)
+    with pytest.raises(UnknownModelError, match="offline mode is on"):
+        resolve_model("octavo-none/none", is_offline=True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    for variable, is_offline in (("1", False), ("true", False), ("0", True), ("", False)):
+        monkeypatch.setenv("HF_HUB_OFFLINE", variable)
+        resolve_model("owner/name", is_offline=is_offline)
+    assert asked == [True, True, True, False]
+
+
+@pytest.mark.parametrize("name", ["folder", "script"])
+def test_a_revision_of_what_is_here_is_refused(name, folder, tmp_path):
+    script = tmp_path / "a.jsonl"
+    script.write_text('{"echo": true}\n')
+    given = str(folder) if name == "folder" else f"scripted:{script}"
+    with pytest.raises(UnknownModelError, match=r"--revision is 'v1', but .* leave it out"):
+        resolve_model(given, "v1")
 
 
 def test_repositories_go_through_the_hub_without_code_or_pickles(folder, monkeypatch):
     asked = []
 
-    def snapshot(repository, *, revision, allow_patterns):
+    def snapshot(repository, *, revision, allow_patterns, local_files_only):
         asked.append((repository, revision, tuple(allow_patterns)))
         return str(folder)
 

@@ -51,8 +51,11 @@ def running(
 
     async def main() -> None:
         harness = Harness(config=config or keyed(KEY), limits=limits or HttpLimits())
-        server = HttpServer(harness.app, listener, harness.context.lifecycle, drain_timeout_s)
-        ready.append(Running(url_of(listener), asyncio.get_running_loop(), server, harness.engine, harness.context))
+        web = harness.config.web
+        server = HttpServer(harness.app, listener, harness.context.lifecycle, drain_timeout_s, web)
+        ready.append(
+            Running(url_of(listener, web), asyncio.get_running_loop(), server, harness.engine, harness.context)
+        )
         begun.set()
         await server.run()
 

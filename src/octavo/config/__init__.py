@@ -1,7 +1,7 @@
 """Every setting, in frozen parts, with its flag: the one place where an option is defined.
 
-Owns: the parts put together; their fields are in engine_parts and server_parts (flags, OCTAVO_* and file keys derive
-from them).
+Owns: the parts put together; their fields are in engine_parts, server_parts and web_parts (flags, OCTAVO_* and file
+keys derive from them).
 Does not: look at the machine or a model (assembly passes those facts in), read files, or decide between sources
 (see settings).
 """
@@ -30,6 +30,7 @@ from octavo.config.server_parts import (
     ServingConfig,
     TelemetryConfig,
 )
+from octavo.config.web_parts import WebConfig
 from octavo.errors import ConfigError
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "SpeculationConfig",
     "StatisticsConfig",
     "TelemetryConfig",
+    "WebConfig",
 ]
 
 
@@ -63,6 +65,7 @@ class Config:
     execution: ExecutionConfig = ExecutionConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     serving: ServingConfig = ServingConfig()
+    web: WebConfig = WebConfig()
     admission: AdmissionConfig = AdmissionConfig()
     retry: RetryConfig = RetryConfig()
     responses: ResponsesConfig = ResponsesConfig()

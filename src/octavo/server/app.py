@@ -1,7 +1,8 @@
 """create_app: the HTTP application over Sessions.
 
 Owns: putting routes, middleware and error handlers together. Does not: start a server or an engine.
-Order from outside: shell (id, limits, last catch), auth (default deny), gate (room for new work), router.
+Order from outside: path in front and CORS (where set), shell (id, limits, last catch), auth (default deny), gate (room
+for new work), router.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from starlette.responses import Response
 from octavo.errors import EngineError, RequestError
 from octavo.server.auth import AuthMiddleware, check_policies
 from octavo.server.context import EngineStatistics, build_context
+from octavo.server.cors import CorsMiddleware, PreflightMiddleware
 from octavo.server.faults import ApiError, from_exception
 from octavo.server.gate import GateMiddleware
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
+from octavo.server.root_path import RootPathMiddleware
 from octavo.server.routes import (
     anthropic,
     batches,
@@ -63,7 +66,9 @@ def create_app(
         limits=limits or HttpLimits(max_upload_bytes=config.batch.max_upload_bytes if config.batch.batch_dir else 0),
         lifecycle=lifecycle or Lifecycle(),
     )
-    app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, redirect_slashes=False)
+    web = config.web
+    servers = [{"url": web.root_path}] if web.root_path else None
+    app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, redirect_slashes=False, servers=servers)
     app.state.context = context
     for module in (
         chat,
@@ -91,7 +96,13 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_middleware(GateMiddleware, context=context)
     app.add_middleware(AuthMiddleware, keys=context.keys)
+    if web.allowed_origins:
+        app.add_middleware(PreflightMiddleware)
     app.add_middleware(ShellMiddleware, limits=context.limits, lifecycle=context.lifecycle, metrics=context.metrics)
+    if web.allowed_origins:
+        app.add_middleware(CorsMiddleware, web=web)
+    if web.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=web.root_path)
     return app
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.config import ServingConfig
+    from octavo.config import ServingConfig, WebConfig
 
 BACKLOG = 2048
 
@@ -44,9 +44,10 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, web: WebConfig | None = None) -> str:
     """Where clients on this machine reach the server."""
+    scheme = "https" if web is not None and web.ssl_certfile is not None else "http"
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = "localhost"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import FastAPI
 
+from octavo.config import WebConfig
 from octavo.server.app import create_app
 from octavo.server.connection import bounded
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.listener import open_socket, url_of
+from octavo.server.web_settings import check_web, tls_options
 
 if TYPE_CHECKING:
     from octavo.config import Config
@@ -42,19 +44,27 @@ async def serve(
     on_listening: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until a signal ends it; `on_listening` gets the URL. Raises ConfigError."""
+    check_web(config.web)
     with contextlib.closing(listener or open_socket(config.serving)) as bound:
         lifecycle = Lifecycle()
         app = create_app(sessions, text, config, engine_statistics, lifecycle=lifecycle)
-        server = HttpServer(app, bound, lifecycle, config.serving.drain_timeout_s)
+        server = HttpServer(app, bound, lifecycle, config.serving.drain_timeout_s, config.web)
         if on_listening is not None:
-            on_listening(url_of(bound))
+            on_listening(url_of(bound, config.web))
         await server.run()
 
 
 class HttpServer:
     """Serves one application on an open socket until stopped, in the running event loop."""
 
-    def __init__(self, app: FastAPI, listener: socket.socket, lifecycle: Lifecycle, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        listener: socket.socket,
+        lifecycle: Lifecycle,
+        drain_timeout_s: float,
+        web: WebConfig | None = None,
+    ) -> None:
         context = app.state.context
         config = uvicorn.Config(
             app,
@@ -66,6 +76,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=CONNECTION_GRACE_S,
+            **tls_options(web or WebConfig()),
         )
         self._server = _Server(config)
         self._listener = listener

@@ -1,0 +1,111 @@
+"""What is checked of WebConfig before anything starts: origins, the path in front, the files of TLS.
+
+Owns: the checks, so that what is wrong is told at once; TLS as uvicorn takes it.
+Does not: serve, or import a web framework (the supervisor checks too).
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.config import WebConfig
+
+
+TOKENS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(\s*,\s*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")  # names of headers or methods
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,*?#]+")
+_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+
+
+def check_web(web: WebConfig) -> None:
+    """Refuse what cannot work, mean anything or be meant. Raises ConfigError naming the flag."""
+    _check_cors(web)
+    _check_root_path(web.root_path)
+    _check_tls(web)
+
+
+def _check_cors(web: WebConfig) -> None:
+    """Refuse settings that mean nothing, or too much. Raises ConfigError."""
+    for origin in web.allowed_origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"--allowed-origins is {origin!r}; give scheme://host[:port] without a path, several with commas, or *"
+            )
+    for flag, values in (("--allowed-methods", web.allowed_methods), ("--allowed-headers", web.allowed_headers)):
+        if not all(TOKENS.fullmatch(value) for value in values):
+            raise ConfigError(f"{flag} is {', '.join(values)!r}; give names with commas between them, or *")
+    if web.allow_credentials and ("*" in web.allowed_origins or not web.allowed_origins):
+        raise ConfigError("--allow-credentials needs --allowed-origins with the names of the sites that are meant")
+
+
+def _check_root_path(path: str) -> None:
+    """Refuse one that is no path. Raises ConfigError."""
+    is_path = _PATH.fullmatch(path) is not None and not {".", ".."} & set(path.split("/"))
+    if path and not is_path:
+        raise ConfigError(
+            f"--root-path is {path!r}; give a path such as /octavo: it begins with a slash, ends without one, and has "
+            "letters, digits, dots, dashes, underscores and tildes"
+        )
+
+
+def _check_tls(web: WebConfig) -> None:
+    """Read the files as they will be read. Raises ConfigError naming the flag and the file."""
+    if web.ssl_certfile is None:
+        for flag, path in (("--ssl-keyfile", web.ssl_keyfile), ("--ssl-ca-certs", web.ssl_ca_certs)):
+            if path is not None:
+                raise ConfigError(f"{flag} is {path!r} without --ssl-certfile; give the server's certificate too")
+        return
+    for flag, path in (
+        ("--ssl-certfile", web.ssl_certfile),
+        ("--ssl-keyfile", web.ssl_keyfile),
+        ("--ssl-ca-certs", web.ssl_ca_certs),
+    ):
+        _check_readable(flag, path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(web.ssl_certfile, web.ssl_keyfile, password=_no_password)
+    except (ssl.SSLError, ValueError) as error:
+        key = web.ssl_keyfile or web.ssl_certfile
+        raise ConfigError(
+            f"--ssl-certfile {web.ssl_certfile!r} and its key in {key!r} do not work ({_reason(error)}); give PEM "
+            "files of a certificate and of its own private key, without a password"
+        ) from None
+    if web.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(web.ssl_ca_certs)
+        except ssl.SSLError as error:
+            message = f"--ssl-ca-certs {web.ssl_ca_certs!r} holds no certificates ({_reason(error)}); give a PEM file"
+            raise ConfigError(message) from None
+
+
+def tls_options(web: WebConfig) -> dict[str, Any]:
+    """uvicorn's options; none without a certificate."""
+    if web.ssl_certfile is None:
+        return {}
+    options: dict[str, Any] = {"ssl_certfile": web.ssl_certfile, "ssl_keyfile": web.ssl_keyfile}
+    if web.ssl_ca_certs is not None:
+        options |= {"ssl_ca_certs": web.ssl_ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return options
+
+
+def _check_readable(flag: str, path: str | None) -> None:
+    if path is None:
+        return
+    try:
+        with open(path, "rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise ConfigError(f"{flag} is {path!r}, which cannot be read ({error.strerror}); give a PEM file") from None
+
+
+def _no_password() -> str:
+    """Without this the library would ask on the terminal."""
+    raise ValueError("the key has a password")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "reason", None) or str(error)

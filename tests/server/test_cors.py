@@ -1,0 +1,136 @@
+"""Which other sites' pages may use the server from a browser."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.config import Config, WebConfig
+from octavo.errors import ConfigError
+from octavo.server.auth import POLICIES
+from octavo.server.cors import MAX_ASKED_HEADERS
+from octavo.server.web_settings import check_web
+from tests.server.fakes import Harness, events, keyed
+
+APP = "https://app.example.com"
+OTHER = "https://other.example.com"
+
+
+def harness(*origins: str, keys: tuple[str, ...] = (), **web: Any) -> Harness:
+    config = keyed(*keys) if keys else Config()
+    return Harness(config=dataclasses.replace(config, web=WebConfig(allowed_origins=origins, **web)))
+
+
+async def preflight(
+    server: Harness, path: str = "/v1/chat/completions", origin: str = APP, headers: Mapping[str, str] | None = None
+) -> httpx.Response:
+    asked = {"origin": origin, "access-control-request-method": "POST", **(headers or {})}
+    return await server.request("OPTIONS", path, headers=asked)
+
+
+def granted(response: httpx.Response) -> str | None:
+    return response.headers.get("access-control-allow-origin")
+
+
+async def test_nothing_is_said_of_origins_unless_some_are_allowed() -> None:
+    server = harness()
+    response = await server.chat(headers={"origin": APP})
+    assert response.status_code == 200
+    assert not [name for name in response.headers if name.startswith("access-control")]
+    assert (await preflight(server)).status_code == 405
+    assert (await preflight(harness(keys=("k",)))).status_code == 401
+
+
+async def test_allowed_origins_are_named_and_others_are_not() -> None:
+    server = harness(APP)
+    response = await server.chat(headers={"origin": APP})
+    assert granted(response) == APP and response.headers["vary"] == "Origin"
+    assert "X-Request-Id" in response.headers["access-control-expose-headers"]
+    for origin in (OTHER, APP + ":8443", APP.upper(), "null", APP + ".evil.com"):
+        response = await server.chat(headers={"origin": origin})
+        assert granted(response) is None and response.headers["vary"] == "Origin"
+    assert granted(await server.chat()) is None
+    assert granted(await harness("*").chat(headers={"origin": OTHER})) == "*"
+
+
+async def test_a_preflight_needs_no_key_and_gives_nothing_away() -> None:
+    server = harness(APP, keys=("k",))
+    asked = {"access-control-request-headers": "authorization, content-type"}
+    answers = [
+        await preflight(server, path, headers=asked) for path in ("/v1/chat/completions", "/metrics", "/nowhere")
+    ]
+    for response in answers:
+        assert response.status_code == 204 and not response.content
+        assert granted(response) == APP
+        assert response.headers["access-control-allow-headers"] == "authorization, content-type"
+        assert "POST" in response.headers["access-control-allow-methods"]
+        assert response.headers["x-request-id"]
+    shown = [{k: v for k, v in response.headers.items() if k != "x-request-id"} for response in answers]
+    assert shown[0] == shown[1] == shown[2], "the same of every path, be there an endpoint or not"
+    assert (await preflight(server, origin=OTHER)).status_code == 401
+    assert not server.engine.requests
+
+
+async def test_every_route_still_needs_its_key() -> None:
+    server = harness("*", keys=("k",))
+    for path in POLICIES:
+        if path in ("/livez", "/readyz"):
+            continue
+        for method in ("GET", "POST", "OPTIONS"):
+            response = await server.request(method, path, headers={"origin": APP})
+            assert response.status_code == 401, (method, path)
+
+
+async def test_a_refusal_can_be_read_by_the_page() -> None:
+    server = harness(APP, keys=("k",))
+    response = await server.chat(headers={"origin": APP})
+    assert (response.status_code, granted(response)) == (401, APP)
+    malformed = await server.chat(headers={"origin": APP, "x-request-id": "not an id"})
+    assert (malformed.status_code, granted(malformed)) == (400, APP)
+
+
+async def test_streams_have_the_headers_too() -> None:
+    response = await harness(APP).chat(headers={"origin": APP}, stream=True)
+    assert granted(response) == APP and events(response.text)[-1] == "[DONE]"
+
+
+async def test_methods_and_headers_may_be_named() -> None:
+    server = harness(APP, allowed_methods=("POST",), allowed_headers=("Authorization", "X-Mine"))
+    response = await preflight(server, headers={"access-control-request-headers": "anything"})
+    assert response.headers["access-control-allow-methods"] == "POST"
+    assert response.headers["access-control-allow-headers"] == "Authorization, X-Mine"
+    for asked in ("x" * (MAX_ASKED_HEADERS + 1), "a b", "a,", "a;b"):
+        response = await preflight(harness(APP), headers={"access-control-request-headers": asked})
+        assert response.status_code == 204 and "access-control-allow-headers" not in response.headers
+
+
+async def test_credentials_go_with_named_origins_only() -> None:
+    response = await harness(APP, allow_credentials=True).chat(headers={"origin": APP})
+    assert response.headers["access-control-allow-credentials"] == "true"
+    assert "access-control-allow-credentials" not in (await harness(APP).chat(headers={"origin": APP})).headers
+    for origins in (("*",), (), ("*", APP)):
+        with pytest.raises(ConfigError, match="--allow-credentials needs --allowed-origins"):
+            check_web(WebConfig(allowed_origins=origins, allow_credentials=True))
+
+
+@pytest.mark.parametrize(
+    "origin", ["app.example.com", APP + "/", APP + "/path", "https://*.example.com", "null", '["*"]']
+)
+def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
+    with pytest.raises(ConfigError, match=r"--allowed-origins is .*; give scheme://host"):
+        check_web(WebConfig(allowed_origins=(origin,)))
+
+
+def test_names_of_methods_and_headers_are_names() -> None:
+    for web in (WebConfig(allowed_methods=("P OST",)), WebConfig(allowed_headers=("a\nb",))):
+        with pytest.raises(ConfigError, match="give names with commas"):
+            check_web(web)
+
+
+async def test_two_origins_in_one_request_are_none() -> None:
+    server = harness(APP)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://test") as client:
+        response = await client.get("/livez", headers=[("origin", APP), ("origin", APP)])
+    assert granted(response) is None
