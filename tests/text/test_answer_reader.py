@@ -133,6 +133,7 @@ PLAIN: list[tuple[AnswerFormat | None, str]] = [
     (of("hermes"), '<tool_call>["name"]</tool_call>'),
     (of("llama3"), '{"name": "Alice", "age": 3}'),
     (of("llama3"), '{"city": "Oslo"}\n'),
+    (of("llama3"), '{"' + "x" * 300 + '": 1, "name": "f"}'),
     (of("llama3"), "<|python_tag|>print(1)"),
     (of("llama3"), 'See {"name": "f"}'),
     (of("json"), '[1, {"name": "f"}]'),

@@ -16,6 +16,7 @@ NAMES = ("name",)
 ARGUMENTS = ("arguments", "parameters")
 _OPEN, _KEY, _COLON, _VALUE, _NEXT, _DONE, _FAILED = range(7)
 _SPACES = " \t\r\n"
+_MAX_KEY = 256
 
 
 class CallObject:
@@ -65,8 +66,11 @@ class CallObject:
 
     def _step(self, character: str) -> bool:
         """Take one character outside of values; False when the object is over before it."""
-        if self._state == _KEY and self._key is not None:
+        is_in_key = self._state == _KEY and self._key is not None
+        if is_in_key and len(self._key or "") < _MAX_KEY:
             self._spell(character)
+        elif is_in_key:
+            return self._fail()
         elif character in _SPACES:
             return True
         elif self._state == _KEY and character == '"':
@@ -82,9 +86,13 @@ class CallObject:
             if not self.has_begun:
                 self._begin("{}")
         else:
-            self._state = _DONE if self.has_begun else _FAILED
-            return False
+            return self._fail()
         return True
+
+    def _fail(self) -> bool:
+        """What comes is not part of it."""
+        self._state = _DONE if self.has_begun else _FAILED
+        return False
 
     def _spell(self, character: str) -> None:
         """Take one character of a key."""

@@ -47,7 +47,7 @@ class Output:
         self._seed = seed
         self._digits = digits
         self._parts: list[Part] = []
-        self._blank = ""
+        self._blank: list[str] = []
         self._is_behind_call = False
         self.num_calls = 0
 
@@ -58,16 +58,19 @@ class Output:
 
     def text(self, text: str) -> None:
         """Add content."""
-        text = text.lstrip() if self._is_behind_call else self._blank + text
+        if self._blank and text.isspace():
+            self._blank.append(text)
+            return
+        text = text.lstrip() if self._is_behind_call else "".join(self._blank) + text
         self._is_behind_call &= not text
         shown = text.rstrip()
-        self._blank = text[len(shown) :]
+        self._blank = [text[len(shown) :]] if len(shown) < len(text) else []
         if shown:
             self._parts.append(Text(shown))
 
     def begin(self, name: str) -> None:
         """Begin a call."""
-        self._blank, self._is_behind_call = "", True
+        self._blank, self._is_behind_call = [], True
         self._parts.append(CallBegin(self.num_calls, self._call_id(self.num_calls), name))
         self.num_calls += 1
 
@@ -89,8 +92,8 @@ class Output:
     def finish(self) -> list[Part]:
         """The last parts."""
         if self._blank:
-            self._parts.append(Text(self._blank))
-        self._blank = ""
+            self._parts.append(Text("".join(self._blank)))
+        self._blank = []
         return self.take()
 
     def _call_id(self, index: int) -> str:

@@ -31,6 +31,7 @@ class XmlCalls:
         self._held = ""
         self._function = self._key = ""
         self._num_arguments = 0
+        self._value: list[str] = []  # of the argument that is being read
 
     @property
     def num_calls(self) -> int:
@@ -49,7 +50,8 @@ class XmlCalls:
         if self._state in (_OUTSIDE, _OPENED):
             self._output.text(self._held)
         elif self._state == _VALUE:
-            self._argument(json.dumps(self._held.removeprefix("\n"), ensure_ascii=False)[:-1])
+            value = "".join((*self._value, self._held)).removeprefix("\n")
+            self._argument(json.dumps(value, ensure_ascii=False)[:-1])
         self._held = ""
         return self._output.finish()
 
@@ -109,12 +111,15 @@ class XmlCalls:
         return bool(self._held)
 
     def _in_value(self) -> bool:
-        value, end, rest = self._held.partition(_END_PARAMETER)
-        if not end:
+        end = self._held.find(_END_PARAMETER)
+        cut = end if end >= 0 else len(self._held) - held_at_end(self._held, _END_PARAMETER)
+        self._value.append(self._held[:cut])
+        self._held = self._held[cut:]
+        if end < 0:
             return False
-        self._argument(self._json(value.removeprefix("\n").removesuffix("\n")))
-        self._held, self._state = rest, _FUNCTION_BODY
-        return bool(rest)
+        self._argument(self._json("".join(self._value).removeprefix("\n").removesuffix("\n")))
+        self._held, self._value, self._state = self._held[len(_END_PARAMETER) :], [], _FUNCTION_BODY
+        return bool(self._held)
 
     def _argument(self, value: str) -> None:
         begin = ", " if self._num_arguments else "{"
