@@ -300,3 +300,31 @@ async def test_keys_are_asked_for_and_the_bound_address_is_the_same() -> None:
     harness = Harness(config=Config(serving=ServingConfig(api_key=("k",))))
     for method, path in (("POST", PATH), ("GET", PATH + "/x"), ("POST", PATH + "/input_tokens")):
         assert (await harness.request(method, path, json={"input": "hi"})).status_code == 401
+
+
+async def test_truncation_leaves_out_the_oldest_turns_and_no_more_than_must_go() -> None:
+    harness = Harness()
+    turns = [
+        {"role": role, "content": f"{role[0]}{i} " + "x" * 290} for i in range(8) for role in ("user", "assistant")
+    ]
+    items = [*turns, {"role": "user", "content": "now"}]
+    response = await post(harness, input=items, max_output_tokens=100)
+    assert response.status_code == 400
+    body = await answered(harness, input=items, instructions="be good", max_output_tokens=100, truncation="auto")
+    assert body["truncation"] == "auto"
+    assert harness.prompt.startswith("system:be good\nuser:u2 ") and harness.prompt.endswith("user:now\nassistant:")
+    assert len(harness.prompt) <= 4096 - 100 < len(harness.prompt) + 2 * 300
+    listed = (await harness.get(f"{PATH}/{body['id']}/input_items", params={"limit": 100})).json()["data"]
+    assert len(listed) == len(items)  # all of it is kept
+    whole = {"input": items[-3:], "truncation": "auto"}
+    await answered(harness, **whole)
+    assert harness.prompt.startswith("user:u7 ")
+
+
+async def test_truncation_does_not_help_what_cannot_fit() -> None:
+    harness = Harness()
+    response = await post(harness, input="x" * 5000, truncation="auto")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
+    many = [{"role": "user", "content": "x" * 5000}, {"role": "assistant", "content": "a"}] * 3
+    await answered(harness, input=[*many, {"role": "user", "content": "short"}], truncation="auto")
+    assert harness.prompt == "user:short\nassistant:"

@@ -48,7 +48,8 @@ USAGE = Usage(7, 20, 3, 0.0, 0.1, 2.5)
 
 
 def form_of(answer_format: AnswerFormat | None = FORMAT) -> Form:
-    facts: dict[str, Any] = {"id": "resp_ab", "echo": ECHO, "num_prompt_tokens": 7}
+    echo = {name: json.dumps(value) for name, value in ECHO.items()}
+    facts: dict[str, Any] = {"id": "resp_ab", "echo": echo, "num_prompt_tokens": 7}
     if answer_format is not None:
         facts["format"] = msgspec.to_builtins(answer_format)
     return Form("response", ("resp-x", 1000, "tiny"), facts=facts)

@@ -139,7 +139,9 @@ class ResponsesBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     text: TextConfig = TextConfig()
     reasoning: ReasoningConfig = ReasoningConfig()
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = Field(
+        "disabled", description="auto leaves out the oldest turns of what would not fit"
+    )
     metadata: Metadata = Field({}, max_length=MAX_METADATA)
     user: Label | None = Field(None, description="given back; nothing here depends on it")
     safety_identifier: Label | None = Field(None, description="given back; no such checks are made here")

@@ -7,7 +7,7 @@ Does not: submit anything, or know how the answer looks.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,12 +24,12 @@ from octavo.server.offload import parse_off_loop
 from octavo.server.reply import Task
 from octavo.server.responses.messages import chat_fields, spelled
 from octavo.server.responses.store import Given, Link, Stored
+from octavo.server.responses.truncation import fitted
 from octavo.server.shapes.form import Form
 from octavo.server.shapes.responses import ID_PREFIX, ResponseShape
 from octavo.server.shapes.shape import Identity, Shape
 
 if TYPE_CHECKING:
-    from octavo.core.request import SamplingParams
     from octavo.server.answer import Json
 
 T = TypeVar("T")
@@ -39,10 +39,12 @@ _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "fun
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What is to be answered: the chat that asks for it, and what is kept of it with the answer."""
+    """What is to be answered: the chat that asks for it, what is kept of it with the answer, and what the answer
+    repeats of the request (JSON by field, for it may be long and is told several times)."""
 
     chat: ChatBody
     given: Given
+    echo: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,15 @@ async def response_task(context: Context, tenant: str, body: ResponsesBody) -> A
     response_id = ID_PREFIX + uuid.uuid4().hex
     conversation = await read_conversation(context, tenant, body, previous, response_id)
     try:
-        task = await chat_task(context, conversation.chat, "response", "resp")
+        chat = await fitted(context, conversation.chat) if body.truncation == "auto" else conversation.chat
+        task = await chat_task(context, chat, "response", "resp")
     except ApiError as error:
         raise spelled(error) from None
 
     def make_form(identity: Identity, num_prompt_tokens: int) -> Form:
         form = task.make_form(identity, num_prompt_tokens)
-        facts = {**form.facts, "id": response_id, "echo": {**_echo(body, task.params), "store": is_kept}}
+        given = {"store": is_kept, "temperature": task.params.temperature, "top_p": task.params.top_p}
+        facts = {**form.facts, "id": response_id, "echo": conversation.echo | _texts(given)}
         return msgspec.structs.replace(form, facts=facts)
 
     def keep(response: Json) -> None:
@@ -123,10 +127,13 @@ async def read_conversation(
         except ApiError as error:
             raise spelled(error) from None
         ids = tuple(item["id"] for item in own)
-        return Conversation(chat, Given(msgspec.json.encode(own), ids))
+        return Conversation(chat, Given(msgspec.json.encode(own), ids), _echo(body))
 
     size = _size(body.items) + sum(map(len, history)) + sum(link.num_bytes for link in links)
-    return read() if size <= OFF_LOOP_BYTES else await parse_off_loop(read, size)
+    size += len(body.instructions or "")
+    has_schemas = bool(body.tools) or body.text.format.schema_ is not None  # of which nobody knows how large they are
+    is_short = size <= OFF_LOOP_BYTES and not has_schemas
+    return read() if is_short else await parse_off_loop(read, size)
 
 
 def _found(links: Sequence[Link], wanted: set[str]) -> dict[str, Item]:
@@ -159,13 +166,17 @@ def _respelled(read: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
     return run
 
 
-def _echo(body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
+def _texts(values: Mapping[str, object]) -> dict[str, str]:
+    return {name: msgspec.json.encode(value).decode() for name, value in values.items()}
+
+
+def _echo(body: ResponsesBody) -> dict[str, str]:
     """What the answer repeats of the request, with the values that hold where it says nothing."""
     choice, asked = body.tool_choice, body.text.format
     shown = asked.model_dump(exclude_none=True, by_alias=True)
     if asked.type == "json_schema":
         shown = {"name": "answer", **shown}
-    return {
+    values = {
         "background": body.background,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -177,12 +188,11 @@ def _echo(body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
         "reasoning": {"effort": body.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "temperature": params.temperature,
         "text": {"format": shown, "verbosity": "medium"},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [tool.model_dump() for tool in body.tools],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": params.top_p,
         "truncation": body.truncation,
         "user": body.user,
     }
+    return _texts(values)

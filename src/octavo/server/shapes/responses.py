@@ -44,7 +44,7 @@ class ResponseShape:
         self.response_id: str = facts["id"]
         self._created = form.identity[1]
         self._model = form.identity[2]
-        self._echo: Json = facts["echo"]
+        self._echo = {name: Raw(text.encode()) for name, text in facts["echo"].items()}
         self._pieces = pieces
         self._reader = AnswerReader(read_format(facts), seed=f"{self.response_id}:0")
         self._items = ItemWriter(self.response_id.removeprefix(ID_PREFIX))
