@@ -5,9 +5,12 @@ Subclass Conformance in a test module, give `open_executor`, and every test belo
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,10 +18,12 @@ from octavo.artifacts.model_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.core.plan import ROW_CARRY, ROW_POOL, ROW_SAMPLE, ROW_SCORE, TokenLogprobs
 from octavo.core.request import SamplingParams
+from octavo.errors import EngineError
 from octavo.executors.protocol import Executor
-from tests.executors.driver import BLOCK, SPEC, Dense, Driver, assert_logprobs, make_prompt
+from octavo.grammar.masks import Masks
+from tests.executors.driver import BLOCK, GREEDY, SPEC, Dense, Driver, assert_logprobs, make_prompt
 from tests.executors.effects_conformance import EffectsConformance
-from tests.tiny_models import VOCAB_SIZE, make_tiny_model
+from tests.tiny_models import EOS_ID, VOCAB_SIZE, make_tiny_model
 
 __all__ = ["SPEC", "Conformance", "Dense", "Driver", "make_prompt", "open_files"]
 
@@ -273,8 +278,64 @@ class Conformance(EffectsConformance):
         tokens += driver.decode([0], [256], 1)[0]
         assert tokens == dense.greedy(prompt, 1) + dense.greedy([*prompt, tokens[0]], 1)
 
+    def test_P06_rows_held_to_a_grammar_sample_what_their_masks_allow(self, driver: Driver, dense: Dense) -> None:
+        prompts = [make_prompt(n, seed=n) for n in (5, 9, 12, 7)]
+        allowed = {1: [7, 60, 123], 2: [EOS_ID]}
+        for slot, prompt in enumerate(prompts):
+            driver.add(slot, prompt, replace(GREEDY, grammar="held") if slot in allowed else GREEDY)
+            driver.row(slot, 0, len(prompt), ROW_SAMPLE if slot < 3 else 0)
+        ticket = driver.executor.submit(driver.plan())
+        driver.executor.supply(ticket, masks_of(allowed))
+        ids = list(driver.executor.collect(ticket).token_ids or ())
+        best = [dense.log_probs(prompt)[-1] for prompt in prompts]
+        assert ids == [int(best[0].argmax()), max(allowed[1], key=lambda token: float(best[1][token])), EOS_ID]
+        # what was sampled is what the next row reads
+        driver.row(1, len(prompts[1]), 1, ROW_SAMPLE | ROW_CARRY)
+        ticket = driver.executor.submit(driver.plan())
+        driver.executor.supply(ticket, masks_of({0: list(range(VOCAB_SIZE))}))
+        assert list(driver.executor.collect(ticket).token_ids or ()) == dense.greedy([*prompts[1], ids[1]], 1)
+
+    def test_P06_a_row_that_nothing_is_left_for_hurts_nobody(self, driver: Driver, dense: Dense) -> None:
+        prompts = [make_prompt(n, seed=n) for n in (5, 9)]
+        for slot, prompt in enumerate(prompts):
+            driver.add(slot, prompt, replace(GREEDY, grammar="held") if slot == 0 else GREEDY)
+            driver.row(slot, 0, len(prompt))
+        ticket = driver.executor.submit(driver.plan())
+        driver.executor.supply(ticket, masks_of({0: []}))
+        result = driver.executor.collect(ticket)
+        assert [row for row, _ in result.errors] == [0] and "no token may follow" in result.errors[0][1]
+        assert (result.token_ids or ())[1] == dense.greedy(prompts[1], 1)[0]
+
+    def test_P06_no_row_samples_without_its_mask(self, driver: Driver) -> None:
+        driver.add(0, make_prompt(5), replace(GREEDY, grammar="held"))
+        driver.row(0, 0, 3, 0)
+        driver.run()  # a chunk samples nothing, so it needs none
+        driver.row(0, 3, 2)
+        ticket = driver.executor.submit(driver.plan())
+        with pytest.raises(EngineError, match="masks"):
+            driver.executor.collect(ticket)
+        driver.row(0, 4, 1)
+        ticket = driver.executor.submit(driver.plan())
+        with pytest.raises(EngineError, match="masks"):
+            driver.executor.supply(ticket, masks_of({3: [1]}))
+        driver.add(1, make_prompt(4))
+        driver.row(1, 0, 4)
+        ticket = driver.executor.submit(driver.plan())
+        with pytest.raises(EngineError, match="waits for none"):
+            driver.executor.supply(ticket, masks_of({0: [1]}))
+        assert len(driver.executor.collect(ticket).token_ids or ()) == 1
+
 
 def open_files(folder: Path) -> tuple[Any, Any]:
     """The model's files and specification."""
     files = resolve_model(str(folder))
     return files, read_model_spec(files)
+
+
+def masks_of(allowed: Mapping[int, Sequence[int]]) -> Masks:
+    """Masks of positions that sample, by the ids that each allows."""
+    bits = np.zeros((len(allowed), -(-VOCAB_SIZE // 32)), dtype=np.uint32)
+    for line, ids in zip(bits, allowed.values(), strict=True):
+        for token in ids:
+            line[token // 32] |= np.uint32(1 << token % 32)
+    return Masks(np.asarray(list(allowed), dtype=np.int64), bits.view(np.int32))
