@@ -298,11 +298,11 @@ def calling(**fields: Any) -> dict[str, Any]:
     ("fields", "param"),
     [
         ({"tools": [tool(name="a b")]}, "tools[0].function.name"),
-        ({"tools": [tool(name="a" * 65)]}, "tools[0].function.name"),
+        ({"tools": [tool(name="a" * 129)]}, "tools[0].function.name"),
         ({"tools": [tool(), tool()]}, "tools[1].function.name"),
         ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
         ({"tools": [tool(parameters={"title": "x" * 70_000})]}, "tools[0].function.parameters"),
-        ({"tools": [tool(description="x" * 20_000)]}, "tools[0].function.description"),
+        ({"tools": [tool(description="x" * 70_000)]}, "tools[0].function.description"),
         ({"tools": [tool(returns="x")]}, "tools[0].function.returns"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

@@ -16,9 +16,9 @@ from octavo.server.faults import bad_field
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
-MAX_TOOL_DESCRIPTION_CHARACTERS = 16_384
+MAX_TOOL_DESCRIPTION_CHARACTERS = 65_536  # those of coding agents come near 16,384
 MAX_CALL_ID_CHARACTERS = 256
-NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
+NAME_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"  # OpenAI takes 64, Anthropic 128
 NO_PARAMETERS = '{"type": "object", "properties": {}}'
 
 _REFUSED_TOOL: Refused = {"custom": ()}
