@@ -7,6 +7,7 @@ MODEL ?= smollm2
 PROMPT ?= Why is the sky blue?
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+CLIENTS ?=
 
 PYTHON = $(VENV)/bin/python
 STAMP = $(VENV)/.octavo-stamp
@@ -15,7 +16,7 @@ QUICK_FIGURES = $(abspath $(VENV))/reliability-quick.jsonl
 # One thread in tests: two-thread regions stall when the machine is shared.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup run serve test test-all reliability lint docs bench wheel clean
+.PHONY: setup run serve test test-all reliability lint docs site clients bench wheel clean
 
 setup: $(STAMP)
 
@@ -64,6 +65,16 @@ docs: setup
 	$(PYTHON) tools/behaviours.py
 	$(PYTHON) tools/errors.py
 
+# The documentation as pages in site/.
+site: setup
+	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
+
+# People's own clients, in an environment of their own (.venv-clients); writes docs/clients.md. CLIENTS="openai llm": only
+# these, and nothing is written.
+clients: setup
+	$(PYTHON) tools/clients/runner.py $(CLIENTS)
+
 bench: setup
 	$(VENV)/bin/octavo bench offline --model '$(MODEL)'
 
@@ -71,5 +82,5 @@ wheel: setup
 	$(PYTHON) -m build --wheel
 
 clean:
-	rm -rf build dist src/*.egg-info src/octavo/ops/libkernels.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site src/*.egg-info src/octavo/ops/libkernels.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

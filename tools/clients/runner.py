@@ -218,6 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("clients", nargs="*", help="names of scripts without check_; default: all, and the page")
     args = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers are ended on the way out
     everything = scripts()
     names = {script.path.stem.removeprefix("check_"): script for script in everything}
     unknown = [name for name in args.clients if name not in names]
