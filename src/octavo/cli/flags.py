@@ -25,6 +25,7 @@ _TITLES = {
     "execution": "execution",
     "speculation": "speculation",
     "serving": "serving",
+    "web": "browsers, certificates, proxies",
     "admission": "admission",
     "retry": "retries and the journal",
     "responses": "stored responses",
