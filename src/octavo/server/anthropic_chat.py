@@ -13,7 +13,7 @@ from octavo.server.bodies.anthropic import MessagesBody, ToolChoice
 from octavo.server.bodies.anthropic_blocks import (
     Block,
     RedactedBlock,
-    TextBlock,
+    Said,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
@@ -70,7 +70,7 @@ def chat_of(body: MessagesBody, dialect: Dialect) -> ChatBody:
 
 def _system(body: MessagesBody) -> list[Message]:
     blocks = read_blocks(body.system or "", "system", ("text",))
-    parts = [block.text for block in blocks if isinstance(block, TextBlock) and not block.text.startswith(BILLING_MARK)]
+    parts = [block.text for block in blocks if isinstance(block, Said) and not block.text.startswith(BILLING_MARK)]
     return [{"role": "system", "content": _parts(parts)}] if parts else []
 
 
@@ -101,7 +101,7 @@ def _append(messages: list[Message], message: Message) -> None:
 
 def _assistant(blocks: list[Block]) -> list[Message]:
     """The text of an answer is one, however many calls stood in it."""
-    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    text = "".join(block.text for block in blocks if isinstance(block, Said))
     message: Message = {"role": "assistant", "content": _parts([text] if text else [])}
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
@@ -125,7 +125,7 @@ def _others(role: str, blocks: list[Block], where: str) -> list[Message]:
             text = texts(block.content, f"{where}content[{index}].content")
             text = f"Error: {text}" if block.is_error else text
             made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, Said):
             if made and made[-1]["role"] == role:
                 made[-1]["content"] += _parts([block.text])
             else:

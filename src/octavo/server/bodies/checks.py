@@ -7,6 +7,7 @@ Invariant: every field is honoured (declared in a body), refused by name, or doc
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -56,7 +57,7 @@ def sift(
     """
     if ignored is None:
         ignored = {} if where else IGNORED
-    known = {field.alias or name for name, field in body.model_fields.items()}
+    known = _known(body)
     kept: dict[str, object] = {}
     for name, value in fields.items():
         shown = where + name[:64]
@@ -72,6 +73,11 @@ def sift(
         elif name not in ignored:
             raise bad_field(shown, f"{shown} is not a field that this endpoint knows", "unknown_field")
     return kept
+
+
+@cache
+def _known(body: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
 def validate(body: type[B], fields: Mapping[str, object], where: str = "") -> B:

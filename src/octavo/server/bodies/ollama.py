@@ -84,7 +84,7 @@ class Function(Body):
     """What is called, and with what."""
 
     name: str
-    arguments: dict[str, object] = Field({})
+    arguments: dict[str, object] = Field(default_factory=dict)
 
 
 class Call(Body):
@@ -100,7 +100,7 @@ class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    tool_calls: list[Call] = Field([])
+    tool_calls: list[Call] = Field(default_factory=list)  # a list would be copied for every message
     tool_name: str | None = None
     tool_call_id: str | None = Field(None, min_length=1, max_length=MAX_TOOL_ID_CHARACTERS)
 
