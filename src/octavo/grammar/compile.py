@@ -9,12 +9,12 @@ Invariants: equal kinds and sources give equal texts. The text is llguidance's o
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.errors import InvalidRequestError
 from octavo.grammar.answer import answer_grammars
+from octavo.grammar.dialects import ascii_digits, is_lark, with_escaped_lines
 from octavo.grammar.json_schema import prepare, subschemas
 from octavo.grammar.trial import Specials, fault_of
 
@@ -36,7 +36,6 @@ _NAMES = {
     "lark": "grammar",
     "answer": "answer",
 }
-_LARK_START = re.compile(r"^[ \t]*start[ \t]*(?:\[[^\]\n]*\])?[ \t]*:(?!:)", re.MULTILINE)
 
 
 def compile_grammar(kind: str, source: str, whitespace: str | None = None, specials: Specials | None = None) -> str:
@@ -103,7 +102,7 @@ def _place(schema: dict[str, Any], reason: str) -> tuple[str, str]:
 def _regex(source: str, _: str | None) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_regex(source)
+    return LLMatcher.grammar_from_regex(ascii_digits(source))
 
 
 def _choice(source: str, _: str | None) -> str:
@@ -119,10 +118,10 @@ def _choice(source: str, _: str | None) -> str:
 def _lark(source: str, _: str | None) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
-    if _LARK_START.search(source):
+    if is_lark(source):
         return _top_level({"lark_grammar": source})
     try:
-        text = any_to_lark(source)
+        text = any_to_lark(with_escaped_lines(source))
     except Exception as error:  # a shell: the converter raises bare Exceptions for what is wrong with the text
         raise _refused("lark", str(error) or type(error).__name__) from None
     return _top_level({"lark_grammar": text})
