@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from octavo.config import Config
     from octavo.core.policy import Policy, register_policy
     from octavo.core.request import FinishReason, Request, RequestState, SamplingParams
-    from octavo.engine.results import CompletionOutput, RequestOutput
+    from octavo.engine.results import CompletionOutput, EmbeddingOutput, RequestOutput
     from octavo.engine.sessions import TextDelta, Usage
     from octavo.errors import (
         AdmissionError,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RequestError,
         UnknownModelError,
     )
+    from octavo.grammar.forms import grammar_from
 
 __version__ = "0.1.0"
 
@@ -34,7 +35,7 @@ _HOMES = {
     "octavo.config": ("Config",),
     "octavo.core.policy": ("Policy", "register_policy"),
     "octavo.core.request": ("FinishReason", "Request", "RequestState", "SamplingParams"),
-    "octavo.engine.results": ("CompletionOutput", "RequestOutput"),
+    "octavo.engine.results": ("CompletionOutput", "EmbeddingOutput", "RequestOutput"),
     "octavo.engine.sessions": ("TextDelta", "Usage"),
     "octavo.errors": (
         "AdmissionError",
@@ -50,6 +51,7 @@ _HOMES = {
         "RequestError",
         "UnknownModelError",
     ),
+    "octavo.grammar.forms": ("grammar_from",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -62,6 +64,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DuplicateRequestError",
+    "EmbeddingOutput",
     "EngineDeadError",
     "EngineError",
     "FinishReason",
@@ -78,6 +81,7 @@ __all__ = [
     "TextDelta",
     "UnknownModelError",
     "Usage",
+    "grammar_from",
     "register_policy",
 ]
 
