@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.config import ResponsesConfig
+from octavo.config import Config, ResponsesConfig
 from octavo.server.faults import ApiError
 from octavo.server.responses.store import Given, ResponseStore, Stored
 
@@ -187,3 +187,17 @@ async def test_the_books_balance_after_many_operations() -> None:
     for tenant, name in names:
         store.delete(tenant, name)
     assert (len(store), store.num_bytes, store._shelves) == (0, 0, {})
+
+
+async def test_the_metrics_tell_how_much_is_stored() -> None:
+    from tests.server.fakes import Harness
+
+    harness = Harness(config=Config(responses=ResponsesConfig(max_stored_responses=2)))
+    for _ in range(3):
+        await harness.request("POST", "/v1/responses", json={"input": "hi"})
+    text = (await harness.get("/metrics")).text
+    assert 'octavo_stored_responses{model_name="tiny"} 2.0' in text
+    assert 'octavo_stored_responses_given_way_total{model_name="tiny"} 1.0' in text
+    assert 'octavo_background_responses{model_name="tiny"} 0.0' in text
+    size = harness.context.responses.num_bytes
+    assert f'octavo_stored_response_bytes{{model_name="tiny"}} {float(size)}' in text

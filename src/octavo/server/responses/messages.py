@@ -53,11 +53,11 @@ def spelled(error: ApiError) -> ApiError:
     for chat, own in _SPELLED.items():
         if param is not None and (param == chat or param.startswith((chat + ".", chat + "["))):
             error.param = own + param[len(chat) :] if own != "input" else own
-            error.message = error.message.replace(param, error.param, 1).replace(chat, own)
+            error.message = error.message.replace(param, error.param).replace(chat, own)
             break
     if param is not None and param.startswith("tools["):
         error.param = param.replace(".function", "", 1)
-        error.message = error.message.replace(param, error.param, 1)
+        error.message = error.message.replace(param, error.param)
     return error
 
 

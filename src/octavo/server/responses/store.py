@@ -167,8 +167,8 @@ class ResponseStore:
         """Whether anything is kept here at all."""
         return self._config.max_stored_responses > 0
 
-    def report(self) -> dict[str, object]:
-        """What /health tells."""
+    def report(self) -> dict[str, int]:
+        """What /metrics tells."""
         return {"kept": len(self), "bytes": self.num_bytes, "given_way": self.num_given_way}
 
     def _find(self, tenant: str, response_id: str) -> Stored | None:

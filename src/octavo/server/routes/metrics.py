@@ -13,6 +13,7 @@ from starlette.responses import Response
 from octavo.errors import EngineError
 from octavo.metrics.admission import AdmissionMetrics
 from octavo.metrics.engine import EngineMetrics
+from octavo.metrics.responses import ResponseMetrics
 from octavo.metrics.retries import RetryMetrics
 from octavo.metrics.tool import ToolMetrics
 from octavo.server.context import context_of
@@ -34,6 +35,8 @@ async def metrics(request: Request) -> Response:
     registry.register(context.metrics)
     registry.register(AdmissionMetrics(context.model, context.admission.snapshot()))
     registry.register(RetryMetrics(context.model, context.runs.report()))
+    stored = {**context.responses.report(), "running": len(context.background)}
+    registry.register(ResponseMetrics(context.model, stored))
     registry.register(EngineMetrics(context.model, statistics, context.cache_info))
     registry.register(ToolMetrics(context.model, context.tool.statistics()))
     ProcessCollector(registry=registry)  # process_*: this process's memory, time and open files
