@@ -62,7 +62,7 @@ def ask(client: openai.OpenAI, text: Any, **fields: Any) -> Response:
     return client.responses.create(model=client.models.list().data[0].id, input=text, **fields)
 
 
-def test_creating_retrieving_and_deleting(client: openai.OpenAI) -> None:
+def test_I02_responses_are_created_retrieved_and_deleted(client: openai.OpenAI) -> None:
     response = ask(client, "hi", metadata={"topic": "greeting"})
     assert response.output_text == "Hello from the script."
     again = client.responses.retrieve(response.id)
@@ -73,7 +73,7 @@ def test_creating_retrieving_and_deleting(client: openai.OpenAI) -> None:
     assert client.responses.input_tokens.count(input="hi").input_tokens == response.usage.input_tokens  # type: ignore[union-attr]
 
 
-def test_streaming(client: openai.OpenAI) -> None:
+def test_I02_responses_are_streamed(client: openai.OpenAI) -> None:
     events = list(ask(client, "hi", stream=True))  # type: ignore[call-overload]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta").startswith("Hello")
     assert events[-1].type == "response.completed" and events[-1].response.output_text == "Hello from the script."
@@ -91,7 +91,7 @@ def test_parsing_into_a_model(client: openai.OpenAI) -> None:
     assert response.output_parsed == Person(name="Ann", age=30)
 
 
-def test_a_function_call_and_its_result_by_items_and_by_id(client: openai.OpenAI) -> None:
+def test_I02_a_function_call_and_its_result_by_items_and_by_id(client: openai.OpenAI) -> None:
     question = {"role": "user", "content": "What is the weather in Paris?"}
     response = ask(client, [question], tools=[WEATHER])
     (call,) = response.output
@@ -113,7 +113,7 @@ def test_streamed_calls(client: openai.OpenAI) -> None:
     assert len({item.call_id for item in final.output if item.type == "function_call"}) == 2
 
 
-def test_a_chain_of_responses(client: openai.OpenAI) -> None:
+def test_I02_a_chain_of_responses(client: openai.OpenAI) -> None:
     first = ask(client, "my name is Zed")
     second = ask(client, "and now?", previous_response_id=first.id)
     assert second.output_text == "Your name is Zed."

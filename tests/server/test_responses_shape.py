@@ -170,3 +170,20 @@ def test_whoever_keeps_answers_is_told_before_the_end_is() -> None:
         assert not kept
     last = shape.chunk(0, deltas[-1])
     assert json.loads(msgspec.json.encode(kept[0])) == json.loads(last.decode().split("data: ")[-1])["response"]
+
+
+def test_a_form_that_was_kept_gives_the_same_bytes() -> None:
+    form = form_of()
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(form), type=Form)
+    deltas = deltas_of(TEXTS["all of it"], 3)
+    assert stream_of(form, deltas) == stream_of(again, deltas)
+    assert whole_of(form, deltas) == whole_of(again, deltas)
+
+
+def test_events_that_the_reader_has_are_left_out() -> None:
+    deltas = deltas_of(TEXTS["text"], 2)
+    shape = form_of().shape(make_text().tokenizer)
+    shape.behind = 5  # type: ignore[attr-defined]
+    data = b"".join((shape.first(), *(shape.chunk(0, delta) for delta in deltas))).decode()
+    numbers = [json.loads(block.split("data: ")[1])["sequence_number"] for block in data.split("\n\n") if block]
+    assert numbers == list(range(6, len(stream_of(form_of(), deltas))))
