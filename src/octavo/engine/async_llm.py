@@ -13,8 +13,8 @@ from dataclasses import fields, replace
 from os import PathLike
 from typing import Any, Self, cast
 
-from octavo.core.request import FinishReason, SamplingParams
-from octavo.engine.results import RequestOutput, whole
+from octavo.core.request import FinishReason, SamplingParams, Want
+from octavo.engine.results import EmbeddingOutput, RequestOutput, embedded, whole
 from octavo.engine.sessions import Prompt, Session, Sessions, TextDelta, check_stream
 from octavo.errors import InvalidRequestError
 from octavo.metrics.export import Table, save_json_lines
@@ -22,6 +22,7 @@ from octavo.metrics.export import Table, save_json_lines
 AnyPrompt = Prompt | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 OnDelta = Callable[[TextDelta], None]
+_NOTHING_SAMPLED = SamplingParams(seed=0)  # so that it draws no seed: those of later requests stay
 _SAMPLING_FIELDS = frozenset(entry.name for entry in fields(SamplingParams))
 
 
@@ -57,6 +58,15 @@ class AsyncEngine:
         finally:
             await session.cancel()
         return whole(session, text, deltas)
+
+    async def embed(self, prompt: AnyPrompt, **options: Any) -> EmbeddingOutput:
+        """Give a prompt's vector (docs/embeddings.md); options are those of Sessions.submit. Raises EngineError."""
+        text, ids = self._read_prompt(prompt)
+        session = await self.sessions.submit(ids, _NOTHING_SAMPLED, **{**options, "wants": Want.POOL})
+        try:
+            return embedded(session, text, await session.collect())
+        finally:
+            await session.cancel()
 
     async def stream(
         self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Any

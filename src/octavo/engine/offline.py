@@ -10,21 +10,23 @@ import asyncio
 import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import Any, Self, TypeVar
 
 from octavo.core.request import SamplingParams
 from octavo.engine.async_llm import AnyPrompt, AsyncEngine, Messages
-from octavo.engine.results import RequestOutput
+from octavo.engine.results import EmbeddingOutput, RequestOutput
 from octavo.engine.sessions import Sessions, TextDelta
 from octavo.errors import InvalidRequestError, RequestError
 from octavo.metrics.export import Table
 
 _T = TypeVar("_T")
+_P = TypeVar("_P")
+_Answer = TypeVar("_Answer", bound=RequestOutput | EmbeddingOutput)
 Params = SamplingParams | Sequence[SamplingParams] | None
-Advance = Callable[[RequestOutput], None]
+Advance = Callable[[RequestOutput | EmbeddingOutput], None]
 
 
 class OfflineEngine:
@@ -69,6 +71,17 @@ class OfflineEngine:
         conversations: Sequence[Messages] = [messages] if one else messages  # type: ignore[assignment, list-item]
         prompts = [self._engine.chat_prompt(conversation, template) for conversation in conversations]
         return self._run_all(prompts, params, progress if use_tqdm is None else use_tqdm, None)
+
+    def embed(self, prompts: AnyPrompt | Sequence[AnyPrompt], *, progress: bool = True) -> list[EmbeddingOutput]:
+        """Give each prompt's vector (docs/embeddings.md), in input order; prompts are those of generate.
+
+        The first one that is refused or fails raises its error, and the others are cancelled.
+        """
+        listed = _as_list(prompts)
+        if not listed:
+            return []
+        with _bar(len(listed), progress) as advance:
+            return self._wait(_all(self._engine.embed, listed, advance))
 
     def stream(self, prompt: AnyPrompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """Continue one prompt, delta by delta; leaving the loop early cancels the request."""
@@ -163,10 +176,19 @@ async def _gather(
     advance: Advance,
     on_delta: Callable[[int, TextDelta], None] | None,
 ) -> list[RequestOutput]:
-    async def one(index: int) -> RequestOutput:
+    def answer(index: int) -> Awaitable[RequestOutput]:
         watch = None if on_delta is None else lambda delta: on_delta(index, delta)
+        return engine.generate(prompts[index], params[index], on_delta=watch)
+
+    return await _all(answer, range(len(prompts)), advance)
+
+
+async def _all(answer: Callable[[_P], Awaitable[_Answer]], prompts: Sequence[_P], advance: Advance) -> list[_Answer]:
+    """Answers to all prompts at once, in order. The first error ends the others."""
+
+    async def one(index: int) -> _Answer:
         try:
-            output = await engine.generate(prompts[index], params[index], on_delta=watch)
+            output = await answer(prompts[index])
         except RequestError as error:
             if len(prompts) > 1:
                 error.add_note(f"this was prompt {index} of {len(prompts)}")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from octavo.engine.results import RequestOutput
+from octavo.engine.results import EmbeddingOutput, RequestOutput
 
 
 class BatchBar:
@@ -31,16 +31,17 @@ class BatchBar:
         self._num_in = 0
         self._num_out = 0
 
-    def __enter__(self) -> Callable[[RequestOutput], None]:
+    def __enter__(self) -> Callable[[RequestOutput | EmbeddingOutput], None]:
         self._progress.start()
         return self._advance
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def _advance(self, output: RequestOutput) -> None:
+    def _advance(self, output: RequestOutput | EmbeddingOutput) -> None:
         self._num_in += len(output.prompt_token_ids)
-        self._num_out += sum(len(choice.token_ids) for choice in output.outputs)
+        if isinstance(output, RequestOutput):
+            self._num_out += sum(len(choice.token_ids) for choice in output.outputs)
         seconds = max(time.monotonic() - self._begun, 1e-6)
         rate = f"{self._num_in / seconds:.0f} in, {self._num_out / seconds:.0f} out tokens/s"
         self._progress.update(self._task, advance=1, rate=rate)

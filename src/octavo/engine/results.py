@@ -1,16 +1,18 @@
 """Whole answers, as LLM and AsyncLLM return them.
 
-Owns: RequestOutput, CompletionOutput, and how deltas add up to them. Does not: run anything.
+Owns: RequestOutput, CompletionOutput, EmbeddingOutput, and how deltas add up to them. Does not: run anything.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.core.plan import TokenLogprobs
 from octavo.engine.deltas import TextDelta, Usage, by_choice, joined
 from octavo.engine.sessions import Session
+from octavo.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,27 @@ class RequestOutput:
     def num_cached_tokens(self) -> int:
         """Prompt tokens served from the prefix cache."""
         return self.metrics.cached_tokens if self.metrics is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """One prompt's vector: the state behind its last token, scaled to length 1 (docs/embeddings.md)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: list[float]
+    metrics: Usage | None = None
+
+
+def embedded(session: Session, prompt: str | None, deltas: Sequence[TextDelta]) -> EmbeddingOutput:
+    """The vector that a session of Want.POOL ends with. Raises EngineError when there is none."""
+    last = deltas[-1]
+    if last.pooled is None:
+        reason = last.message or (last.finish_reason.name.lower() if last.finish_reason is not None else "no reason")
+        raise EngineError(f"there is no embedding of request {session.request_id} ({reason})")
+    vector = array("f", last.pooled)
+    return EmbeddingOutput(session.request_id, prompt, list(session.prompt_token_ids), vector.tolist(), last.usage)
 
 
 def whole(session: Session, prompt: str | None, deltas: Sequence[TextDelta]) -> RequestOutput:
