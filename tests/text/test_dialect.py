@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, Dialect]] = {
     "deepseek-r1": ("{% if '</think>' in content %}{% endif %}<think>\\n", Dialect("hermes", False, THINK)),
     "other": (TOOLS, Dialect("json", True)),
     "harmony": ("{% set x = reasoning_effort %}", Dialect("hermes", False, None, ("reasoning_effort",))),
+    "short": ("{{ tools|length }}", Dialect("json", True)),
     "phi": ("{% if message['tools'] %}{{ message.tools }}{% endif %}", Dialect()),
 }
 

@@ -23,6 +23,12 @@ def test_tools_are_described_in_a_system_message() -> None:
     assert both["content"] == "Be brief.\n\n" + system["content"]
 
 
+def test_a_template_without_system_messages_has_them_in_the_first_question() -> None:
+    [user] = with_tools([USER], [TOOL], takes_system=False)
+    [system, _] = with_tools([USER], [TOOL])
+    assert user == {"role": "user", "content": system["content"] + "\n\nhi"}
+
+
 def test_calls_and_results_become_text() -> None:
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "é"}}}]}
     results = [{"role": "tool", "content": "1", "tool_call_id": "x"}, {"role": "tool", "content": "2"}]

@@ -26,7 +26,8 @@ REASONING_TAGS: Mapping[str, Tags] = {
 CALL_ALIASES = {"llama3_json": "llama3", "qwen3_xml": "qwen3_coder", "qwen": "hermes"}
 REASONING_ALIASES = {"deepseek_r1": "think", "qwen3": "think", "command_a": "cohere", "seed_oss": "seed"}
 WITHOUT_TEMPLATE = "hermes"  # what models are told to write whose template knows no tools
-_TAKES_TOOLS = re.compile(r"\{%-?[^%]*(?<![.\w'\"])tools\b(?!['\"])")
+_VARIABLE = r"(?<![.\w'\"])tools\b(?!['\"])"
+_TAKES_TOOLS = re.compile(rf"\{{%[^%]*{_VARIABLE}|\{{\{{[^}}]*{_VARIABLE}")
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 
 

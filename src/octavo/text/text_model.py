@@ -21,7 +21,7 @@ from octavo.text.dialect import takes_tools
 from octavo.text.messages import cut_at_continuation, mark_continuation, plain_messages
 from octavo.text.scripted_text import TEMPLATE, scripted_tokenizer
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tool_prompt import with_short_ids, with_tools
+from octavo.text.tool_prompt import NO_SYSTEM, with_short_ids, with_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class TextModel:
         if takes_tools(self.chat_template.source):
             plain = with_short_ids(plain) if "[TOOL_CALLS]" in self.chat_template.source else plain
         else:
-            plain, tools = with_tools(plain, tools), None
+            plain, tools = with_tools(plain, tools, NO_SYSTEM not in self.chat_template.source), None
         if continue_final_message:
             return Conversation(mark_continuation(plain), False, tools, variables, True)
         return Conversation(plain, add_generation_prompt, tools, variables, False)

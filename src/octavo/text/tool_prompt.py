@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+NO_SYSTEM = "System role not supported"  # how templates of Gemma and others refuse a system message
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _INTRODUCTION = """\
 You can call functions. These are the functions, one JSON object a line:
@@ -29,9 +30,12 @@ _BEHIND_RESULTS = "\nNow answer my question in plain words."  # without it the s
 
 
 def with_tools(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, takes_system: bool = True
 ) -> list[dict[str, Any]]:
-    """Describe the tools in the system message, and write calls and results as text. Takes plain messages."""
+    """Describe the tools in the system message, and write calls and results as text. Takes plain messages.
+
+    Where the template takes no system message the first message of the user has the description.
+    """
     shown: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] != "tool":
@@ -45,11 +49,16 @@ def with_tools(
             message["content"] = "\n".join(map(_RESULT.format, message.pop("results"))) + _BEHIND_RESULTS
     if tools:
         section = _INTRODUCTION.format(tools="\n".join(map(_line, tools)))
-        if shown[0]["role"] == "system":
-            shown[0]["content"] = "\n\n".join(filter(None, (shown[0]["content"], section)))
+        if shown[0]["role"] == "system" or (not takes_system and shown[0]["role"] == "user"):
+            shown[0]["content"] = "\n\n".join(filter(None, _ordered(shown[0], section)))
         else:
             shown.insert(0, {"role": "system", "content": section})
     return shown
+
+
+def _ordered(message: Mapping[str, Any], section: str) -> tuple[str, str]:
+    """A system message has its own text first; behind what a user asks the description would be the question."""
+    return (message["content"], section) if message["role"] == "system" else (section, message["content"])
 
 
 def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +75,7 @@ def _call(function: Mapping[str, Any]) -> str:
 
 
 def _line(tool: Mapping[str, Any]) -> str:
-    return json.dumps(tool["function"], ensure_ascii=False)
+    return json.dumps(tool.get("function", tool), ensure_ascii=False)
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
