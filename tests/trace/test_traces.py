@@ -37,7 +37,7 @@ class Kept(Tracer):
     """Keeps what it is given."""
 
     def __init__(self) -> None:
-        super().__init__(None, "")
+        super().__init__(None)
         self.is_on = True
         self.traces: list[RequestTrace] = []
 
@@ -162,7 +162,7 @@ def finished(parent: str | None = None, error: str | None = None) -> RequestTrac
 
 def test_a_collector_gets_the_request_under_its_parent_and_its_parts_under_it(collector: Any) -> None:
     endpoint, got = collector
-    tracer = Tracer(endpoint, "1")
+    tracer = Tracer(endpoint)
     tracer.send(finished(PARENT))
     tracer.close()
     by_name = {span.name: span for span in got}
@@ -180,7 +180,7 @@ def test_a_collector_gets_the_request_under_its_parent_and_its_parts_under_it(co
 
 def test_whoever_does_not_sample_gets_no_spans_and_errors_are_marked(collector: Any) -> None:
     endpoint, got = collector
-    tracer = Tracer(endpoint, "1")
+    tracer = Tracer(endpoint)
     tracer.send(finished(UNSAMPLED))
     tracer.send(finished(error="timeout"))
     tracer.close()
@@ -190,7 +190,7 @@ def test_whoever_does_not_sample_gets_no_spans_and_errors_are_marked(collector: 
 
 
 def test_no_collector_costs_no_request() -> None:
-    tracer = Tracer("http://127.0.0.1:9/v1/traces", "1")
+    tracer = Tracer("http://127.0.0.1:9/v1/traces")
     for _ in range(100):
         tracer.send(finished())
     tracer.is_on = False  # what is left is not worth waiting for
@@ -205,12 +205,12 @@ def test_an_endpoint_that_is_none_is_refused_with_an_example(endpoint: str) -> N
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     with pytest.raises(ConfigError, match=r"octavo\[otel\]"):
-        Tracer("http://127.0.0.1:4318/v1/traces", "1")
+        Tracer("http://127.0.0.1:4318/v1/traces")
 
 
 def test_off_nothing_of_the_package_is_loaded() -> None:
     code = (
-        "import sys; from octavo.config import Config; from octavo.trace.otel import Tracer; Tracer(None, '1')\n"
+        "import sys; from octavo.config import Config; from octavo.trace.otel import Tracer; Tracer(None)\n"
         "sys.exit(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

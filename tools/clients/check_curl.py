@@ -10,6 +10,7 @@ from checking import MODEL, URL, Skip, run
 
 CLIENT = "curl"
 PACKAGES = []
+FAST = True
 VERSION = ""
 if shutil.which("curl"):
     VERSION = subprocess.run(["curl", "--version"], capture_output=True, text=True, check=True).stdout.split()[1]

@@ -50,8 +50,10 @@ def main() -> int:
     """Run the suite; one line a test."""
     folder = Path(tempfile.mkdtemp(prefix="octavo-langchain-"))
     (folder / "test_octavo.py").write_text(SUITE)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-o", "asyncio_mode=auto", "--disable-socket",
-               "--allow-hosts=127.0.0.1", "--junitxml=report.xml", "test_octavo.py"]  # fmt: skip
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-o", "asyncio_mode=auto"),
+        *("--disable-socket", "--allow-hosts=127.0.0.1", "--junitxml=report.xml", "test_octavo.py"),
+    ]
     environ = os.environ | {"CHECK_URL": URL, "CHECK_MODEL": MODEL}
     done = subprocess.run(command, cwd=folder, env=environ, stdout=sys.stderr, check=False)
     if not (folder / "report.xml").exists():

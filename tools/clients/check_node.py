@@ -9,6 +9,7 @@ from checking import MODEL, URL, Skip, run
 
 CLIENT = "node fetch"
 PACKAGES = []
+FAST = True
 VERSION = ""
 if shutil.which("node"):
     VERSION = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout.strip()

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 CLIENT = "openai"
 PACKAGES = ["openai"]
+FAST = True
 
 client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=120)
 ASK = [{"role": "user", "content": "Name three colours."}]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from octavo import __version__
 from octavo.metrics.engine import cache_info
 from octavo.metrics.requests import RequestMetrics
 from octavo.server.admission import Admission
@@ -70,7 +69,7 @@ class Context:
     background: Background
     grammars: GrammarReader
     batches: BatchService
-    tracer: Tracer = field(default_factory=lambda: Tracer(None, ""))
+    tracer: Tracer = field(default_factory=lambda: Tracer(None))
     cache_info: Mapping[str, str] = field(default_factory=dict)  # how the KV pool is set up, for metrics
 
     def check_model(self, asked: str | None) -> None:
@@ -130,7 +129,7 @@ def build_context(
         background=Background(runs, lifecycle),
         batches=BatchService(config.batch, keys, waiting.num_slots),
         grammars=GrammarReader(tool, text),
-        tracer=Tracer(config.telemetry.otlp_traces_endpoint, __version__),
+        tracer=Tracer(config.telemetry.otlp_traces_endpoint),
         cache_info=_cache_info(config, sessions),
     )
 

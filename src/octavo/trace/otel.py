@@ -7,6 +7,7 @@ thread and never a request. Format: OpenTelemetry Protocol, W3C Trace Context, s
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import time
 from urllib.parse import urlsplit
@@ -43,14 +44,14 @@ def _is_there(name: str) -> bool:
 class Tracer:
     """Takes finished traces. `endpoint` None: it takes none."""
 
-    def __init__(self, endpoint: str | None, version: str) -> None:
+    def __init__(self, endpoint: str | None) -> None:
         check_endpoint(endpoint)
         self.is_on = endpoint is not None
         self._clock_offset = time.time() - time.monotonic()
         if endpoint is not None:
-            self._open(endpoint, version)
+            self._open(endpoint)
 
-    def _open(self, endpoint: str, version: str) -> None:
+    def _open(self, endpoint: str) -> None:
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -58,6 +59,7 @@ class Tracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        version = importlib.metadata.version("octavo")
         self._api = trace
         self._read_parent = TraceContextTextMapPropagator().extract
         named = Resource.create({"service.name": "octavo", "service.version": version})  # OTEL_* variables win
