@@ -191,6 +191,8 @@ async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
         batch = await over(harness, batch_id)
         assert batch["status"] == "completed"
         assert batch["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
+        each = len("Hello é!".encode()) + 1
+        assert batch["usage"]["output_tokens"] == 4 * each, "of both lives"
         got = [line["custom_id"] for line in await content(harness, batch["output_file_id"])]
         assert sorted(got) == ["r0", "r1", "r2", "r3"]
         assert len(harness.engine.requests) == 2, "only what had no answer was asked again"

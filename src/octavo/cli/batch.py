@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batch")
     group.add_argument("--output", "-o", metavar="OUT", help="answers, a line each [FILE with .output before its end]")
     group.add_argument("--errors", metavar="FILE", help="requests that failed [OUT with .errors before its end]")
-    group.add_argument("--open", type=int, metavar="N", help="requests open at once [--max-num-seqs]")
+    group.add_argument(
+        "--open", type=int, metavar="N", help="requests open at once [a quarter more than --max-num-seqs]"
+    )
     group.add_argument("--retry-failed", action="store_true", help="ask again for what failed in an earlier run")
     group.add_argument("--overwrite", action="store_true", help="begin anew, whatever an earlier run left")
     group.add_argument("--quiet", "-q", action="store_true", help="no progress and no numbers on stderr")
@@ -98,7 +100,8 @@ def _locked(output: Path) -> Iterator[None]:
 
 
 async def _answer(engine: LocalEngine, config: Config, paths: BatchPaths, args: argparse.Namespace) -> Counts:
-    options = RunOptions(args.open or engine.capacity.num_slots, MAX_TRIES)
+    num_slots = engine.capacity.num_slots
+    options = RunOptions(args.open or num_slots + max(2, num_slots // 4), MAX_TRIES)  # so that no slot waits for a line
     async with answering(engine, config) as call:
         total = await asyncio.to_thread(_num_lines, paths.requests)
         begun = time.perf_counter()

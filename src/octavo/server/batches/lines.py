@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,56 @@ def read_finished(output: Path, errors: Path) -> Finished:
             else:
                 found.num_failed += 1
     return found
+
+
+class Usage(msgspec.Struct):
+    """Tokens as the interfaces name them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Tokens of prompts and of outputs."""
+        return self.prompt_tokens + self.input_tokens, self.completion_tokens + self.output_tokens
+
+
+class _Answered(msgspec.Struct):
+    usage: Usage | None = None
+
+
+class _Response(msgspec.Struct):
+    body: _Answered | None = None
+
+
+class _OutputLine(msgspec.Struct):
+    response: _Response | None = None
+
+
+def usage_of(body: bytes) -> tuple[int, int]:
+    """Tokens of prompt and output that an answer tells of; none where it tells of none."""
+    try:
+        usage = msgspec.json.decode(body, type=_Answered).usage
+    except msgspec.MsgspecError:
+        usage = None
+    return (0, 0) if usage is None else usage.totals
+
+
+def usage_in(output: Path) -> tuple[int, int]:
+    """Tokens of prompts and outputs of all answers in a file."""
+    decoder = msgspec.json.Decoder(_OutputLine)
+    num_input = num_output = 0
+    if output.exists():
+        with output.open("rb") as file:
+            for line in file:
+                with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                    response = decoder.decode(line).response
+                    usage = None if response is None or response.body is None else response.body.usage
+                    if usage is not None:
+                        num_input, num_output = num_input + usage.totals[0], num_output + usage.totals[1]
+    return num_input, num_output
 
 
 def _done(path: Path) -> Iterable[_Done]:

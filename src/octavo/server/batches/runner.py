@@ -27,6 +27,7 @@ from octavo.server.batches.lines import (
     read_asks,
     read_finished,
     repair,
+    usage_of,
 )
 
 _RETRIED = (408, 429, 503)  # 408: it waited too long in the queue
@@ -65,17 +66,6 @@ class RunOptions:
     num_open: int = 8
     max_tries: int = 0
     endpoint: str | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-
-
-class _Answered(msgspec.Struct):
-    usage: _Usage | None = None
 
 
 @dataclass(slots=True)
@@ -139,7 +129,9 @@ class BatchRun:
             answer = await self._answer(ask)
             is_fine = answer.status == 200
             if is_fine:
-                self._count_tokens(answer)
+                prompt, output = usage_of(answer.body)
+                self.counts.prompt_tokens += prompt
+                self.counts.completion_tokens += output
             request_id = answer.headers.get("x-request-id", "")
             await written.put((is_fine, answered(ask, answer.status, request_id, answer.body)))
 
@@ -154,13 +146,6 @@ class BatchRun:
             if is_final or tries == self.options.max_tries:
                 return answer
             await asyncio.sleep(_wait_s(answer))
-
-    def _count_tokens(self, answer: Answer) -> None:
-        with suppress(msgspec.MsgspecError):
-            usage = msgspec.json.decode(answer.body, type=_Answered).usage
-            if usage is not None:
-                self.counts.prompt_tokens += usage.prompt_tokens + usage.input_tokens
-                self.counts.completion_tokens += usage.completion_tokens + usage.output_tokens
 
     async def _write(self, written: asyncio.Queue[tuple[bool, bytes] | None]) -> None:
         """Append what is answered, all that waits with one sync, until told that nothing more comes."""

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from octavo.config import BatchConfig
 from octavo.server.batches.inner_call import Answer, InnerCall, inner_call
-from octavo.server.batches.lines import Ask, not_answered, read_asks, read_finished
+from octavo.server.batches.lines import Ask, not_answered, read_asks, read_finished, usage_in
 from octavo.server.batches.records import BatchRecord, LineError
 from octavo.server.batches.runner import BatchRun, Counts, RunOptions, append
 from octavo.server.batches.store import BatchStore
@@ -86,7 +86,10 @@ class BatchService:
             return
         try:
             while True:
-                await asyncio.to_thread(self._store.expire, time.time())
+                try:
+                    await asyncio.to_thread(self._store.expire, time.time())
+                except OSError:
+                    _log.exception("old files could not be removed")
                 self._begin_tasks(self._store)
                 self._wake.clear()
                 try:
@@ -111,6 +114,8 @@ class BatchService:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks = {name: other for name, other in self._tasks.items() if other is not task}
+        if not task.cancelled() and task.exception() is not None:  # its own end could not be written
+            _log.error("%s stays as it is until a restart", task.get_name(), exc_info=task.exception())
         self._wake.set()
 
     async def _go(self, store: BatchStore, batch: BatchRecord) -> None:
@@ -174,13 +179,10 @@ class BatchService:
         if holder is None:
             raise _KeyGoneError
         run = BatchRun(self._bounded(holder), store.paths(batch), options, told)
-        begun = (batch.input_tokens, batch.output_tokens)
         try:
             await run.run()
         finally:
             batch.count(run.counts)
-            batch.input_tokens = begun[0] + run.counts.prompt_tokens
-            batch.output_tokens = begun[1] + run.counts.completion_tokens
             await asyncio.shield(asyncio.to_thread(store.save, batch))
 
     def _bounded(self, holder: KeyInfo) -> InnerCall:
@@ -210,6 +212,7 @@ class BatchService:
         def adopt() -> None:
             finished = read_finished(store.path(batch.output_id), store.path(batch.error_id))
             batch.num_completed, batch.num_failed = finished.num_completed, finished.num_failed
+            batch.input_tokens, batch.output_tokens = usage_in(store.path(batch.output_id))
             batch.has_output = store.adopt(batch.output_id, batch, f"{batch.id}_output.jsonl")
             batch.has_errors = store.adopt(batch.error_id, batch, f"{batch.id}_error.jsonl")
 
