@@ -17,6 +17,7 @@ from octavo.tool.jobs import JOBS
 from octavo.tool.process import ToolProcess
 from tests.grammar.random_walk import allows
 from tests.server.fakes import FakeClient, Harness, make_text
+from tests.server.test_reasoning import OPENS, saying
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 NAMED = {"name": "x", "schema": SCHEMA}
@@ -190,6 +191,27 @@ async def test_an_engine_that_follows_no_grammar_refuses_the_field_that_asked(ha
     ):
         error = (await harness.chat(**fields)).json()["error"]
         assert (error["param"], error["code"]) == (param, "invalid_value") and "no grammar" in error["message"]
+
+
+async def test_mistakes_are_told_the_same_way_behind_reasoning_and_beside_tools() -> None:
+    harness = saying("{}", OPENS)
+    bad = {"type": "array", "uniqueItems": True}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    try:
+        for more in ({}, {"tools": [tool]}):
+            for fields, param in (
+                ({"response_format": {**FORMAT, "json_schema": {"schema": bad}}}, "response_format.json_schema.schema"),
+                ({"structured_outputs": {"json": bad}}, "structured_outputs.json"),
+                ({"guided_json": {}, "guided_whitespace_pattern": "("}, "guided_whitespace_pattern"),
+            ):
+                error = (await harness.chat(**fields, **more)).json()["error"]
+                assert error["param"] == param and error["message"].startswith(param)
+                assert "unclosed" in error["message"] or "#/uniqueItems: uniqueItems is not" in error["message"]
+        tool["function"] = {"name": "f", "parameters": {"type": "object", "properties": {"a": bad}}}
+        error = (await harness.chat(tools=[tool], tool_choice="required")).json()["error"]
+        assert error["param"] == "tools[0].function.parameters" and "#/properties/a/uniqueItems" in error["message"]
+    finally:
+        await harness.context.tool.close()
 
 
 async def test_those_who_ask_for_the_same_at_once_wait_for_one_compilation() -> None:

@@ -14,7 +14,7 @@ from octavo.errors import RequestError
 from octavo.grammar.answer import AnswerSource, CallSource
 from octavo.server.answer_formats import FORCED_AS, reasoning_of
 from octavo.server.faults import bad_field, from_exception
-from octavo.server.grammars import Structure, structure_of
+from octavo.server.grammars import Structure, refusal, structure_of
 
 if TYPE_CHECKING:
     from octavo.server.bodies.chat import ChatBody
@@ -42,11 +42,13 @@ def read_grammar(
 
     async def read() -> str:
         source = _source(context, body, structure, prompt_end())
-        param = "tools" if body.forced or structure is None else structure.param
         try:
             return await context.grammars.read("answer", msgspec.json.encode(source).decode())
         except RequestError as error:
-            raise from_exception(type(error)(f"{error.param or param}: {error}", error.param or param)) from None
+            if structure is not None and not body.forced and not (error.param or "").startswith("tools"):
+                raise refusal(error, structure) from None
+            param = error.param or "tools"
+            raise from_exception(type(error)(f"{param}: {error}", param)) from None
 
     return read
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from octavo.errors import InvalidRequestError, OctavoError
 from octavo.server.bodies.sampling import SamplingBody
 from octavo.server.bodies.structure import given_structures
-from octavo.server.faults import bad_field, from_exception
+from octavo.server.faults import ApiError, bad_field, from_exception
 from octavo.tool.process import ToolProcess
 from octavo.tool.wire import CompileGrammar
 
@@ -118,11 +118,8 @@ class GrammarReader:
         """Compile what a body asked for. Raises ApiError naming its field."""
         try:
             return await self.read(structure.kind, structure.source, structure.whitespace)
-        except InvalidRequestError as error:
-            param = structure.whitespace_param if error.param == "whitespace_pattern" else structure.param
-            raise bad_field(param, _renamed(error, param), error.code) from None
         except OctavoError as error:
-            raise from_exception(error) from None
+            raise refusal(error, structure) from None
 
     def reader(self, structure: Structure | None) -> Callable[[], Awaitable[str]] | None:
         """The `read_grammar` of a task."""
@@ -147,11 +144,14 @@ class GrammarReader:
             self._num_characters -= _size(oldest, grammar)
 
 
-def _renamed(error: InvalidRequestError, param: str) -> str:
-    """The message, beginning with the field that the client gave."""
-    message = str(error)
-    own = error.param
-    return param + message[len(own) :] if own and message.startswith(own) else f"{param}: {message}"
+def refusal(error: OctavoError, structure: Structure) -> ApiError:
+    """What a client is told of a grammar that did not compile, by the name of its own field."""
+    if not isinstance(error, InvalidRequestError):
+        return from_exception(error)
+    param = structure.whitespace_param if error.param == "whitespace_pattern" else structure.param
+    message, own = str(error), error.param
+    message = param + message[len(own) :] if own and message.startswith(own) else f"{param}: {message}"
+    return bad_field(param, message, error.code)
 
 
 def _size(key: _Key, grammar: str) -> int:
