@@ -38,7 +38,7 @@ def theirs(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def test_a_vector_is_the_last_tokens_state_behind_the_final_norm(llm: LLM, theirs: Any) -> None:
+def test_S24_a_vector_is_the_last_tokens_state_behind_the_final_norm(llm: LLM, theirs: Any) -> None:
     for prompt, output in zip(PROMPTS, llm.embed(PROMPTS, progress=False), strict=True):
         with torch.no_grad():
             states = theirs(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0, -1]
@@ -70,7 +70,7 @@ def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:
     assert llm.embed([], progress=False) == []
 
 
-def test_prompt_scores_alone_are_transformers(llm: LLM, theirs: Any) -> None:
+def test_S24_prompt_scores_alone_are_transformers(llm: LLM, theirs: Any) -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=2)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, progress=False), strict=True):
         (choice,) = output.outputs

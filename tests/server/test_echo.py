@@ -41,7 +41,7 @@ def joined(response: httpx.Response, index: int = 0) -> tuple[str, dict[str, lis
 
 
 @pytest.mark.parametrize("prompt", ["hé!", ids_of("hé!")])
-async def test_echo_with_logprobs_covers_prompt_and_answer(prompt: str | list[int]) -> None:
+async def test_S24_echo_with_logprobs_covers_prompt_and_answer(prompt: str | list[int]) -> None:
     choice = await choice_of(prompt=prompt, echo=True, logprobs=1, max_tokens=2)
     assert choice["text"] == "hé!He"
     columns = choice["logprobs"]

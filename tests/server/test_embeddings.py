@@ -24,7 +24,7 @@ def refusal(response: httpx.Response) -> tuple[int, str, str]:
     return response.status_code, error["param"], error["code"]
 
 
-async def test_each_input_shape_gives_vectors_in_order() -> None:
+async def test_I02_each_input_shape_gives_vectors_in_order() -> None:
     harness = Harness()
     ids = harness.text.tokenizer.encode("hi")
     for given, count in (("hi", 1), (ids, 1), (["hi", "ho"], 2), ([ids, ids, [5, 6]], 3)):

@@ -13,7 +13,7 @@ async def post(harness: Harness, path: str, **fields: Any) -> httpx.Response:
     return await harness.request("POST", path, json=fields)
 
 
-async def test_a_text_there_and_back() -> None:
+async def test_I04_a_text_there_and_back() -> None:
     harness = Harness()
     for text in ("hi", "", "é", "x" * 10_000):
         body = (await post(harness, "/tokenize", model="tiny", prompt=text)).json()
@@ -82,7 +82,7 @@ async def test_a_key_is_needed(path: str) -> None:
     assert (await harness.request("POST" if path != "/tokenizer_info" else "GET", path)).status_code == 401
 
 
-async def test_models_are_described_in_full() -> None:
+async def test_I02_models_are_described_in_full() -> None:
     harness = Harness()
     (card,) = (await harness.get("/v1/models")).json()["data"]
     assert card["id"] == "tiny" and card["object"] == "model" and card["owned_by"] == "octavo"
