@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Raw
+from msgspec.json import encode
 
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 
@@ -31,6 +32,17 @@ class ItemWriter:
         self._is_open = False
         self._logprobs: list[Raw] = []  # of tokens whose text has not come
         self._said: list[Raw] = []  # log-probabilities of the open message
+        self._place = b""  # of the open message's text, as members of its events
+
+    def add_text(self, text: str) -> bytes:
+        """Take more text of the open message; give the members of its event that tell where it belongs.
+
+        b"", and nothing is taken, where it would bring other events or log-probabilities.
+        """
+        if self._place and not self._logprobs:
+            self._texts.append(text)
+            return self._place
+        return b""
 
     def push(self, parts: Sequence[Part], logprobs: Sequence[Raw]) -> Iterator[Event]:
         """Take the next parts; `logprobs` are those of the tokens that brought them."""
@@ -61,7 +73,7 @@ class ItemWriter:
         """End the item that is open, if there is one."""
         if not self._is_open:
             return
-        self._is_open = False
+        self._is_open, self._place = False, b""
         item, text = self.output[-1], "".join(self._texts)
         item["status"] = status
         if item["type"] == "function_call":
@@ -103,6 +115,7 @@ class ItemWriter:
             yield self._event("response.content_part.added", part={"type": "reasoning_text", "text": ""},
                               content_index=0)  # fmt: skip
         elif kind == "message":
+            self._place = encode(self._event("", content_index=0)[1])[1:-1]
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             yield self._event("response.content_part.added", part=part, content_index=0)
 

@@ -17,6 +17,7 @@ from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage, timing
 from octavo.server.answer_formats import read_format
 from octavo.server.shapes.framing import Framing
 from octavo.server.shapes.response_items import Event, ItemWriter
+from octavo.text.answer_parts import Part, Text
 from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from octavo.server.shapes.form import Form
 
 ID_PREFIX = "resp_"
+_TEXT_EVENT = (
+    b"event: response.output_text.delta\n"
+    b'data: {"type":"response.output_text.delta","sequence_number":%d,%b,"delta":%b,"logprobs":[]}\n\n'
+)
 
 
 class ResponseShape:
@@ -55,7 +60,7 @@ class ResponseShape:
         """A response object."""
         response: Json = {}
         for delta in choices[0].deltas:
-            for _, facts in self._events(delta):
+            for _, facts in self._events(delta, self._read(delta)):
                 response = facts.get("response", response)
         return response
 
@@ -75,17 +80,25 @@ class ResponseShape:
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """The events of a delta; the response's own last event behind the last."""
-        return self._bytes(self._events(delta))
+        parts = self._read(delta)
+        if len(parts) == 1 and isinstance(parts[0], Text) and delta.finish_reason is None and not delta.logprobs:
+            place = self._items.add_text(parts[0].text)
+            if place:  # more text alone: by far the most frequent
+                self._number += 1
+                event = _TEXT_EVENT % (self._number, place, encode(parts[0].text))
+                return event if self._number > self.behind else b""
+        return self._bytes(self._events(delta, parts))
 
     def last(self) -> bytes:
         """Nothing: the last delta has brought the end."""
         return b""
 
-    def _events(self, delta: TextDelta) -> Iterable[Event]:
+    def _read(self, delta: TextDelta) -> list[Part]:
         self._num_characters += len(delta.text)
         parts = self._reader.push(delta.text)
-        if delta.finish_reason is not None:
-            parts = parts + self._reader.finish()
+        return parts if delta.finish_reason is None else parts + self._reader.finish()
+
+    def _events(self, delta: TextDelta, parts: Sequence[Part]) -> Iterable[Event]:
         yield from self._items.push(parts, self._logprobs(delta))
         if delta.finish_reason is not None:
             is_cut = delta.finish_reason is FinishReason.LENGTH
