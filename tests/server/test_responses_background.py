@@ -197,3 +197,12 @@ async def test_a_server_that_stops_tells_that_it_did() -> None:
     found = await until(harness, response["id"], "failed")
     assert "shutting down" in found["error"]["message"]
     await harness.context.runs.close()
+
+
+async def test_it_is_explained_and_cancelled_by_its_id_like_any_request() -> None:
+    harness = Harness()
+    response = await begun(harness)
+    path = f"/v1/requests/{response['id']}"
+    assert (await harness.get(path + "/explain")).json()["id"] == response["id"]
+    assert (await harness.request("POST", path + "/cancel")).json() == {"id": response["id"], "cancelled": True}
+    assert (await until(harness, response["id"], "failed"))["error"]["code"] == "server_error"

@@ -52,9 +52,10 @@ class Task:
     """What is to be answered: `read_prompts` gives the ids, `make_form` the form (of the answer's identity and the
     tokens of all prompts), `read_grammar` what the answer must obey, compiled once there is room for the request.
 
-    `kind` begins the answer's id; `prompt_param` is the field that holds the prompt. `num_characters` are those of all
-    prompts that are texts, `num_ids` the ids of those that are not. `can_continue`: whether each delta makes one event,
-    so that a stream can go on behind any of them. `on_shape` is told of the shape before it gives anything.
+    `kind` begins the answer's id, unless it has a `name` already; `prompt_param` is the field that holds the prompt.
+    `num_characters` are those of all prompts that are texts, `num_ids` the ids of those that are not. `can_continue`:
+    whether each delta makes one event, so that a stream can go on behind any of them. `on_shape` is told of the shape
+    before it gives anything.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Task:
     read_grammar: Callable[[], Awaitable[str]] | None = None
     can_continue: bool = True
     on_shape: Callable[[Shape], None] | None = None
+    name: str | None = None
 
 
 def wants_usage(body: SamplingBody) -> bool:
@@ -136,7 +138,7 @@ async def body_hash(task: Task) -> bytes:
 async def _begin(request: Request, context: Context, task: Task, run: Run | None = None) -> tuple[Generation, Form]:
     """Submit the prompts. Raises ApiError; then nothing of it is left."""
     given = request.scope[GIVEN_ID]
-    name = given or f"{task.kind}-{request.scope[REQUEST_ID]}"
+    name = given or task.name or f"{task.kind}-{request.scope[REQUEST_ID]}"
     wish = _wish(request, task)
     with ExitStack() as undo:
         trace = open_trace(request, context, name, task.params)

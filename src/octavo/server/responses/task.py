@@ -92,6 +92,7 @@ async def response_task(context: Context, tenant: str, body: ResponsesBody) -> A
         read_grammar=None if task.read_grammar is None else _respelled(task.read_grammar),
         make_form=make_form,
         on_shape=keep_answer,
+        name=response_id,
     )
     return Asked(answering, response_id, keep)
 
