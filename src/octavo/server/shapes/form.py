@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from octavo.server.answer_formats import read_format
 from octavo.server.shapes.anthropic import MessagesShape
 from octavo.server.shapes.chat import ChatShape
 from octavo.server.shapes.completion import CompletionShape
@@ -39,9 +40,9 @@ class Form(Struct, frozen=True, array_like=True):
 
 
 SHAPES: Mapping[str, Callable[[Form, Pieces], Shape]] = {
-    "chat": lambda form, pieces: ChatShape(form.identity, pieces, form.include_usage),
+    "chat": lambda form, pieces: ChatShape(form.identity, pieces, form.include_usage, read_format(form.facts)),
     "scored_chat": lambda form, pieces: ScoredChatShape(
-        form, pieces, ChatShape(form.identity, pieces, form.include_usage)
+        form, pieces, ChatShape(form.identity, pieces, form.include_usage, read_format(form.facts))
     ),
     "text": CompletionShape,
     "anthropic": lambda form, pieces: MessagesShape(form),
