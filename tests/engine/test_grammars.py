@@ -21,7 +21,8 @@ from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted
 from octavo.engine.delivery import Delivery
-from octavo.engine.grammars import Grammars
+from octavo.engine.grammars import MAX_BUILD_S, STIR_S, Grammars
+from octavo.engine.heartbeat import NoHeart
 from octavo.engine.loop import EngineLoop
 from octavo.errors import EngineDeadError, InvalidRequestError, RequestError
 from octavo.executors.protocol import Executor, Ticket
@@ -84,6 +85,29 @@ class GatedBank(GrammarBank):
         self.reached.set()
         assert self.gate.wait(WAIT_S)
         super()._prepare(request, done)
+
+
+class SilentBank(GrammarBank):
+    """Is asked, and never answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def prepare(self, request: Request, done: Callable[[Matcher | RequestError], None]) -> None:
+        self.asked.append(request.request_id)
+
+
+class RestingHeart(NoHeart):
+    """Says when the loop has gone to rest three times."""
+
+    def __init__(self) -> None:
+        self.num_rests = 0
+        self.rested = threading.Event()
+
+    def rests(self) -> None:
+        self.num_rests += 1
+        if self.num_rests >= 3:
+            self.rested.set()
 
 
 class Engine:
@@ -243,6 +267,33 @@ def test_P06_a_request_cancelled_while_its_grammar_is_built_ends(engine: Engine)
     assert isinstance(engine.answer("a"), Accepted)
     assert is_cancelled(engine.end("a"))
     assert "a" not in engine.ids
+
+
+def test_P06_an_idle_engine_stirs_while_a_grammar_is_built_but_not_for_ever() -> None:
+    grammars = Grammars(bank := SilentBank())
+    stirred: list[int] = []
+    grammars.stir = lambda: stirred.append(1)
+    assert grammars.wake_by(None, 5.0) is None and grammars.wake_by(9.0, 5.0) == 9.0
+    grammars.prepare(held("a"), lambda built: None)
+    assert bank.asked == ["a"] and stirred == [1]
+    assert grammars.wake_by(None, 10.0) == 10.0 + STIR_S
+    assert grammars.wake_by(10.0 + STIR_S / 2, 10.0) == 10.0 + STIR_S / 2
+    assert grammars.wake_by(None, 9.0 + MAX_BUILD_S) == 9.0 + MAX_BUILD_S + STIR_S
+    assert grammars.wake_by(None, 10.0 + MAX_BUILD_S) is None
+    grammars.arrived(held("a"), None)
+    grammars.prepare(held("b"), lambda built: None)
+    assert grammars.wake_by(None, 200.0) == 200.0 + STIR_S
+
+
+def test_P06_a_resting_loop_is_woken_to_be_seen_while_a_grammar_is_built(engine: Engine) -> None:
+    heart = RestingHeart()
+    engine.loop.heart = heart
+    engine.bank.gate.clear()
+    engine.submit(held("a"))
+    assert engine.bank.reached.wait(WAIT_S)
+    assert heart.rested.wait(WAIT_S), "it rests, wakes, and rests again"
+    engine.bank.gate.set()
+    assert engine.end("a").finish_reason is FinishReason.STOP
 
 
 def test_P06_an_engine_that_stops_answers_those_whose_grammar_is_built(engine: Engine) -> None:

@@ -144,6 +144,11 @@ class Custody:
         self._go_on()
         return len(names)
 
+    def has_grammar(self, request_id: str) -> bool:
+        """Whether an open request is held to one."""
+        entry = self.ledger.get_open(request_id)
+        return entry is not None and bool(entry.request.params.grammar)
+
     def bereave(self, batch: Iterable[str]) -> None:
         """The engine is gone, with these in its batch. Convict, and end what was to be ended."""
         self.client = None

@@ -13,12 +13,15 @@ from concurrent.futures import Future
 
 from octavo.core.plan import Event, Events, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request
+from octavo.engine.replies import ignore
 from octavo.errors import InvalidRequestError, RequestError
 from octavo.executors.protocol import Executor, Ticket
 from octavo.grammar.bank import Failure, GrammarBank
 from octavo.grammar.masks import Masks
 from octavo.grammar.matcher import Matcher
 
+STIR_S = 1.0
+MAX_BUILD_S = 60.0  # the first one of an engine loads the tokenizer, on a machine that may be slow and busy
 Job = Future[tuple[Masks, tuple[Failure, ...]]]
 Built = Matcher | RequestError | None
 Prepared = Callable[[Built], None]
@@ -30,6 +33,8 @@ class Grammars:
     def __init__(self, bank: GrammarBank | None = None) -> None:
         self._bank = bank
         self._preparing: dict[str, FinishReason | None] = {}  # and why it is to end at once
+        self._since: dict[str, float] = {}  # when the loop first saw these
+        self.stir: Callable[[], None] = ignore  # has the loop turn; set by it
 
     def prepare(self, request: Request, then: Prepared) -> None:
         """Call `then` with a request's matcher, None if it has no grammar. From any thread.
@@ -42,6 +47,7 @@ class Grammars:
             then(InvalidRequestError("this engine holds outputs to no grammar; leave it out", "grammar"))
         else:
             self._preparing[request.request_id] = None
+            self.stir()  # it may rest, and would not see that it is to wake
             self._bank.prepare(request, then)
 
     def cancel(self, request_ids: Iterable[str], reason: FinishReason) -> None:
@@ -56,6 +62,19 @@ class Grammars:
         if isinstance(built, RequestError):
             raise built
         return ends_as
+
+    def wake_by(self, until: float | None, now: float) -> float | None:
+        """Until when an idle loop may rest, given until when it would: whoever watches is to see that it lives.
+
+        Not shortened once a grammar has taken MAX_BUILD_S: only a new engine ends a thread that never comes back.
+        """
+        if not self._preparing:
+            self._since.clear()
+            return until
+        self._since = {name: self._since.get(name, now) for name in list(self._preparing)}
+        if now - min(self._since.values(), default=now) >= MAX_BUILD_S:
+            return until
+        return now + STIR_S if until is None else min(until, now + STIR_S)
 
     def open(self, request: Request, built: Built) -> None:
         """Hold an admitted request to its grammar, if it has one."""

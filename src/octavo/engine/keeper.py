@@ -267,9 +267,9 @@ class EngineKeeper:
     def _examine(self, engine: EngineProcess, what: str) -> bool:
         """Take from a dead engine what it left: counts, suspects. Whether it had done a step."""
         client, beat = engine.client, engine.page.beat()
-        batch: tuple[str, ...] = ()
+        batch = tuple(name for name in client.unanswered if self._custody.has_grammar(name))  # built beside the steps
         if beat is not None and beat.phase is Phase.STEP:
-            batch = engine.page.batch(beat.batch) or ()
+            batch += engine.page.batch(beat.batch) or ()
         elif beat is not None and beat.phase is Phase.COMMANDS:
             batch = client.unanswered  # it died of taking one of them in
         engine.let_go()

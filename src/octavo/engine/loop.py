@@ -66,6 +66,7 @@ class EngineLoop:
         self._depth = depth
         self._max_waiting = max_waiting
         self._grammars = grammars or Grammars()
+        self._grammars.stir = partial(self._post, ignore, ignore)
         self._receive: Callable[[Delivery], None] = ignore
         self._ended: Callable[[], None] = ignore
         self._flight: deque[Flight] = deque()
@@ -188,7 +189,9 @@ class EngineLoop:
             raise
 
     def _wait(self, wake_at: float | None) -> None:
-        until = None if wake_at is None else max(wake_at, self.clock.now() + MIN_WAIT_S)
+        now = self.clock.now()
+        until = None if wake_at is None else max(wake_at, now + MIN_WAIT_S)
+        until = self._grammars.wake_by(until, now)
         self.heart.rests()
         with self._condition:
             if not (self._inbox or self._is_stopping):
