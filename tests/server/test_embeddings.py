@@ -8,10 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types import EmbeddingCreateParams
 
 from octavo.config import Config
 from octavo.core.request import FinishReason, Want
-from octavo.server.bodies.embedding import MAX_INPUTS
+from octavo.server.bodies.embedding import IGNORED_HERE, MAX_INPUTS, REFUSED_EMBEDDING, EmbeddingBody
+from octavo.server.bodies.scoring import REFUSED_RERANK, REFUSED_SCORE, RerankBody, ScoreBody
 from tests.server.fakes import Harness, Wire, keyed, vector_of
 
 
@@ -200,3 +202,49 @@ async def test_large_answers_leave_the_event_loop() -> None:
     harness = Harness()
     body = (await embed(harness, input=["hi"] * 600, encoding_format="base64")).json()
     assert len(body["data"]) == 600
+
+
+OF_OTHERS = {  # besides OpenAI's: what vLLM's, Cohere's and Jina's documents list
+    "embed": "truncate_prompt_tokens add_special_tokens priority cache_salt embed_dtype endianness normalize messages",
+    "score": "model text_1 text_2 truncate_prompt_tokens priority use_activation activation user",
+    "rerank": """model query documents top_n return_documents max_tokens_per_doc max_chunks_per_doc rank_fields priority
+        truncate_prompt_tokens return_embeddings""",
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "refused", "known"),
+    [
+        (EmbeddingBody, REFUSED_EMBEDDING, {*EmbeddingCreateParams.__annotations__, *OF_OTHERS["embed"].split()}),
+        (ScoreBody, REFUSED_SCORE, {*OF_OTHERS["score"].split()}),
+        (RerankBody, REFUSED_RERANK, {*OF_OTHERS["rerank"].split()}),
+    ],
+)
+def test_every_field_is_honoured_refused_or_ignored(body: Any, refused: Any, known: set[str]) -> None:
+    for name in {*known, *body.model_fields, *refused}:
+        kinds = [name in body.model_fields, name in refused, name in IGNORED_HERE]
+        assert sum(kinds) == 1, f"{name} must be in exactly one of the body, the refused and the ignored fields"
+
+
+async def test_refused_fields_are_named_and_their_neutral_values_taken() -> None:
+    harness = Harness()
+    bodies = {
+        "/v1/embeddings": ({"input": "hi"}, REFUSED_EMBEDDING),
+        "/score": ({"text_1": "a", "text_2": "b"}, REFUSED_SCORE),
+        "/rerank": ({"query": "a", "documents": ["b"]}, REFUSED_RERANK),
+    }
+    for path, (fields, refused) in bodies.items():
+        for name, neutrals in refused.items():
+            response = await harness.request("POST", path, json={**fields, name: "not neutral"})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+            assert response.json()["error"]["code"] == "unsupported_field"
+            for neutral in (*neutrals, None):
+                assert (await harness.request("POST", path, json={**fields, name: neutral})).status_code == 200
+
+
+async def test_the_description_lists_the_fields() -> None:
+    paths = (await Harness().get("/openapi.json")).json()["paths"]
+    for path, body in (("/v1/embeddings", EmbeddingBody), ("/v1/score", ScoreBody), ("/v2/rerank", RerankBody)):
+        schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert set(schema["properties"]) == set(body.model_fields)
+        assert "`user` (" in paths[path]["post"]["description"]

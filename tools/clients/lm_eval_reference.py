@@ -1,4 +1,4 @@
-"""Make lm_eval_reference.json: what transformers computes for lm_eval_task.jsonl on the default model's weights in float32.
+"""Make lm_eval_reference.json: what transformers computes for lm_eval_task.jsonl on the default model in float32.
 
 Run it with the project's own environment (the test extra has transformers): python tools/clients/lm_eval_reference.py
 The ids are Octavo's, since the served tokenizer makes those of the check; the arithmetic is transformers' alone.
