@@ -2,14 +2,22 @@
 
 import json
 import re
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from octavo.config import Config, ModelConfig
+from octavo.core.request import FinishReason
+from octavo.engine.deltas import TextDelta
+from octavo.server.answer_formats import format_fact, format_of
+from octavo.server.bodies.chat import read_chat
+from octavo.server.generation import Choice
+from octavo.server.shapes.form import Form
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
@@ -31,6 +39,7 @@ WEATHER: dict[str, Any] = {
 }
 TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 TOOLS = [WEATHER, TIME]
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Oslo?"}]}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CALLS = (
     'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
@@ -180,6 +189,17 @@ async def test_a_stream_of_calls_is_continued_behind_any_event() -> None:
         assert [call["function"]["arguments"] for call in rebuilt(chunks)] == ['{"city": "Oslo"}', "{}"]
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == "Let me see."
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_a_form_that_was_kept_reads_calls_as_before() -> None:
+    """Forms outlive the server in the journal."""
+    harness = saying(CALLS)
+    known = format_of(harness.context.dialect, read_chat({**ASKED, "tools": TOOLS}), "")
+    form = Form("chat", ("chatcmpl-1", 0, "tiny"), facts=format_fact(known))
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(form), type=Form)
+    delta = TextDelta(0, CALLS, array("i"), finish_reason=FinishReason.STOP)
+    answers = [each.shape(harness.text.tokenizer).whole([Choice([delta])]) for each in (form, kept)]
+    assert answers[0] == answers[1] and len(answers[0]["choices"][0]["message"]["tool_calls"]) == 2
 
 
 async def test_a_model_whose_template_knows_no_tools_is_told_of_them() -> None:
