@@ -27,6 +27,13 @@ SEEDS: Mapping[str, list[dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "x"}], "tools": [_FUNCTION], "tool_choice": "auto", "user": "u"},
         {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema", "json_schema":
          {"name": "a", "schema": {"type": "object"}}}},
+        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema", "json_schema":
+         {"name": "a", "strict": True, "schema": {"$defs": {"b": {"type": ["string", "null"], "pattern": "^a+$"}},
+          "type": "object", "properties": {"x": {"$ref": "#/$defs/b"}, "y": {"type": "array", "minItems": 1, "maxItems":
+          3, "items": {"oneOf": [{"const": 1}, {"enum": ["a", None]}]}}, "z": {"type": "number", "minimum": 0,
+          "multipleOf": 0.5}, "d": {"format": "date"}}, "required": ["x"], "additionalProperties": False}}}},
+        {"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"json": {"anyOf": [{"minLength": 3},
+         {"prefixItems": [True], "items": False}]}, "whitespace_pattern": "[ ]?", "disable_fallback": True}},
         {"messages": [{"role": "user", "content": "x"}], "dry_multiplier": 0.8, "dry_sequence_breakers": ["\n"],
          "bad_words": ["no"], "allowed_token_ids": [4, 5, 6], "typical_p": 0.9, "timeout": 5, "priority": 1},
     ],
@@ -35,6 +42,9 @@ SEEDS: Mapping[str, list[dict[str, Any]]] = {
         {"prompt": ["a", "b"], "best_of": 2, "n": 2, "max_tokens": 4, "echo": True, "suffix": ""},
         {"prompt": [5, 6, 7], "logprobs": 3, "stream": True, "stop_token_ids": [9], "repetition_penalty": 1.2},
         {"prompt": [[5, 6], [7]], "use_beam_search": True, "best_of": 3, "length_penalty": 1.1, "early_stopping": True},
+        {"prompt": "x", "structured_outputs": {"regex": "[a-c]{1,3}\\d"}},
+        {"prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 3},
+        {"prompt": "x", "guided_grammar": 'start: a+ "b"\na: /[0-9]/ | "(" a ")"', "stream": True},
         {"prompt": "x", "cache_salt": "s", "frequency_penalty": -1, "ttft_objective": 1, "metadata": {"a": "b"}},
     ],
 }  # fmt: skip
