@@ -280,6 +280,11 @@ def _read_bool(value: object) -> bool | None:
     return value if isinstance(value, bool) else _WORDS.get(str(value).lower())
 
 
+def whole_number(text: str) -> int | None:
+    """The number that a person wrote, such as 32K (32768) or 32k (32000); None where it is none."""
+    return _read_int(text)
+
+
 def _read_int(value: object) -> int | None:
     if isinstance(value, bool):
         return None

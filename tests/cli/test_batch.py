@@ -57,6 +57,20 @@ def test_I07_every_line_is_answered_in_openais_format(tmp_path: Path, script: st
     assert "3 requests: 3 answered, 0 failed" in said and "tokens/s" in said and "\x1b" not in said
 
 
+def test_all_four_endpoints_are_taken(tmp_path: Path, script: str) -> None:
+    asks = [
+        ask("chat"),
+        ask("text", url="/v1/completions"),
+        json.dumps({"custom_id": "vector", "url": "/v1/embeddings", "body": {"input": "hello"}}),
+        json.dumps({"custom_id": "response", "url": "/v1/responses", "body": {"input": "hello"}}),
+    ]
+    assert main(["batch", str(write(tmp_path, *asks)), "-m", script, "-q", "--open", "1K"]) == 0
+    bodies = {name: line["response"]["body"] for name, line in read(tmp_path / "in.output.jsonl").items()}
+    assert len(bodies["vector"]["data"][0]["embedding"]) == 64
+    assert bodies["response"]["output"][0]["content"][0]["text"] == "hello"
+    assert bodies["text"]["object"] == "text_completion" and bodies["chat"]["object"] == "chat.completion"
+
+
 def test_what_fails_stands_beside_and_can_be_asked_again(tmp_path: Path, script: str, capsys: Any) -> None:
     bad = '{"custom_id": "x", "url": "/v1/nothing", "body": {}}'
     file = write(tmp_path, ask("good"), ask("bad", "fail"), "not json", bad, ask("good"))

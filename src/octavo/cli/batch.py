@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from octavo.assembly import LocalEngine, build_local
-from octavo.cli.flags import UsageError, add_settings, config_from
+from octavo.cli.flags import UsageError, add_settings, config_from, whole
 from octavo.cli.inner_app import answering
 from octavo.cli.terminal import loading, say, warn_limits
 from octavo.config import Config
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output", "-o", metavar="OUT", help="answers, a line each [FILE with .output before its end]")
     group.add_argument("--errors", metavar="FILE", help="requests that failed [OUT with .errors before its end]")
     group.add_argument(
-        "--open", type=int, metavar="N", help="requests open at once [a quarter more than --max-num-seqs]"
+        "--open", type=whole, metavar="N", help="requests open at once [a quarter more than --max-num-seqs]"
     )
     group.add_argument("--retry-failed", action="store_true", help="ask again for what failed in an earlier run")
     group.add_argument("--overwrite", action="store_true", help="begin anew, whatever an earlier run left")

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from octavo.config import Config
 from octavo.errors import ConfigError
-from octavo.settings import SETTINGS, Resolved, Setting, load
+from octavo.settings import SETTINGS, Resolved, Setting, load, whole_number
 
 _DEST = "setting:"  # keeps settings apart from a command's own arguments
 _TITLES = {
@@ -108,6 +108,14 @@ def _add(group: Any, setting: Setting) -> None:
     else:
         options["metavar"] = {int: "N", float: "X"}.get(setting.kind, "TEXT")
     group.add_argument(*setting.flags, **options)
+
+
+def whole(text: str) -> int:
+    """A whole number as settings are written, for `type=` of a command's own flags."""
+    number = whole_number(text)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, such as 100 or 2K")
+    return number
 
 
 def settings_given(args: argparse.Namespace) -> dict[str, object]:

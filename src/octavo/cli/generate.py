@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from octavo.assembly import LocalEngine, build_local
-from octavo.cli.flags import UsageError, add_settings, config_from
+from octavo.cli.flags import UsageError, add_settings, config_from, whole
 from octavo.cli.inner_app import answering
 from octavo.cli.run import add_answer_arguments, sampling_params
 from octavo.cli.terminal import loading, say, warn_limits
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("answers")
     group.add_argument("--output", "-o", metavar="OUT", help="where answers go, a JSON object a line [stdout]")
-    group.add_argument("--open", type=int, metavar="N", help="requests open at once [twice --max-num-seqs]")
+    group.add_argument("--open", type=whole, metavar="N", help="requests open at once [twice --max-num-seqs]")
     group.add_argument("--raw", action="store_true", help="continue each text as it is, without the chat template")
     group.add_argument("--jsonl", action="store_true", help="lines are JSON, whatever the file is called")
     add_answer_arguments(group)

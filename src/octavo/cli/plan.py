@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from octavo.assembly import plan_memory
-from octavo.cli.flags import UsageError, add_settings, config_from
+from octavo.cli.flags import UsageError, add_settings, config_from, whole
 from octavo.executors.protocol import MemoryPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="what to plan for [smollm2]")
-    parser.add_argument("--tokens", type=int, metavar="N", help="also say how many requests of so many tokens fit")
+    parser.add_argument("--tokens", type=whole, metavar="N", help="also say how many requests of so many tokens fit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings(parser, ("model", "cache", "scheduling", "execution"))
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from octavo.artifacts.resolve import DEFAULT_MODEL
 from octavo.assembly import LocalEngine, build_local
-from octavo.cli.flags import UsageError, add_settings, config_from
+from octavo.cli.flags import UsageError, add_settings, config_from, whole
 from octavo.cli.terminal import loading, warn_limits
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.errors import EngineError
@@ -53,9 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_answer_arguments(group: argparse._ArgumentGroup, max_tokens: int | None = MAX_TOKENS) -> None:
     """Add what says how to answer; `max_tokens` is the default, None for as many as fit."""
     most = max_tokens if max_tokens is not None else "as many as fit"
-    group.add_argument(
-        "--max-tokens", "--n-predict", "-n", type=int, default=max_tokens, metavar="N", help=f"tokens at most [{most}]"
-    )
+    flags = ("--max-tokens", "--n-predict", "-n")
+    group.add_argument(*flags, type=whole, default=max_tokens, metavar="N", help=f"tokens at most [{most}]")
     group.add_argument(
         "--temperature", "--temp", type=float, metavar="X", help=f"0 = greedy [the model's, else {TEMPERATURE}]"
     )
