@@ -328,3 +328,58 @@ async def test_truncation_does_not_help_what_cannot_fit() -> None:
     many = [{"role": "user", "content": "x" * 5000}, {"role": "assistant", "content": "a"}] * 3
     await answered(harness, input=[*many, {"role": "user", "content": "short"}], truncation="auto")
     assert harness.prompt == "user:short\nassistant:"
+
+
+USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]}
+CALL = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c1"}
+OUTPUT = {"type": "function_call_output", "output": "r", "call_id": "c1"}
+FUNCTION = {"type": "function", "name": "f", "description": "", "strict": False, "parameters": {"type": "object"}}
+# Bodies as agents and frameworks write them, with what they always send and nulls.
+AGENTS: dict[str, dict[str, Any]] = {
+    "a coding agent without stored responses": {
+        "instructions": "You write code.",
+        "input": [USER, {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "x"}, CALL, OUTPUT],
+        "tools": [FUNCTION],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": None,
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+    },
+    "a chain of calls": {
+        "input": [
+            {"content": "q", "role": "user", "type": "message"},
+            {
+                "type": "message",
+                "content": [{"type": "output_text", "text": "a", "annotations": []}],
+                "role": "assistant",
+                "id": "msg_1",
+            },
+            {**CALL, "id": "fc_1", "status": "completed"},
+            OUTPUT,
+        ],
+        "tools": [FUNCTION],
+        "stream": False,
+    },
+    "a framework with nulls": {
+        "input": [{"content": "q", "role": "user"}],
+        "include": [],
+        "tools": [],
+        "instructions": None,
+        "metadata": None,
+        "text": {"format": {"type": "text"}, "verbosity": None},
+        "reasoning": {"effort": None},
+        "truncation": None,
+        "tool_choice": None,
+    },
+}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_bodies_of_agents_are_answered(name: str) -> None:
+    harness = Harness()
+    response = await post(harness, **AGENTS[name])
+    assert response.status_code == 200, response.text
+    assert "q" in harness.prompt

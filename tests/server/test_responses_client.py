@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +14,11 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from tests.fake_server import RealServer
+from tests.source_tree import ROOT
 
 SCRIPT = """
 rules:
-  - {contains: weather, role: user, call: {name: get_weather, arguments: {city: Paris}}}
+  - {regex: "[Ww]eather", role: user, call: {name: get_weather, arguments: {city: Paris}}}
   - {contains: both, role: user, say: "Two calls.", call: [{name: get_weather, arguments: {city: Rome}},
       {name: get_weather, arguments: {city: Oslo}}]}
   - {role: tool, say: "It is sunny in Paris."}
@@ -49,7 +51,7 @@ class Person(BaseModel):
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("script")
     (folder / "answers.yaml").write_text(SCRIPT, encoding="utf-8")
-    with RealServer(f"scripted:{folder / 'answers.yaml'}", folder / "log") as server:
+    with RealServer(f"scripted:{folder / 'answers.yaml'}", folder / "log", "--served-model-name", "smollm2") as server:
         yield server.url + "/v1"
 
 
@@ -145,3 +147,15 @@ def test_the_asynchronous_client(url: str) -> None:
             assert [event.type async for event in stream][-1] == "response.completed"
 
     asyncio.run(run())
+
+
+def test_I02_the_guides_code_runs_as_it_stands(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "responses.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4 and "http://127.0.0.1:8000/v1" in blocks[0]
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block.replace("http://127.0.0.1:8000/v1", url), "docs/responses.md", "exec"), names)
+    said = capsys.readouterr().out
+    assert "Hello from the script." in said and "It is sunny in Paris." in said and "completed" in said
+    names["client"].close()

@@ -25,7 +25,7 @@ from octavo.server.idempotency import Begun, RetryKey, Run, key_of
 from octavo.server.keys import KeyInfo
 from octavo.server.limits import OFF_LOOP_BYTES, read_json
 from octavo.server.offload import parse_off_loop
-from octavo.server.reply import RETRY_NOTE, body_hash, open_run, reply
+from octavo.server.reply import body_hash, open_run, reply
 from octavo.server.responses.store import Stored
 from octavo.server.responses.task import Asked, response_task
 from octavo.server.shapes.responses import ResponseShape
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from octavo.server.answer import Json
 
 MAX_LISTED = 100
+_RETRIES = (
+    "With a header `Idempotency-Key` the request runs once, however often it is asked for. A stream in the background is "
+    "continued with GET, `stream=true` and `starting_after`."
+)
 _READING = ("include", "include[]", "stream", "starting_after", "include_obfuscation")
 _LISTING = ("after", "include", "include[]", "limit", "order")
 
@@ -216,7 +220,7 @@ def add_routes(app: FastAPI) -> None:
     """Add this module's endpoints."""
     body = {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema()}}}}
     path = "/v1/responses"
-    description = "\n\n".join(("Answer a conversation of items.", RETRY_NOTE, _notes()))
+    description = "\n\n".join(("Answer a conversation of items.", _RETRIES, _notes()))
     app.add_api_route(path, create, methods=["POST"], response_model=None, description=description, openapi_extra=body)
     app.add_api_route(f"{path}/input_tokens", count, methods=["POST"], response_model=None, openapi_extra=body)
     one = path + "/{response_id}"
