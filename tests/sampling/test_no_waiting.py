@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.request import SamplingParams
-from octavo.sampling import bans, dry, processors, sampler, selection
+from octavo.sampling import bans, dry, processors, sampler, selection, token_masks
 from octavo.sampling.columns import SamplingColumns, SamplingRows
 from tests.sampling.test_edits import DRY, WORDS
 from tests.sampling.test_sampling import EOS, MANY
@@ -30,7 +30,7 @@ def to_meta(device: torch.device, *columns: NDArray[Any]) -> list[Tensor]:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> sampler.Sampler:
-    for module in (bans, dry, processors, sampler, selection):
+    for module in (bans, dry, processors, sampler, selection, token_masks):
         monkeypatch.setattr(module, "upload", to_meta)
     columns = SamplingColumns(len(PARAMS))
     edits = processors.LogitsProcessors(columns, torch.zeros((len(PARAMS), 40), dtype=torch.int32, device="meta"), 5000)
@@ -48,6 +48,14 @@ def test_P01_sampling_with_every_parameter_asks_the_device_nothing(rig: sampler.
         sampled = rig.sample(logits, SamplingRows(slots, np.full(len(PARAMS), length)))
         assert sampled.ids_R.shape == (len(PARAMS),) and sampled.ids_R.device.type == "meta"
         assert sampled.logprobs is not None
+
+
+@pytest.mark.parametrize("held", [np.arange(len(PARAMS)), np.arange(0, len(PARAMS), 3)])
+def test_P06_masks_ask_the_device_nothing(rig: sampler.Sampler, held: NDArray[np.int64]) -> None:
+    masks = token_masks.TokenMasks(held, np.zeros((len(held), -(-5000 // 32)), dtype=np.int32))
+    logits = torch.zeros((len(PARAMS), 5000), device="meta")
+    rows = SamplingRows(np.arange(len(PARAMS)), np.full(len(PARAMS), 9))
+    assert rig.sample(logits, rows, masks).ids_R.device.type == "meta"
 
 
 def test_P04_candidates_and_chosen_ids_ask_the_device_nothing(rig: sampler.Sampler) -> None:
