@@ -52,6 +52,7 @@ def main() -> int:
     (folder / "test_octavo.py").write_text(SUITE)
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-o", "asyncio_mode=auto"),
+        *("-o", "asyncio_default_fixture_loop_scope=session", "-o", "asyncio_default_test_loop_scope=session"),
         *("--disable-socket", "--allow-hosts=127.0.0.1", "--junitxml=report.xml", "test_octavo.py"),
     ]
     environ = os.environ | {"CHECK_URL": URL, "CHECK_MODEL": MODEL}
