@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 MAX_LISTED = 100
 _RETRIES = (
-    "With a header `Idempotency-Key` the request runs once, however often it is asked for. A stream in the background is "
-    "continued with GET, `stream=true` and `starting_after`."
+    "With a header `Idempotency-Key` the request runs once, however often it is asked for. A stream in the background "
+    "is continued with GET, `stream=true` and `starting_after`."
 )
 _READING = ("include", "include[]", "stream", "starting_after", "include_obfuscation")
 _LISTING = ("after", "include", "include[]", "limit", "order")
