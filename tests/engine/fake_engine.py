@@ -2,7 +2,8 @@
 
 The configured model's name says how it behaves: "fake" works, "slow" takes 5 ms a step, "gated" never ends its fourth
 step, "broken" cannot open, "crash" exits while opening, "dying" dies after some steps, "stillborn" kills itself in its
-first. A request whose id begins with "poison" kills the process in any of its steps.
+first. A request whose id begins with "poison" kills the process in any of its steps; one with a grammar, if its id
+begins with "venom", while that is built.
 """
 
 from __future__ import annotations
@@ -11,20 +12,26 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from tests.engine.fakes import GatedExecutor, make_limits, open_fake  # noqa: E402
+from tests.engine.fakes import VOCAB_SIZE, GatedExecutor, make_limits, make_text, open_fake  # noqa: E402
 
 from octavo.config import Config  # noqa: E402  the path comes first
 from octavo.core.plan import StepPlan  # noqa: E402
+from octavo.core.request import Request  # noqa: E402
 from octavo.core.scheduler import Scheduler  # noqa: E402
+from octavo.engine.grammars import Grammars  # noqa: E402
 from octavo.engine.loop import EngineLoop  # noqa: E402
 from octavo.engine.process_side import run_engine_process  # noqa: E402
-from octavo.errors import CapacityError, EngineDeadError  # noqa: E402
+from octavo.errors import CapacityError, EngineDeadError, InvalidRequestError, RequestError  # noqa: E402
 from octavo.executors.protocol import Capacity  # noqa: E402
+from octavo.grammar.bank import GrammarBank  # noqa: E402
+from octavo.grammar.matcher import Matcher  # noqa: E402
+from octavo.grammar.vocabulary import Vocabulary  # noqa: E402
 
 SLOW_STEP_S = 0.005
 
@@ -48,7 +55,19 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
         return EngineDeadError("the device is gone") if behaviour == "dying" and plan.step > 8 else None
 
     executor.fail = fail
-    return EngineLoop(Scheduler(limits), executor), capacity
+    return EngineLoop(Scheduler(limits), executor, grammars=Grammars(DeadlyBank())), capacity
+
+
+class DeadlyBank(GrammarBank):
+    """Builds nothing, and dies of some."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary(lambda: make_text().tokenizer, VOCAB_SIZE))
+
+    def _prepare(self, request: Request, done: Callable[[Matcher | RequestError], None]) -> None:
+        if request.request_id.startswith("venom"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        done(InvalidRequestError("no grammars here", "grammar"))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from dataclasses import replace
 
-from octavo.core.request import FinishReason
+from octavo.core.request import FinishReason, SamplingParams
 from octavo.engine.deltas import TextDelta
 from octavo.server.generation import failure_of
 from tests.engine.fakes import expected, make_request
@@ -53,4 +54,17 @@ async def test_row_05_it_comes_when_the_good_are_under_way(score: Score) -> None
         lost = [s for s in good if s.ids != expected(s.request) or s.reason is not FinishReason.LENGTH]
         score.count("good ones lost", len(lost))
         score.count("restarts", keeper.num_restarts, most=3)
+        assert (bad.message or "").startswith("StepFailedError") and bad.ids == []
+
+
+async def test_row_05_one_that_kills_while_its_grammar_is_built(score: Score) -> None:
+    """No step has a part in it, so nobody's batch names it: it is accused because it is not taken yet."""
+    venom = replace(make_request("venom"), params=SamplingParams(max_tokens=5, seed=1, grammar="venom"))
+    async with keeping("slow") as keeper:
+        following = [asyncio.create_task(follow(keeper, make_request(f"r{i}", max_tokens=90))) for i in range(5)]
+        bad = await follow(keeper, venom)
+        good = await asyncio.gather(*following)
+        lost = [s for s in good if s.ids != expected(s.request) or s.reason is not FinishReason.LENGTH]
+        score.count("good ones lost beside a deadly grammar", len(lost))
+        score.count("restarts for a deadly grammar", keeper.num_restarts, most=3)
         assert (bad.message or "").startswith("StepFailedError") and bad.ids == []
