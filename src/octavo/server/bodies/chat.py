@@ -45,6 +45,7 @@ _REFUSED_MESSAGE: Refused = {
     "audio": (),
     "annotations": ([],),
 }
+_PLAIN = {"role", "content"}
 _OF_ROLES = {"tool_calls": "assistant", "reasoning": "assistant", "tool_call_id": "tool"}
 
 
@@ -65,9 +66,11 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         list[TextPart], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])
-    ] = Field([], description="may be left out beside tool_calls or reasoning")
+    ] = Field(default_factory=list, description="may be left out beside tool_calls or reasoning")
     name: str | None = None
-    tool_calls: list[ToolCall] = Field([], max_length=MAX_CALLS, description="of the assistant: the calls it made")
+    tool_calls: list[ToolCall] = Field(
+        default_factory=list, max_length=MAX_CALLS, description="of the assistant: the calls it made"
+    )
     tool_call_id: str | None = Field(
         None, max_length=MAX_CALL_ID_CHARACTERS, description="of a tool: the call that this is the result of"
     )
@@ -130,6 +133,15 @@ def read_chat(fields: dict[str, object]) -> ChatBody:
 
 def _sift_message(message: dict[str, object], where: str) -> dict[str, object]:
     """The message with checked calls, and with its reasoning under one name."""
+    if "reasoning" in message or "reasoning_content" in message:
+        message = _with_reasoning(message, where)
+    kept = sift(message, _REFUSED_MESSAGE, Message, where)
+    if "tool_calls" in kept:
+        kept["tool_calls"] = sift_calls(kept["tool_calls"], f"{where}tool_calls")
+    return kept
+
+
+def _with_reasoning(message: dict[str, object], where: str) -> dict[str, object]:
     message = dict(message)
     spellings = ("reasoning", "reasoning_content")
     given = [(name, value) for name in spellings if (value := message.pop(name, None)) is not None]
@@ -140,13 +152,12 @@ def _sift_message(message: dict[str, object], where: str) -> dict[str, object]:
         if others and others[0][1] != value:
             raise bad_field(where + others[0][0], f"{where}reasoning and reasoning_content differ; give one of them")
         message["reasoning"] = value
-    kept = sift(message, _REFUSED_MESSAGE, Message, where)
-    if "tool_calls" in kept:
-        kept["tool_calls"] = sift_calls(kept["tool_calls"], f"{where}tool_calls")
-    return kept
+    return message
 
 
 def _check_message(message: Message, where: str) -> None:
+    if message.model_fields_set == _PLAIN and message.role != "tool":
+        return
     for name, role in _OF_ROLES.items():
         if getattr(message, name) and message.role != role:
             raise bad_field(where + name, f"{where}{name} belongs to messages of the role {role!r}")
