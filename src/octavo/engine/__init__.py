@@ -1,0 +1,1 @@
+"""Runs the loop around the scheduler, keeps the ledger, and turns requests into streams."""
