@@ -10,12 +10,15 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octavo.config import Config, ModelConfig
 from octavo.core.request import FinishReason
 from octavo.engine.deltas import TextDelta
 from octavo.server.answer_formats import format_fact, format_of
 from octavo.server.bodies.chat import read_chat
+from octavo.server.faults import ApiError
 from octavo.server.generation import Choice
 from octavo.server.shapes.form import Form
 from octavo.text.chat_template import ChatTemplate
@@ -283,6 +286,54 @@ async def test_a_structure_and_free_calls_are_alternatives() -> None:
     assert "(calls | @structure)" in lark["lark_grammar"]
     assert [part["name"] for part in parts] == ["arguments_0", "arguments_1", "structure"]
     await harness.context.tool.close()
+
+
+async def test_calls_of_qwen3_coder_are_written_as_json_where_a_grammar_holds() -> None:
+    config = Config(model=ModelConfig(tool_call_parser="qwen3_coder"))
+    harness = Harness(FakeClient(CALLS), config=config)
+    for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        message = (await harness.chat(tools=TOOLS, **fields)).json()["choices"][0]["message"]
+        assert len(message["tool_calls"]) == 2
+        assert "<tool_call>" in harness.engine.requests[-1].params.grammar
+    assert (await harness.chat(tools=TOOLS)).json()["choices"][0]["message"]["content"] == CALLS
+    harness.engine.text = "<function=get_weather>\n<parameter=city>\n12\n</parameter>\n</function>"
+    message = (await harness.chat(tools=TOOLS)).json()["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "12"}', "the schema says that it is a string"
+    await harness.context.tool.close()
+
+
+ODD = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=4)
+    | st.sampled_from(["function", "tool", "f", "auto"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "function", "name", "parameters", "arguments", "id", "tools", "allowed_tools", "x"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.fixed_dictionaries({}, optional={"tools": ODD | st.lists(ODD, max_size=2), "tool_choice": ODD, "reasoning": ODD}),
+    st.fixed_dictionaries({"role": st.sampled_from(["assistant", "tool", "user"])}, optional={
+        "tool_calls": ODD | st.lists(ODD, max_size=2), "reasoning_content": ODD, "tool_call_id": ODD, "content": ODD,
+    }),
+)  # fmt: skip
+def test_any_body_is_read_or_refused_by_name(fields: dict[str, Any], message: dict[str, Any]) -> None:
+    try:
+        read_chat({"messages": [message], **fields})
+    except ApiError as error:
+        assert error.status == 400 and error.param
 
 
 async def test_allowed_tools_are_all_that_the_model_is_told_of() -> None:

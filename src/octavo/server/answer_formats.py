@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from octavo.server.bodies.structure import given_structures
 from octavo.text.answer_format import AnswerFormat
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
 
 FORMAT = "format"  # of a form's facts
-FORCED_AS = {"qwen3_coder": "hermes"}  # its values have no form that a schema could be held to
+FORCED_AS = {"qwen3_coder": "hermes"}  # under a grammar: its values have no form that a schema could be held to
 TAIL_IDS = 32  # of a prompt: tags and blank space at its end are spelled with fewer
 
 
@@ -34,7 +35,7 @@ def format_of(dialect: Dialect, body: ChatBody, prompt_end: str) -> AnswerFormat
     return AnswerFormat(
         reasoning=reasoning,
         starts_inside=starts_inside,
-        calls=FORCED_AS.get(calls or "", calls) if body.forced else calls,
+        calls=FORCED_AS.get(calls or "", calls) if body.forced or given_structures(body) else calls,
         forced=body.forced,
         names=tuple(tool.function.name for tool in tools),
         texts=tuple(text for tool in tools for text in _texts(tool)) if calls == "qwen3_coder" else (),
