@@ -324,7 +324,9 @@ ODD = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.fixed_dictionaries({}, optional={"tools": ODD | st.lists(ODD, max_size=2), "tool_choice": ODD, "reasoning": ODD}),
+    st.fixed_dictionaries({}, optional={
+        "tools": ODD | st.lists(ODD, max_size=2), "tool_choice": ODD, "reasoning": ODD,
+    }),
     st.fixed_dictionaries({"role": st.sampled_from(["assistant", "tool", "user"])}, optional={
         "tool_calls": ODD | st.lists(ODD, max_size=2), "reasoning_content": ODD, "tool_call_id": ODD, "content": ODD,
     }),
