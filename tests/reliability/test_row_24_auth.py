@@ -41,7 +41,9 @@ BAD_KEYS: list[Headers] = [
     [(b"authorization", KEY.encode())],
     [(b"authorization", b"Bearer " + hashlib.sha256(KEY.encode()).hexdigest().encode())],
     [(b"authorization", b"Bearer x"), (b"authorization", f"Bearer {KEY}".encode())],
-    [(b"x-api-key", KEY.encode())],
+    [(b"x-api-key", f"{KEY}x".encode())],
+    [(b"x-api-key", KEY.encode()), (b"x-api-key", KEY.encode())],
+    [(b"x-api-key", KEY.encode()), (b"authorization", b"Bearer x")],
     [(b"cookie", f"authorization=Bearer {KEY}".encode())],
     [(b"proxy-authorization", f"Bearer {KEY}".encode())],
 ]
