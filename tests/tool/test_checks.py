@@ -121,7 +121,9 @@ def test_schema_bombs_are_too_complex(text: str) -> None:
     [1, [], "x", {"type": "strin"}, {"type": 7}, {"type": ["string", {}]}, {"properties": []}, {"anyOf": []},
      {"anyOf": {}}, {"items": 3}, {"$ref": "http://localhost/x"}, {"$ref": "#/nowhere"}, {"$ref": 5}, {"$ref": "#x"},
      {"$ref": "other.json"}, {"minItems": -1}, {"maxItems": True}, {"maxLength": 1.5}, {"enum": "x"}, {"pattern": 3},
-     {"pattern": "("}, {"patternProperties": {"(": {}}}, {"properties": {"a": 1}}, {"not": None}],
+     {"pattern": "("}, {"patternProperties": {"(": {}}}, {"properties": {"a": 1}}, {"not": None},
+     {"format": {"a": 1}}, {"minimum": "猫" * 100}, {"multipleOf": 0}, {"maximum": True}, {"required": "a"},
+     {"required": [1]}, {"propertyNames": {"format": []}}, {"exclusiveMinimum": None}],
     ids=str,
 )  # fmt: skip
 def test_wrong_schemas_are_refused_with_the_place(schema: object) -> None:

@@ -59,9 +59,10 @@ _REFUSED: Mapping[str, str] = {
     "extends": "use allOf",
     "x-guidance": "how JSON is written is set beside the schema",
 }
-_KEPT_FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_KEPT_FORMATS = ("duration", "ipv4", "ipv6", "uri")
 _REFUSED_FORMATS = ("idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "relative-json-pointer",
                     "regex", "uri-reference", "uri-template")  # fmt: skip
+_EXACT = 2**53
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _DAY = (
     "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -71,9 +72,16 @@ _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _UUID = "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
-FORMAT_PATTERNS: Mapping[str, str] = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-
-
+_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+FORMAT_PATTERNS: Mapping[str, tuple[str, ...]] = {
+    "date": (f"^{_DATE}$",),
+    "time": (f"^{_TIME}$",),
+    "date-time": (f"^{_DATE}T{_TIME}$",),
+    "uuid": (f"^{_UUID}$",),
+    "email": (rf"^{_ATOM}(?:\.{_ATOM})*@(?:{_LABEL}\.)+[A-Za-z]{{2,63}}$", "^[^@]{1,64}@.{1,189}$"),
+    "hostname": (rf"^{_LABEL}(?:\.{_LABEL})*$", "^.{1,253}$"),
+}
 # What pydantic writes for Decimal has a look-ahead; the same texts without.
 EQUIVALENT_PATTERNS: Mapping[str, str] = {
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
@@ -138,6 +146,7 @@ def _prepared(schema: object, where: str, facts: Facts) -> object:
     _set_one_of(made, schema, where, facts)
     _set_names(made, schema, where, facts)
     _check_counts(schema, where)
+    _set_numbers(made, where)
     return made
 
 
@@ -165,19 +174,18 @@ def _set_exclusive(made: dict[str, Any], schema: dict[str, Any]) -> None:
 
 
 def _set_format(made: dict[str, Any], where: str) -> None:
-    """Formats that are no more than a note go; dates and times become expressions that know the calendar."""
+    """Formats that are no more than a note go; others become expressions: dates that know the calendar."""
     name = made.get("format")
     if name is None or name in _KEPT_FORMATS:
         return
+    if not isinstance(name, str):
+        raise refused(f"{where}/format", "a text is needed")
     if name in _REFUSED_FORMATS:
         raise refused(f"{where}/format", f"the format {name} is not supported; leave it out, or give a pattern")
     del made["format"]
     if name not in FORMAT_PATTERNS:
         return
-    if "pattern" in made:
-        made["allOf"] = [*made.get("allOf", ()), {"pattern": FORMAT_PATTERNS[name]}]
-    else:
-        made["pattern"] = FORMAT_PATTERNS[name]
+    made["allOf"] = [*made.get("allOf", ()), *({"pattern": pattern} for pattern in FORMAT_PATTERNS[name])]
 
 
 def _set_one_of(made: dict[str, Any], schema: dict[str, Any], where: str, facts: Facts) -> None:
@@ -206,11 +214,9 @@ def _set_names(made: dict[str, Any], schema: dict[str, Any], where: str, facts: 
     known = {name: value for name, value in known.items() if name not in _NOTES} if isinstance(known, dict) else {}
     value = made.pop("additionalProperties", True)
     listed = known.get("enum", [known["const"]] if "const" in known else None)
-    if known.get("format") in FORMAT_PATTERNS:
-        known["pattern"] = FORMAT_PATTERNS[known.pop("format")]
-    elif known.get("format") == "uuid":
-        known["pattern"] = f"^{_UUID}$"
+    if len(patterns := FORMAT_PATTERNS.get(str(known.get("format", "")), ())) == 1:
         del known["format"]
+        known["pattern"] = patterns[0]
     is_plain = len(known) - (known.get("type") == "string") == 1
     if "properties" in made or "patternProperties" in made or not is_plain:
         pass
@@ -236,3 +242,20 @@ def _check_counts(schema: dict[str, Any], where: str) -> None:
     if least > num_required + 1:
         reason = f"{least} properties are asked for and {num_required} of them are required by name"
         raise refused(f"{where}/minProperties", f"{reason}; name at least {least - 1} in required")
+
+
+def _set_numbers(made: dict[str, Any], where: str) -> None:
+    """The compiler has numbers of 53 bits: bounds beyond that are drawn in, values beyond it cannot be written."""
+    for name, farthest in (("minimum", -_EXACT), ("exclusiveMinimum", -_EXACT), ("maximum", _EXACT),
+                           ("exclusiveMaximum", _EXACT)):  # fmt: skip
+        bound = made.get(name)
+        if isinstance(bound, int) and abs(bound) > _EXACT and (bound < 0) is (farthest < 0):
+            made[name] = farthest
+    for name in ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        pending = [made[name]] if name in made else []
+        while pending:
+            value = pending.pop()
+            if isinstance(value, int) and abs(value) > _EXACT:
+                raise refused(f"{where}/{name}", f"{value} has more than 53 bits; have it written as a string")
+            if isinstance(value, list | dict):
+                pending += value.values() if isinstance(value, dict) else value

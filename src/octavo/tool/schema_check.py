@@ -27,6 +27,9 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _TABLES = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains",
            "maxContains")  # fmt: skip
+_TEXTS = ("format", "$schema", "$id", "title", "description")
+_NUMBERS = ("minimum", "maximum", "multipleOf")
+_BOUNDS = ("exclusiveMinimum", "exclusiveMaximum")  # numbers, or true and false as draft 4 has them
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "string"))
 
 
@@ -110,8 +113,7 @@ class _Checker:
                 raise _wrong(f"{where}/{name}", "a whole number of 0 or more is needed")
             if count > MAX_COUNT:
                 raise TooComplexError(f"{_PARAM}: {where}/{name} is {count}; at most {MAX_COUNT} is taken", _PARAM)
-        if "enum" in schema and not isinstance(schema["enum"], list):
-            raise _wrong(f"{where}/enum", "a list is needed")
+        _check_kinds(schema, where)
         patterns = [("pattern", schema["pattern"])] if "pattern" in schema else []
         for name, pattern in [*patterns, *(("patternProperties", key) for key in schema.get("patternProperties", ()))]:
             self._check_pattern(pattern, f"{where}/{name}")
@@ -177,6 +179,24 @@ class _Checker:
             return size
 
         return size_of(self._root)
+
+
+def _check_kinds(schema: dict[str, Any], where: str) -> None:
+    """Keywords whose values the compiler takes to be texts, numbers or lists."""
+    for name in _TEXTS:
+        if not isinstance(schema.get(name, ""), str):
+            raise _wrong(f"{where}/{name}", "a text is needed")
+    for name in (*_NUMBERS, *_BOUNDS):
+        value = schema.get(name, 0)
+        if not isinstance(value, int | float) or (isinstance(value, bool) and name not in _BOUNDS):
+            raise _wrong(f"{where}/{name}", "a number is needed")
+    if schema.get("multipleOf", 1) <= 0:
+        raise _wrong(f"{where}/multipleOf", "a number above 0 is needed")
+    if "enum" in schema and not isinstance(schema["enum"], list):
+        raise _wrong(f"{where}/enum", "a list is needed")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise _wrong(f"{where}/required", "a list of names is needed")
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
