@@ -1,9 +1,11 @@
 """HTTPS: a real server with a certificate, and files that do not work are told of at the start."""
 
 import shutil
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -11,6 +13,7 @@ import pytest
 
 from octavo.config import Config, WebConfig
 from octavo.errors import ConfigError
+from octavo.server.limits import HttpLimits
 from octavo.server.web_settings import check_web, tls_options
 from tests.server.test_run import Running, running
 
@@ -93,3 +96,23 @@ def test_files_that_do_not_work_are_told_of(folder: Path, web: WebConfig) -> Non
             check_web(given)
     check_web(web)
     assert tls_options(WebConfig()) == {}
+
+
+def test_a_client_that_sends_no_head_is_cut_behind_tls_too(web: WebConfig) -> None:
+    trusting = ssl.create_default_context(cafile=web.ssl_certfile)
+    with running(Config(web=web), limits=HttpLimits(head_timeout_s=0.2)) as found:
+        port = int(found.url.rpartition(":")[2])
+        plain = socket.create_connection(("127.0.0.1", port), timeout=5)
+        with plain, trusting.wrap_socket(plain, server_hostname="localhost") as client:
+            client.sendall(b"GET /livez HTTP/1.1\r\nhost: ")
+            with suppress(ConnectionResetError, ssl.SSLEOFError):
+                assert client.recv(1) == b""
+
+
+def test_what_is_no_tls_gets_nothing(web: WebConfig) -> None:
+    with running(Config(web=web)) as found:
+        port = int(found.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as plain:
+            plain.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+            with suppress(ConnectionResetError):
+                assert b"HTTP" not in plain.recv(4096)
