@@ -76,7 +76,7 @@ CODES: Mapping[str, Code] = {
     "too_many_connections": Code((503,), "every connection that the server takes is at work"),
     "loading": Code((503,), "the model is loading"),
     "draining": Code((503,), "the server is going down"),
-    "cancelled": Code((503,), "whoever runs the server cancelled the request"),
+    "cancelled": Code((503,), "whoever runs the server, or the client elsewhere, cancelled the request"),
     "idle_connection": Code((), "in metrics only: a connection without a request was cut, for its place was needed"),
     "head_timeout": Code((), "in metrics only: a connection was cut because a head did not arrive in time"),
     "head_too_large": Code((), "in metrics only: a connection was cut because there was too much around a body"),
