@@ -59,8 +59,9 @@ def tables(sizes: Sizes) -> list[KernelTable]:
     for count in sizes.rows:
         execution = ExecutionConfig(threads=sizes.threads)
         executor = TorchExecutor(files, read_model_spec(files), execution, ModelConfig())
-        blocks = 2 * count * (len(prompt) + STEPS + WARM + 16) // 16
-        capacity = executor.open(ExecutorSpec(2 * count, 512, num_blocks=blocks, max_model_len=1024))
+        longest = len(prompt) + STEPS + WARM + 1
+        blocks = 2 * count * (longest // 16 + 2)
+        capacity = executor.open(ExecutorSpec(2 * count, 512, num_blocks=blocks, max_model_len=longest))
         free_s, held_s = _Halves(executor, capacity, vocabulary, prompt).run(count)
         executor.close()
         ratio = median(held / free for held, free in zip(held_s, free_s, strict=True))
