@@ -300,6 +300,23 @@ async def test_old_files_go_and_one_server_has_the_folder(tmp_path: Path) -> Non
             Harness(config=replace(config))
 
 
+async def test_what_a_crash_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    async with serving(configured(tmp_path)) as harness:
+        kept = (await upload(harness, b"x")).json()["id"]
+        gone = (await upload(harness, b"y")).json()["id"]
+        store = harness.context.batches.store
+        files = store.path(kept).parent
+        (files / f"{gone}.json").unlink()
+    for name in ("mine.data", "notes.txt", "file-0.json"):
+        (files / name).write_text("{")
+    (files / f"{kept}.new").write_text("{")
+    async with serving(configured(tmp_path)) as harness:
+        listed = (await harness.get("/v1/files")).json()["data"]
+        assert [file["id"] for file in listed] == [kept]
+        left = sorted(path.name for path in files.iterdir())
+        assert left == sorted([f"{kept}.data", f"{kept}.json", "mine.data", "notes.txt", "file-0.json"])
+
+
 async def test_pages_go_on_behind_an_id(tmp_path: Path) -> None:
     async with serving(configured(tmp_path)) as harness:
         ids = [(await upload(harness, b"x")).json()["id"] for _ in range(5)]

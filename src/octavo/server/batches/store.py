@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -26,6 +27,7 @@ from octavo.server.batches.records import BatchRecord, FileRecord
 from octavo.server.batches.runner import BatchPaths
 from octavo.server.faults import ApiError, bad_field
 
+_OURS = re.compile(r"file-[0-9a-f]{32}\.(data|new)")  # what may be removed; anything else is somebody's
 R = TypeVar("R", FileRecord, BatchRecord)
 
 
@@ -149,7 +151,7 @@ class BatchStore:
             if batch.is_pending:
                 kept |= {batch.output_id, batch.error_id}
         for path in (self._folder / "files").iterdir():
-            if path.suffix == ".new" or (path.suffix == ".data" and path.stem not in kept):
+            if _OURS.fullmatch(path.name) and (path.suffix == ".new" or path.stem not in kept):
                 path.unlink(missing_ok=True)
         for record in [record for record in self.files.values() if not self.path(record.id).exists()]:
             self._drop_file(record)
