@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, FailFast, Field
 
 from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
-from octavo.server.bodies.sampling import REFUSED_BOTH, SamplingBody, sift_stream_options
+from octavo.server.bodies.sampling import SamplingBody, sift_stream_options
 from octavo.server.bodies.tools import (
     MAX_CALL_ID_CHARACTERS,
     MAX_CALLS,
@@ -26,7 +26,6 @@ from octavo.server.faults import bad_field
 MAX_MESSAGES = 2048
 
 REFUSED_CHAT: Refused = {
-    **REFUSED_BOTH,
     "echo": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from octavo.server.bodies.checks import Refused, read
-from octavo.server.bodies.sampling import REFUSED_BOTH, SamplingBody, sift_stream_options
+from octavo.server.bodies.sampling import SamplingBody, sift_stream_options
 
-REFUSED_COMPLETION: Refused = {**REFUSED_BOTH, "suffix": ("",)}
+REFUSED_COMPLETION: Refused = {"suffix": ("",)}
 
 
 def _is_id(value: object) -> bool:

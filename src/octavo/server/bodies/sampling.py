@@ -22,9 +22,7 @@ MAX_BREAKERS = 64
 MAX_WORD_CHARACTERS = 256
 MAX_ALLOWED_IDS = 65_536
 MAX_PROMPT_SCORES = 1_048_576  # log-probabilities of prompts in one answer, 50 MB of JSON
-
 # Refused unless the value is one of these, with which it asks for nothing. (null always counts as left out.)
-REFUSED_BOTH: Refused = {}
 _REFUSED_STREAM_OPTIONS: Refused = {"include_obfuscation": (False,)}
 
 
