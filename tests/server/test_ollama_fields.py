@@ -26,6 +26,8 @@ async def test_each_field_is_honoured_refused_or_ignored(path: str, field: str) 
     _, body, refused, least = ENDPOINTS[path]
     kinds = [field in body.model_fields, field in refused, field in ours.IGNORED_OLLAMA]
     assert sum(kinds) == 1, f"{field} must be in exactly one of the body, the refused and the ignored fields"
+    if field in body.model_fields:
+        return  # test_ollama.py shows what each does
     harness = Harness()
 
     async def ask(**fields: Any) -> Any:
@@ -36,7 +38,7 @@ async def test_each_field_is_honoured_refused_or_ignored(path: str, field: str) 
         assert response.status_code == 400 and response.json()["error"].startswith(f"{field}: ")
         for neutral in (*refused[field], None):
             assert (await ask(**{field: neutral})).status_code == 200
-    elif field in ours.IGNORED_OLLAMA:
+    else:
         assert (await ask()).status_code == 200
         assert (await ask(**{field: "5m"})).status_code == 200
         first, second = harness.engine.requests
@@ -52,6 +54,8 @@ def options() -> list[str]:
 async def test_each_option_is_honoured_refused_or_ignored(option: str) -> None:
     kinds = [option in table for table in (ours.Options.model_fields, ours.REFUSED_OPTIONS, ours.IGNORED_OPTIONS)]
     assert sum(kinds) == 1, f"{option} must be in exactly one of the body, the refused and the ignored options"
+    if option in ours.Options.model_fields:
+        return
     harness = Harness()
 
     async def ask(**given: Any) -> Any:
@@ -63,7 +67,7 @@ async def test_each_option_is_honoured_refused_or_ignored(option: str) -> None:
         assert response.status_code == 400 and response.json()["error"].startswith(f"options.{option}: ")
         for neutral in ours.REFUSED_OPTIONS[option]:
             assert (await ask(**{option: neutral})).status_code == 200
-    elif option in ours.IGNORED_OPTIONS:
+    else:
         assert (await ask()).status_code == 200
         assert (await ask(**{option: 2})).status_code == 200
         first, second = harness.engine.requests
