@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from octavo.cli.catalogue import Command, catalogue
 
+# Into files: making the script builds every command's parser, which no start of a shell should wait for.
 _HOW = {
-    "bash": 'eval "$(octavo completions bash)"   in ~/.bashrc',
-    "zsh": 'eval "$(octavo completions zsh)"   in ~/.zshrc, behind compinit',
+    "bash": "octavo completions bash > ~/.local/share/bash-completion/completions/octavo",
+    "zsh": "octavo completions zsh > ~/.octavo.zsh, and in ~/.zshrc, behind compinit: source ~/.octavo.zsh",
     "fish": "octavo completions fish > ~/.config/fish/completions/octavo.fish",
 }
 
