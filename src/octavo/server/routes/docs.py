@@ -45,7 +45,8 @@ def render(document: Mapping[str, Any]) -> str:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style><h1>{title}</h1>"
-        '<p>OpenAI\'s clients work with the base URL <code>/v1</code>. For programs: <a href="openapi.json">'
+        "<p>OpenAI's clients work with the base URL <code>/v1</code>, Anthropic's and Ollama's with the address "
+        'itself. For programs: <a href="openapi.json">'
         f"openapi.json</a>.</p>{body}</html>"
     )
 
