@@ -11,7 +11,6 @@ import argparse
 import ast
 import contextlib
 import datetime
-import hashlib
 import json
 import os
 import platform
@@ -34,6 +33,7 @@ ENVIRONMENT = ROOT / ".venv-clients"
 DEFAULT_SERVER = ("--model", "smollm2")
 READY_S = 120.0
 SCRIPT_S = 1800.0
+INSTALL_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -87,19 +87,31 @@ def scripts() -> list[Script]:
     return [Script.read(path) for path in sorted(FOLDER.glob("check_*.py"))]
 
 
-def prepare(packages: Sequence[str]) -> Path:
-    """Give the Python of an environment that has these packages; it is made, or added to, when it must be."""
+def prepare(chosen: Sequence[Script]) -> tuple[Path, dict[Path, str]]:
+    """Give the Python of the clients' environment, and why some scripts' packages are not in it, by script.
+
+    Each script's packages are installed by themselves: one that cannot be had does not keep the others away.
+    """
     python = ENVIRONMENT / "bin" / "python"
-    wanted = sorted(set(packages))
-    stamp = ENVIRONMENT / "octavo-packages"
-    digest = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
-    if stamp.exists() and stamp.read_text() == digest:
-        return python
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
-    subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
-    stamp.write_text(digest)
-    return python
+    trouble = {}
+    for script in chosen:
+        missing = [package for package in script.packages if not _has(python, package)]
+        if missing:
+            command = [str(python), "-m", "pip", "install", "--quiet", *missing]
+            try:
+                subprocess.run(command, check=True, timeout=INSTALL_S)
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                trouble[script.path] = f"its packages were not installed ({type(error).__name__})"
+    return python, trouble
+
+
+def _has(python: Path, package: str) -> bool:
+    """Whether the environment has a distribution of this name; versions were chosen when it was installed."""
+    name = re.split(r"[\[<>=!~ ]", package)[0]
+    code = f"import importlib.metadata as m; m.version({name!r})"
+    return subprocess.run([str(python), "-c", code], capture_output=True, check=False).returncode == 0
 
 
 @contextlib.contextmanager
@@ -156,12 +168,18 @@ def run_script(script: Script, python: Path, server: tuple[str, str], checks: Se
     return outcome
 
 
-def run_all(chosen: Sequence[Script], python: Path) -> list[Outcome]:
+def run_all(chosen: Sequence[Script]) -> list[Outcome]:
     """Run scripts, those that want the same server one after another on one."""
-    outcomes = {}
-    for flags in dict.fromkeys(script.server for script in chosen):
+    python, trouble = prepare(chosen)
+    outcomes = {
+        path: Outcome(script, [], trouble[script.path]) for script in chosen if (path := script.path) in trouble
+    }
+    for script in (script for script in chosen if script.path in trouble):
+        print(f"{script.client}: {trouble[script.path]}", flush=True)
+    able = [script for script in chosen if script.path not in trouble]
+    for flags in dict.fromkeys(script.server for script in able):
         with serving(flags) as server:
-            for script in (script for script in chosen if script.server == flags):
+            for script in (script for script in able if script.server == flags):
                 outcomes[script.path] = outcome = run_script(script, python, server)
                 for line in outcome.lines:
                     note = f"  {line['detail']}" if line["detail"] else ""
@@ -225,8 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no script check_{unknown[0]}.py; there are {', '.join(names)}")
     chosen = [names[name] for name in args.clients] or everything
-    python = prepare([package for script in everything for package in script.packages])
-    outcomes = run_all(chosen, python)
+    outcomes = run_all(chosen)
     if not args.clients:
         when = f"{datetime.date.today().isoformat()}, Python {platform.python_version()}, {platform.machine()}"
         PAGE.write_text(page(outcomes, when), encoding="utf-8")
