@@ -1,13 +1,15 @@
 """Rendering in a tool process gives what rendering here gives, and evil templates end there too."""
 
+import json
+
 import pytest
 
 from octavo.artifacts.resolve import find_wheel_model
-from octavo.errors import OctavoError
+from octavo.errors import InvalidRequestError, OctavoError
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.text_model import TextModel
 from octavo.tool.process import ToolLimits, ToolProcess
-from octavo.tool.wire import RenderChat
+from octavo.tool.wire import CompileGrammar, RenderChat
 from tests.text.test_chat_template import CHAT, EVIL, TEMPLATES, TOOLS
 
 TOKENS = {"bos_token": "<s>"}
@@ -30,6 +32,19 @@ async def test_templates_render_as_they_do_here() -> None:
         assert tool.counters.starts == 1
     finally:
         await tool.close()
+
+
+async def test_a_compiler_that_panics_is_a_refusal_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    tool = ToolProcess(ToolLimits(num_processes=1))
+    try:
+        for padding in range(4):  # llguidance cuts what it shows at byte 100, inside a character or not
+            schema = json.dumps({"multipleOf": {"k": "x" * padding + "猫" * 60}}, ensure_ascii=False)
+            with pytest.raises(InvalidRequestError, match="cannot be followed"):
+                await tool.run("compile_grammar", CompileGrammar("lark", f"start: %json {schema}"))
+        assert (tool.counters.deaths, tool.counters.starts) == (0, 1)
+    finally:
+        await tool.close()
+    assert "猫" not in capfd.readouterr().err
 
 
 @pytest.mark.timeout(60)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _NUM_BYTES = 256
+_PANIC = "PanicException"  # of a library in Rust; no Exception, and its class cannot be imported
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,15 @@ def fault_of(text: str, specials: Specials | None = None) -> str:
 
     Without `specials` a special token that the grammar names is taken to be there.
     """
+    try:
+        return _fault_of(text, specials)
+    except BaseException as error:
+        if type(error).__name__ != _PANIC:
+            raise
+        return "the compiler cannot read it"
+
+
+def _fault_of(text: str, specials: Specials | None) -> str:
     from llguidance import LLMatcher  # a tenth of a second, and seven megabytes, only where grammars are made
 
     has_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())

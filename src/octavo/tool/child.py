@@ -32,8 +32,9 @@ def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> 
     parser.add_argument("--memory-bytes", type=int, required=True, help="most bytes of address space")
     args = parser.parse_args(arguments)
     orders = sys.stdin.buffer
+    log, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what prints goes to the log, not among the frames
+    os.dup2(nowhere, 1)  # what prints does not go among the frames
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's signals are the parent's to handle
     _end_with_parent()
     os.nice(NICENESS)
@@ -41,7 +42,10 @@ def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> 
     _set_limits(args.memory_bytes, answers.fileno() + 1)
     _send(answers, wire.Ready(wire.VERSION))
     while (order := _receive(orders)) is not None:
-        _send(answers, _answer(jobs, order))
+        os.dup2(nowhere, 2)  # a library that panics prints what it was given, which belongs in no log
+        answer = _answer(jobs, order)
+        os.dup2(log, 2)
+        _send(answers, answer)
 
 
 def _end_with_parent() -> None:
