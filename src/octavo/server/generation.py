@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from octavo.core.request import FinishReason, SamplingParams
@@ -106,6 +106,11 @@ class Generation:
         async with aclosing(source):
             async for session, delta in source:
                 index = session * self.asked.params.n + delta.choice
+                if delta.finish_reason not in (None, *REASONS) and delta.text:  # what came before the failure is told
+                    before = replace(delta, finish_reason=None, stop_reason=None, usage=None, message=None)
+                    self._note(session, index, before)
+                    yield index, before
+                    delta = replace(delta, text="", token_ids=delta.token_ids[:0], logprobs=None)
                 self._note(session, index, delta)
                 yield index, delta
         if self._open:
