@@ -183,3 +183,28 @@ def test_P06_a_bank_that_was_closed_refuses(vocabulary: Vocabulary) -> None:
     bank.close()
     bank.close()
     assert isinstance(prepare(bank, request("a")), InvalidRequestError)
+
+
+class PanicError(BaseException):
+    """As a library in Rust raises: no Exception."""
+
+
+def panic(*_: object) -> None:
+    raise PanicError("inside")
+
+
+def test_a_panic_while_a_grammar_is_built_is_a_refusal(bank: GrammarBank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Matcher, "of", panic)
+    outcome = prepare(bank, request("a"))
+    assert isinstance(outcome, InvalidRequestError) and outcome.param == "grammar"
+
+
+def test_a_panic_while_masks_are_made_ends_one_output(bank: GrammarBank, monkeypatch: pytest.MonkeyPatch) -> None:
+    matchers = [prepare(bank, request(name)) for name in "ab"]
+    assert isinstance(matchers[0], Matcher) and isinstance(matchers[1], Matcher)
+    first, fill = matchers[0], Matcher.fill
+    monkeypatch.setattr(Matcher, "fill", lambda self, *rest: panic() if self is first else fill(self, *rest))
+    work = [(row, matcher, row, array("i")) for row, matcher in enumerate(matchers) if isinstance(matcher, Matcher)]
+    masks, [(row, reason)] = bank._fill(work)
+    assert row == 0 and "PanicError" in reason
+    assert (masks.bits_MW[0] == -1).all() and not (masks.bits_MW[1] == -1).all()

@@ -59,7 +59,7 @@ class GrammarBank:
                 outcome = InvalidRequestError(outcome.failure, "grammar")
         except RequestError as error:
             outcome = error
-        except Exception as error:  # a shell: what breaks here must be answered too
+        except BaseException as error:  # a shell: what breaks here must be answered too; a panic is no Exception
             outcome = InvalidRequestError(f"the grammar cannot be followed: {type(error).__name__}: {error}", "grammar")
         done(outcome)
 
@@ -117,7 +117,10 @@ class GrammarBank:
         bits_MW = np.full((ends[-1], self._vocabulary.num_words), -1, dtype=np.int32)
         failures = []
         for (row, matcher, _, drafts), end, size in zip(work, ends.tolist(), sizes, strict=True):
-            matcher.fill(bits_MW[end - size : end], drafts)
+            try:
+                matcher.fill(bits_MW[end - size : end], drafts)
+            except BaseException as error:  # a shell: a library that panics ends this output, not the step
+                matcher.failure = f"the grammar cannot be followed any further: {type(error).__name__}"
             if matcher.failure is not None:
                 failures.append((row, matcher.failure))
         first = np.asarray([at for _, _, at, _ in work], dtype=np.int64)
