@@ -46,6 +46,12 @@ def build_wheel(folder: Path, **variables: str) -> tuple[Path, str]:
     return wheel, done.stdout + done.stderr
 
 
+def missing_modules(wheel: Path) -> set[str]:
+    """Modules of the source tree that the wheel does not hold."""
+    here = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "octavo").rglob("*.py")}
+    return here - set(zipfile.ZipFile(wheel).namelist())
+
+
 def install(wheel: Path, folder: Path) -> Path:
     """A new environment with the wheel, and this one's packages (but not its octavo) visible."""
     venv.create(folder, with_pip=False)
@@ -77,6 +83,7 @@ def test_wheel_without_a_compiler_says_so_and_runs(tmp_path):
     wheel, said = build_wheel(tmp_path, CC="/nonexistent/cc", CXX="/nonexistent/c++")
     assert "WARNING" in said and "without the CPU kernels" in said
     assert "octavo/ops/libkernels.so" not in zipfile.ZipFile(wheel).namelist()
+    assert missing_modules(wheel) == set()
 
     python = install(wheel, tmp_path / "venv")
     code = (
