@@ -66,12 +66,23 @@ async def test_scores_alone_generate_nothing() -> None:
 
 async def test_what_scores_alone_cannot_have_is_refused() -> None:
     harness = Harness()
-    for fields in ({"echo": False}, {"n": 2}, {"best_of": 2}, {"use_beam_search": True}):
+    for fields in ({"echo": False}, {"n": 2}, {"best_of": 2}, {"use_beam_search": True, "logprobs": None}):
         body = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0, **fields}
         response = await harness.complete(**body)
         assert response.status_code == 400, fields
         assert response.json()["error"]["param"] == "max_tokens", fields
     assert (await harness.chat(max_tokens=0)).json()["error"]["param"] == "max_tokens"
+
+
+async def test_a_beam_search_gives_no_logprobs_and_says_so() -> None:
+    beams = {"use_beam_search": True, "n": 2}
+    for response in (
+        await Harness().complete(**beams, logprobs=1),
+        await Harness().complete(**beams, logprobs=0, echo=True),
+        await Harness().chat(**beams, logprobs=True),
+    ):
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
+    assert (await Harness().chat(**beams, logprobs=False)).status_code == 200
 
 
 async def test_lists_of_ids_with_one_token_each_as_evaluation_harnesses_ask() -> None:

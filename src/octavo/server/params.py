@@ -110,6 +110,9 @@ class ParamsReader:
                 raise bad_field(name, f"{name} is {count}; give at most {self._max_choices}")
         n = 1 if body.n is None else body.n
         if body.use_beam_search:
+            asked = getattr(body, "logprobs", None)  # true of a chat, a number of a completion
+            if asked is not None and asked is not False:
+                raise bad_field("logprobs", "logprobs: a beam search gives none; leave one of the two out")
             if best_of is not None and best_of < n:
                 raise bad_field("best_of", f"best_of is {best_of}; give at least n ({n})")
             given = {name: value for name in _OF_BEAMS if (value := getattr(body, name)) is not None}
