@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tests.core.harness import Run, limits, prompt
 
-from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan
+from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, EventKind, StepPlan
+from octavo.core.request import FinishReason
 
 HELD = {"grammar": "any"}
 
@@ -59,3 +60,24 @@ def test_P06_they_are_preempted_and_come_back_like_others(depth: int, preemption
         run.admit(prompt(4 + index, index, 23), 16, **(HELD if index % 3 else {}), n=1 + (index == 4))
     run.finish()
     assert run.scheduler.statistics().num_preemptions > 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_P06_a_row_that_nothing_can_follow_ends_its_request_and_costs_nobody_anything(n: int) -> None:
+    run = Run(limits(num_blocks=40))
+    first = run.admit(prompt(12), 6)  # its blocks are found by the other
+    run.step()
+    last = run.admit(prompt(12), 6, n=n, **HELD)
+    plan = run.plan()
+    run.submit(plan)
+    _, ticket = run.flight.popleft()
+    result = run.executor.collect(ticket)
+    result.dead_ends = ((list(run.rows(plan)).index("r1"), "nothing is left"),)
+    run.take(run.scheduler.commit(plan, result, run.now))
+    assert last.finished is not None
+    assert (last.finished.finish_reason, last.finished.message) == (FinishReason.ERROR, "nothing is left")
+    assert not first.of_kind(EventKind.PREEMPTED) and not last.of_kind(EventKind.PREEMPTED)
+    again = run.admit(prompt(12), 2)
+    run.finish()
+    [admitted] = again.of_kind(EventKind.ADMITTED)
+    assert admitted.cached_tokens > 0, "what was computed is still found"

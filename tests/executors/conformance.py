@@ -303,7 +303,8 @@ class Conformance(EffectsConformance):
         ticket = driver.executor.submit(driver.plan())
         driver.executor.supply(ticket, masks_of({0: []}))
         result = driver.executor.collect(ticket)
-        assert [row for row, _ in result.errors] == [0] and "no token may follow" in result.errors[0][1]
+        assert [row for row, _ in result.dead_ends] == [0] and "no token may follow" in result.dead_ends[0][1]
+        assert result.errors == ()
         assert (result.token_ids or ())[1] == dense.greedy(prompts[1], 1)[0]
 
     def test_P06_no_row_samples_without_its_mask(self, driver: Driver) -> None:

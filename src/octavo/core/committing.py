@@ -65,6 +65,7 @@ class Committer:
         bad = self._bad_rows(result)
         if bad:
             recovery.reject(state, flight, bad, self.now)
+        recovery.end(state, flight, result.dead_ends, self.now)
         state.cache.confirm(flight.published, plan.step)
         state.cache.host.confirm(flight.saved, plan.step)
         recovery.release(state, flight)

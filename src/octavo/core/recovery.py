@@ -45,6 +45,17 @@ def reject(state: State, flight: Flight, bad: dict[int, str], now: float) -> Non
         discard(state, sequence, now)
 
 
+def end(state: State, flight: Flight, dead_ends: tuple[tuple[int, str], ...], now: float) -> None:
+    """Nothing can follow these rows, for these reasons: end their requests. What they computed is sound.
+
+    To be called before the step's rows are taken.
+    """
+    for index, reason in dead_ends:
+        sequence = flight.rows[index]
+        if sequence.request.status != Status.FINISHED and not sequence.stale:
+            state.finish(sequence.request, now, FinishReason.ERROR, message=reason)
+
+
 def _poison(state: State, flight: Flight, first: Sequence, now: float) -> None:
     """A row's KV is unusable: withdraw what it published or found, and put back all who may have built on it now.
 

@@ -105,11 +105,11 @@ class Grammars:
 class MaskedTicket:
     """A ticket of a step with masked rows, and which of these can follow their grammar no further, by row."""
 
-    __slots__ = ("errors", "ticket")
+    __slots__ = ("failures", "ticket")
 
-    def __init__(self, ticket: Ticket, errors: tuple[tuple[int, str], ...]) -> None:
+    def __init__(self, ticket: Ticket, failures: tuple[Failure, ...]) -> None:
         self.ticket = ticket
-        self.errors = errors
+        self.failures = failures
 
 
 def submit(executor: Executor, plan: StepPlan, grammars: Grammars) -> Ticket:
@@ -128,5 +128,5 @@ def collect(executor: Executor, ticket: Ticket) -> StepResult:
     if not isinstance(ticket, MaskedTicket):
         return executor.collect(ticket)
     result = executor.collect(ticket.ticket)
-    result.errors = tuple(sorted({**dict(ticket.errors), **dict(result.errors)}.items()))
+    result.dead_ends = tuple(sorted({**dict(result.dead_ends), **dict(ticket.failures)}.items()))
     return result

@@ -79,14 +79,15 @@ class StepOutputs:
         if self.inputs is None:
             return result
         errors: dict[int, str] = {}
+        dead_ends: dict[int, str] = {}
         if self.faults:
             slots = enumerate(self.inputs.slots_N.tolist())
             errors = {row: self.faults[slot] for row, slot in slots if slot in self.faults}
         result.token_ids = array("i", bytes(4 * len(self.inputs.sample_rows)))
         if self.sampled is not None:
-            self._fetch_sampled(self.sampled, result, errors)
+            self._fetch_sampled(self.sampled, result, errors, dead_ends)
         if self.candidates is not None:
-            self._fetch_candidates(self.candidates, result, errors)
+            self._fetch_candidates(self.candidates, result, errors, dead_ends)
         scores = []
         for row, first, parts in self.scores:
             entries = tuple(entry for part in parts for entry in part.entries())
@@ -97,11 +98,14 @@ class StepOutputs:
         result.scores = tuple(scores)
         self._fetch_states(result, errors)
         result.errors = tuple(sorted(errors.items()))
+        result.dead_ends = tuple(sorted(dead_ends.items()))
         if self.inputs.drafts is not None:
             self.inputs.drafts.cut(result)
         return result
 
-    def _fetch_sampled(self, sampled: Sampled, result: StepResult, errors: dict[int, str]) -> None:
+    def _fetch_sampled(
+        self, sampled: Sampled, result: StepResult, errors: dict[int, str], dead_ends: dict[int, str]
+    ) -> None:
         assert self.inputs is not None and result.token_ids is not None
         ids = to_packed(sampled.ids_R.cpu().numpy())
         best_R = sampled.best_R.cpu().numpy()
@@ -118,18 +122,26 @@ class StepOutputs:
         if is_bad_R.any():
             bad = zip(self.inputs.sample_rows[places[is_bad_R]].tolist(), best_R[is_bad_R].tolist(), strict=True)
             for row, best in bad:
-                errors.setdefault(row, NOTHING_LEFT if best == -np.inf else NOT_FINITE)
+                if best == -np.inf:
+                    dead_ends[row] = NOTHING_LEFT
+                else:
+                    errors.setdefault(row, NOT_FINITE)
         if sampled.logprobs is not None:
             self._put_logprobs(result, places[sampled.logprob_rows], sampled.logprobs.entries())
 
-    def _fetch_candidates(self, candidates: Candidates, result: StepResult, errors: dict[int, str]) -> None:
+    def _fetch_candidates(
+        self, candidates: Candidates, result: StepResult, errors: dict[int, str], dead_ends: dict[int, str]
+    ) -> None:
         assert self.inputs is not None and result.token_ids is not None
         entries = candidates.entries()
         for place, entry in zip(candidates.rows.tolist(), entries, strict=True):
             result.token_ids[place] = entry.token_id
             if not np.isfinite(entry.logprob):
-                reason = NOT_FINITE if np.isnan(entry.logprob) else NOTHING_LEFT
-                errors.setdefault(int(self.inputs.sample_rows[place]), reason)
+                row = int(self.inputs.sample_rows[place])
+                if np.isnan(entry.logprob):
+                    errors.setdefault(row, NOT_FINITE)
+                else:
+                    dead_ends[row] = NOTHING_LEFT
         self._put_logprobs(result, candidates.rows, entries)
 
     def _put_logprobs(self, result: StepResult, places: Ints, entries: Sequence[TokenLogprobs]) -> None:
