@@ -404,7 +404,7 @@ def calling(**fields: Any) -> dict[str, Any]:
         (calling(type="custom"), "messages[1].tool_calls[0].type"),
         (calling(id=None), "messages[1].tool_calls[0].id"),
         (calling(function={"name": "f", "arguments": {}}), "messages[1].tool_calls[0].function.arguments"),
-        (calling(function={"name": "f", "arguments": "{"}), "messages.1.tool_calls"),
+        (calling(function={"name": "f", "arguments": "{"}), "messages[1].tool_calls"),
         (calling(extra=1), "messages[1].tool_calls[0].extra"),
     ],
 )  # fmt: skip

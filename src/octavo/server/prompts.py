@@ -10,6 +10,7 @@ in another process, where it can also be ended.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,6 +36,7 @@ SLOW_RENDER_S = 0.05  # a template that took this long for a conversation of les
 RENDER_LIMIT_S = 5.0
 _PER_MESSAGE = 128  # characters that a message's own steps in a template are worth
 _PER_VALUE = 16
+_INDEX = re.compile(r"^messages\.(\d+)")
 _ROLES = {"developer": "system"}
 
 
@@ -79,7 +81,7 @@ class PromptReader:
             prompt = asked.finish(await self._render(asked, _work_of(size, asked)))
             ids = await self._encode("messages", prompt, add_special_tokens=False)
         except RequestError as error:
-            error.param = error.param or "messages"
+            error.param = _INDEX.sub(r"messages[\1]", error.param or "messages")  # as it is spelled elsewhere here
             raise from_exception(error) from None
         if not ids:
             raise bad_field("messages", "messages make an empty prompt")

@@ -5,9 +5,9 @@ Owns: messages and the fields around them. Does not: render or parse anything.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
 from octavo.server.bodies.sampling import SamplingBody, sift_stream_options
@@ -59,8 +59,33 @@ class TextPart(Body):
     text: str
 
 
+def _by_role(schema: dict[str, Any]) -> None:
+    """Have the description say what a message of each role may and must have."""
+    known = schema.pop("properties")
+    known["reasoning_content"] = {"type": "string", "description": "the same as reasoning"}
+    known["tool_call_id"] = {**known["tool_call_id"]["anyOf"][0], "description": known["tool_call_id"]["description"]}
+    for name in ("required", "additionalProperties", "type"):
+        schema.pop(name, None)
+
+    def branch(roles: list[str], names: tuple[str, ...], *required: str) -> dict[str, Any]:
+        properties = {"role": {"enum": roles}, **{name: known[name] for name in ("content", "name", *names)}}
+        must = ["role", *required]
+        return {"type": "object", "properties": properties, "required": must, "additionalProperties": False}
+
+    calling = branch(["assistant"], ("tool_calls", "reasoning_content"), "tool_calls")
+    calling["properties"]["tool_calls"] = {**known["tool_calls"], "minItems": 1}
+    schema["anyOf"] = [
+        branch(["system", "developer", "user"], (), "content"),
+        branch(["assistant"], ("tool_calls", "reasoning"), "content"),
+        calling,
+        branch(["tool"], ("tool_call_id",), "content", "tool_call_id"),
+    ]
+
+
 class Message(Body):
     """One message of a conversation. `developer` is shown to the model as `system`."""
+
+    model_config = ConfigDict(json_schema_extra=_by_role)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
