@@ -251,7 +251,11 @@ async def test_a_retry_with_a_key_reads_the_same_answer() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "content[0].y is not"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0] is no content block"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages[0].content is 5; Input should be a valid string, or",
+        ),
+        ({"system": 5}, "system is 5; Input should be a valid string, or: Input should be a valid list"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role is 'tool'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
         ({"messages": []}, "messages is a list of 0"),

@@ -20,6 +20,7 @@ def respelled(error: ApiError, spelling: Spelling) -> ApiError:
     param = error.param
     for ours, theirs in spelling:
         param = re.sub(ours, theirs, param)
-    error.message = error.message.replace(error.param, param, 1)
+    is_word = error.param.isidentifier()  # which may be part of other words
+    error.message = error.message.replace(error.param, param, 1 if is_word else -1)
     error.param = param
     return error

@@ -85,20 +85,33 @@ def validate(body: type[B], fields: Mapping[str, object], where: str = "") -> B:
     try:
         return body.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(error, where) from None
+        raise _refusal(error, fields, where) from None
 
 
-def _refusal(error: ValidationError, where: str) -> ApiError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    param = ""
-    for part in first["loc"]:
-        if part != "[key]":
-            param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else part
-    param = where + param if param else where.removesuffix(".")
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
+def _refusal(error: ValidationError, fields: Mapping[str, object], where: str) -> ApiError:
+    first, *others = error.errors(include_url=False, include_context=False)
+    is_missing = first["type"] == "missing"
+    place = _place(first["loc"], fields, is_missing)
+    param = where + place if place else where.removesuffix(".")
+    if is_missing:
         return bad_field(param, f"{param} is missing", "missing_field")
+    told = [first["msg"], *(other["msg"] for other in others if _place(other["loc"], fields, False) == place)]
+    message = ", or: ".join(dict.fromkeys(told)).replace("Value error, ", "")
     return bad_field(param, f"{param} is {_shown(first['input'])}; {message}")
+
+
+def _place(loc: tuple[int | str, ...], fields: Mapping[str, object], is_missing: bool) -> str:
+    """A field's path as the client wrote it: without the names of a union's members, which are in no body."""
+    param = ""
+    node: object = fields
+    for index, part in enumerate(loc):
+        if isinstance(part, int):
+            param += f"[{part}]"
+            node = node[part] if isinstance(node, list) and part < len(node) else None
+        elif (isinstance(node, dict) and part in node) or (is_missing and index == len(loc) - 1):
+            param += f".{part}" if param else part
+            node = node.get(part) if isinstance(node, dict) else None
+    return param
 
 
 def _shown(value: object) -> str:
