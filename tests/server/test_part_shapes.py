@@ -17,6 +17,7 @@ from octavo.server.answer_formats import format_fact
 from octavo.server.generation import Choice
 from octavo.server.shapes.anthropic import SIGNATURE
 from octavo.server.shapes.form import Form
+from octavo.server.shapes.registry import shape_of
 from octavo.text.answer_format import AnswerFormat
 from tests.server.fakes import make_text
 from tests.server.test_anthropic import stream_events
@@ -52,12 +53,12 @@ def form(kind: str, answer_format: AnswerFormat | None, **facts: Any) -> Form:
 
 
 def streamed(made: Form, pieces: Sequence[TextDelta]) -> bytes:
-    shape = made.shape(TOKENIZER)
+    shape = shape_of(made, TOKENIZER)
     return b"".join((shape.first(), *(shape.chunk(0, piece) for piece in pieces), shape.last()))
 
 
 def whole(made: Form, pieces: Sequence[TextDelta]) -> Any:
-    return json.loads(msgspec.json.encode(made.shape(TOKENIZER).whole([Choice(list(pieces))])))
+    return json.loads(msgspec.json.encode(shape_of(made, TOKENIZER).whole([Choice(list(pieces))])))
 
 
 def message_of(stream: bytes) -> Any:

@@ -14,6 +14,7 @@ from octavo.engine.deltas import TextDelta, Usage
 from octavo.server.faults import ApiError
 from octavo.server.generation import Choice
 from octavo.server.shapes.form import Form
+from octavo.server.shapes.registry import shape_of
 from octavo.text.answer_format import AnswerFormat
 from tests.server.fakes import make_text
 from tests.server.response_events import check_events, check_model, put_together, read_events
@@ -64,12 +65,12 @@ def deltas_of(text: str, size: int, end: FinishReason = FinishReason.STOP, has_l
 
 
 def stream_of(form: Form, deltas: list[TextDelta]) -> list[Any]:
-    shape = form.shape(make_text().tokenizer)
+    shape = shape_of(form, make_text().tokenizer)
     return read_events(b"".join((shape.first(), *(shape.chunk(0, delta) for delta in deltas), shape.last())).decode())
 
 
 def whole_of(form: Form, deltas: list[TextDelta]) -> Any:
-    return json.loads(msgspec.json.encode(form.shape(make_text().tokenizer).whole([Choice(deltas)])))
+    return json.loads(msgspec.json.encode(shape_of(form, make_text().tokenizer).whole([Choice(deltas)])))
 
 
 @pytest.mark.parametrize("end", [FinishReason.STOP, FinishReason.LENGTH])
@@ -146,7 +147,7 @@ def test_log_probabilities_belong_to_the_text_alone() -> None:
 
 
 def test_a_failure_in_mid_stream_ends_the_response() -> None:
-    shape = form_of().shape(make_text().tokenizer)
+    shape = shape_of(form_of(), make_text().tokenizer)
     begun = shape.first() + b"".join(shape.chunk(0, delta) for delta in deltas_of("Hello", 1)[:3])
     failure = shape.framing.error(ApiError(500, "the engine failed", code="engine_error"))
     events = read_events((begun + failure + shape.framing.done).decode())
@@ -161,7 +162,7 @@ def test_a_failure_in_mid_stream_ends_the_response() -> None:
 
 
 def test_whoever_keeps_answers_is_told_before_the_end_is() -> None:
-    shape = form_of().shape(make_text().tokenizer)
+    shape = shape_of(form_of(), make_text().tokenizer)
     kept: list[Any] = []
     shape.keep = kept.append  # type: ignore[attr-defined]
     deltas = deltas_of("Hi", 1)
@@ -182,7 +183,7 @@ def test_a_form_that_was_kept_gives_the_same_bytes() -> None:
 
 def test_events_that_the_reader_has_are_left_out() -> None:
     deltas = deltas_of(TEXTS["text"], 2)
-    shape = form_of().shape(make_text().tokenizer)
+    shape = shape_of(form_of(), make_text().tokenizer)
     shape.behind = 5  # type: ignore[attr-defined]
     data = b"".join((shape.first(), *(shape.chunk(0, delta) for delta in deltas))).decode()
     numbers = [json.loads(block.split("data: ")[1])["sequence_number"] for block in data.split("\n\n") if block]

@@ -21,6 +21,7 @@ from octavo.server.bodies.chat import read_chat
 from octavo.server.faults import ApiError
 from octavo.server.generation import Choice
 from octavo.server.shapes.form import Form
+from octavo.server.shapes.registry import shape_of
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
@@ -201,7 +202,7 @@ async def test_a_form_that_was_kept_reads_calls_as_before() -> None:
     form = Form("chat", ("chatcmpl-1", 0, "tiny"), facts=format_fact(known))
     kept = msgspec.msgpack.decode(msgspec.msgpack.encode(form), type=Form)
     delta = TextDelta(0, CALLS, array("i"), finish_reason=FinishReason.STOP)
-    answers = [each.shape(harness.text.tokenizer).whole([Choice([delta])]) for each in (form, kept)]
+    answers = [shape_of(each, harness.text.tokenizer).whole([Choice([delta])]) for each in (form, kept)]
     assert answers[0] == answers[1] and len(answers[0]["choices"][0]["message"]["tool_calls"]) == 2
 
 

@@ -26,6 +26,7 @@ from octavo.errors import OctavoError
 from octavo.server.faults import ApiError, bad_field, draining_error, from_exception, internal_error
 from octavo.server.replay import Position, Replay, Tape
 from octavo.server.shapes.form import Form
+from octavo.server.shapes.registry import shape_of
 
 if TYPE_CHECKING:
     from octavo.config import RetryConfig
@@ -266,7 +267,7 @@ class Runs:
         if run.orphaned is not None:
             run.orphaned.cancel()
             run.orphaned = None
-        return Replay(run.tape, form.shape(self._pieces), form.identity[0], seen, lambda: self._leave(run))
+        return Replay(run.tape, shape_of(form, self._pieces), form.identity[0], seen, lambda: self._leave(run))
 
     def _leave(self, run: Run) -> None:
         run.num_readers -= 1

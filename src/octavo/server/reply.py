@@ -35,6 +35,7 @@ from octavo.server.offload import off_loop
 from octavo.server.params import check_scores, spellings
 from octavo.server.replay import Replay
 from octavo.server.shapes.form import Form
+from octavo.server.shapes.registry import shape_of
 from octavo.server.shapes.shape import Identity, Shape
 from octavo.server.shell import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
 from octavo.server.stream import EventStream
@@ -85,7 +86,7 @@ async def reply(request: Request, task: Task) -> Response:
     if key is not None:
         return await _replied(request, context, task, (key, event))
     generation, form = await _begin(request, context, task)
-    shape = form.shape(context.text.tokenizer)
+    shape = shape_of(form, context.text.tokenizer)
     _tell(task, shape)
     return await _answer(request, context, task, generation, shape)
 
