@@ -111,7 +111,7 @@ def _place(loc: tuple[int | str, ...], fields: Mapping[str, object], is_missing:
         elif (isinstance(node, dict) and part in node) or (is_missing and index == len(loc) - 1):
             param += f".{part}" if param else part
             node = node.get(part) if isinstance(node, dict) else None
-    return param
+    return param or (str(loc[0]) if loc else "")
 
 
 def _shown(value: object) -> str:
