@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from octavo.grammar.pointer import NOWHERE, target_of
+
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "string"))
 _MAX_DEPTH = 8  # of references and properties that are followed to tell two schemas apart
 _MAX_ROUNDS = 64
@@ -108,16 +110,8 @@ class Facts:
         return schema
 
     def _target(self, reference: str) -> Any:
-        target: Any = self._root
-        for part in reference.removeprefix("#").split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and key.isdecimal() and len(key) < 6 and int(key) < len(target):
-                target = target[int(key)]
-            elif isinstance(target, dict) and key in target:
-                target = target[key]
-            else:
-                return True
-        return target
+        target = target_of(self._root, reference)
+        return True if target is NOWHERE else target
 
     def has_end(self, schema: object) -> bool:
         """Whether a schema of the document may allow a finite value. One that allows nothing at all has an end."""

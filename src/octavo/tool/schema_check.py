@@ -13,6 +13,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequestError, TooComplexError
 from octavo.grammar.json_schema import EQUIVALENT_PATTERNS
+from octavo.grammar.pointer import NOWHERE, target_of
 from octavo.tool.regex_check import check_regex
 
 MAX_SCHEMA_BYTES = 64 * 1024
@@ -135,15 +136,9 @@ class _Checker:
     def _resolve(self, reference: object, where: str) -> None:
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise _wrong(where, "only references into the schema itself (#/...) are followed")
-        target: Any = self._root
-        for part in reference[1:].split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and key.isdecimal() and len(key) < 6 and int(key) < len(target):
-                target = target[int(key)]
-            elif isinstance(target, dict) and key in target:
-                target = target[key]
-            else:
-                raise _wrong(where, f"{reference[:80]!r} leads nowhere")
+        target = target_of(self._root, reference)
+        if target is NOWHERE:
+            raise _wrong(where, f"{reference[:80]!r} leads nowhere")
         if (not reference.startswith("#/") and reference != "#") or not isinstance(target, dict | bool):
             raise _wrong(where, f"{reference[:80]!r} is no schema of this document")
         self._references[reference] = target

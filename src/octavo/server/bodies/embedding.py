@@ -6,12 +6,12 @@ Owns: its fields. Does not: tokenize or compare anything.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import Field
 
 from octavo.server.bodies.checks import Refused, sift, validate
-from octavo.server.bodies.completion import read_texts_or_ids
+from octavo.server.bodies.completion import Prompts
 from octavo.server.bodies.served import ServedFields
 from octavo.server.faults import bad_field
 
@@ -24,21 +24,6 @@ REFUSED_EMBEDDING: Refused = {
     "use_activation": (True,),
     "messages": (),
 }
-
-Texts = Annotated[
-    list[Any],  # texts and lists of ids: the validator below has looked at them
-    BeforeValidator(read_texts_or_ids),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]
-        }
-    ),
-]
 
 
 class PooledFields(ServedFields):
@@ -53,7 +38,7 @@ class PooledFields(ServedFields):
 class EmbeddingBody(PooledFields):
     """POST /v1/embeddings."""
 
-    input: Texts
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(
         None, ge=1, lt=2**31, description="the first so many numbers are given, scaled to length 1 again"

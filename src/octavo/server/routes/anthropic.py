@@ -16,12 +16,13 @@ from octavo.server.bodies.anthropic import (
     read_messages,
 )
 from octavo.server.bodies.chat import ChatBody
-from octavo.server.bodies.checks import field_notes, inline_schema
+from octavo.server.bodies.checks import field_notes
 from octavo.server.chat_task import chat_task
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError
 from octavo.server.limits import read_json
 from octavo.server.reply import RETRY_NOTE, reply
+from octavo.server.routes.posting import add_post
 from octavo.server.shell import REQUEST_ID
 from octavo.server.spelling import respelled
 from octavo.text.dialect import Dialect
@@ -62,24 +63,7 @@ def _asked(fields: dict[str, object], dialect: Dialect) -> tuple[MessagesBody, C
 def add_routes(app: FastAPI) -> None:
     """Add this module's endpoints."""
     notes = field_notes(REFUSED_MESSAGES, IGNORED_MESSAGES)
-    app.add_api_route(
-        "/v1/messages",
-        messages,
-        methods=["POST"],
-        response_model=None,
-        description=f"Answer a conversation in Anthropic's form.\n\n{RETRY_NOTE}\n\n{notes}",
-        openapi_extra=_schema(MessagesBody),
-    )
-    app.add_api_route(
-        "/v1/messages/count_tokens",
-        count_tokens,
-        methods=["POST"],
-        response_model=None,
-        description=f"Count the tokens of a prompt in Anthropic's form.\n\n{notes}",
-        openapi_extra=_schema(CountBody),
-    )
-
-
-def _schema(body: type[MessagesBody]) -> dict[str, object]:
-    content = {"application/json": {"schema": inline_schema(body)}}
-    return {"requestBody": {"required": True, "content": content}}
+    answered = "Answer a conversation in Anthropic's form."
+    add_post(app, "/v1/messages", messages, MessagesBody, answered, RETRY_NOTE, notes)
+    counted = "Count the tokens of a prompt in Anthropic's form."
+    add_post(app, "/v1/messages/count_tokens", count_tokens, CountBody, counted, notes)

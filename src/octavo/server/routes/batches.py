@@ -12,12 +12,12 @@ from octavo.server.auth import KEY
 from octavo.server.batches.records import BatchRecord
 from octavo.server.batches.store import new_id
 from octavo.server.bodies.batch import BatchBody, read_batch
-from octavo.server.bodies.checks import inline_schema
 from octavo.server.context import context_of
 from octavo.server.faults import bad_field
 from octavo.server.keys import KeyInfo
 from octavo.server.limits import read_json
 from octavo.server.routes.files import find, page
+from octavo.server.routes.posting import add_post
 
 _WINDOW_S = 24 * 3600
 _MAX_LISTED = 100
@@ -84,9 +84,7 @@ def _json(batch: BatchRecord) -> Response:
 
 def add_routes(app: FastAPI) -> None:
     """Add this module's endpoints."""
-    content = {"application/json": {"schema": inline_schema(BatchBody)}}
-    extra = {"requestBody": {"required": True, "content": content}}
-    app.add_api_route("/v1/batches", create_batch, methods=["POST"], response_model=None, openapi_extra=extra)
+    add_post(app, "/v1/batches", create_batch, BatchBody)
     app.add_api_route("/v1/batches", list_batches, methods=["GET"], response_model=None)
     app.add_api_route("/v1/batches/{batch_id}", get_batch, methods=["GET"], response_model=None)
     app.add_api_route("/v1/batches/{batch_id}/cancel", cancel_batch, methods=["POST"], response_model=None)

@@ -6,11 +6,12 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from octavo.server.bodies.chat import REFUSED_CHAT, ChatBody, read_chat
-from octavo.server.bodies.checks import field_notes, inline_schema
+from octavo.server.bodies.checks import field_notes
 from octavo.server.chat_task import chat_task
 from octavo.server.context import context_of
 from octavo.server.limits import read_json
 from octavo.server.reply import RETRY_NOTE, reply
+from octavo.server.routes.posting import add_post
 
 
 async def chat_completions(request: Request) -> Response:
@@ -28,12 +29,12 @@ async def chat_completions(request: Request) -> Response:
 
 def add_routes(app: FastAPI) -> None:
     """Add this module's endpoint."""
-    content = {"application/json": {"schema": inline_schema(ChatBody)}}
-    app.add_api_route(
+    add_post(
+        app,
         "/v1/chat/completions",
         chat_completions,
-        methods=["POST"],
-        response_model=None,
-        description=f"Answer a conversation.\n\n{RETRY_NOTE}\n\n{field_notes(REFUSED_CHAT)}",
-        openapi_extra={"requestBody": {"required": True, "content": content}},
+        ChatBody,
+        "Answer a conversation.",
+        RETRY_NOTE,
+        field_notes(REFUSED_CHAT),
     )

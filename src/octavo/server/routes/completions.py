@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from octavo.server.bodies.checks import field_notes, inline_schema
+from octavo.server.bodies.checks import field_notes
 from octavo.server.bodies.completion import REFUSED_COMPLETION, CompletionBody, read_completion
 from octavo.server.bodies.sampling import MAX_ALLOWED_IDS
 from octavo.server.context import context_of
@@ -16,6 +16,7 @@ from octavo.server.grammars import structure_of
 from octavo.server.limits import read_json
 from octavo.server.params import read_params
 from octavo.server.reply import RETRY_NOTE, Task, reply, wants_usage
+from octavo.server.routes.posting import add_post
 from octavo.server.shapes.form import Form
 
 
@@ -77,14 +78,5 @@ def _check_ids_in_all(body: CompletionBody) -> None:
 
 def add_routes(app: FastAPI) -> None:
     """Add this module's endpoint."""
-    content = {"application/json": {"schema": inline_schema(CompletionBody)}}
-    app.add_api_route(
-        "/v1/completions",
-        completions,
-        methods=["POST"],
-        response_model=None,
-        description="\n\n".join(
-            ("Go on with one or several texts, n choices each.", RETRY_NOTE, field_notes(REFUSED_COMPLETION))
-        ),
-        openapi_extra={"requestBody": {"required": True, "content": content}},
-    )
+    about = "Go on with one or several texts, n choices each."
+    add_post(app, "/v1/completions", completions, CompletionBody, about, RETRY_NOTE, field_notes(REFUSED_COMPLETION))

@@ -14,7 +14,6 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from octavo.server.bodies.checks import inline_schema
 from octavo.server.bodies.embedding import (
     IGNORED_HERE,
     REFUSED_EMBEDDING,
@@ -35,6 +34,7 @@ from octavo.server.embedding import Embedded, Vector, embed, packed, shortened, 
 from octavo.server.faults import bad_field
 from octavo.server.inputs import Inputs
 from octavo.server.limits import read_json
+from octavo.server.routes.posting import add_post
 
 Json = dict[str, Any]
 _V2 = "/v2/rerank"
@@ -163,12 +163,4 @@ def add_routes(app: FastAPI) -> None:
         (_V2, rerank, RerankBody, f"Order documents by a query. {score_words}", [*REFUSED_RERANK]),
     )
     for path, endpoint, body, words, refused in endpoints:
-        content = {"application/json": {"schema": inline_schema(body)}}
-        app.add_api_route(
-            path,
-            endpoint,
-            methods=["POST"],
-            response_model=None,
-            description=_description(words, refused),
-            openapi_extra={"requestBody": {"required": True, "content": content}},
-        )
+        add_post(app, path, endpoint, body, _description(words, refused))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from octavo.server.bodies.chat import ChatBody
-from octavo.server.bodies.checks import Refused, field_notes, inline_schema
+from octavo.server.bodies.checks import field_notes
 from octavo.server.bodies.completion import CompletionBody
 from octavo.server.bodies.ollama import (
     IGNORED_OLLAMA,
@@ -18,7 +18,6 @@ from octavo.server.bodies.ollama import (
     REFUSED_CHAT,
     REFUSED_GENERATE,
     REFUSED_OPTIONS,
-    OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
     read_ollama_chat,
@@ -31,12 +30,11 @@ from octavo.server.limits import read_json
 from octavo.server.ollama_chat import GENERATE_SPELLING, SPELLING, chat_of, generate_of, model_of, raw_of
 from octavo.server.params import read_params
 from octavo.server.reply import RETRY_NOTE, Task, reply
+from octavo.server.routes.posting import add_post
 from octavo.server.shapes.form import Form
 from octavo.server.shapes.ollama import head
 from octavo.server.spelling import respelled
 from octavo.text.dialect import Dialect
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 async def chat(request: Request) -> Response:
@@ -110,20 +108,9 @@ def _loaded(context: Context, said: dict[str, object]) -> Response:
 
 def add_routes(app: FastAPI) -> None:
     """Add this module's endpoints."""
-    _add(app, "/api/chat", chat, OllamaChatBody, REFUSED_CHAT)
-    _add(app, "/api/generate", generate, OllamaGenerateBody, REFUSED_GENERATE)
-
-
-def _add(app: FastAPI, path: str, endpoint: Endpoint, body: type[OllamaBody], refused: Refused) -> None:
-    options = field_notes(REFUSED_OPTIONS, IGNORED_OPTIONS)
-    words = [str(endpoint.__doc__), RETRY_NOTE, field_notes(refused, IGNORED_OLLAMA), f"Of `options`: {options}"]
-    app.add_api_route(
-        path,
-        endpoint,
-        methods=["POST"],
-        response_model=None,
-        description="\n\n".join(words),
-        openapi_extra={
-            "requestBody": {"required": True, "content": {"application/json": {"schema": inline_schema(body)}}}
-        },
+    options = f"Of `options`: {field_notes(REFUSED_OPTIONS, IGNORED_OPTIONS)}"
+    chat_notes, generate_notes = (field_notes(each, IGNORED_OLLAMA) for each in (REFUSED_CHAT, REFUSED_GENERATE))
+    add_post(app, "/api/chat", chat, OllamaChatBody, str(chat.__doc__), RETRY_NOTE, chat_notes, options)
+    add_post(
+        app, "/api/generate", generate, OllamaGenerateBody, str(generate.__doc__), RETRY_NOTE, generate_notes, options
     )

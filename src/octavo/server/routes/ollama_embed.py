@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from octavo.server.answer import Json
-from octavo.server.bodies.checks import field_notes, inline_schema
+from octavo.server.bodies.checks import field_notes
 from octavo.server.bodies.ollama_embed import (
     IGNORED_EMBED,
     REFUSED_EMBED,
@@ -25,6 +25,7 @@ from octavo.server.faults import bad_field
 from octavo.server.inputs import Inputs
 from octavo.server.limits import read_json
 from octavo.server.ollama_chat import model_of
+from octavo.server.routes.posting import add_post
 from octavo.server.shell import ARRIVAL
 
 
@@ -77,17 +78,5 @@ async def _respond(answer: Callable[[], Json], found: Embedded) -> Response:
 def add_routes(app: FastAPI) -> None:
     """Add this module's endpoints."""
     notes = field_notes(REFUSED_EMBED, IGNORED_EMBED)
-    for path, endpoint, body in (
-        ("/api/embed", embed_texts, OllamaEmbedBody),
-        ("/api/embeddings", embed_prompt, OllamaEmbeddingsBody),
-    ):
-        app.add_api_route(
-            path,
-            endpoint,
-            methods=["POST"],
-            response_model=None,
-            description=f"{endpoint.__doc__}\n\n{notes}",
-            openapi_extra={
-                "requestBody": {"required": True, "content": {"application/json": {"schema": inline_schema(body)}}}
-            },
-        )
+    add_post(app, "/api/embed", embed_texts, OllamaEmbedBody, str(embed_texts.__doc__), notes)
+    add_post(app, "/api/embeddings", embed_prompt, OllamaEmbeddingsBody, str(embed_prompt.__doc__), notes)

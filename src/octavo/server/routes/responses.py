@@ -28,6 +28,7 @@ from octavo.server.offload import parse_off_loop
 from octavo.server.reply import body_hash, open_run, reply
 from octavo.server.responses.store import Stored
 from octavo.server.responses.task import Asked, response_task
+from octavo.server.routes.posting import add_post
 from octavo.server.shapes.responses import ResponseShape
 from octavo.server.stream import EventStream
 
@@ -218,11 +219,9 @@ def _schema() -> dict[str, object]:
 
 def add_routes(app: FastAPI) -> None:
     """Add this module's endpoints."""
-    body = {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema()}}}}
-    path = "/v1/responses"
-    description = "\n\n".join(("Answer a conversation of items.", _RETRIES, _notes()))
-    app.add_api_route(path, create, methods=["POST"], response_model=None, description=description, openapi_extra=body)
-    app.add_api_route(f"{path}/input_tokens", count, methods=["POST"], response_model=None, openapi_extra=body)
+    path, schema = "/v1/responses", _schema()
+    add_post(app, path, create, schema, "Answer a conversation of items.", _RETRIES, _notes())
+    add_post(app, f"{path}/input_tokens", count, schema)
     one = path + "/{response_id}"
     app.add_api_route(one, retrieve, methods=["GET"], response_model=None)
     app.add_api_route(one, delete, methods=["DELETE"], response_model=None)

@@ -11,13 +11,13 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from octavo.server.bodies.checks import inline_schema
 from octavo.server.bodies.tokenizing import DetokenizeBody, TokenizeBody, read_detokenize, read_tokenize
 from octavo.server.context import Context, context_of
 from octavo.server.faults import bad_field
 from octavo.server.inputs import HERE_CHARS
 from octavo.server.limits import read_json
 from octavo.server.offload import off_loop
+from octavo.server.routes.posting import add_post
 
 _OFF_LOOP_IDS = 1024
 
@@ -89,14 +89,6 @@ def add_routes(app: FastAPI) -> None:
         "model is shown them). With `return_token_strs` the vocabulary's spelling of each.",
         "/detokenize": "The text of ids, special tokens included.",
     }
-    for path, endpoint, body in (("/tokenize", tokenize, TokenizeBody), ("/detokenize", detokenize, DetokenizeBody)):
-        content = {"application/json": {"schema": inline_schema(body)}}
-        app.add_api_route(
-            path,
-            endpoint,
-            methods=["POST"],
-            response_model=None,
-            description=words[path],
-            openapi_extra={"requestBody": {"required": True, "content": content}},
-        )
+    add_post(app, "/tokenize", tokenize, TokenizeBody, words["/tokenize"])
+    add_post(app, "/detokenize", detokenize, DetokenizeBody, words["/detokenize"])
     app.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"], response_model=None)

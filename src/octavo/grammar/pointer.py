@@ -1,0 +1,21 @@
+"""Where a reference of a JSON schema leads (RFC 6901, as a fragment)."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+NOWHERE: Final = object()
+
+
+def target_of(root: object, reference: str) -> Any:
+    """What a reference such as `#/$defs/a` means in the document `root`, NOWHERE when there is nothing."""
+    target: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and key.isdecimal() and len(key) < 6 and int(key) < len(target):
+            target = target[int(key)]
+        elif isinstance(target, dict) and key in target:
+            target = target[key]
+        else:
+            return NOWHERE
+    return target
