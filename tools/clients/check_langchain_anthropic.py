@@ -9,7 +9,7 @@ from langchain_core.tools import tool
 from pydantic import BaseModel, Field
 
 CLIENT = "langchain-anthropic"
-PACKAGES = ["langchain-anthropic"]
+PACKAGES = ["langchain-anthropic<1.7.10"]  # later ones need a langchain-core that is not everywhere yet
 
 chat = ChatAnthropic(model=MODEL, base_url=URL, api_key="none", max_tokens=60, max_retries=0, timeout=120)
 
