@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,13 @@ SERVERS = [
     Record(12, "http://127.0.0.1:8001", "two", "/b", 1.0),
     Record(13, "http://127.0.0.1:8002", "two", "/c", 2.0),
 ]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="octavo-") as short:  # pytest's are too long for a socket
+        monkeypatch.setenv("OCTAVO_RUN_DIR", short)
+        yield
 
 
 @pytest.mark.parametrize(("which", "pid"), [("one", 11), ("12", 12), ("8002", 13), ("http://127.0.0.1:8001", 12)])
@@ -38,8 +47,7 @@ def test_what_is_not_clear_is_asked_back() -> None:
             stop.choose(servers, which)
 
 
-def test_I05_a_server_is_stopped_behind_its_open_requests(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setenv("OCTAVO_RUN_DIR", str(tmp_path / "run"))
+def test_I05_a_server_is_stopped_behind_its_open_requests(tmp_path: Path, capsys: Any) -> None:
     model = make_tiny_model("smollm2", tmp_path / "tiny")
     with FakeServer(str(model), tmp_path / "log", env={"FAKE_STEP_S": "0.02"}) as server:
         port = server.url.rpartition(":")[2]
@@ -58,8 +66,7 @@ def test_I05_a_server_is_stopped_behind_its_open_requests(tmp_path: Path, monkey
     assert "no server of this user runs here" in capsys.readouterr().err
 
 
-def test_now_takes_the_time_from_open_requests(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setenv("OCTAVO_RUN_DIR", str(tmp_path / "run"))
+def test_now_takes_the_time_from_open_requests(tmp_path: Path, capsys: Any) -> None:
     model = make_tiny_model("smollm2", tmp_path / "tiny")
     with FakeServer(str(model), tmp_path / "log", env={"FAKE_STEP_S": "0.5"}) as server:
         answers: list[Any] = []

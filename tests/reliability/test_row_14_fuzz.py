@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from tests.server.fakes import Harness
 
 AT_ONCE = 8
 # Refusals of the whole body or request, which no one field is at fault for.
-NAMELESS = {"invalid_json", "body_too_complex", "missing_idempotency_key", "invalid_event_id"}
+NAMELESS = {"invalid_json", "body_too_complex", "missing_idempotency_key", "invalid_event_id", "batches_off"}
 
 
 def faults_of(response: httpx.Response) -> list[str]:
@@ -30,16 +31,28 @@ def faults_of(response: httpx.Response) -> list[str]:
         return []
     try:
         error = json.loads(text)["error"]
+        message = error if isinstance(error, str) else error["message"]
     except (ValueError, KeyError, TypeError):
         return [f"no error object: {text[:200]}"]
-    faults = [] if set(error) == {"message", "type", "param", "code"} else [f"keys {sorted(error)}"]
-    faults += [] if isinstance(error["code"], str) and error["message"] else ["no code or message"]
-    if status == 400 and error["param"] is None and error["code"] not in NAMELESS:
-        faults.append(f"400 names no field: {error}")
+    faults = _faults_of_style(response.request.url.path, status, error)
+    faults += [] if message else ["no message"]
     faults += ["422 is never given"] if status == 422 else []
     faults += ["the inside is told"] if "Traceback" in text or "site-packages" in text else []
-    faults += ["the message is too long"] if len(error["message"]) > 2000 else []
+    faults += ["the message is too long"] if len(message) > 2000 else []
     return faults
+
+
+def _faults_of_style(path: str, status: int, error: Any) -> list[str]:
+    """What is wrong with the form of an error: each interface has its own."""
+    if path.startswith("/api/"):
+        return [] if isinstance(error, str) else ["no text"]
+    if path.startswith("/v1/messages"):
+        return [] if set(error) == {"type", "message"} else [f"keys {sorted(error)}"]
+    if set(error) != {"message", "type", "param", "code"} or not isinstance(error["code"], str):
+        return [f"keys {sorted(error)}, or no code"]
+    if status == 400 and error["param"] is None and error["code"] not in NAMELESS:
+        return [f"400 names no field: {error}"]
+    return []
 
 
 async def ask(client: httpx.AsyncClient, nasty: Nasty) -> httpx.Response:

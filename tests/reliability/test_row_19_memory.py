@@ -6,12 +6,14 @@ process has a real limit on its address space, which large steps exceed.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,14 @@ ERRORS = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("llama3", tmp_path_factory.mktemp("row19") / "model", head_dim=32)
+
+
+@pytest.fixture(autouse=True)
+def frozen() -> Iterator[None]:
+    """As an engine's process has it: a collection after each error does not walk all that was there before."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Shortage:

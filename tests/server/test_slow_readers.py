@@ -31,7 +31,8 @@ from tests.server.test_run import KEY, running
 def test_slices_are_the_output(count: int, most: int, is_last: bool) -> None:
     entries = tuple(TokenLogprobs(i, -1.0, 1) for i in range(count))
     end = FinishReason.STOP if is_last else None
-    output = TokenOutput("a", 2, 7, array("i", range(count)), entries, (1, ()), end, 5, message="m", is_final=is_last)
+    ids, scores = array("i", range(count)), (1, ())
+    output = TokenOutput("a", 2, 7, ids, entries, scores, finish_reason=end, message="m", is_final=is_last)
     parts = list(slices(output, most))
     assert [i for part in parts for i in part.token_ids] == list(range(count))
     assert tuple(entry for part in parts for entry in part.logprobs or ()) == entries
@@ -95,20 +96,20 @@ async def test_what_waits_for_a_reader_is_bounded_in_bytes_too(monkeypatch: pyte
     monkeypatch.setattr(stream, "LOOK_S", 0.01)
     harness = Harness()
 
-    async def cut_after(unread_bytes: int) -> bool:
+    async def cut_after(unread_bytes: int, patience_s: float) -> bool:
         monkeypatch.setattr("octavo.server.generation.Generation.unread_bytes", property(lambda self: unread_bytes))
         wire = Wire(harness.app, CHAT, chat_body(stream=True))
         reading = wire.start()
         await wire.until(lambda: wire.sent)
         wire.reads.clear()
-        done, _ = await asyncio.wait((reading,), timeout=0.2)
+        done, _ = await asyncio.wait((reading,), timeout=patience_s)
         wire.reads.set()
         wire.leave()
         await reading
         return bool(done)
 
-    assert await cut_after(harness.limits.max_unread_bytes + 1)
-    assert not await cut_after(harness.limits.max_unread_bytes)
+    assert await cut_after(harness.limits.max_unread_bytes + 1, 10)
+    assert not await cut_after(harness.limits.max_unread_bytes, 0.2)
 
 
 def test_a_whole_answer_that_nobody_reads_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ from octavo.grammar.masks import Masks
 POOL_TOKENS = 262_144  # where nobody says otherwise
 TOKEN_BYTES = 64  # what a cached token is said to take, so that sizes in bytes mean something
 MAX_STEP_S = 4.0  # the watchdog's patience is 5 s
+_SEND_S = 0.2  # for what was said before a crash to be on its way
 _SPACE_ID = 3 + 0x20
 _log = logging.getLogger(__name__)
 
@@ -204,6 +205,7 @@ class ScriptedExecutor:
         """End as a crash would."""
         if self._can_die:
             _log.warning("the script says that the engine crashes here")
+            time.sleep(_SEND_S)
             os.kill(os.getpid(), signal.SIGKILL)
         raise EngineError("the script says that the engine crashes here, and it shares this process")
 

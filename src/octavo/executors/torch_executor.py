@@ -278,7 +278,7 @@ def _raise_if_memory(error: RuntimeError, device: torch.device) -> None:
 
 def _give_back(device: torch.device) -> None:
     """Return what the failed step has left lying about, or the smaller one meets the same end."""
-    gc.collect()
+    gc.collect()  # what failed is held in circles; an engine's process walks little for them (process_side freezes)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc keeps what was freed
