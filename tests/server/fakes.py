@@ -324,6 +324,7 @@ class Wire:
         self.changed = asyncio.Event()
         self.reads = asyncio.Event()
         self.reads.set()
+        self.pause_after: int | None = None  # messages, behind which it reads no more until told
 
     async def receive(self) -> dict[str, Any]:
         if not self._is_read:
@@ -335,6 +336,8 @@ class Wire:
     async def send(self, message: Any) -> None:
         await self.reads.wait()
         self.sent.append(message)
+        if len(self.sent) == self.pause_after:
+            self.reads.clear()
         self.changed.set()
 
     def leave(self) -> None:

@@ -77,9 +77,8 @@ async def test_a_slow_reader_with_a_key_is_cut_and_goes_on_later() -> None:
     cuts: list[bytes] = []
     slow = Wire(harness.app, CHAT, body, key())
     slow.scope |= {connection.CUT: cuts.append}  # type: ignore[dict-item]
+    slow.pause_after = 2
     reading = slow.start()
-    await slow.until(lambda: slow.sent)
-    slow.reads.clear()
     await asyncio.wait_for(reading, 5)
     assert len(cuts) == 1 and json.loads(cuts[0].split(b"\n")[0][6:])["error"]["code"] == "slow_reader"
     assert not harness.engine.cancelled
@@ -99,9 +98,8 @@ async def test_what_waits_for_a_reader_is_bounded_in_bytes_too(monkeypatch: pyte
     async def cut_after(unread_bytes: int, patience_s: float) -> bool:
         monkeypatch.setattr("octavo.server.generation.Generation.unread_bytes", property(lambda self: unread_bytes))
         wire = Wire(harness.app, CHAT, chat_body(stream=True))
+        wire.pause_after = 1
         reading = wire.start()
-        await wire.until(lambda: wire.sent)
-        wire.reads.clear()
         done, _ = await asyncio.wait((reading,), timeout=patience_s)
         wire.reads.set()
         wire.leave()
