@@ -296,6 +296,11 @@ def events(body: str) -> list[Any]:
     return found
 
 
+def assert_unknown(response: httpx.Response, field: str) -> None:
+    """A field of a later version of a client's package than is known here: refused by its name, never dropped."""
+    assert response.status_code == 400 and f"{field} is not a field" in response.json()["error"]["message"]
+
+
 class Wire:
     """One ASGI request whose client reads, waits and leaves as told."""
 

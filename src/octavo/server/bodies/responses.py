@@ -25,6 +25,7 @@ MAX_LABEL_CHARACTERS = 512
 REFUSED_RESPONSES: Refused = {
     "conversation": (),
     "prompt": (),
+    "background_options": ({"completion_window": "soonest"},),
     "context_management": ([],),
     "moderation": (),
     "image": (),
