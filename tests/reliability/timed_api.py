@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import subprocess
 import sys
@@ -40,6 +41,8 @@ async def main(settings: dict[str, Any]) -> None:
         lifecycle = Lifecycle()
         app = create_app(sessions, sessions.text, config, engine.client.statistics, lifecycle=lifecycle)
         server = HttpServer(app, listener, lifecycle, 0.0)
+        gc.collect()
+        gc.freeze()  # as cli/api_server does
         print(listener.getsockname()[1], flush=True)
         running = asyncio.create_task(server.run())
         await asyncio.to_thread(sys.stdin.read)
