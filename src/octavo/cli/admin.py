@@ -11,7 +11,7 @@ VERBS = {  # verb -> what it does
     "status": "processes, epoch, restarts and open requests, as JSON",
     "pause": "stop making steps; requests wait",
     "resume": "go on after pause",
-    "drain": "take no new requests, finish the open ones, end the server",
+    "drain": "take no new requests, finish the open ones (ARG now: end them), end the server",
     "cancel": "end the request with the id ARG",
     "cancel_all": "end every request in the engine",
     "explain": "say why the request with the id ARG waits",
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     known = "; ".join(f"{verb}: {text}" for verb, text in VERBS.items())
     parser.add_argument("verb", choices=VERBS, metavar="VERB", help=known)
-    parser.add_argument("argument", nargs="?", default="", metavar="ARG", help="the id that a verb needs")
+    parser.add_argument("argument", nargs="?", default="", metavar="ARG", help="what a verb needs: the id, or now")
     parser.add_argument("--socket", metavar="PATH", help="the server's admin socket [the only server's here]")
 
 

@@ -43,8 +43,13 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
             "api": _own_figures(),
         }
 
-    async def drain(_: str) -> object:
-        asyncio.get_running_loop().call_soon(server.stop)
+    async def drain(when: str) -> object:
+        if when not in ("", "now"):
+            raise ConfigError(f"drain {when!r} is not known; leave it out, or give now to end open requests")
+        loop = asyncio.get_running_loop()
+        loop.call_soon(server.stop)
+        if when:
+            loop.call_soon(context.lifecycle.stop)
         return {"open_requests": context.lifecycle.num_open}
 
     async def cancel(request_id: str) -> object:

@@ -9,12 +9,14 @@ import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from octavo.cli.admin_client import AdminError, ask
 from octavo.cli.flags import UsageError
 from octavo.cli.servers import Record, find_servers
 from octavo.cli.terminal import say
 
 TIMEOUT_S = 60.0
 _LOOK_S = 0.05
+_HURRY_S = 5.0  # for its answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +37,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--timeout is {args.timeout:g}; give 0 or more seconds")
     servers = find_servers()
     chosen = servers if args.all else [choose(servers, args.which)]
-    for server in chosen:
-        _tell(server)
     end = time.monotonic() + args.timeout
-    if args.now:
-        _wait(chosen, min(end, time.monotonic() + 0.5))  # a second signal takes the drain time from open requests
-        for server in _running(chosen):
+    for server in chosen:
+        if not (args.now and _hurry(server)):
             _tell(server)
     left = _wait(chosen, end)
     for server in chosen:
@@ -74,6 +73,18 @@ def _tell(server: Record) -> None:
         pass
     except PermissionError:
         raise UsageError(f"process {server.pid} belongs to another user") from None
+
+
+def _hurry(server: Record) -> bool:
+    """Ask it to end its open requests, too; whether it heard. By signals this would take as many as it had not yet had:
+    one too many kills it, and nobody is answered.
+    """
+    try:
+        ask(server.admin, "drain", "now", timeout_s=_HURRY_S)
+    except AdminError as error:
+        say(f"{server.model} at {server.url}: {error}; its open requests get the drain time")
+        return False
+    return True
 
 
 def _running(servers: Sequence[Record]) -> list[Record]:
