@@ -37,7 +37,7 @@ ARROWS: dict[str, set[str]] = {
     "sampling": LOW | {"ops"},
     "executors": LOW | COMPUTE | {"executors.protocol", "artifacts", "grammar", "media", "machine"},
     "engine": LOW | TEXT_LEVEL | {"machine"},
-    "simulator": LOW | TEXT_LEVEL | {"engine", "machine"},
+    "simulator": LOW | TEXT_LEVEL | {"engine", "machine", "plugins"},
     "dashboard": LOW | TEXT_LEVEL | {"engine"},
     "server": LOW | TEXT_LEVEL | FACTS | {"engine", "dashboard"},
     "assembly": LOW | TEXT_LEVEL | FACTS | COMPUTE | {"engine", "executors", "simulator", "plugins"},

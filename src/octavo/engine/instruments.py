@@ -1,6 +1,6 @@
 """EventSinks: whoever watches the loop (traces, metrics, dashboards), behind one guard.
 
-Owns: the protocol and the fan-out. Does not: let a failing watcher disturb a step: it is switched off,
+Owns: the fan-out. Does not: let a failing watcher disturb a step: it is switched off,
 with one line in the log.
 """
 
@@ -8,28 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
+from octavo.trace.sink import EventSink
 
 _LOG = logging.getLogger(__name__)
-
-
-class EventSink(Protocol):
-    """Told in the engine's thread, in order; must be quick and keep what it needs by copying."""
-
-    def admitted(self, request: Request) -> None:
-        """A request was taken."""
-        ...
-
-    def decided(self, decisions: tuple[Event, ...]) -> None:
-        """Decisions, each exactly once, from plans and commits alike."""
-        ...
-
-    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """A plan was committed."""
-        ...
 
 
 class Instruments:
