@@ -127,8 +127,6 @@ class EngineLoop:
         """Why the engine died, or None."""
         return self._failure
 
-    # --- verbs, from any thread
-
     def submit(self, request: Request, reply: Reply) -> None:
         """Hand a request over; answers Accepted, a RequestError or an EngineError."""
         admit = partial(self._do_submit, request, reply)
@@ -305,8 +303,6 @@ class EngineLoop:
             self._scheduler.cancel(culprits, self.clock.now(), FinishReason.ERROR, f"{type(error).__name__}: {error}")
         if self._suspects.is_executor_broken:
             raise EngineDeadError(f"no step succeeds any more: {failure.message}")
-
-    # --- commands, in the thread
 
     def _do_submit(self, request: Request, reply: Reply, built: Built) -> None:
         try:
