@@ -1,0 +1,54 @@
+"""Cost models: how long a step takes, from facts (roofline), from operator profiles (table), from a recording (fitted).
+
+Owns: choosing one by its name. Does not: simulate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.errors import ConfigError
+from octavo.simulator.cost_model import CostModel
+from octavo.simulator.costs.devices import DeviceFacts, device_facts
+from octavo.simulator.costs.memory import pool_blocks
+from octavo.simulator.costs.models import ModelFacts, model_facts
+from octavo.simulator.costs.roofline import Roofline
+
+__all__ = ["DeviceFacts", "Hardware", "ModelFacts", "cost_model", "device_facts", "model_facts", "pool_blocks"]
+
+KINDS = ("roofline", "table:DIR", "fitted:FILE")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a replica is made of: a model on `tp` devices, with blocks of `block_size` tokens."""
+
+    model: ModelFacts
+    device: DeviceFacts
+    tp: int = 1
+    block_size: int = 16
+
+    @staticmethod
+    def of(model: str, device: str, tp: int = 1, block_size: int = 16) -> Hardware:
+        """Look both up by name. Raises ConfigError naming what there is."""
+        return Hardware(model_facts(model), device_facts(device), tp, block_size)
+
+    def pool_blocks(self, max_batch_tokens: int = 2048, memory_share: float = 0.9) -> int:
+        """KV blocks that fit (see memory.pool_blocks)."""
+        return pool_blocks(
+            self.model, self.device, self.tp,
+            block_size=self.block_size, max_batch_tokens=max_batch_tokens, memory_share=memory_share,
+        )  # fmt: skip
+
+
+def cost_model(spec: str = "roofline", hardware: Hardware | None = None) -> CostModel:
+    """Make the cost model that `spec` names: roofline, table:DIR or fitted:FILE. Raises ConfigError.
+
+    Only the roofline and a table need hardware.
+    """
+    kind, _, where = spec.partition(":")
+    if kind == "roofline" and not where:
+        if hardware is None:
+            raise ConfigError("cost is 'roofline', which predicts from facts; give a model and a device")
+        return Roofline(hardware.model, hardware.device, hardware.tp, block_size=hardware.block_size)
+    raise ConfigError(f"cost is {spec!r}; give one of {', '.join(KINDS)}")

@@ -1,0 +1,134 @@
+"""Roofline: a step's time from a model's and a device's facts alone.
+
+Owns: bytes and arithmetic of a step's parts, and the efficiencies they are divided by.
+Does not: look facts up (models, devices).
+Each part takes the larger of bytes / bandwidth and FLOP / peak (Williams, Waterman and Patterson, "Roofline: an
+insightful visual performance model", CACM 2009), and parts follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from octavo.errors import ConfigError
+from octavo.simulator.cost_model import StepShape
+from octavo.simulator.costs.devices import DeviceFacts
+from octavo.simulator.costs.models import ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiencies:
+    """Shares of a peak that kernels reach. One set for every device; docs/fidelity.md tells how far it carries."""
+
+    bandwidth: float = 0.80
+    matmul: float = 0.70
+    attention_bandwidth: float = 0.70
+    attention: float = 0.45
+    link: float = 0.70
+
+
+class Roofline:
+    """A CostModel of known facts. `tp` devices share every layer; `block_size` in tokens prices copied blocks.
+
+    `decode_s(num_rows, kv_sum, kv_max)` is step_s of a plan of decode rows only, in constant time; None for a model
+    with sliding windows, whose time is no function of these.
+    """
+
+    def __init__(
+        self,
+        model: ModelFacts,
+        device: DeviceFacts,
+        tp: int = 1,
+        *,
+        block_size: int = 16,
+        efficiencies: Efficiencies | None = None,
+    ) -> None:
+        if tp < 1 or model.num_heads % tp:
+            raise ConfigError(f"tp is {tp}; give a number that divides the {model.num_heads} heads of {model.name}")
+        share = efficiencies or Efficiencies()
+        self.name = f"roofline:{model.name}:{device.name}" + (f":tp{tp}" if tp > 1 else "")
+        self.model = model
+        self.device = device
+        self._tp = tp
+        self._bandwidth = device.bandwidth * share.bandwidth * tp
+        self._flops = device.flops(model.linear_bytes) * share.matmul * tp
+        self._head_flops = device.flops(model.head_bytes / model.head_weights) * share.matmul * tp
+        kv_tp = min(tp, model.num_kv_heads)  # beyond it heads' keys are read twice
+        self._kv_s = model.kv_bytes_per_token_layer / (device.bandwidth * share.attention_bandwidth * kv_tp)
+        self._score_s = 4 * model.num_heads * model.head_dim / (device.flops16 * share.attention * tp)
+        self._link_bandwidth = device.link_bandwidth * share.link
+        self._block_bytes = model.kv_bytes_per_token * block_size / kv_tp
+        self._windows = _count_windows(model)
+        self.decode_s: Callable[[int, int, int], float] | None = None if model.windows else self._decode_s
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds on the device."""
+        tokens = shape.num_tokens
+        attention = sum(count * self._attention_s(shape, window) for window, count in self._windows)
+        return self._linear_s(tokens, shape.num_samples) + attention + self._transfer_s(shape)
+
+    def host_s(self, shape: StepShape) -> float:
+        """Seconds of scheduling and delivery: the device's cost per step, shared out over rows beyond a hundred."""
+        return self.device.step_s * (0.5 + 0.005 * (len(shape.decode_kv) + len(shape.prefills)))
+
+    def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
+        del kv_max
+        attention = self.model.num_layers * max(kv_sum * self._kv_s, kv_sum * self._score_s)
+        return self._linear_s(num_rows, num_rows) + attention + 0.0
+
+    def _linear_s(self, tokens: int, samples: int) -> float:
+        """Projections, feed-forward, output head, the gaps between kernels, and what devices tell each other."""
+        model, device = self.model, self.device
+        if not tokens:
+            return device.step_s
+        experts = _distinct(model.num_experts, model.active_experts * tokens)
+        read = model.dense_weights + experts * model.expert_weights
+        used = model.dense_weights + model.active_experts * model.expert_weights
+        activations = 2 * tokens * (6 * model.hidden_size + 3 * (model.intermediate_size or model.expert_size))
+        layer = max(
+            (read * model.linear_bytes + activations) / self._bandwidth,
+            2 * tokens * used / self._flops,
+        )
+        head = max(model.head_bytes / self._bandwidth, 2 * samples * model.head_weights / self._head_flops)
+        return model.num_layers * (layer + device.kernel_s + 2 * self._reduce_s(tokens)) + head + device.step_s
+
+    def _attention_s(self, shape: StepShape, window: int | None) -> float:
+        """One layer's attention: what is read and what is multiplied, of decode rows and of chunks."""
+        kv = sum(shape.decode_kv) if window is None else sum(min(length, window) for length in shape.decode_kv)
+        time_s = max(kv * self._kv_s, kv * self._score_s)
+        for count, before in shape.prefills:
+            if window is None:
+                read, pairs = before + count, count * before + count * (count + 1) // 2
+            else:
+                read, pairs = min(before + count, window + count), count * min(window, before + (count + 1) // 2)
+            time_s += max(read * self._kv_s, pairs * self._score_s)
+        return time_s
+
+    def _reduce_s(self, tokens: int) -> float:
+        """One all-reduce of the step's activations, around a ring."""
+        if self._tp == 1:
+            return 0.0
+        moved = 2 * (self._tp - 1) / self._tp * tokens * self.model.hidden_size * 2
+        return self.device.link_s + moved / self._link_bandwidth
+
+    def _transfer_s(self, shape: StepShape) -> float:
+        """Blocks copied on the device, and those that go to and come from the host."""
+        if not (shape.copied_blocks or shape.swapped_out_blocks or shape.loaded_blocks):
+            return 0.0
+        on_device = 2 * shape.copied_blocks * self._block_bytes / self._bandwidth
+        hosted = shape.swapped_out_blocks + shape.loaded_blocks
+        return on_device + hosted * self._block_bytes / self.device.host_bandwidth
+
+
+def _distinct(kinds: int, draws: int) -> float:
+    """How many of `kinds` experts are drawn at least once in that many even draws."""
+    return kinds * (1.0 - (1.0 - 1.0 / kinds) ** draws) if kinds else 0.0
+
+
+def _count_windows(model: ModelFacts) -> list[tuple[int | None, int]]:
+    """Layers by their window."""
+    counts: dict[int | None, int] = {}
+    for window in model.windows or (None,) * model.num_layers:
+        counts[window] = counts.get(window, 0) + 1
+    return list(counts.items())
