@@ -48,6 +48,8 @@ POLICIES: dict[str, Access] = {
     "/v1/messages": Access.KEY,
     "/v1/messages/count_tokens": Access.KEY,
     "/": Access.KEY,
+    "/dashboard": Access.KEY,
+    "/static/{name}": Access.KEY,
     "/api/chat": Access.KEY,
     "/api/generate": Access.KEY,
     "/api/embed": Access.KEY,
