@@ -163,7 +163,8 @@ PRESETS: dict[str, ModelFacts] = {
 def model_facts(name: str, *, is_offline: bool = True) -> ModelFacts:
     """Find a model's facts: a preset, `preset:dtype` (llama-3.1-8b:fp8), or whatever `octavo serve` takes as a model.
 
-    Nothing is downloaded unless `is_offline` is unset. Raises ConfigError naming the presets, ModelFileError for a model whose files cannot be read.
+    Nothing is downloaded unless `is_offline` is unset. Raises ConfigError naming the presets, ModelFileError for
+    files that cannot be read.
     """
     stem, _, dtype = name.lower().rpartition(":") if ":" in name else (name.lower(), "", "")
     short = stem.rpartition("/")[2].removesuffix("-instruct")
