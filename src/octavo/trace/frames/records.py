@@ -1,0 +1,218 @@
+"""What frames are made of: one light record a step, taken while the engine steps and made a frame when somebody asks.
+
+Owns: the record, who came and what was decided between two of them, who waits for what. Does not: make JSON (encode).
+Invariants: a record names arrays of the plan, which nobody writes to any more, and copies the rest; taking one is
+O(what changed), not O(rows).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult, WaitReason
+from octavo.core.request import Request
+from octavo.core.scheduler import Scheduler
+
+Arrival = tuple[str, float, str, int, int]  # name, arrival, tenant, prompt tokens, priority
+Taken = tuple[int, str, int, int]  # slot, request, choice, prompt tokens
+
+
+class PartTimes(Protocol):
+    """Seconds of the parts of steps, as engine.step_times.StepTimes keeps them."""
+
+    @property
+    def num_steps(self) -> int:
+        """The number that the step now being told will have."""
+        ...
+
+    def get(self, number: int) -> Sequence[float] | None:
+        """Seconds of schedule, prepare, forward, sample, emit, and the whole; None when not known (any more)."""
+        ...
+
+
+class Record(NamedTuple):
+    """One step, or the decisions of a time without steps (`slots` is None then).
+
+    `gauges`: sequences running, requests waiting, swapped, host blocks in use, drafted tokens accepted so far.
+    """
+
+    step: int
+    time: float
+    end: float
+    idle_s: float
+    timing: int
+    computed: tuple[float, float, float]
+    slots: array[int] | None
+    starts: array[int]
+    counts: array[int]
+    drafts: array[int]
+    given: int
+    taken: tuple[Taken, ...]
+    freed: array[int]
+    moved: tuple[int, int, int]
+    gauges: tuple[int, int, int, int, int]
+    used: tuple[int, ...]
+    cached: tuple[int, ...]
+    arrivals: tuple[Arrival, ...]
+    decisions: tuple[Event, ...]
+    failure: str | None
+
+    @property
+    def weight(self) -> int:
+        """How many things it holds on to beside its rows."""
+        return 1 + len(self.taken) + len(self.arrivals) + len(self.decisions)
+
+
+_NO_INTS: array[int] = array("i")
+_OVER = (EventKind.ADMITTED, EventKind.RESUMED, EventKind.FINISHED)
+
+
+class Waiting:
+    """Who was last told to wait for what, as the decisions say; O(1) a decision."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Event] = {}  # the decision to let it wait
+        self._counts = [0] * len(WaitReason)
+
+    def decided(self, decisions: Sequence[Event]) -> None:
+        """Follow decisions, in order."""
+        for event in decisions:
+            kind = event.kind
+            if kind == EventKind.DEFERRED:
+                self._forget(event.request_id)
+                if event.reason is not None:
+                    self.told[event.request_id] = event
+                    self._counts[event.reason] += 1
+            elif kind in _OVER or kind == EventKind.PREEMPTED:
+                self._forget(event.request_id)
+
+    def by_reason(self, num_waiting: int) -> dict[str, int]:
+        """Waiting requests per reason; those never told one stand behind others."""
+        counts = {reason.name.lower(): self._counts[reason] for reason in WaitReason if self._counts[reason]}
+        rest = num_waiting - sum(counts.values())
+        if rest > 0:
+            counts["behind"] = counts.get("behind", 0) + rest
+        return counts
+
+    def _forget(self, name: str) -> None:
+        old = self.told.pop(name, None)
+        if old is not None and old.reason is not None:
+            self._counts[old.reason] -= 1
+
+
+class Recorder:
+    """Takes the records of one scheduler."""
+
+    def __init__(self, scheduler: Scheduler, times: PartTimes | None = None) -> None:
+        self.state = scheduler.state
+        self.times = times
+        self.waiting = Waiting()
+        self.last_time = 0.0
+        self._last_end: float | None = None
+        self._arrivals: list[Arrival] = []
+        self._decisions: list[Event] = []
+        self._pools = self.state.cache.pools
+        self._host = self.state.cache.host
+
+    @property
+    def has_news(self) -> bool:
+        """Whether somebody came or something was decided since the last record."""
+        return bool(self._arrivals or self._decisions)
+
+    def admitted(self, request: Request) -> None:
+        """A request was taken."""
+        asked = request.request_id, request.arrival, request.tenant, request.num_prompt_tokens, request.priority
+        self._arrivals.append(asked)
+
+    def decided(self, decisions: tuple[Event, ...]) -> None:
+        """Follow decisions."""
+        self.waiting.decided(decisions)
+        self._decisions.extend(decisions)
+
+    def step(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> Record:
+        """The record of a step."""
+        state, begun, end, last_end = self.state, plan.now, events.time, self._last_end
+        self._last_end = self.last_time = end
+        computed, failure = (0.0, 0.0, 0.0), None
+        if isinstance(outcome, StepResult):
+            timings = outcome.timings
+            computed = timings.prepare_s, timings.forward_s, timings.sample_s
+        else:
+            failure = outcome.message
+        used, cached = [], []
+        for pool in self._pools:
+            free = pool.free
+            num_cached = len(free.cached)
+            cached.append(num_cached)
+            used.append(pool.num_blocks - len(free.plain) - num_cached)
+        gauges = (
+            state.sequence_budget.used,
+            len(state.waiting),
+            state.num_swapped,
+            self._host.num_used if self._host.pools else 0,
+            state.totals.num_accepted_tokens,
+        )
+        taken: tuple[Taken, ...] = ()
+        if plan.new_sequences:
+            taken = tuple([(new.slot, new.request_id, new.choice, new.num_prompt) for new in plan.new_sequences])
+        arrivals, decisions = self._take_news()
+        return Record(
+            plan.step,
+            begun,
+            end,
+            0.0 if last_end is None else max(0.0, begun - last_end),
+            -1 if self.times is None or failure is not None else self.times.num_steps,
+            computed,
+            plan.slots,
+            plan.starts,
+            plan.counts,
+            plan.num_drafts,
+            len(events.token_ids),
+            taken,
+            plan.freed_slots,
+            (len(plan.swap_outs) // 3, len(plan.host_loads) // 3, len(plan.copies) // 3),
+            gauges,
+            tuple(used),
+            tuple(cached),
+            arrivals,
+            decisions,
+            failure,
+        )
+
+    def note(self, now: float) -> Record:
+        """The record of what came and was decided since the last one, without a step."""
+        arrivals, decisions = self._take_news()
+        self.last_time = max(self.last_time, now)
+        nothing, none = (0, 0, 0, 0, self.state.totals.num_accepted_tokens), _NO_INTS
+        rest = arrivals, decisions, None
+        return Record(
+            -1, now, now, 0.0, -1, (0.0,) * 3, None, none, none, none, 0, (), none, (0,) * 3, nothing, (), (), *rest
+        )
+
+    def _take_news(self) -> tuple[tuple[Arrival, ...], tuple[Event, ...]]:
+        arrivals, decisions = tuple(self._arrivals), tuple(self._decisions)
+        if arrivals or decisions:
+            self._arrivals, self._decisions = [], []
+        return arrivals, decisions
+
+
+class Places:
+    """Who has which slot and which requests are open, behind all records applied so far."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, Taken] = {}
+        self.open: dict[str, Arrival] = {}
+
+    def apply(self, record: Record) -> None:
+        """Go on behind a record."""
+        if record.arrivals:
+            self.open.update((arrival[0], arrival) for arrival in record.arrivals)
+        for slot in record.freed:
+            self.slots.pop(slot, None)
+        for taken in record.taken:
+            self.slots[taken[0]] = taken
+        for event in record.decisions:
+            if event.kind == EventKind.FINISHED:
+                self.open.pop(event.request_id, None)

@@ -1,0 +1,141 @@
+"""The frames of a live engine: its last steps in a ring, and frames of them for whoever asks.
+
+Owns: the ring, cursors, and when the queue and the pool are looked at: when somebody asks, at most four times a second.
+Does not: answer anybody by itself, or make anything while nobody asks but one light record a step.
+Invariants: memory is bounded by steps and by what they hold on to; an answer by MAX_POLL steps. All methods belong to
+the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
+from octavo.core.request import Request
+from octavo.core.scheduler import Scheduler
+from octavo.trace.frames.encode import Frame, Source, head_frame, step_frame
+from octavo.trace.frames.records import PartTimes, Places, Record, Recorder
+from octavo.trace.frames.snapshots import BlockMap, queue_frame
+
+MAX_STEPS = 1024  # kept
+MAX_WEIGHT = 65_536  # arrivals, decisions and new sequences kept
+MAX_POLL = 200  # steps in an answer
+MAX_POLL_ROWS = 16_384  # rows in an answer, before the last step of it
+LOOK_S = 0.25  # between two looks at the queue and the pool
+
+
+class FrameRing:
+    """An EventSink that keeps the last steps; `poll` gives frames. `now` is the engine's clock."""
+
+    def __init__(
+        self, scheduler: Scheduler, source: Source, now: Callable[[], float], times: PartTimes | None = None
+    ) -> None:
+        self._scheduler = scheduler
+        self._source = source
+        self._now = now
+        self._times = times
+        self._recorder = Recorder(scheduler, times)
+        self._blocks: BlockMap | None = None  # made when somebody looks
+        self._ring: deque[Record | tuple[Frame, ...]] = deque()  # looks are kept as the frames that they are
+        self._first = 0  # number of the ring's first entry
+        self._weight = 0
+        self._tail = Places()  # before the ring's first entry
+        self._front = Places()  # behind its last
+        self._looked_at: float | None = None
+
+    # --- what the loop tells
+
+    def admitted(self, request: Request) -> None:
+        """A request was taken."""
+        self._recorder.admitted(request)
+
+    def decided(self, decisions: tuple[Event, ...]) -> None:
+        """Decisions, each exactly once."""
+        self._recorder.decided(decisions)
+
+    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        """A plan was committed."""
+        self._add(self._recorder.step(plan, outcome, events))
+
+    # --- what people ask
+
+    def poll(self, cursor: str) -> dict[str, object]:
+        """Frames behind a cursor, as docs/frames.md has it; a cursor that is not known is as ""."""
+        self._look()
+        life, _, spelled = cursor.rpartition(":")
+        number, last, lost = 0, self._first + len(self._ring), 0
+        is_known = bool(cursor) and life == self._source.life and spelled.isdecimal() and int(spelled) <= last
+        frames: list[Frame] = []
+        if cursor == "now":
+            number = last
+            frames.append(head_frame(self._source, self._scheduler.state.limits, self._front, self._now()))
+        else:
+            number = int(spelled) if is_known else self._first
+            if number < self._first:
+                lost = self._first - number
+                number = self._first
+            if lost or not is_known:
+                frames.append(head_frame(self._source, self._scheduler.state.limits, self._tail, self._tail_time()))
+        number = self._collect(frames, number, is_fresh=bool(frames))
+        return {
+            "cursor": f"{self._source.life}:{number}",
+            "frames": frames,
+            "lost": lost,
+            "more": number < last,
+        }
+
+    def _collect(self, frames: list[Frame], number: int, is_fresh: bool) -> int:
+        """Add the frames from a number on, as far as one answer goes; gives the number behind them."""
+        index, num_steps, num_rows = number - self._first, 0, 0
+        previous = None if is_fresh else self._record_before(index)
+        while index < len(self._ring) and num_steps < MAX_POLL and num_rows < MAX_POLL_ROWS:
+            entry = self._ring[index]
+            index += 1
+            if not isinstance(entry, Record):
+                frames.extend(entry)
+                continue
+            frame = step_frame(entry, previous, self._times)
+            frames.append(frame)
+            num_steps += 1
+            num_rows += len(frame.get("rows", ())) // 3 + entry.weight
+            previous = entry
+        return self._first + index
+
+    def _record_before(self, index: int) -> Record | None:
+        for place in range(min(index, len(self._ring)) - 1, -1, -1):
+            entry = self._ring[place]
+            if isinstance(entry, Record):
+                return entry
+        return None
+
+    def _tail_time(self) -> float:
+        for entry in self._ring:
+            if isinstance(entry, Record):
+                return entry.time
+        return self._now()
+
+    def _look(self) -> None:
+        """Enter news without a step, and look at the queue and the pool if that is due."""
+        now = self._now()
+        if self._looked_at is not None and now < self._looked_at + LOOK_S:
+            return
+        if self._recorder.has_news:
+            self._add(self._recorder.note(now))
+        self._looked_at = now
+        state = self._scheduler.state
+        if self._blocks is None:
+            self._blocks = BlockMap(state)
+        self._add((queue_frame(state, self._recorder.waiting, now), self._blocks.frame(now)))
+
+    def _add(self, entry: Record | tuple[Frame, ...]) -> None:
+        self._ring.append(entry)
+        if isinstance(entry, Record):
+            self._front.apply(entry)
+            self._weight += entry.weight
+        while len(self._ring) > MAX_STEPS or self._weight > MAX_WEIGHT:
+            old = self._ring.popleft()
+            self._first += 1
+            if isinstance(old, Record):
+                self._tail.apply(old)
+                self._weight -= old.weight
