@@ -31,6 +31,7 @@ from octavo.server.routes import (
     embeddings,
     files,
     health,
+    login,
     metrics,
     models,
     ollama,
@@ -85,6 +86,7 @@ def create_app(
         responses,
         requests,
         pages,
+        login,
         models,
         health,
         metrics,
@@ -97,7 +99,7 @@ def create_app(
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_middleware(GateMiddleware, context=context)
-    app.add_middleware(AuthMiddleware, keys=context.keys)
+    app.add_middleware(AuthMiddleware, keys=context.keys, logins=context.logins)
     if web.allowed_origins:
         app.add_middleware(PreflightMiddleware)
     app.add_middleware(ShellMiddleware, limits=context.limits, lifecycle=context.lifecycle, metrics=context.metrics)

@@ -1,21 +1,28 @@
 """Who may use which route: refused unless a policy lets in.
 
-Owns: the routes' policies, and whose request it is (the holder of its key).
-Does not: hold keys (keys does), look at Host, or trust a path in any spelling but the exact one.
+Owns: the routes' policies, and whose request it is: the holder of the key in a header, else of a session's.
+Does not: hold keys (keys does) or sessions (logins does), or trust a path in any spelling but the exact one.
 Invariant: a route without a policy cannot be served (`check_policies` at start), and an unknown path needs a key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
+from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from octavo.dashboard.page import HEADERS, login_page
 from octavo.server.faults import ApiError
 from octavo.server.keys import NOBODY, KeyInfo, KeyRing
+from octavo.server.logins import Logins
+from octavo.server.pages import wants_html
 
 KEY = "octavo.key"  # the KeyInfo of the request
+SESSION = "octavo.session"  # the id of the session that let it in, where one did
+PAGES = {"/": "", "/dashboard": "dashboard", "/docs": "docs"}  # where a browser is shown the login form
 
 
 class Access(Enum):
@@ -48,6 +55,8 @@ POLICIES: dict[str, Access] = {
     "/v1/messages": Access.KEY,
     "/v1/messages/count_tokens": Access.KEY,
     "/": Access.KEY,
+    "/login": Access.OPEN,
+    "/logout": Access.KEY,
     "/dashboard": Access.KEY,
     "/static/{name}": Access.KEY,
     "/api/chat": Access.KEY,
@@ -101,12 +110,31 @@ def _is_open(scope: Scope) -> bool:
     return POLICIES.get(path) is Access.OPEN and raw.split(b"?", 1)[0] == path.encode() and not scope.get("root_path")
 
 
-class AuthMiddleware:
-    """Lets a request through when its path's policy and its key allow it; else 401."""
+def login_form(status: int, message: str, next_page: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The page that asks for a key and then goes on to `next_page`."""
+    page, policy = login_page(message, next_page)
+    sent = {**HEADERS, "content-security-policy": policy, "cache-control": "no-store", **(headers or {})}
+    return Response(page, status, sent, media_type="text/html")
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+
+def _refusal(scope: Scope) -> Response:
+    """401: for a browser that wants one of the pages the form that asks for a key, else an error object."""
+    page = PAGES.get(scope["path"])
+    accept = ", ".join(Headers(scope=scope).getlist("accept"))
+    message = "give a valid key in the header: Authorization: Bearer KEY (or x-api-key: KEY)"
+    error = ApiError(401, message, code="invalid_api_key")
+    if page is None or scope["method"] not in ("GET", "HEAD") or not wants_html(accept):
+        return error.response()
+    return login_form(401, "", page, error.headers())
+
+
+class AuthMiddleware:
+    """Lets a request through when its path's policy and its key or its session allow it; else 401."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, logins: Logins) -> None:
         self._app = app
         self._keys = keys
+        self._logins = logins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decide on the raw path, before any routing."""
@@ -121,12 +149,20 @@ class AuthMiddleware:
         elif self._keys.is_empty or _is_open(scope):
             scope[KEY] = NOBODY
             await self._app(scope, receive, send)
+        elif self._lets_in(scope):
+            await self._app(scope, receive, send)
         else:
+            await _refusal(scope)(scope, receive, send)
+
+    def _lets_in(self, scope: Scope) -> bool:
+        """Find the holder: by the key that is given, right or wrong; by a session only where none is."""
+        if any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"]):
             key = given_key(scope)
             holder = None if key is None else self._keys.find(key)
-            if holder is None:
-                message = "give a valid key in the header: Authorization: Bearer KEY (or x-api-key: KEY)"
-                await ApiError(401, message, code="invalid_api_key").response()(scope, receive, send)
-                return
-            scope[KEY] = holder
-            await self._app(scope, receive, send)
+        else:
+            found = self._logins.holder(scope)
+            holder, scope[SESSION] = (None, None) if found is None else found
+        if holder is None:
+            return False
+        scope[KEY] = holder
+        return True

@@ -24,6 +24,7 @@ from octavo.server.idempotency import Runs
 from octavo.server.keys import KeyRing
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
+from octavo.server.logins import Logins
 from octavo.server.params import ParamsReader, model_defaults
 from octavo.server.prompts import PromptReader
 from octavo.server.replay_outputs import one_by_one
@@ -55,6 +56,7 @@ class Context:
     limits: HttpLimits
     lifecycle: Lifecycle
     keys: KeyRing
+    logins: Logins
     metrics: RequestMetrics
     fine_sessions: Sessions
     runs: Runs
@@ -113,6 +115,7 @@ def build_context(
         limits=limits,
         lifecycle=lifecycle,
         keys=keys,
+        logins=Logins(keys),
         metrics=RequestMetrics(model),
         fine_sessions=one_by_one(sessions),
         runs=runs,

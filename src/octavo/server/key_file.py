@@ -42,6 +42,7 @@ class KeyEntry(BaseModel):
     priority: _Priority = 0
     max_priority: _Priority | None = None
     weight: float = Field(1.0, gt=0, lt=1e6, strict=False)
+    dashboard: bool = False
 
     @property
     def digest(self) -> bytes:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class KeyInfo:
     """The holder of a key. `name` may be shown, in logs, metrics and answers; limits that are None do not bound.
 
-    `priority` is that of requests that name none, `max_priority` the most urgent (least) that they may name.
+    `priority` is that of requests that name none, `max_priority` the most urgent (least) that they may name;
+    `dashboard`: may watch the requests of all tenants.
     """
 
     name: str
@@ -38,6 +39,7 @@ class KeyInfo:
     priority: int = 0
     max_priority: int | None = None
     weight: float = 1.0
+    dashboard: bool = False
     digest: bytes = field(default=b"", repr=False)
 
 
@@ -77,6 +79,14 @@ class KeyRing:
             if hmac.compare_digest(info.digest, given):
                 found = info
         return found
+
+    def holder_of(self, digest: bytes) -> KeyInfo | None:
+        """Who holds the key with a SHA-256 that is no secret here, or None."""
+        return next((info for info in self._keys if info.digest == digest), None)
+
+    def may_watch(self, info: KeyInfo) -> bool:
+        """Whether a holder may see what the engine does for everyone: a right of its key, where there are several."""
+        return len(self._keys) < 2 or info.dashboard
 
     def salt(self, tenant: str, given: str | None) -> bytes:
         """Prefix-cache salt: with keys, tenants never share; a client's own salt only narrows."""
@@ -132,6 +142,7 @@ def _info(entry: KeyEntry) -> KeyInfo:
         entry.priority,
         entry.max_priority,
         entry.weight,
+        entry.dashboard,
         entry.digest,
     )
 

@@ -55,24 +55,25 @@ async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[
 
     What is long is parsed and checked on another thread.
     """
-    body = await _read_body(request, limits)
+    body = await read_body(request, limits, limits.max_body_bytes)
     if len(body) > OFF_LOOP_BYTES:
         return await parse_off_loop(lambda: check(parse_object(body, limits.json)), len(body))
     return check(parse_object(body, limits.json))
 
 
-async def _read_body(request: Request, limits: HttpLimits) -> bytes:
+async def read_body(request: Request, limits: HttpLimits, max_bytes: int) -> bytes:
+    """Read a body of at most `max_bytes`. Raises ApiError."""
     declared = request.headers.get("content-length", "0")
-    if not (declared.isascii() and declared.isdigit()) or int(declared[:19]) > limits.max_body_bytes:
-        raise _too_large(limits)
+    if not (declared.isascii() and declared.isdigit()) or int(declared[:19]) > max_bytes:
+        raise _too_large(max_bytes)
     parts: list[bytes] = []
     size = 0
     try:
         async with asyncio.timeout(limits.body_timeout_s):
             async for part in request.stream():
                 size += len(part)
-                if size > limits.max_body_bytes:
-                    raise _too_large(limits)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
                 parts.append(part)
     except TimeoutError:
         raise ApiError(
@@ -83,8 +84,8 @@ async def _read_body(request: Request, limits: HttpLimits) -> bytes:
     return b"".join(parts)
 
 
-def _too_large(limits: HttpLimits) -> ApiError:
-    message = f"the body is larger than {limits.max_body_bytes} bytes, the most this server takes"
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body is larger than {max_bytes} bytes, the most this server takes"
     return ApiError(413, message, code="body_too_large")
 
 

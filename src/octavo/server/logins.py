@@ -1,0 +1,157 @@
+"""Logins: sessions of browsers, which cannot send a key in a header with every page.
+
+Owns: sessions (a random id in a cookie stands for a key's holder), their bounds and ends, the rate of failed logins,
+and when a cookie counts.
+Does not: hold a key (its digest, by which the ring finds the holder anew each time), or outlive the process.
+Invariants: a session of a key that is gone is gone; a cookie never counts for a request that another site's page
+may have made; every table is bounded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from octavo.server.keys import KeyInfo, KeyRing
+
+MAX_SESSIONS = 1024  # of all keys: the one unused for longest makes place
+MAX_SESSIONS_PER_KEY = 64
+MAX_IDLE_S = 12 * 3600.0
+MAX_SESSION_S = 7 * 24 * 3600.0
+MAX_FAILURES = 10  # of one address within FAILURES_S
+FAILURES_S = 60.0
+MAX_FAILING_ADDRESSES = 4096
+COOKIE = "octavo-session"
+_MAX_COOKIES = 8  # of ours that are looked at: servers on other ports of this host have theirs
+_SAFE = ("GET", "HEAD")
+
+
+@dataclass(slots=True)
+class _Session:
+    key_digest: bytes
+    began: float
+    used: float
+
+
+class Logins:
+    """Sessions and failed logins of one server. `now` is a monotonic clock."""
+
+    def __init__(self, keys: KeyRing, now: Callable[[], float] = time.monotonic) -> None:
+        self._keys = keys
+        self._now = now
+        self._sessions: OrderedDict[bytes, _Session] = OrderedDict()  # by the SHA-256 of the id; longest unused first
+        self._failures: OrderedDict[str, list[float]] = OrderedDict()
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open, ended ones that nobody asked for since included."""
+        return len(self._sessions)
+
+    def log_in(self, key: bytes) -> str | None:
+        """Begin a session; its id, or None for a key that is none."""
+        holder = self._keys.find(key)
+        if holder is None:
+            return None
+        own = [name for name, session in self._sessions.items() if session.key_digest == holder.digest]
+        for name in own[: max(0, len(own) + 1 - MAX_SESSIONS_PER_KEY)]:
+            del self._sessions[name]
+        while len(self._sessions) >= MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        session_id, now = secrets.token_urlsafe(32), self._now()
+        self._sessions[_name(session_id)] = _Session(holder.digest, now, now)
+        return session_id
+
+    def log_out(self, session_id: str) -> None:
+        """End a session. Unknown ones are ignored."""
+        self._sessions.pop(_name(session_id), None)
+
+    def find(self, session_id: str) -> KeyInfo | None:
+        """The holder of a session's key, while the session goes on and the key is one."""
+        name, now = _name(session_id), self._now()
+        session = self._sessions.get(name)
+        if session is None:
+            return None
+        holder = self._keys.holder_of(session.key_digest)
+        if holder is None or now - session.used > MAX_IDLE_S or now - session.began > MAX_SESSION_S:
+            del self._sessions[name]
+            return None
+        session.used = now
+        self._sessions.move_to_end(name)
+        return holder
+
+    def wait_s(self, address: str) -> float:
+        """Seconds until an address that failed too often may try again; 0 for all others."""
+        failures = self._failures.get(_network(address), [])
+        now = self._now()
+        recent = [at for at in failures if now - at < FAILURES_S]
+        return recent[-MAX_FAILURES] + FAILURES_S - now if len(recent) >= MAX_FAILURES else 0.0
+
+    def failed(self, address: str) -> None:
+        """Note a wrong key from an address."""
+        network, now = _network(address), self._now()
+        recent = [at for at in self._failures.pop(network, []) if now - at < FAILURES_S]
+        self._failures[network] = [*recent, now][-MAX_FAILURES:]
+        while len(self._failures) > MAX_FAILING_ADDRESSES:
+            self._failures.popitem(last=False)
+
+    def holder(self, scope: Scope) -> tuple[KeyInfo, str] | None:
+        """Who a request's cookie stands for, and the session's id; None where no cookie counts."""
+        headers = Headers(scope=scope)
+        cookies = session_cookies(headers)
+        if not cookies or not is_own_page(headers, scope["method"]):
+            return None
+        for session_id in cookies:
+            found = self.find(session_id)
+            if found is not None:
+                return found, session_id
+        return None
+
+
+def session_cookies(headers: Headers) -> list[str]:
+    """The ids in a request's cookies that may be sessions of this server."""
+    pairs = (pair.strip().partition("=") for value in headers.getlist("cookie") for pair in value.split(";"))
+    return [value for name, _, value in pairs if name.removeprefix("__Host-").startswith(COOKIE)][:_MAX_COOKIES]
+
+
+def is_own_page(headers: Headers, method: str) -> bool:
+    """Whether the request comes from a page of this server, or from whoever typed its address.
+
+    Browsers say so in Sec-Fetch-Site (Fetch Metadata), over https and to this machine; elsewhere in Origin, with all
+    that is no GET. A cookie with SameSite=Strict does not come along from other sites in the first place.
+    """
+    site = headers.getlist("sec-fetch-site")
+    if site:
+        return site == ["same-origin"] or (site == ["none"] and method in _SAFE)
+    origins = headers.getlist("origin")
+    if not origins:
+        return method in _SAFE
+    return len(origins) == 1 and urlsplit(origins[0]).netloc == headers.get("host", "")
+
+
+def cookie_name(headers: Headers, is_secure: bool) -> str:
+    """The cookie's name: with the port, for browsers do not tell ports of a host apart."""
+    port = headers.get("host", "").rpartition(":")[2]
+    name = f"{COOKIE}-{port}" if port.isdecimal() and len(port) <= 5 else COOKIE
+    return f"__Host-{name}" if is_secure else name
+
+
+def _name(session_id: str) -> bytes:
+    return hashlib.sha256(session_id.encode("utf-8", "surrogatepass")).digest()
+
+
+def _network(address: str) -> str:
+    """What one client may have many of counts as one: the /64 of an IPv6 address."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address[:64]
+    return str(ipaddress.ip_network((found, 64), strict=False)) if found.version == 6 else str(found)

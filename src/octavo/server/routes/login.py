@@ -1,0 +1,126 @@
+"""GET and POST /login, POST /logout: how a page's reader shows a key, once, and is known by a cookie from then on."""
+
+from __future__ import annotations
+
+import math
+from urllib.parse import parse_qs
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+from octavo.server.auth import SESSION, login_form
+from octavo.server.context import Context, context_of
+from octavo.server.faults import ApiError
+from octavo.server.limits import read_body
+from octavo.server.logins import cookie_name, is_own_page, session_cookies
+from octavo.server.pages import wants_html
+
+MAX_LOGIN_BYTES = 4096
+NEXT_PAGES = ("", "dashboard", "docs")  # where to go then, beside this page
+_NO_KEY = "this is no valid key"
+
+
+async def form(request: Request) -> Response:
+    """Show the form; without keys there is nothing to ask for."""
+    if context_of(request).keys.is_empty:
+        return _away("./")
+    return login_form(200, "", _next(request.query_params.get("next", "")))
+
+
+async def log_in(request: Request) -> Response:
+    """Begin a session for a key; a form's sender goes on to its page, a program gets 204."""
+    context, is_page = context_of(request), _is_page(request)
+    _check_own(request)
+    fields = await _fields(request, context)
+    next_page = _next(fields.get("next", ""))
+    if context.keys.is_empty:
+        return _away(next_page or "./") if is_page else Response(status_code=204)
+    address = request.client.host if request.client else ""
+    wait_s = context.logins.wait_s(address)
+    if wait_s > 0:
+        return _refused(_too_many(wait_s), is_page, next_page)
+    session_id = context.logins.log_in(fields.get("key", "").strip().encode("utf-8", "surrogatepass"))
+    if session_id is None:
+        context.logins.failed(address)
+        return _refused(ApiError(401, _NO_KEY, code="invalid_api_key"), is_page, next_page)
+    for old in session_cookies(request.headers):
+        context.logins.log_out(old)
+    response = _away(next_page or "./") if is_page else Response(status_code=204)
+    is_secure = _is_secure(request)
+    name = cookie_name(request.headers, is_secure)
+    response.set_cookie(name, session_id, path="/", secure=is_secure, httponly=True, samesite="strict")
+    return response
+
+
+async def log_out(request: Request) -> Response:
+    """End the session whose cookie came."""
+    context, is_page = context_of(request), _is_page(request)
+    session_id = request.scope.get(SESSION)
+    if session_id is not None:
+        context.logins.log_out(session_id)
+    response = _away("login") if is_page else Response(status_code=204)
+    is_secure = _is_secure(request)
+    name = cookie_name(request.headers, is_secure)
+    response.delete_cookie(name, path="/", secure=is_secure, httponly=True, samesite="strict")
+    return response
+
+
+def _check_own(request: Request) -> None:
+    """Refuse a form that another site's page sent: it would sign its reader in as somebody else."""
+    if not is_own_page(request.headers, request.method) and _has_origin(request.headers):
+        raise ApiError(403, "this form was sent by a page of another site", code="cross_site")
+
+
+def _has_origin(headers: Headers) -> bool:
+    """Programs have none."""
+    return "origin" in headers or "sec-fetch-site" in headers
+
+
+async def _fields(request: Request, context: Context) -> dict[str, str]:
+    body = await read_body(request, context.limits, MAX_LOGIN_BYTES)
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
+        try:
+            return msgspec.json.decode(body, type=dict[str, str])
+        except msgspec.MsgspecError:
+            raise ApiError(400, 'give {"key": "..."}', code="invalid_json") from None
+    try:
+        return {name: values[0] for name, values in parse_qs(body.decode(), max_num_fields=8).items()}
+    except ValueError:
+        raise ApiError(400, "give the field key, as a form sends it", code="invalid_value", param="key") from None
+
+
+def _too_many(wait_s: float) -> ApiError:
+    message = "too many wrong keys from this address; try again later"
+    return ApiError(429, message, code="too_many_logins", retry_after_s=math.ceil(wait_s))
+
+
+def _refused(error: ApiError, is_page: bool, next_page: str) -> Response:
+    if not is_page:
+        raise error
+    return login_form(error.status, error.message, next_page, error.headers())
+
+
+def _is_page(request: Request) -> bool:
+    return wants_html(request.headers.get("accept", ""))
+
+
+def _is_secure(request: Request) -> bool:
+    """Whether the browser speaks TLS, with us or with a proxy that says so."""
+    return request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").lower() == "https"
+
+
+def _next(asked: str) -> str:
+    """One of our pages, never an address of a client's choice."""
+    return asked if asked in NEXT_PAGES else ""
+
+
+def _away(page: str) -> Response:
+    return Response(status_code=303, headers={"location": page, "cache-control": "no-store"})
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add this module's endpoints; pages do not describe themselves."""
+    for path, endpoint, method in (("/login", form, "GET"), ("/login", log_in, "POST"), ("/logout", log_out, "POST")):
+        app.add_api_route(path, endpoint, methods=[method], response_model=None, include_in_schema=False)
