@@ -42,10 +42,20 @@ def _check_ids(request: Request, limits: Limits) -> None:
         _check_range(name, getattr(params, name), limits.vocab_size)
     _check_range("bad_words_ids", (token for word in params.bad_words_ids for token in word), limits.vocab_size)
     _check_range("logit_bias", (token for token, _ in params.logit_bias), limits.vocab_size)
-    if request.block_keys is not None and len(request.block_keys) > request.num_prompt_tokens // limits.block_size:
+    _check_keys(request, limits.block_size)
+
+
+def _check_keys(request: Request, block_size: int) -> None:
+    """No more keys than full blocks; those of a request known by length may go on over what it will generate."""
+    if request.block_keys is None:
+        return
+    tokens, what = request.num_prompt_tokens, "prompt tokens"
+    if request.prompt_token_ids is None:
+        tokens, what = tokens + (request.params.max_tokens or 0), "tokens of prompt and max_tokens"
+    if len(request.block_keys) > tokens // block_size:
         raise InvalidRequestError(
-            f"block_keys has {len(request.block_keys)} entries, but {request.num_prompt_tokens} prompt tokens fill "
-            f"only {request.num_prompt_tokens // limits.block_size} blocks of {limits.block_size}",
+            f"block_keys has {len(request.block_keys)} entries, but {tokens} {what} fill only "
+            f"{tokens // block_size} blocks of {block_size}",
             "block_keys",
         )
 
@@ -166,8 +176,9 @@ def worst_blocks(request: Request, positions: int, limits: Limits) -> list[int]:
     What their prompts share is counted once where it is sure to be found again after a preemption.
     """
     count, size = request.params.num_sequences, limits.block_size
-    is_found = request.prompt_token_ids is not None and limits.block_sharing
-    shared = (request.num_prompt_tokens - 1) // size if is_found and count > 1 else 0
+    shared = (request.num_prompt_tokens - 1) // size if limits.block_sharing and count > 1 else 0
+    if request.prompt_token_ids is None and len(request.block_keys or ()) < shared:
+        shared = 0
     blocks = []
     for spec in limits.groups:
         each = spec.peak_blocks(positions, limits.max_batch_tokens, size)

@@ -27,7 +27,7 @@ class Arrival:
     priority: int = 0
     keys: Sequence[int] | Sequence[bytes] = ()
     key_tokens: int = 0
-    output_keys: Sequence[bytes] = ()
+    output_keys: Sequence[int] | Sequence[bytes] = ()
     follows: int | None = None
     ttft_objective: float | None = None
     tpot_objective: float | None = None

@@ -1,0 +1,173 @@
+"""Replicas behind a router on one virtual clock.
+
+Owns: the heap of what comes next, the workload's arrivals, who follows whom, deaths and restarts.
+Does not: step an engine (replica) or choose one (routers).
+Invariants: things happen in order of time, at one time deaths first, then arrivals, then replicas by number; a replica
+that has nothing to do is not looked at; each request ends exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from math import inf, nextafter
+
+from octavo.core.request import FinishReason
+from octavo.errors import ConfigError
+from octavo.simulator.arrival import Arrival
+from octavo.simulator.replica import Replica
+from octavo.simulator.routers import create_router
+from octavo.simulator.run import Run, Samples, Setup
+from octavo.simulator.tally import Open, Tally
+
+_FAILURE, _ARRIVAL, _REPLICA = 0, 1, 2
+
+
+class Fleet:
+    """One simulation; `run` once."""
+
+    def __init__(self, workload: Iterable[Arrival], setup: Setup) -> None:
+        self._setup = setup
+        self._tally = Tally()
+        self._samples = Samples()
+        self._replicas = [Replica(number, setup, self._tally, self._samples) for number in range(setup.replicas)]
+        self._up = self._replicas[:]
+        self._router = create_router(setup.router, setup.seed)
+        self._heap: list[tuple[float, int, int]] = []
+        self._followers: dict[int, list[tuple[int, Arrival]]] = {}  # by whom they follow
+        self._coming: dict[int, Arrival] = {}  # in the heap
+        self._orphans: list[Open] = []  # nobody is up to serve them
+        self._now = 0.0
+        self._last_arrival = -inf
+        self._is_whole = isinstance(workload, Sequence)
+        self._stream: Iterator[tuple[int, Arrival]] = self._timed(workload)
+
+    def run(self) -> Run:
+        """Serve everything."""
+        for number, failure in enumerate(self._setup.failures):
+            heappush(self._heap, (failure.time, _FAILURE, number))
+        self._pull()
+        heap = self._heap
+        while heap and (self._coming or self._tally.open):
+            self._now, kind, number = heappop(heap)
+            if kind == _REPLICA:
+                self._advance(self._replicas[number])
+            elif kind == _ARRIVAL:
+                self._arrive(number)
+            else:
+                self._fail(number)
+        return self._close()
+
+    def _advance(self, replica: Replica) -> None:
+        if replica.next_at != self._now or not replica.is_up:
+            return  # what it was entered for has moved
+        ended = replica.advance()
+        if replica.next_at != inf:
+            heappush(self._heap, (replica.next_at, _REPLICA, replica.number))
+        for entry in ended:
+            self._ended(entry)
+
+    def _close(self) -> Run:
+        for entry in list(self._tally.open.values()):  # all replicas died for good
+            self._tally.end(entry, max(self._now, entry.at), FinishReason.ERROR, entry.emitted)
+        if self._followers:
+            names = [index for later in self._followers.values() for index, _ in later]
+            raise ConfigError(f"arrival {min(names)} of the workload follows one that never came")
+        for replica in self._replicas:
+            replica.close()
+        return Run(self._tally.outcomes, [one.totals for one in self._replicas], self._tally.last_end, self._samples)
+
+    # --- arrivals -----------------------------------------------------------------------------------
+
+    def _timed(self, workload: Iterable[Arrival]) -> Iterator[tuple[int, Arrival]]:
+        """The arrivals that come at a time of their own; the others are noted behind whom they follow."""
+        if isinstance(workload, Sequence):
+            for index, arrival in enumerate(workload):
+                if arrival.follows is not None:
+                    self._follow(index, arrival, len(workload))
+        for index, arrival in enumerate(workload):
+            if arrival.follows is None:
+                yield index, arrival
+            elif not self._is_whole:
+                self._follow(index, arrival, index)
+
+    def _follow(self, index: int, arrival: Arrival, end: int) -> None:
+        leader = arrival.follows
+        assert leader is not None
+        if not 0 <= leader < end or leader == index:
+            raise ConfigError(f"arrival {index} of the workload follows {leader}; there is no such other arrival yet")
+        is_here = leader in self._coming or f"r{leader}" in self._tally.open or self._is_whole
+        if not (is_here or any(later == leader for each in self._followers.values() for later, _ in each)):
+            raise ConfigError(
+                f"arrival {index} of the workload follows {leader}, which has ended; give those that follow right "
+                "behind whom they follow, or the workload as a list"
+            )
+        self._followers.setdefault(leader, []).append((index, arrival))
+
+    def _pull(self) -> None:
+        """Enter the next arrival of the workload."""
+        entry = next(self._stream, None)
+        if entry is None:
+            return
+        index, arrival = entry
+        if arrival.time < self._last_arrival:
+            raise ConfigError(
+                f"arrival {index} of the workload comes at {arrival.time} s, after one at {self._last_arrival} s; "
+                "sort it by time"
+            )
+        self._last_arrival = arrival.time
+        self._enter(index, arrival, arrival.time)
+
+    def _enter(self, index: int, arrival: Arrival, at: float) -> None:
+        self._coming[index] = arrival
+        heappush(self._heap, (at, _ARRIVAL, index))
+
+    def _arrive(self, index: int) -> None:
+        arrival = self._coming.pop(index)
+        self._send(self._tally.begin(index, arrival, self._now))
+        if arrival.follows is None:
+            self._pull()
+
+    def _send(self, entry: Open) -> None:
+        """Give a request to a replica; with none up it waits for one."""
+        if not self._up:
+            self._orphans.append(entry)
+            return
+        target = self._router.choose(entry.arrival, self._up)
+        replica = self._replicas[target.number]
+        before = replica.next_at
+        replica.give(entry, self._now)
+        if replica.next_at != before:
+            heappush(self._heap, (replica.next_at, _REPLICA, replica.number))
+
+    def _ended(self, entry: Open) -> None:
+        """Those who follow come a while later, and never at the very time of an end."""
+        for index, arrival in self._followers.pop(entry.index, ()):
+            self._enter(index, arrival, max(self._now + arrival.time, nextafter(self._now, inf)))
+
+    # --- deaths -------------------------------------------------------------------------------------
+
+    def _fail(self, number: int) -> None:
+        """A replica dies, or comes back: failures are numbered, their restarts behind them."""
+        failures = self._setup.failures
+        failure = failures[number % len(failures)]
+        replica = self._replicas[failure.replica]
+        if number >= len(failures):
+            self._revive(replica)
+            return
+        if not replica.is_up:
+            return
+        lost = replica.die(self._now)
+        self._up = [one for one in self._replicas if one.is_up]
+        if failure.restart_s is not None:
+            heappush(self._heap, (self._now + failure.restart_s, _FAILURE, number + len(failures)))
+            replica.totals.down_s += failure.restart_s
+        for entry in lost:
+            self._send(entry)
+
+    def _revive(self, replica: Replica) -> None:
+        replica.revive(self._now)
+        self._up = [one for one in self._replicas if one.is_up]
+        orphans, self._orphans = self._orphans, []
+        for entry in orphans:
+            self._send(entry)

@@ -1,0 +1,247 @@
+"""One engine under a virtual clock: the core's scheduler, stepped in the order of engine.loop.
+
+Owns: turns (commands, then plans up to the depth) and retirements (commit, delivery), and when they come.
+Does not: know other replicas, or who sends requests (fleet).
+Time: a plan is made at a turn's start; its device time follows the step in front of it; its commit is seen at the end
+of that; `host_s` passes behind each commit, and with two plans in flight the device computes meanwhile.
+Invariant: depth, plans and times are those of a loop whose executor takes these times.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+
+from octavo.core.plan import StepPlan, StepResult, StepTimings
+from octavo.core.request import FinishReason
+from octavo.core.scheduler import Scheduler
+from octavo.errors import RequestError
+from octavo.simulator.cruise import Cruise, Pace
+from octavo.simulator.requests import make_request
+from octavo.simulator.run import ReplicaTotals, Samples, Setup
+from octavo.simulator.tally import Open, Tally
+
+MIN_WAIT_S = 0.001  # as in engine.loop: an empty plan waits at least this long
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan on the device: its seconds there and on the host, and when it ends."""
+
+    plan: StepPlan
+    step_s: float
+    host_s: float
+    end: float
+
+
+class Replica:
+    """One engine, alive or dead. `next_at` is when something is to be done; nothing happens by itself.
+
+    `load` counts the prompt tokens of requests given to it that have not ended, `num_open` the requests.
+    """
+
+    def __init__(self, number: int, setup: Setup, tally: Tally, samples: Samples) -> None:
+        own = setup.of(number)
+        self.number = number
+        self.totals = ReplicaTotals()
+        self.load = 0
+        self.num_open = 0
+        self.is_up = True
+        self.next_at = inf
+        self._setup, self._limits, self._costs = setup, own.limits, own.costs
+        self._pace = Pace(own.costs)
+        self._tally, self._samples = tally, samples
+        self._next_sample = 0.0 if setup.sample_s else inf
+        self._fast = setup.fast_forward and setup.make_sink is None
+        self._open: dict[str, Open] = {}
+        self._born()
+
+    def _born(self) -> None:
+        self.scheduler = Scheduler(self._limits)
+        make = self._setup.make_sink
+        self._sink = None if make is None else make(self.scheduler)
+        self._flight: deque[Flight] = deque()
+        self._inbox: deque[Open] = deque()
+        self._cruise: Cruise | None = None
+        self._is_retiring = False
+        self._free_at = 0.0  # when the device has done all that it was given
+        self.next_at = inf
+
+    # --- commands -----------------------------------------------------------------------------------
+
+    def give(self, entry: Open, at: float) -> None:
+        """A request comes at `at`; the next turn takes it in."""
+        entry.replica = self.number
+        self._open[entry.name] = entry
+        self.load += entry.arrival.prompt_tokens
+        self.num_open += 1
+        self.totals.requests += 1
+        self._inbox.append(entry)
+        if self._cruise is not None:
+            self._end_cruise(self._cruise.num_turns_before(at))
+        elif self.next_at == inf or (not self._flight and not self._is_retiring):
+            self.next_at = max(at, self._idle_since)
+
+    def die(self, at: float) -> list[Open]:
+        """It is gone with all it knew; returns who was open, with what they were given, in order of arrival."""
+        if self._cruise is not None:
+            self._end_cruise(self._cruise.num_commits_before(at))
+        state = self.scheduler.state
+        for entry in self._open.values():
+            left = state.requests.get(entry.name)
+            if left is not None:
+                entry.emitted = left.sequences[0].num_outputs
+                entry.restarts += 1
+        lost = list(self._open.values())
+        self._open, self.load, self.num_open = {}, 0, 0
+        self.is_up = False
+        self.totals.failures += 1
+        self._close_life()
+        self._born()
+        return lost
+
+    def revive(self, at: float) -> None:
+        """It is back, with an empty cache."""
+        self.is_up = True
+        self._idle_since = at
+
+    def close(self) -> None:
+        """Enter what the scheduler counted."""
+        self._close_life()
+
+    def _close_life(self) -> None:
+        counted, totals = self.scheduler.state, self.totals
+        totals.steps += counted.totals.num_steps
+        totals.computed_tokens += counted.totals.num_computed_tokens
+        totals.output_tokens += counted.totals.num_output_tokens
+        totals.preemptions += counted.totals.num_preemptions
+        totals.queried_tokens += counted.cache.queried_tokens
+        totals.hit_tokens += counted.cache.hit_tokens
+        totals.num_blocks = sum(self._limits.num_blocks)
+
+    _idle_since = 0.0  # no turn begins before
+
+    # --- time ---------------------------------------------------------------------------------------
+
+    def advance(self) -> list[Open]:
+        """Do what is due at `next_at`; returns who ended by it."""
+        if self._cruise is not None:
+            self._end_cruise(self._cruise.num_turns)
+            return []
+        return self._retire() if self._is_retiring else self._turn()
+
+    def _turn(self) -> list[Open]:
+        """Take in commands, then plan up to the depth."""
+        now = self.next_at
+        if now >= self._next_sample:
+            self._sample(now)
+        self._note_blocks()
+        ended: list[Open] = []
+        while self._inbox:
+            self._admit(self._inbox.popleft(), now, ended)
+        if self._fast and self._begin_cruise(now):
+            return ended
+        wake_at = None
+        while len(self._flight) < self._setup.depth:
+            plan = self.scheduler.plan(now)
+            if plan.events:
+                ended += self._decided(plan)
+            if plan.is_empty:
+                wake_at = plan.wake_at
+                break
+            self._launch(plan, now)
+        self._note_blocks()
+        if self._flight:
+            self._is_retiring = True
+            self.next_at = max(now, self._flight[0].end)
+        else:
+            self._idle_since = now
+            self.next_at = inf if wake_at is None else max(wake_at, now + MIN_WAIT_S)
+        return ended
+
+    def _admit(self, entry: Open, now: float, ended: list[Open]) -> None:
+        setup, tally = self._setup, self._tally
+        own = entry.index if setup.own_keys else None
+        request = make_request(entry.name, entry.arrival, entry.at, entry.emitted, self._limits, own)
+        is_full = setup.max_waiting and not entry.restarts and self.scheduler.num_waiting >= setup.max_waiting
+        try:
+            if not is_full:
+                self.scheduler.admit(request, now)
+        except RequestError:
+            is_full = True
+        if is_full:
+            self.totals.rejected += 1
+            tally.end(entry, now, FinishReason.ERROR, entry.emitted)
+            self._left(entry)
+            ended.append(entry)
+        elif self._sink is not None:
+            self._sink.admitted(request)
+
+    def _launch(self, plan: StepPlan, now: float) -> None:
+        """Put a plan behind what the device has to do."""
+        step_s, host_s = self._pace.of(plan)
+        end = max(now, self._free_at) + step_s
+        self._free_at = end
+        self._flight.append(Flight(plan, step_s, host_s, end))
+
+    def _retire(self) -> list[Open]:
+        """Commit the oldest plan, and let the host's time for it pass."""
+        now, flight, totals = self.next_at, self._flight.popleft(), self.totals
+        outcome = StepResult(None, timings=StepTimings(forward_s=flight.step_s))
+        events = self.scheduler.commit(flight.plan, outcome, now)
+        self._tally.given(events)
+        ended = self._tally.decided(events.decisions) if events.decisions else []
+        for entry in ended:
+            self._left(entry)
+        if self._sink is not None:
+            if events.decisions:
+                self._sink.decided(events.decisions)
+            self._sink.stepped(flight.plan, outcome, events)
+        totals.busy_s += flight.step_s
+        totals.host_s += flight.host_s
+        self._is_retiring = False
+        self.next_at = now + flight.host_s
+        return ended
+
+    def _decided(self, plan: StepPlan) -> list[Open]:
+        ended = self._tally.decided(plan.events)
+        for entry in ended:
+            self._left(entry)
+        if self._sink is not None:
+            self._sink.decided(plan.events)
+        return ended
+
+    def _left(self, entry: Open) -> None:
+        del self._open[entry.name]
+        self.load -= entry.arrival.prompt_tokens
+        self.num_open -= 1
+
+    # --- unchanged decode steps together --------------------------------------------------------------
+
+    def _begin_cruise(self, now: float) -> bool:
+        """Look ahead over steps in which nothing but decoding happens; they are entered when their end is known."""
+        return False
+
+    def _end_cruise(self, num_turns: int) -> None:
+        """Enter so many turns of the cruise; the next one is made by itself."""
+        raise AssertionError
+
+    # --- what people look at --------------------------------------------------------------------------
+
+    def _note_blocks(self) -> None:
+        pool = self.scheduler.state.cache.pools[0]
+        used = pool.num_blocks - pool.num_free
+        if used > self.totals.max_blocks_used:
+            self.totals.max_blocks_used = used
+
+    def _sample(self, now: float) -> None:
+        samples, state, step = self._samples, self.scheduler.state, self._setup.sample_s
+        pool = state.cache.pools[0]
+        samples.times.append(now)
+        samples.replicas.append(self.number)
+        samples.running.append(len(state.running))
+        samples.waiting.append(len(state.waiting))
+        samples.used.append(pool.num_blocks - pool.num_free)
+        samples.cached.append(len(pool.free.cached))
+        self._next_sample = (now // step + 1) * step

@@ -1,0 +1,218 @@
+"""Routers: which replica gets a request, by name.
+
+Owns: the protocol, the registry, and what each router remembers. Does not: look into replicas beyond `load` (prompt
+tokens of requests that it was given and that have not ended) and `num_open` (how many those are).
+Invariants: equal calls give equal choices for a seed; only replicas that are up are chosen; memory is bounded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Protocol, TypeVar
+
+from octavo.errors import ConfigError
+from octavo.simulator.arrival import Arrival
+
+MAX_KEYS = 1_000_000  # prefix keys, and sessions, that a router remembers; the least recently used go first
+_Key = TypeVar("_Key")
+LOAD_BOUND = 1.25  # times the mean load that a replica may have and still be preferred
+
+
+class Target(Protocol):
+    """A replica as a router sees it."""
+
+    number: int
+    load: int
+    num_open: int
+
+
+class Router(Protocol):
+    """Chooses among the replicas that are up, of which there is at least one."""
+
+    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+        """The replica for a request."""
+        ...
+
+
+class RoundRobin:
+    """Each in turn."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._next = 0
+
+    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+        """The next one by number, after the one chosen last."""
+        chosen = next((target for target in targets if target.number >= self._next), targets[0])
+        self._next = chosen.number + 1
+        return chosen
+
+
+class Random:
+    """Any, each as likely."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = random.Random(seed)
+
+    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+        """A drawn one."""
+        return targets[self._rng.randrange(len(targets))]
+
+
+class PowerOfTwo:
+    """The less loaded of two drawn ones (Mitzenmacher, The Power of Two Choices, 2001)."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = random.Random(seed)
+
+    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+        """The first drawn where both have the same load."""
+        first = targets[self._rng.randrange(len(targets))]
+        second = targets[self._rng.randrange(len(targets))]
+        return second if second.load < first.load else first
+
+
+class LeastLoaded:
+    """The fewest prompt tokens of requests that have not ended; ties go to the lower number."""
+
+    def __init__(self, seed: int = 0) -> None:
+        pass
+
+    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+        """The least loaded one."""
+        return least_loaded(targets)
+
+
+class LeastRequests:
+    """The fewest requests that have not ended, as web balancers count; ties go to the lower number."""
+
+    def __init__(self, seed: int = 0) -> None:
+        pass
+
+    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+        """The one with the fewest."""
+        return min(targets, key=lambda target: target.num_open)
+
+
+class Sessions:
+    """A conversation stays where it began: at the replica that was least loaded then, until that dies.
+
+    Requests without a session go by their tenant; without both, to the least loaded.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._homes: OrderedDict[str, int] = OrderedDict()
+
+    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+        """The session's own."""
+        name = f"s{arrival.session}" if arrival.session else f"t{arrival.tenant}" if arrival.tenant else ""
+        if not name:
+            return least_loaded(targets)
+        home = self._homes.get(name)
+        chosen = next((target for target in targets if target.number == home), None) or least_loaded(targets)
+        _remember(self._homes, name, chosen.number)
+        return chosen
+
+
+class PrefixAffinity:
+    """The replica that was last given the longest part of the prompt's prefix, unless its load exceeds the bound.
+
+    Then, and for a prompt whose first key is new, the least loaded one. The keys are the router's own memory of what
+    it sent where, as a router in front of servers has it (SGLang's cache-aware router, 2024); the bound on the load is
+    that of Mirrokni, Thorup and Zadimoghaddam (Consistent Hashing with Bounded Loads, 2018): LOAD_BOUND times the
+    mean, this request included.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._homes: OrderedDict[int | bytes, int] = OrderedDict()
+
+    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+        """The one with the longest prefix within the bound."""
+        homes = self._homes
+        by_number = {target.number: target for target in targets}
+        bound = LOAD_BOUND * (sum(target.load for target in targets) + arrival.prompt_tokens) / len(targets)
+        chosen = None
+        for key in _deepest_first(arrival.keys, homes):
+            home = by_number.get(homes[key])
+            if home is not None and (home.load + arrival.prompt_tokens <= bound or not home.load):
+                chosen = home
+                break
+        chosen = chosen or least_loaded(targets)
+        for key in arrival.keys:
+            _remember(homes, key, chosen.number)
+        return chosen
+
+
+class PrefixHash:
+    """Consistent hashing of the prompt's first keys (or the session, or tenant) with bounded loads.
+
+    Each key has an order of replicas (rendezvous hashing: Thaler and Ravishankar, 1998); the first within the bound
+    gets the request (Mirrokni, Thorup and Zadimoghaddam, 2018). It remembers nothing.
+    """
+
+    num_keys = 4  # of the prompt that are hashed, fewer where it has no more
+
+    def __init__(self, seed: int = 0) -> None:
+        self._salt = seed.to_bytes(8, "little", signed=True)
+
+    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+        """The first in the key's order that is within the bound."""
+        name = repr((list(arrival.keys[: self.num_keys]) or arrival.session or arrival.tenant,)).encode()
+        bound = LOAD_BOUND * (sum(target.load for target in targets) + arrival.prompt_tokens) / len(targets)
+        order = sorted(targets, key=lambda target: self._weight(name, target.number))
+        for target in order:
+            if target.load + arrival.prompt_tokens <= bound or not target.load:
+                return target
+        return least_loaded(targets)
+
+    def _weight(self, name: bytes, number: int) -> bytes:
+        return blake2b(name + number.to_bytes(4, "little"), digest_size=8, salt=self._salt).digest()
+
+
+def least_loaded(targets: Sequence[Target]) -> Target:
+    """The one with the fewest tokens; ties go to the lower number."""
+    return min(targets, key=_load)
+
+
+def _load(target: Target) -> int:
+    return target.load
+
+
+def _deepest_first(keys: Sequence[int] | Sequence[bytes], homes: OrderedDict[int | bytes, int]) -> list[int | bytes]:
+    """The keys that are known, the longest prefix first."""
+    low, high = 0, len(keys)
+    while low < high:  # known keys come before unknown ones, but for what was forgotten
+        middle = (low + high) // 2
+        if keys[middle] in homes:
+            low = middle + 1
+        else:
+            high = middle
+    return [keys[place] for place in range(low - 1, -1, -1) if keys[place] in homes]
+
+
+def _remember(homes: OrderedDict[_Key, int], key: _Key, number: int) -> None:
+    homes[key] = number
+    homes.move_to_end(key)
+    if len(homes) > MAX_KEYS:
+        homes.popitem(last=False)
+
+
+ROUTERS: dict[str, Callable[[int], Router]] = {
+    "round_robin": RoundRobin,
+    "random": Random,
+    "power_of_two": PowerOfTwo,
+    "least_loaded": LeastLoaded,
+    "least_requests": LeastRequests,
+    "sessions": Sessions,
+    "prefix_affinity": PrefixAffinity,
+    "prefix_hash": PrefixHash,
+}
+
+
+def create_router(name: str, seed: int) -> Router:
+    """Make the router of that name. Raises ConfigError with the known names."""
+    if name not in ROUTERS:
+        raise ConfigError(f"router is {name!r}; choose one of {', '.join(sorted(ROUTERS))}")
+    return ROUTERS[name](seed)
