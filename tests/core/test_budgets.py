@@ -392,7 +392,8 @@ def test_S20_every_kind_of_decision_can_be_provoked() -> None:
 def test_S20_explain_names_the_reason_and_who_is_ahead() -> None:
     run = three_behind()
     run.step()
-    assert "kv_blocks" in run.scheduler.explain("r1")
-    assert run.scheduler.explain("r2") == "r2 waits at position 2 of 2, behind r1: behind"
+    first, second = run.scheduler.explain("r1"), run.scheduler.explain("r2")
+    assert first is not None and first.reason is WaitReason.KV_BLOCKS
+    assert second is not None and (second.position, second.behind, second.reason) == (2, "r1", WaitReason.BEHIND)
     assert run.scheduler.statistics().waiting_by_reason == {"kv_blocks": 1, "behind": 1}
     run.finish()

@@ -240,7 +240,8 @@ def test_P07_explain_says_how_drafts_do() -> None:
     record = speak(run)
     run.until(lambda: num_drafted(run)[1] > 0)
     num, accepted = num_drafted(run)
-    assert run.scheduler.explain(record.request.request_id).endswith(f", {accepted} of {num} drafts accepted")
+    found = run.scheduler.explain(record.request.request_id)
+    assert found is not None and found.text().endswith(f", {accepted} of {num} drafts accepted")
 
 
 def test_P07_limits_have_ranges() -> None:

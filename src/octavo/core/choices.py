@@ -126,9 +126,10 @@ class Choices:
     def _wait(self, request: RequestState, needed: int) -> None:
         planner, reason = self.planner, WaitReason.FORK_BLOCKS
         planner.held[reason] = planner.held.get(reason, 0) + 1
+        available = planner.state.cache.num_free()
+        request.wait_numbers = (needed, available, planner.state.step)
         if request.wait_reason != reason:
             request.wait_reason = reason
-            available = planner.state.cache.num_free()
             planner.event(EventKind.DEFERRED, request, reason=reason, needed=needed, available=available)
 
 

@@ -381,6 +381,7 @@ class Intake:
 
     def _defer(self, request: RequestState, reason: WaitReason, needed: int, available: int) -> WaitReason:
         self.planner.count_waits(reason, 1)
+        request.wait_numbers = (needed, available, self.state.step)
         if request.wait_reason != reason:
             request.wait_reason = reason
             self.planner.event(EventKind.DEFERRED, request, reason=reason, needed=needed, available=available)

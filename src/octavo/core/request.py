@@ -214,7 +214,7 @@ class RequestState:
         "ahead_ok", "beams", "cached_tokens", "first_scheduled_at", "has_several", "is_decoding", "is_swapped",
         "lack", "lane", "max_tokens", "may_draft", "name", "num_bypassed", "num_ended_outputs", "num_preemptions",
         "num_scored", "order", "pools", "rank", "request", "samples", "scores", "seen", "sequences", "spare_slots",
-        "status", "stop_ids", "ticket", "wait_reason",
+        "status", "stop_ids", "ticket", "wait_numbers", "wait_reason",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int) -> None:
@@ -246,6 +246,7 @@ class RequestState:
         self.num_ended_outputs = 0  # of choices that ended
         self.first_scheduled_at: float | None = None
         self.wait_reason = -1
+        self.wait_numbers = (0, 0, 0)  # needed, available, step: as of the last look
         self.seen: tuple[int, bytes | None, int] | None = None
         self.lack: Lack | None = None
 

@@ -13,12 +13,14 @@ from collections.abc import Iterable
 from octavo.core.admission import Admission, prove
 from octavo.core.branching import BeamGroup, BeamRules
 from octavo.core.committing import apply
+from octavo.core.explaining import explain
+from octavo.core.explanation import Explanation
 from octavo.core.intake import Intake
 from octavo.core.limits import Limits
-from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult, WaitReason
+from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.planning import Planner
 from octavo.core.queues import rerank
-from octavo.core.request import FinishReason, Request, RequestState, Sequence, Status, Want
+from octavo.core.request import FinishReason, Request, RequestState, Sequence, Want
 from octavo.core.speculation import add_drafts, allows
 from octavo.core.state import State
 from octavo.core.statistics import Statistics, snapshot
@@ -203,22 +205,9 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self.state.requests)
 
-    def explain(self, request_id: str) -> str:
-        """Say in one sentence where a request stands. O(waiting): for people."""
-        entry = self.state.requests.get(request_id)
-        if entry is None:
-            return f"{request_id} is not here: unknown, or finished"
-        if entry.status == Status.RUNNING:
-            phase = "decoding" if entry.is_decoding else "prefilling"
-            several = f" over {len(entry.sequences)} sequences" if len(entry.sequences) > 1 else ""
-            computed = sum(sequence.num_computed for sequence in entry.sequences)
-            known = sum(sequence.num_known for sequence in entry.sequences)
-            return f"{request_id} is {phase}: {computed} of {known} known tokens computed{several}{_drafted(entry)}"
-        order = self.state.waiting.in_order()
-        position = order.index(entry)
-        reason = WaitReason.BEHIND if entry.wait_reason < 0 else WaitReason(entry.wait_reason)
-        ahead = f", behind {order[position - 1].name}" if position else ""
-        return f"{request_id} waits at position {position + 1} of {len(order)}{ahead}: {reason.name.lower()}"
+    def explain(self, request_id: str, now: float = 0.0) -> Explanation | None:
+        """Say where an open request stands, and why; None for one that is unknown or has ended. For people."""
+        return explain(self.state, request_id, now)
 
     def _expire(self, entry: RequestState, is_queue: bool, now: float) -> None:
         asked = entry.request
@@ -227,9 +216,3 @@ class Scheduler:
         else:
             message = f"deadline {asked.deadline} passed {now - (asked.deadline or 0.0):.3f} s ago"
         self.state.finish(entry, now, FinishReason.TIMEOUT, message=message)
-
-
-def _drafted(entry: RequestState) -> str:
-    tracks = [sequence.track for sequence in entry.sequences if sequence.track is not None]
-    num_drafted = sum(track.num_drafted for track in tracks)
-    return f", {sum(track.num_accepted for track in tracks)} of {num_drafted} drafts accepted" if num_drafted else ""

@@ -336,7 +336,8 @@ class EngineLoop:
         if verb in self.verbs:
             return self.verbs[verb](argument)
         if verb == "explain":
-            return self._scheduler.explain(argument)
+            found = self._scheduler.explain(argument, self.clock.now())
+            return f"{argument} is not here: unknown, or finished" if found is None else found.text()
         if verb == "reset_prefix_cache":
             return self._scheduler.reset_prefix_cache()
         if verb == "cancel_all":

@@ -7,6 +7,7 @@ Invariant: whatever a policy answers, Judge gives plain tuples of floats (no NaN
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from octavo.core.limits import Limits
@@ -136,6 +137,14 @@ class Judge:
         """Order among candidates that were looked up in the cache."""
         return self._key("prefer", request, cached_tokens), request.order
 
+    def rule(self) -> str:
+        """The order of service in words. For people: what fails here is not counted."""
+        return self._words(lambda: self.policy.rule) or "as the policy ranks them"
+
+    def why(self, request: RequestState) -> str:
+        """What gives a request its place, in words; nothing where the policy says nothing. Likewise."""
+        return self._words(lambda: self.policy.why(request))
+
     def lane(self, request: RequestState) -> str:
         """The line that a request waits in. Ask once: a policy may not answer the same twice."""
         try:
@@ -164,6 +173,14 @@ class Judge:
             getattr(self.policy, hook)(*args)
         except Exception as error:
             self._note(f"{hook}: {type(error).__name__}: {_text(error)}")
+
+    @staticmethod
+    def _words(say: Callable[[], object]) -> str:
+        try:
+            said = say()
+            return str.__str__(said)[:200] if isinstance(said, str) else ""
+        except Exception:  # a user's code
+            return ""
 
     def _key(self, name: str, *args: Any) -> tuple[float, ...]:
         try:

@@ -17,6 +17,7 @@ class Policy:
     examined past one that lacks room. With `preempt_on_arrival` a waiting request that lacks room may preempt
     running ones of later victim rank. With `lookahead` > 1 the first so many candidates are admitted in the order
     of `prefer`. With `tracks_service` the scheduler calls `served`. These are read once, after `configure`.
+    `rule` says in a few words, for people, what the order is.
     A policy sees the public fields of RequestState and must not write to them. An exception counts as no opinion.
     """
 
@@ -26,6 +27,7 @@ class Policy:
     preempt_on_arrival = False
     lookahead = 1
     tracks_service = False
+    rule = ""
 
     def configure(self, limits: Limits) -> None:
         """Called once, before anything else."""
@@ -45,6 +47,10 @@ class Policy:
     def lane_key(self, lane: str) -> float:
         """Order of lines, read whenever the next candidate is looked for; may only grow while anybody waits in it."""
         return 0.0
+
+    def why(self, request: RequestState) -> str:
+        """What gives a request its place in the order of service, in words and numbers, naming nobody: for people."""
+        return ""
 
     def prefer(self, request: RequestState, cached_tokens: int) -> tuple[float, ...]:
         """Order among the first `lookahead` candidates, with the length of each one's cached prefix."""

@@ -17,6 +17,7 @@ class Deadline(Policy):
     """
 
     name = "deadline"
+    rule = "whose token is due first"
     ttft_s = 1.0
     tpot_s = 0.1
 
@@ -28,6 +29,10 @@ class Deadline(Policy):
     def victim_key(self, request: RequestState) -> tuple[float, ...]:
         """When the next token is due."""
         return (self._due(request, self._num_outputs(request)),)
+
+    def why(self, request: RequestState) -> str:
+        """When its first token is due."""
+        return f"its first token is due {self._due(request, 0) - request.request.arrival:g} s after its arrival"
 
     def _num_outputs(self, request: RequestState) -> int:
         return max((sequence.num_committed - sequence.num_prompt for sequence in request.sequences), default=0)

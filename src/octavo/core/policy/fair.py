@@ -80,6 +80,7 @@ class Fair(Policy):
     """
 
     name = "fair"
+    rule = "the tenant with the least service for its weight; then order of arrival"
     tracks_service = True
     prompt_weight = 1.0
     output_weight = 2.0
@@ -110,6 +111,11 @@ class Fair(Policy):
     def victim_key(self, request: RequestState) -> tuple[float, ...]:
         """The tenant's counter: the most served gives way."""
         return (self.lane_key(request.request.tenant),)
+
+    def why(self, request: RequestState) -> str:
+        """Its tenant's counter and weight, and its number."""
+        served, weight = self.lane_key(request.lane), self._weights.get(request.lane, 1.0)
+        return f"its tenant was given {served:g} (of weight {weight:g}), arrival {request.order + 1}"
 
     def arrived(self, request: RequestState) -> None:
         """Open its account; its tenant may be new, or back."""

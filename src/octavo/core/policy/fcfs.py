@@ -10,7 +10,12 @@ class Fcfs(Policy):
     """Order of arrival."""
 
     name = "fcfs"
+    rule = "order of arrival"
 
     def key(self, request: RequestState) -> tuple[float, ...]:
         """Nothing beside the arrival."""
         return ()
+
+    def why(self, request: RequestState) -> str:
+        """Its number."""
+        return f"arrival {request.order + 1}"

@@ -10,6 +10,7 @@ class Fifo(Policy):
     """Finish what decodes, then what prefills, then take in; the newest arrivals are preempted."""
 
     name = "fifo"
+    rule = "what decodes, then what prefills, then order of arrival"
     headroom = 0.2
     skip_ahead = True
 
@@ -18,3 +19,7 @@ class Fifo(Policy):
         if request.status == Status.WAITING:
             return (2.0,)
         return (0.0,) if request.is_decoding else (1.0,)
+
+    def why(self, request: RequestState) -> str:
+        """Its number."""
+        return f"arrival {request.order + 1}"

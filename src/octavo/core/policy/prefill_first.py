@@ -10,6 +10,7 @@ class PrefillFirst(Policy):
     """Finish begun prompts before anything decodes; no block is kept free; the newest arrivals are preempted."""
 
     name = "prefill_first"
+    rule = "what prefills, then what decodes, then order of arrival"
     headroom = 0.0
     skip_ahead = True
 
@@ -18,3 +19,7 @@ class PrefillFirst(Policy):
         if request.status == Status.WAITING:
             return (2.0,)
         return (1.0,) if request.is_decoding else (0.0,)
+
+    def why(self, request: RequestState) -> str:
+        """Its number."""
+        return f"arrival {request.order + 1}"

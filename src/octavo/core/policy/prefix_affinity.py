@@ -14,9 +14,15 @@ class PrefixAffinity(Policy):
     """Order of arrival, where each cached token moves a request forward by 1 / `weight` places."""
 
     name = "prefix_affinity"
+    rule = "order of arrival; of the first 64, a longer cached prefix goes first"
     lookahead = 64
     weight = 16
 
     def prefer(self, request: RequestState, cached_tokens: int) -> tuple[float, ...]:
         """`weight` for each arrival before it, less what is cached."""
         return (self.weight * request.order - cached_tokens,)
+
+    def why(self, request: RequestState) -> str:
+        """Its number and what is cached of it, as far as it was looked up."""
+        cached = "a prefix not looked up yet" if request.seen is None else f"{request.seen[0]} tokens cached"
+        return f"arrival {request.order + 1}, {cached}, {self.weight} of which are worth a place"

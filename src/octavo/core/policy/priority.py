@@ -18,11 +18,19 @@ class Priority(Policy):
     """
 
     name = "priority"
+    rule = "smaller priority first, with ageing; then order of arrival"
     age_s = 60.0
 
     def key(self, request: RequestState) -> tuple[float, ...]:
         """The arrival, moved back by `age_s` for each level."""
         return (request.request.priority * self.age_s + request.request.arrival,)
+
+    def why(self, request: RequestState) -> str:
+        """Its level, and what that is worth in waiting."""
+        level = request.request.priority
+        return (
+            f"priority {level}, as if it had come {abs(level) * self.age_s:g} s {'earlier' if level < 0 else 'later'}"
+        )
 
     def victim_key(self, request: RequestState) -> tuple[float, ...]:
         """The same order, from its end."""

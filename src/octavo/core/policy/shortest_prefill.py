@@ -17,8 +17,16 @@ class ShortestPrefill(Policy):
     """
 
     name = "shortest_prefill"
+    rule = "shorter prompts first, each earlier arrival counting as some tokens"
     weight = 32
 
     def key(self, request: RequestState) -> tuple[float, ...]:
         """Prompt tokens plus `weight` for each arrival before it."""
         return (request.request.num_prompt_tokens + self.weight * request.order,)
+
+    def why(self, request: RequestState) -> str:
+        """The sum."""
+        length, earlier = request.request.num_prompt_tokens, request.order
+        return (
+            f"{length} prompt tokens + {self.weight} for each of {earlier} earlier arrivals = {self.key(request)[0]:g}"
+        )
