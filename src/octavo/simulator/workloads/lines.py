@@ -1,0 +1,150 @@
+"""Rows of text files, plain or gzipped, one at a time, with errors that name the file, the line and the column.
+
+Owns: CSV with a header and JSON lines, their typed fields. Does not: know any trace's columns (their readers do).
+Invariant: whatever a file holds, a row is right or a ConfigError says where it is not.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+
+MAX_LINE = 16 << 20  # characters of a line: no known trace comes near
+MAX_TOKENS = 1 << 30  # of one prompt or answer
+
+
+class Row:
+    """One record's fields by name, and where it stands."""
+
+    __slots__ = ("line", "path", "values")
+
+    def __init__(self, path: Path, line: int, values: Mapping[str, Any]) -> None:
+        self.path = path
+        self.line = line
+        self.values = values
+
+    def fault(self, name: str, remedy: str) -> ConfigError:
+        """The error for a field of this row."""
+        value = self.values.get(name)
+        shown = "missing" if value is None else repr(value)[:80]
+        return ConfigError(f"{self.path}, line {self.line}, column {name}: {shown}; {remedy}")
+
+    def count(self, name: str) -> int:
+        """A whole number of tokens, 0 or more; what a float column says without a fraction counts too."""
+        value = self.values.get(name)
+        try:
+            number = value if type(value) is int else _exact(value)
+        except (TypeError, ValueError, OverflowError):
+            number = -1
+        if not 0 <= number <= MAX_TOKENS:
+            raise self.fault(name, f"give a whole number from 0 to {MAX_TOKENS}")
+        return number
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number; `default` where the field is missing or empty."""
+        value = self.values.get(name)
+        if default is not None and (value is None or value == ""):
+            return default
+        try:
+            number = math.nan if value is None or isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise self.fault(name, "give a number")
+        return number
+
+    def text(self, name: str) -> str:
+        """A word; empty where the field is missing."""
+        value = self.values.get(name)
+        return "" if value is None else str(value)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers of 0 or more."""
+        value = self.values.get(name)
+        if not isinstance(value, list) or not all(type(one) is int and 0 <= one < 2**63 for one in value):
+            raise self.fault(name, "give a list of whole numbers")
+        return tuple(value)
+
+    def rows(self, name: str) -> Iterator[Row]:
+        """A list of objects, as rows of the same line."""
+        value = self.values.get(name)
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            raise self.fault(name, "give a list of objects")
+        return (Row(self.path, self.line, one) for one in value)
+
+
+def csv_rows(path: Path, wanted: Sequence[str]) -> Iterator[Row]:
+    """Rows of a CSV file whose header has at least the wanted columns, in any order. No quoting: no trace needs it."""
+    lines = numbered_lines(path)
+    header = _names(next(lines, (0, ""))[1])
+    missing = [name for name in wanted if name not in header]
+    if missing:
+        raise ConfigError(f"{path}, line 1: no column {missing[0]}; this format has {', '.join(wanted)}")
+    places = [(name, header.index(name)) for name in wanted]
+    for number, line in lines:
+        cells = line.split(",")
+        if len(cells) != len(header):
+            raise ConfigError(f"{path}, line {number}: {len(cells)} columns where the header has {len(header)}")
+        yield Row(path, number, {name: cells[place] for name, place in places})
+
+
+def csv_header(path: Path) -> list[str]:
+    """The names in a CSV file's first line."""
+    return _names(next(numbered_lines(path), (0, ""))[1])
+
+
+def _names(line: str) -> list[str]:
+    return [name.strip() for name in line.lstrip("\ufeff").split(",")]
+
+
+def json_rows(path: Path) -> Iterator[Row]:
+    """Objects of a JSON-lines file."""
+    for number, line in numbered_lines(path):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number}, column {error.colno}: no JSON ({error.msg})") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}, line {number}: no JSON ({error})") from None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{path}, line {number}: {str(value)[:40]!r} is no object; give one JSON object a line")
+        yield Row(path, number, value)
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, with their numbers from 1. Raises ConfigError for what cannot be read."""
+    number = 0
+    try:
+        with open(path, "rb") as file:
+            is_packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path, "rt", encoding="utf-8") if is_packed else open(path, encoding="utf-8") as lines:
+            while line := lines.readline(MAX_LINE):
+                number += 1
+                if len(line) == MAX_LINE and not line.endswith("\n"):
+                    raise ConfigError(f"{path}, line {number} is longer than {MAX_LINE} characters; is it a trace?")
+                if stripped := line.strip():
+                    yield number, stripped
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"{path} cannot be read behind line {number} ({reason}); give a readable file") from None
+    except (EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} is damaged behind line {number} ({error}); fetch it again") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no UTF-8 text behind line {number} ({error.reason}); is it a trace?") from None
+
+
+def _exact(value: object) -> int:
+    if isinstance(value, str):
+        if value.isdecimal():
+            return int(value) if len(value) < 20 else -1
+        value = float(value)
+    if isinstance(value, float) and value == value // 1:
+        return int(value)
+    return -1
