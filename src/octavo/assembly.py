@@ -29,6 +29,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.engine.offline import OfflineEngine
 from octavo.engine.process_side import run_engine_process
 from octavo.engine.sessions import Sessions
+from octavo.engine.showing import show
 from octavo.engine.statistics import collect
 from octavo.errors import ConfigError
 from octavo.executors.openmp import limit_spinning
@@ -101,6 +102,7 @@ def open_engine(
     grammars = Grammars(GrammarBank(vocabulary)) if capacity.has_masks else Grammars()
     loop = EngineLoop(scheduler, executor, depth=config.execution.depth, grammars=grammars)
     collect(loop, scheduler, config.statistics)
+    show(loop, scheduler, config.model.served_model_name or config.model.model)
     return loop, capacity
 
 

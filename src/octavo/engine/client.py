@@ -16,7 +16,8 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request
 
 Verb = Literal[
-    "pause", "resume", "drain", "cancel_all", "reset_prefix_cache", "explain", "reset_statistics", "export_statistics"
+    "pause", "resume", "drain", "cancel_all", "reset_prefix_cache", "explain", "reset_statistics", "export_statistics",
+    "frames",
 ]  # fmt: skip
 
 
@@ -88,7 +89,8 @@ class EngineClient(Protocol):
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """Pause, resume, drain, cancel every request (-> how many), reset the prefix cache (-> bool), explain a request
-        (-> text), reset the statistics (-> bool), export them (-> tables by name, see metrics.export)."""
+        (-> text), reset the statistics (-> bool), export them (-> tables by name, see metrics.export), frames behind a
+        cursor (-> see docs/frames.md)."""
         ...
 
     async def close(self) -> None:

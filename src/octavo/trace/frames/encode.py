@@ -8,8 +8,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import add
 from typing import Any
 
 from octavo.core.limits import Limits
@@ -66,16 +64,15 @@ def step_frame(record: Record, previous: Record | None, times: PartTimes | None)
     if record.slots is None:
         return {"k": "note", "t": round(record.time, 6), **_news(record)}
     parts, prompt, decode = _parts(record, times), 0, 0
-    num_rows, num_tokens = len(record.slots), sum(record.counts)
-    if num_rows == num_tokens and 0 not in record.counts:
-        decode = num_rows
+    if record.is_plain:
+        decode = len(record.slots)
     elif record.drafts:
         pairs = zip(record.counts, record.drafts, strict=True)
         prompt = sum([count for count, drafts in pairs if count > 1 and not drafts])
         decode = sum([1 for count, drafts in zip(record.counts, record.drafts, strict=True) if count == 1 or drafts])
     else:
         decode = record.counts.count(1)
-        prompt = num_tokens - decode
+        prompt = record.num_tokens - decode
     accepted = record.gauges[4] - previous.gauges[4] if previous is not None else 0
     idle = record.idle_s
     if idle and previous is not None:
@@ -91,17 +88,29 @@ def step_frame(record: Record, previous: Record | None, times: PartTimes | None)
         "tok": [prompt, decode, sum(record.drafts), accepted, record.given],
     }
     if previous is None or not _goes_on(record, previous):
-        frame["rows"] = list(chain.from_iterable(zip(record.slots, record.starts, record.counts, strict=True)))
-    if any(record.drafts):
+        frame["rows"] = _rows(record)
+    if record.drafts:
         frame["drafts"] = list(record.drafts)
     return {**frame, **_changes(record), **_news(record)}
 
 
+def _rows(record: Record) -> list[int]:
+    """Slot, first position, tokens of each row, flat."""
+    assert record.slots is not None
+    flat = array("i", bytes(12 * len(record.slots)))
+    flat[0::3], flat[1::3], flat[2::3] = record.slots, record.starts, record.counts
+    return flat.tolist()
+
+
 def _goes_on(record: Record, previous: Record) -> bool:
-    """Whether the rows are those of the step before, each behind its last one."""
-    if record.slots != previous.slots or record.counts != previous.counts or previous.slots is None:
+    """Whether the rows are those of the step before, each behind its last one.
+
+    A row that is not behind its last one begins before that (it is repeated, or drafts were wrong), unless its
+    sequence came in anew: so that the sum tells.
+    """
+    if record.taken or record.slots != previous.slots or record.counts != previous.counts:
         return False
-    return array("i", map(add, previous.starts, previous.counts)) == record.starts
+    return sum(record.starts) == sum(previous.starts) + sum(previous.counts)
 
 
 def _parts(record: Record, times: PartTimes | None) -> list[float | None]:

@@ -35,7 +35,8 @@ class PartTimes(Protocol):
 class Record(NamedTuple):
     """One step, or the decisions of a time without steps (`slots` is None then).
 
-    `gauges`: sequences running, requests waiting, swapped, host blocks in use, drafted tokens accepted so far.
+    `is_plain`: every row is one token. `gauges`: sequences that run, requests that wait, swapped ones, host blocks in
+    use, drafted tokens accepted so far.
     """
 
     step: int
@@ -48,6 +49,8 @@ class Record(NamedTuple):
     starts: array[int]
     counts: array[int]
     drafts: array[int]
+    num_tokens: int
+    is_plain: bool
     given: int
     taken: tuple[Taken, ...]
     freed: array[int]
@@ -169,6 +172,8 @@ class Recorder:
             plan.starts,
             plan.counts,
             plan.num_drafts,
+            plan.num_query_tokens,
+            plan.is_fast_path and plan.num_query_tokens == len(plan.slots),
             len(events.token_ids),
             taken,
             plan.freed_slots,
@@ -188,7 +193,26 @@ class Recorder:
         nothing, none = (0, 0, 0, 0, self.state.totals.num_accepted_tokens), _NO_INTS
         rest = arrivals, decisions, None
         return Record(
-            -1, now, now, 0.0, -1, (0.0,) * 3, None, none, none, none, 0, (), none, (0,) * 3, nothing, (), (), *rest
+            -1,
+            now,
+            now,
+            0.0,
+            -1,
+            (0.0,) * 3,
+            None,
+            none,
+            none,
+            none,
+            0,
+            True,
+            0,
+            (),
+            none,
+            (0,) * 3,
+            nothing,
+            (),
+            (),
+            *rest,
         )
 
     def _take_news(self) -> tuple[tuple[Arrival, ...], tuple[Event, ...]]:

@@ -2,8 +2,8 @@
 
 Owns: the ring, cursors, and when the queue and the pool are looked at: when somebody asks, at most four times a second.
 Does not: answer anybody by itself, or make anything while nobody asks but one light record a step.
-Invariants: memory is bounded by steps and by what they hold on to; an answer by MAX_POLL steps. All methods belong to
-the engine's thread.
+Invariants: memory is bounded by steps and by what they hold on to; an answer by steps, rows and time. All methods
+belong to the engine's thread.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ MAX_STEPS = 1024  # kept
 MAX_WEIGHT = 65_536  # arrivals, decisions and new sequences kept
 MAX_POLL = 200  # steps in an answer
 MAX_POLL_ROWS = 16_384  # rows in an answer, before the last step of it
+MAX_POLL_S = 0.001  # of the engine's thread for an answer, by its clock; what is under way is done
 LOOK_S = 0.25  # between two looks at the queue and the pool
 
 
@@ -62,7 +63,8 @@ class FrameRing:
 
     def poll(self, cursor: str) -> dict[str, object]:
         """Frames behind a cursor, as docs/frames.md has it; a cursor that is not known is as ""."""
-        self._look()
+        begun = self._now()
+        self._look(begun)
         life, _, spelled = cursor.rpartition(":")
         number, last, lost = 0, self._first + len(self._ring), 0
         is_known = bool(cursor) and life == self._source.life and spelled.isdecimal() and int(spelled) <= last
@@ -77,7 +79,7 @@ class FrameRing:
                 number = self._first
             if lost or not is_known:
                 frames.append(head_frame(self._source, self._scheduler.state.limits, self._tail, self._tail_time()))
-        number = self._collect(frames, number, is_fresh=bool(frames))
+        number = self._collect(frames, number, begun)
         return {
             "cursor": f"{self._source.life}:{number}",
             "frames": frames,
@@ -85,11 +87,13 @@ class FrameRing:
             "more": number < last,
         }
 
-    def _collect(self, frames: list[Frame], number: int, is_fresh: bool) -> int:
+    def _collect(self, frames: list[Frame], number: int, begun: float) -> int:
         """Add the frames from a number on, as far as one answer goes; gives the number behind them."""
         index, num_steps, num_rows = number - self._first, 0, 0
-        previous = None if is_fresh else self._record_before(index)
+        previous = None if frames else self._record_before(index)
         while index < len(self._ring) and num_steps < MAX_POLL and num_rows < MAX_POLL_ROWS:
+            if num_steps and self._now() > begun + MAX_POLL_S:
+                break
             entry = self._ring[index]
             index += 1
             if not isinstance(entry, Record):
@@ -115,9 +119,8 @@ class FrameRing:
                 return entry.time
         return self._now()
 
-    def _look(self) -> None:
+    def _look(self, now: float) -> None:
         """Enter news without a step, and look at the queue and the pool if that is due."""
-        now = self._now()
         if self._looked_at is not None and now < self._looked_at + LOOK_S:
             return
         if self._recorder.has_news:

@@ -22,6 +22,12 @@ MAX_TOP = 50  # waiting requests shown
 MAX_CELLS = 4096  # cells of all groups together
 MAX_READ = 8192  # table entries read in one look
 NOBODY = 0xFFFF
+_SEVERAL, _CACHED = 2, 3
+# From numbers of references, and from whether there is a key, to what a cell shows: done over all cells at once, by
+# bits, for a list of 4,096 takes a tenth of a millisecond each time it is gone through.
+_HELD = bytes([0, 1]) + bytes([_SEVERAL]) * 254
+_FREE = bytes([_CACHED]) + bytes(255)
+_KEYED = bytes([0, _CACHED]) + bytes(254)
 _Read = dict[int, tuple[Sequence, int, int]]
 
 
@@ -71,14 +77,14 @@ class BlockMap:
         return frame
 
     def _cells(self, pool: BlockPool, owners: array[int], per: int) -> Frame:
-        references, keys, owned = pool.references[::per], pool.key_of[::per], owners[::per]
-        cells = bytes(
-            [
-                (1 if count == 1 else 2) if count else (0 if key is None else 3)
-                for count, key in zip(references, keys, strict=True)
-            ]
-        )
-        owned = array("H", [slot if count else NOBODY for slot, count in zip(owned, references, strict=True)])
+        references, owned = pool.references[::per], owners[::per]
+        try:
+            counts = bytes(references)
+        except ValueError:  # a block that more than 255 hold
+            counts = bytes([min(count, _SEVERAL) for count in references])
+        keyed = bytes([key is not None for key in pool.key_of[::per]])
+        cached = int.from_bytes(counts.translate(_FREE)) & int.from_bytes(keyed.translate(_KEYED))
+        cells = (int.from_bytes(counts.translate(_HELD)) | cached).to_bytes(len(counts))
         if sys.byteorder == "big":
             owned.byteswap()
         return {

@@ -1,0 +1,35 @@
+"""Frames of a live engine: the ring that watches its loop, and the verb that answers whoever draws.
+
+Owns: the wiring. Does not: make frames (trace.frames), or let one that cannot be made end the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+from octavo.core.scheduler import Scheduler
+from octavo.engine.loop import EngineLoop
+from octavo.errors import EngineError
+from octavo.trace.frames.encode import Source
+from octavo.trace.frames.ring import FrameRing
+
+_LOG = logging.getLogger(__name__)
+
+
+def show(loop: EngineLoop, scheduler: Scheduler, model: str) -> FrameRing:
+    """Watch a loop, and give it the verb `frames`. Call before it starts, and behind statistics.collect."""
+    began = time.time() - loop.clock.now()
+    ring = FrameRing(scheduler, Source("live", model, began, secrets.token_hex(4)), loop.clock.now, loop.step_times)
+
+    def frames(cursor: str) -> object:
+        try:
+            return ring.poll(cursor)
+        except Exception as error:  # the instrument shell
+            _LOG.exception("frames cannot be made")
+            return EngineError(f"frames cannot be made: {type(error).__name__}: {error}")
+
+    loop.watch(ring)
+    loop.verbs["frames"] = frames
+    return ring
