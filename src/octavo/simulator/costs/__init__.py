@@ -13,6 +13,8 @@ from octavo.simulator.costs.devices import DeviceFacts, device_facts
 from octavo.simulator.costs.memory import pool_blocks
 from octavo.simulator.costs.models import ModelFacts, model_facts
 from octavo.simulator.costs.roofline import Roofline
+from octavo.simulator.costs.table import Table, completed
+from octavo.simulator.costs.table_files import read_table
 
 __all__ = ["DeviceFacts", "Hardware", "ModelFacts", "cost_model", "device_facts", "model_facts", "pool_blocks"]
 
@@ -51,4 +53,8 @@ def cost_model(spec: str = "roofline", hardware: Hardware | None = None) -> Cost
         if hardware is None:
             raise ConfigError("cost is 'roofline', which predicts from facts; give a model and a device")
         return Roofline(hardware.model, hardware.device, hardware.tp, block_size=hardware.block_size)
+    if kind == "table" and where:
+        files = read_table(where)
+        known = hardware
+        return Table(completed(files, known.model, known.device, known.tp) if known is not None else files)
     raise ConfigError(f"cost is {spec!r}; give one of {', '.join(KINDS)}")
