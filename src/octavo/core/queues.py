@@ -88,6 +88,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._size
 
+    @property
+    def has_one_line(self) -> bool:
+        """Whether no line's key can change who is first."""
+        return len(self._order) <= 1
+
     def add(self, request: RequestState) -> None:
         """Put a request at its rank in its line."""
         lane = self._lanes.get(request.lane)

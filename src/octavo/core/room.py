@@ -5,7 +5,7 @@ Owns: pure functions of the state. Does not: let anybody in, or make anybody go 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from octavo.core.kv.cache import NO_BLOCK, KVCache
 from octavo.core.plan import WaitReason
@@ -14,6 +14,13 @@ from octavo.core.state import State
 
 if TYPE_CHECKING:
     from octavo.core.planning import Planner
+
+
+class Asker(Protocol):
+    """Who asks: a step in the making, with the blocks that running sequences will still need."""
+
+    state: State
+    outstanding: list[int]
 
 
 def num_blocks(cache: KVCache, request: RequestState) -> list[int]:
@@ -57,7 +64,7 @@ def growth(state: State, request: RequestState, group: int) -> int:
     return blocks + sum(peaks(one.limit)[group] - peaks(one.num_known)[group] for one in request.sequences)
 
 
-def still_lacks(planner: Planner, request: RequestState, lack: Lack) -> bool:
+def still_lacks(planner: Asker, request: RequestState, lack: Lack) -> bool:
     """Whether too little can have changed since a request lacked room, so that nothing is to be looked up."""
     state, cache = planner.state, planner.state.cache
     if request.num_bypassed >= state.limits.max_bypass:
@@ -68,7 +75,7 @@ def still_lacks(planner: Planner, request: RequestState, lack: Lack) -> bool:
     return request.seen is None or not cache.may_find_more(request.seen[1], request.seen[2])
 
 
-def kept_beside(planner: Planner, request: RequestState, lack: Lack) -> int:
+def kept_beside(planner: Asker, request: RequestState, lack: Lack) -> int:
     """Blocks that must stay free beside a newcomer, in the group that it lacked."""
     kept = planner.outstanding[lack.group]
     if lack.reason == WaitReason.HEADROOM:

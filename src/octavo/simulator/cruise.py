@@ -6,9 +6,14 @@ Owns: a step's price (Pace), and the times of turns looked ahead. Does not: chan
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 
+from octavo.core.forward import Stretch
 from octavo.core.plan import StepPlan
 from octavo.simulator.cost_model import CostModel, StepShape, shape_of
+
+MAX_TURNS = 128  # looked ahead at once
+DecodeS = Callable[[int, int, int], float]
 
 
 class Pace:
@@ -16,7 +21,7 @@ class Pace:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self.decode_s = getattr(costs, "decode_s", None)
+        self.decode_s: DecodeS | None = getattr(costs, "decode_s", None)
         self._host: dict[int, float] = {}
 
     def of(self, plan: StepPlan) -> tuple[float, float]:
@@ -39,23 +44,66 @@ class Pace:
 
 
 class Cruise:
-    """Turns looked ahead: when each begins, when it commits, and what it takes. The last begin is the next turn's."""
+    """Turns looked ahead over a stretch: when each begins and commits; for the plan it makes, its time and end.
 
-    __slots__ = ("begins", "commits", "steps_s")
+    `begins` has one entry more: when the turn behind them begins. `host_s` passes behind each commit of these plans.
+    """
 
-    def __init__(self) -> None:
-        self.begins: list[float] = []
+    __slots__ = ("begins", "commits", "ends", "host_s", "steps_s", "stretch")
+
+    def __init__(self, stretch: Stretch, begin: float, host_s: float) -> None:
+        self.stretch = stretch
+        self.host_s = host_s
+        self.begins = [begin]
         self.commits: list[float] = []
+        self.ends: list[float] = []
         self.steps_s: list[float] = []
+
+    def plan_alone(self, decode_s: DecodeS, until: float) -> None:
+        """Look ahead where each plan is committed before the next is made; turns begin before `until`."""
+        stretch, host_s, at = self.stretch, self.host_s, self.begins[0]
+        num_rows, kv_sum, kv_max = len(stretch.rows), stretch.kv_sum, stretch.kv_max
+        for _ in range(min(stretch.max_steps, MAX_TURNS)):
+            if at >= until:
+                break
+            step_s = decode_s(num_rows, kv_sum, kv_max)
+            self.steps_s.append(step_s)
+            end = at + step_s
+            self.ends.append(end)
+            at = end + host_s
+            self.begins.append(at)
+            kv_sum += num_rows
+            kv_max += 1
+        self.commits = self.ends
+
+    def plan_ahead(self, decode_s: DecodeS, until: float, flying: tuple[float, float]) -> None:
+        """The same with a plan in flight, `flying` = (its end, its host time): each turn commits the one before."""
+        stretch, at = self.stretch, self.begins[0]
+        end, host_s = flying
+        num_rows, kv_sum, kv_max = len(stretch.rows), stretch.kv_sum, stretch.kv_max
+        for _ in range(min(stretch.max_steps, MAX_TURNS)):
+            if at >= until:
+                break
+            step_s = decode_s(num_rows, kv_sum, kv_max)
+            commit = max(at, end)
+            end = max(at, end) + step_s
+            self.steps_s.append(step_s)
+            self.ends.append(end)
+            self.commits.append(commit)
+            at = commit + host_s
+            host_s = self.host_s
+            self.begins.append(at)
+            kv_sum += num_rows
+            kv_max += 1
 
     @property
     def num_turns(self) -> int:
         """Turns looked ahead."""
-        return len(self.commits)
+        return len(self.steps_s)
 
     def num_turns_before(self, at: float) -> int:
         """Turns that begin before `at`."""
-        return bisect_left(self.begins, at, hi=len(self.commits))
+        return bisect_left(self.begins, at, hi=len(self.steps_s))
 
     def num_commits_before(self, at: float) -> int:
         """Commits before `at`."""

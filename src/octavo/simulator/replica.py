@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
+from octavo.core.forward import forward, look_ahead
 from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
@@ -22,6 +23,7 @@ from octavo.simulator.requests import make_request
 from octavo.simulator.run import ReplicaTotals, Samples, Setup
 from octavo.simulator.tally import Open, Tally
 
+MIN_TURNS = 1  # steps together that are worth it
 MIN_WAIT_S = 0.001  # as in engine.loop: an empty plan waits at least this long
 
 
@@ -65,6 +67,7 @@ class Replica:
         self._inbox: deque[Open] = deque()
         self._cruise: Cruise | None = None
         self._is_retiring = False
+        self._is_idle, self._idle_since = True, 0.0  # no turn begins before
         self._free_at = 0.0  # when the device has done all that it was given
         self.next_at = inf
 
@@ -80,8 +83,8 @@ class Replica:
         self._inbox.append(entry)
         if self._cruise is not None:
             self._end_cruise(self._cruise.num_turns_before(at))
-        elif self.next_at == inf or (not self._flight and not self._is_retiring):
-            self.next_at = max(at, self._idle_since)
+        elif self._is_idle:
+            self._is_idle, self.next_at = False, max(at, self._idle_since)
 
     def die(self, at: float) -> list[Open]:
         """It is gone with all it knew; returns who was open, with what they were given, in order of arrival."""
@@ -120,20 +123,17 @@ class Replica:
         totals.hit_tokens += counted.cache.hit_tokens
         totals.num_blocks = sum(self._limits.num_blocks)
 
-    _idle_since = 0.0  # no turn begins before
-
     # --- time ---------------------------------------------------------------------------------------
 
     def advance(self) -> list[Open]:
         """Do what is due at `next_at`; returns who ended by it."""
         if self._cruise is not None:
             self._end_cruise(self._cruise.num_turns)
-            return []
         return self._retire() if self._is_retiring else self._turn()
 
     def _turn(self) -> list[Open]:
         """Take in commands, then plan up to the depth."""
-        now = self.next_at
+        now, self._is_idle = self.next_at, False
         if now >= self._next_sample:
             self._sample(now)
         self._note_blocks()
@@ -156,7 +156,7 @@ class Replica:
             self._is_retiring = True
             self.next_at = max(now, self._flight[0].end)
         else:
-            self._idle_since = now
+            self._is_idle, self._idle_since = True, now
             self.next_at = inf if wake_at is None else max(wake_at, now + MIN_WAIT_S)
         return ended
 
@@ -221,11 +221,43 @@ class Replica:
 
     def _begin_cruise(self, now: float) -> bool:
         """Look ahead over steps in which nothing but decoding happens; they are entered when their end is known."""
-        return False
+        decode_s = self._pace.decode_s
+        if decode_s is None or len(self._flight) != self._setup.depth - 1:
+            return False
+        stretch = look_ahead(self.scheduler.state)
+        if stretch is None or stretch.max_steps < MIN_TURNS:
+            return False
+        until = self._next_sample if stretch.wake_at is None else min(self._next_sample, stretch.wake_at)
+        cruise = Cruise(stretch, now, self._pace.host_s(len(stretch.rows)))
+        if self._flight:
+            cruise.plan_ahead(decode_s, until, (self._flight[0].end, self._flight[0].host_s))
+        else:
+            cruise.plan_alone(decode_s, until)
+        if not cruise.num_turns:
+            return False
+        self._cruise, self.next_at = cruise, cruise.begins[-1]
+        return True
 
     def _end_cruise(self, num_turns: int) -> None:
         """Enter so many turns of the cruise; the next one is made by itself."""
-        raise AssertionError
+        cruise, self._cruise, totals = self._cruise, None, self.totals
+        assert cruise is not None
+        self.next_at = cruise.begins[num_turns]
+        if not num_turns:
+            return
+        forward(self.scheduler.state, cruise.stretch, num_turns, cruise.begins[num_turns - 1])
+        totals.forwarded_steps += num_turns
+        self._free_at = cruise.ends[num_turns - 1]
+        committed = cruise.steps_s[:num_turns]
+        if self._flight:
+            flying, plan = self._flight.popleft(), self.scheduler.state.flight[0].plan
+            self._flight.append(Flight(plan, committed[-1], cruise.host_s, self._free_at))
+            totals.busy_s += flying.step_s
+            totals.host_s += flying.host_s
+            del committed[-1]
+        for step_s in committed:  # one by one, as the slow way adds them
+            totals.busy_s += step_s
+            totals.host_s += cruise.host_s
 
     # --- what people look at --------------------------------------------------------------------------
 
