@@ -1,4 +1,7 @@
-"""Ollama's endpoints around models: what is here can be seen; nothing is fetched, made or removed over HTTP."""
+"""Ollama's endpoints around models, and `/`, which browsers get a page at.
+
+What is here can be seen; nothing is fetched, made or removed over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from octavo.server.context import context_of
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.limits import read_json
 from octavo.server.model_card import ollama_card, ollama_running, ollama_show
+from octavo.server.pages import file_response, wants_html
 
 API_VERSION = "0.12.11"  # of Ollama's API that this follows: clients compare it with what they need
 _REFUSED_NAMED: Refused = {"system": ("",), "template": ("",), "options": ({},)}
 _IGNORED_NAMED = {"verbose", "stream", "insecure", "keep_alive"}
+_NO_HTML_FROM_TEXT = "; require-trusted-types-for 'script'; trusted-types 'none'"  # whatever a model says
 _ELSEWHERE = {
     "/api/push": "no registry is written to",
     "/api/create": "models are made elsewhere, and served by starting octavo with them",
@@ -76,8 +81,13 @@ async def refuse(request: Request) -> Response:
 
 
 async def root(request: Request) -> Response:
-    """Tell that a server is here: Ollama's clients ask for nothing else first."""
-    return PlainTextResponse("Octavo is running")
+    """Show the chat page to browsers; tell all others that a server is here: Ollama's clients ask for that first."""
+    if not wants_html(request.headers.get("accept", "")):
+        return PlainTextResponse("Octavo is running", headers={"vary": "Accept"})
+    page = file_response(request, "chat.html")
+    page.headers["content-security-policy"] += _NO_HTML_FROM_TEXT
+    page.headers["vary"] = "Accept"
+    return page
 
 
 async def _named(request: Request) -> Named:

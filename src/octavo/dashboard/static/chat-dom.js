@@ -1,0 +1,59 @@
+// Elements with text in them. Owns: the only way in which the chat page makes elements from data.
+// Does not: take HTML, style attributes or handlers as text. What a model says gets here as children that are strings.
+
+const ATTRIBUTES = new Set([
+  "class", "id", "href", "rel", "target", "type", "title", "role", "tabindex", "start", "scope", "for", "name", "value",
+  "placeholder", "rows", "min", "max", "step", "disabled", "checked", "hidden", "open", "selected", "spellcheck",
+  "autocomplete", "inputmode", "download", "accept", "lang", "dir", "maxlength", "data-name", "data-action",
+]);
+
+/** Make an element. Attributes that are null or false are left out, and true is the empty string. */
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (!ATTRIBUTES.has(name) && !name.startsWith("aria-")) throw new Error(`no attribute ${name} is set here`);
+    element.setAttribute(name, value === true ? "" : String(value));
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** Make a button that does something. */
+export function button(label, attributes, act) {
+  const element = make("button", { type: "button", class: "button quiet", ...attributes }, label);
+  element.addEventListener("click", act);
+  return element;
+}
+
+/** Put a text into the clipboard; return whether that worked. Pages without TLS have the old way only. */
+export async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = make("textarea", { class: "visually-hidden", "aria-hidden": "true" });
+    area.value = text;
+    const focused = document.activeElement;
+    document.body.append(area);
+    area.select();
+    const worked = document.execCommand("copy");
+    area.remove();
+    focused?.focus?.();
+    return worked;
+  }
+}
+
+/** Make a button that copies what `read` gives, and says so. */
+export function copyButton(label, read, attributes = {}) {
+  const element = button(label, attributes, async () => {
+    element.textContent = (await copyText(read())) ? "Copied" : "Not copied";
+    setTimeout(() => (element.textContent = label), 1500);
+  });
+  return element;
+}
+
+/** Return random letters and digits, for names that nobody is to guess by accident. */
+export function randomName(length = 12) {
+  return Array.from(crypto.getRandomValues(new Uint8Array(length)), (byte) => "0123456789abcdefghijklmnopqrstuv"[byte & 31]).join("");
+}

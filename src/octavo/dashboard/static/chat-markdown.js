@@ -1,0 +1,187 @@
+// Markdown as models write it, to plain data: its blocks. No DOM here, so that it can be tested by itself.
+// Owns: paragraphs, lists, tables, code, quotes. Does not: make elements (chat-render does), know HTML (it is text).
+// Invariants: time is linear in the text, nesting is bounded, no word of the text is lost.
+
+import { inlinesOf } from "./chat-inlines.js";
+
+const MAX_DEPTH = 8; // of quotes and lists
+const MAX_COLUMNS = 64;
+const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
+const RULE = /^ {0,3}(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$/;
+const QUOTE = /^ {0,3}> ?/;
+const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:( +)(.*)|)$/;
+const TASK = /^\[([ xX])\] +/;
+const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+
+/** Parse a text to blocks. Each of the outermost has `raw`, its source: equal sources are equal blocks. */
+export function parse(text) {
+  const lines = text.split(/\r\n|\r|\n/).map(untabbed);
+  return blocksOf(lines, 0, true);
+}
+
+function untabbed(line) {
+  const lead = /^[ \t]*/.exec(line)[0];
+  return lead.includes("\t") ? lead.replaceAll("\t", "    ") + line.slice(lead.length) : line;
+}
+
+const isBlank = (line) => /^[ \t]*$/.test(line);
+const startsItem = (line) => ITEM.test(line) && indentOf(line) < 4;
+const indentOf = (line) => /^ */.exec(line)[0].length;
+
+function startsBlock(line, next) {
+  if (FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line)) return true;
+  const item = ITEM.exec(line);
+  if (item && item[4]) return !/^\d/.test(item[2]) || /^1[.)]/.test(item[2]);
+  return next !== undefined && isTableHead(line, next);
+}
+
+function isTableHead(line, next) {
+  return line.includes("|") && next.includes("-") && DELIMITERS.test(next) && cellsOf(next).length === cellsOf(line).length;
+}
+
+function blocksOf(lines, depth, keepsRaw) {
+  const blocks = [];
+  let at = 0;
+  while (at < lines.length) {
+    if (isBlank(lines[at])) {
+      at += 1;
+      continue;
+    }
+    const [block, end] = readBlock(lines, at, depth);
+    if (keepsRaw) block.raw = lines.slice(at, end).join("\n");
+    blocks.push(block);
+    at = end;
+  }
+  return blocks;
+}
+
+function readBlock(lines, at, depth) {
+  const line = lines[at];
+  const fence = FENCE.exec(line);
+  if (fence) return readFence(lines, at, fence);
+  const heading = HEADING.exec(line);
+  if (heading) {
+    const words = (heading[2] ?? "").replace(/[ \t]+#+[ \t]*$/, "");
+    return [{ type: "heading", level: heading[1].length, inlines: inlinesOf(words) }, at + 1];
+  }
+  if (RULE.test(line)) return [{ type: "rule" }, at + 1];
+  if (depth < MAX_DEPTH && QUOTE.test(line)) return readQuote(lines, at, depth);
+  if (depth < MAX_DEPTH && startsItem(line)) return readList(lines, at, depth);
+  if (at + 1 < lines.length && isTableHead(line, lines[at + 1])) return readTable(lines, at);
+  return readParagraph(lines, at);
+}
+
+function readFence(lines, at, fence) {
+  const [mark, indent] = [fence[1], indentOf(lines[at])];
+  const closing = new RegExp(`^ {0,3}${mark[0]}{${mark.length},}[ \\t]*$`);
+  let end = at + 1;
+  while (end < lines.length && !closing.test(lines[end])) end += 1;
+  const inner = lines.slice(at + 1, end).map((line) => line.slice(Math.min(indent, indentOf(line))));
+  const language = fence[2].trim().split(/\s/)[0];
+  const isOpen = end >= lines.length;
+  return [{ type: "code", language, text: inner.join("\n"), isOpen }, Math.min(end + 1, lines.length)];
+}
+
+function readQuote(lines, at, depth) {
+  const inner = [];
+  let end = at;
+  while (end < lines.length && !isBlank(lines[end])) {
+    if (!QUOTE.test(lines[end]) && startsBlock(lines[end])) break;
+    inner.push(lines[end].replace(QUOTE, ""));
+    end += 1;
+  }
+  return [{ type: "quote", blocks: blocksOf(inner, depth + 1, false) }, end];
+}
+
+function readList(lines, at, depth) {
+  const first = ITEM.exec(lines[at]);
+  const isOrdered = /\d/.test(first[2]);
+  const kind = isOrdered ? first[2].at(-1) : first[2];
+  const items = [];
+  let end = at;
+  while (end < lines.length) {
+    const item = ITEM.exec(lines[end]);
+    if (!item || item[1].length > first[1].length + 1 || RULE.test(lines[end])) break;
+    const own = /\d/.test(item[2]) ? item[2].at(-1) : item[2];
+    if (own !== kind) break;
+    const [content, next] = readItem(lines, end, item);
+    items.push(content);
+    end = next;
+    let ahead = end;
+    while (ahead < lines.length && isBlank(lines[ahead])) ahead += 1;
+    if (ahead > end && !(ahead < lines.length && ITEM.test(lines[ahead]))) break;
+    end = ahead;
+  }
+  const start = isOrdered ? Number.parseInt(first[2], 10) : 1;
+  return [{ type: "list", isOrdered, start, items: items.map((inner) => itemOf(inner, depth)) }, end];
+}
+
+// Lines two or more columns further in than the mark belong to the item: models are not exact about three or four.
+function readItem(lines, at, item) {
+  const mark = item[1].length;
+  const content = mark + item[2].length + Math.min(item[3]?.length ?? 1, 4);
+  const inner = [item[4] ?? ""];
+  let end = at + 1;
+  while (end < lines.length) {
+    const line = lines[end];
+    if (isBlank(line)) {
+      let ahead = end + 1;
+      while (ahead < lines.length && isBlank(lines[ahead])) ahead += 1;
+      if (ahead === lines.length || indentOf(lines[ahead]) < mark + 2) break;
+      inner.push(...Array(ahead - end).fill(""));
+      end = ahead;
+      continue;
+    }
+    if (indentOf(line) < mark + 2 && (isBlank(lines[end - 1]) || startsItem(line) || startsBlock(line, lines[end + 1]))) break;
+    inner.push(line.slice(Math.min(content, indentOf(line))));
+    end += 1;
+  }
+  return [inner, end];
+}
+
+function itemOf(lines, depth) {
+  const task = TASK.exec(lines[0]);
+  const inner = task ? [lines[0].slice(task[0].length), ...lines.slice(1)] : lines;
+  return { isDone: task ? task[1] !== " " : null, blocks: blocksOf(inner, depth + 1, false) };
+}
+
+function cellsOf(line) {
+  const cells = [];
+  let cell = "";
+  const row = line.trim().replace(/^\|/, "");
+  for (let i = 0; i < row.length && cells.length < MAX_COLUMNS; i += 1) {
+    if (row[i] === "\\" && row[i + 1] === "|") {
+      cell += "|";
+      i += 1;
+    } else if (row[i] === "|") {
+      cells.push(cell.trim());
+      cell = "";
+    } else cell += row[i];
+  }
+  if (cell.trim() && cells.length < MAX_COLUMNS) cells.push(cell.trim());
+  return cells;
+}
+
+function readTable(lines, at) {
+  const head = cellsOf(lines[at]);
+  const sides = cellsOf(lines[at + 1]).map((cell) => {
+    if (cell.endsWith(":")) return cell.startsWith(":") ? "center" : "right";
+    return "left";
+  });
+  const rows = [];
+  let end = at + 2;
+  while (end < lines.length && !isBlank(lines[end]) && lines[end].includes("|")) {
+    const cells = cellsOf(lines[end]);
+    rows.push(head.map((_, column) => inlinesOf(cells[column] ?? "")));
+    end += 1;
+  }
+  return [{ type: "table", sides, head: head.map((cell) => inlinesOf(cell)), rows }, end];
+}
+
+function readParagraph(lines, at) {
+  let end = at + 1;
+  while (end < lines.length && !isBlank(lines[end]) && !startsBlock(lines[end], lines[end + 1])) end += 1;
+  const words = lines.slice(at, end).map((line) => line.replace(/^ +/, ""));
+  return [{ type: "paragraph", inlines: inlinesOf(words.join("\n")) }, end];
+}

@@ -1,0 +1,109 @@
+// One request, from sending to its end: tries again where the server asks for it, and can be stopped.
+// Owns: the request's state and its clock. Does not: show anything; `onChange` is called whenever something changed.
+// Stages: waiting (sent, nothing said yet), refused (to be sent again), answering, ended.
+
+import { Assembly, ServerError } from "./chat-answer.js";
+import { chat, countdown, MAX_RETRIES, retryDelay } from "./chat-client.js";
+import { randomName } from "./chat-dom.js";
+import { seconds, seenRate, statsOf } from "./chat-stats.js";
+
+export class Run {
+  #abort = new AbortController();
+  #skip = () => {};
+
+  /** `answers` are the answers that are to grow; those with text already are gone on with. */
+  constructor(conversation, message, answers, body, onChange) {
+    Object.assign(this, { conversation, message, body, onChange });
+    this.assembly = new Assembly(answers.length, performance.now());
+    this.assembly.answers = answers;
+    this.stage = "waiting";
+    this.words = "";
+    this.reasons = null; // why it waits, when that was asked for
+    this.requestId = null;
+    this.error = null;
+  }
+
+  /** Tokens a second as they come, about. */
+  get rate() {
+    return seenRate(this.assembly);
+  }
+
+  /** Give it up; what was said stays. */
+  stop() {
+    this.#abort.abort(new DOMException("stopped", "AbortError"));
+  }
+
+  /** Send again now what is waiting to be. */
+  tryNow() {
+    this.#skip();
+  }
+
+  /** Do it; never throws. */
+  async go() {
+    const clock = setInterval(() => this.#tick(), 500);
+    try {
+      for (let attempt = 0; ; attempt += 1) {
+        const error = await this.#once();
+        if (error === null) break;
+        const waitS = this.assembly.firstMs === null ? retryDelay(error, attempt) : null;
+        if (waitS === null) throw error;
+        await this.#wait(error, waitS, attempt);
+      }
+      this.#end("cut", null);
+    } catch (error) {
+      if (this.#abort.signal.aborted) this.#end("stopped", null);
+      else this.#end("cut", error);
+    } finally {
+      clearInterval(clock);
+      this.stage = "ended";
+      this.onChange(this);
+    }
+  }
+
+  async #once() {
+    this.requestId = `chat-${randomName(20)}`;
+    this.assembly.startedMs = performance.now();
+    this.#tick("waiting");
+    try {
+      for await (const chunk of chat(this.body, this.requestId, this.#abort.signal)) {
+        this.assembly.push(chunk, performance.now());
+        if (this.assembly.firstMs !== null) this.stage = "answering";
+        this.onChange(this);
+      }
+      return null;
+    } catch (error) {
+      if (error instanceof ServerError && !this.#abort.signal.aborted) return error;
+      throw error;
+    }
+  }
+
+  async #wait(error, waitS, attempt) {
+    const skip = new Promise((resolve) => (this.#skip = resolve));
+    const again = (left) => `${error.message} Trying again in ${left} s (${attempt + 1} of ${MAX_RETRIES}).`;
+    this.stage = "refused";
+    this.reasons = null;
+    await countdown(waitS, this.#abort.signal, (left) => this.#say(again(left)), skip);
+  }
+
+  #tick(stage = this.stage) {
+    this.stage = stage;
+    if (stage !== "waiting") return;
+    const waitedS = (performance.now() - this.assembly.startedMs) / 1000;
+    this.#say(waitedS < 1 ? "Waiting for the first token…" : `Waiting for the first token, ${seconds(Math.floor(waitedS))} so far.`);
+  }
+
+  #say(words) {
+    this.words = words;
+    this.onChange(this);
+  }
+
+  #end(finish, error) {
+    this.error = error;
+    const stats = this.assembly.firstMs === null && !this.assembly.usage ? null : statsOf(this.assembly, performance.now());
+    for (const answer of this.assembly.answers) {
+      answer.finish ??= finish;
+      answer.stats = stats;
+      if (error) answer.error = { message: error.message };
+    }
+  }
+}

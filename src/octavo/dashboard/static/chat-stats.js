@@ -1,0 +1,93 @@
+// Figures of an answer: rates, times, probabilities, in words. Pure.
+
+/** Return what is kept of a finished request, from what the server told and what was seen here. */
+export function statsOf(assembly, nowMs) {
+  const { usage, timings } = assembly;
+  return {
+    promptTokens: usage?.prompt_tokens ?? null,
+    cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? null,
+    completionTokens: usage?.completion_tokens ?? null,
+    tokensPerS: timings?.tokens_per_s ?? seenRate(assembly),
+    isMeasuredHere: timings?.tokens_per_s === undefined || timings?.tokens_per_s === null,
+    firstS: assembly.firstMs === null ? null : (assembly.firstMs - assembly.startedMs) / 1000,
+    totalS: (nowMs - assembly.startedMs) / 1000,
+    queueS: timings?.queue_s ?? null,
+    prefillS: timings?.prefill_s ?? null,
+    decodeS: timings?.decode_s ?? null,
+  };
+}
+
+/** Return pieces a second as they came here, behind the first; null before there are two. */
+export function seenRate({ pieces, firstMs, lastMs }) {
+  return pieces > 1 && lastMs > firstMs ? ((pieces - 1) * 1000) / (lastMs - firstMs) : null;
+}
+
+/** Return seconds for people. */
+export function seconds(value) {
+  if (value < 0.0995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
+  if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
+  return value < 99.95 ? `${value.toFixed(value < 9.995 ? 2 : 1)} s` : `${Math.round(value)} s`;
+}
+
+/** Return a number with as many digits as say something. */
+export function number(value) {
+  return value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
+}
+
+const ENDS = { stop: "ended by itself", length: "ended at the limit of tokens", tool_calls: "calls tools", stopped: "stopped", cut: "cut off" };
+
+/** Return the line under an answer, as parts [{label, words, title}]. */
+export function statsParts(stats, answer) {
+  const parts = [];
+  const add = (label, words, title) => parts.push({ label, words, title });
+  if (stats) {
+    if (stats.tokensPerS !== null) add("rate", `${stats.isMeasuredHere ? "≈ " : ""}${number(stats.tokensPerS)} tokens/s`, "tokens a second behind the first one, of all answers of the request");
+    if (stats.firstS !== null) add("first", `first after ${seconds(stats.firstS)}`, firstTitle(stats));
+    if (stats.promptTokens !== null) {
+      const cached = stats.cachedTokens ? ` (${number(stats.cachedTokens)} cached)` : "";
+      add("prompt", `${number(stats.promptTokens)} prompt${cached}`, "tokens of the prompt; cached ones were not computed again");
+    }
+    if (stats.completionTokens !== null) add("completion", `${number(stats.completionTokens)} completion tokens`, "tokens that were said, in all answers of the request");
+    add("total", seconds(stats.totalS), "from sending to the end, as seen by this page");
+  }
+  const doubt = perplexity(answer.tokens);
+  if (doubt !== null) add("perplexity", `perplexity ${number(doubt)}`, "exp of the mean negative log-probability: 1 is certain");
+  if (answer.finish) add("finish", answer.stopped && answer.finish === "stop" ? `ended at ${JSON.stringify(answer.stopped)}` : (ENDS[answer.finish] ?? answer.finish), "why it ended");
+  return parts;
+}
+
+function firstTitle(stats) {
+  if (stats.queueS === null) return "time to the first token";
+  return `time to the first token, as seen by this page; the server: ${seconds(stats.queueS)} in the queue, ${seconds(stats.prefillS)} for the prompt`;
+}
+
+/** Return exp of the mean negative log-probability; null without any. */
+export function perplexity(tokens) {
+  if (!tokens?.length) return null;
+  return Math.exp(-tokens.reduce((sum, token) => sum + token.p, 0) / tokens.length);
+}
+
+/** Return how surprising a token is, 0 (sure) to 4. */
+export function surprise(logprob) {
+  const p = Math.exp(logprob);
+  return p >= 0.9 ? 0 : p >= 0.6 ? 1 : p >= 0.3 ? 2 : p >= 0.1 ? 3 : 4;
+}
+
+/** Return a probability for people. */
+export function percent(logprob) {
+  const p = Math.exp(logprob) * 100;
+  return p >= 99.95 ? "100 %" : p >= 0.1 ? `${p.toFixed(1)} %` : p >= 0.001 ? `${Number(p.toPrecision(1))} %` : "< 0.001 %";
+}
+
+/** Return the texts of tokens: a letter that several make up is shown at the last of them, the others have "". */
+export function tokenTexts(tokens) {
+  let decoder = null;
+  return tokens.map((token) => {
+    if (!token.b) {
+      decoder = null;
+      return token.t;
+    }
+    decoder ??= new TextDecoder();
+    return decoder.decode(new Uint8Array(token.b), { stream: true });
+  });
+}

@@ -1,0 +1,247 @@
+// The messages of a conversation on the page. Owns: their elements, and that what did not change is left standing.
+// Does not: change a conversation or ask a server; it calls `actions` for that.
+
+import { button, copyButton, make } from "./chat-dom.js";
+import { AnswerView } from "./chat-answer-view.js";
+import { callsOf, shownAnswer } from "./chat-request.js";
+
+const NEAR_END = 48; // pixels
+
+/** Shows conversations in a container; `actions` are what buttons do. */
+export class MessagesView {
+  #views = new WeakMap(); // message -> its view
+  #conversation = null;
+  #list;
+  #scroller;
+
+  constructor(list, scroller, actions) {
+    this.#list = list;
+    this.#scroller = scroller;
+    this.actions = actions;
+    this.editing = null; // the message that is being edited
+  }
+
+  /** Show a conversation. `run` is its open request, or null. */
+  show(conversation, run) {
+    const isNew = conversation !== this.#conversation;
+    const wasAtEnd = isNew || this.isAtEnd;
+    if (isNew) this.editing = null;
+    this.#conversation = conversation;
+    const elements = conversation.messages.map((message, index) => {
+      let view = this.#views.get(message);
+      if (!view) {
+        view = message.role === "assistant" ? new AssistantView(message, this) : new PlainView(message, this);
+        this.#views.set(message, view);
+      }
+      const isLast = index === conversation.messages.length - 1;
+      view.update({ isLast, run: run?.message === message ? run : null, isBusy: run !== null && run !== undefined });
+      return view.element;
+    });
+    reconcile(this.#list, elements);
+    if (wasAtEnd) this.toEnd();
+  }
+
+  get isAtEnd() {
+    const { scrollHeight, scrollTop, clientHeight } = this.#scroller;
+    return scrollHeight - scrollTop - clientHeight < NEAR_END;
+  }
+
+  /** Scroll to the end. */
+  toEnd() {
+    this.#scroller.scrollTop = this.#scroller.scrollHeight;
+  }
+
+  /** Begin or end the editing of a message. */
+  edit(message) {
+    this.editing = message;
+    this.actions.redraw();
+    if (message) {
+      const area = this.#views.get(message).element.querySelector("textarea");
+      area.focus();
+      area.setSelectionRange(area.value.length, area.value.length);
+    } else document.getElementById("text").focus();
+  }
+}
+
+function reconcile(list, elements) {
+  elements.forEach((element, index) => {
+    if (list.children[index] !== element) list.insertBefore(element, list.children[index] ?? null);
+  });
+  while (list.children.length > elements.length) list.lastElementChild.remove();
+}
+
+/** A message of the user or of a tool. */
+class PlainView {
+  constructor(message, owner) {
+    this.message = message;
+    this.owner = owner;
+    const who = message.role === "tool" ? `Result of ${message.name || "a tool"}` : "You";
+    this.body = make("div", { class: "text" });
+    this.buttons = make("div", { class: "buttons" });
+    this.element = make("article", { class: `message ${message.role}`, "aria-label": who }, make("h2", {}, who), this.body, this.buttons);
+  }
+
+  update({ isBusy }) {
+    const { message, owner } = this;
+    const isEditing = owner.editing === message;
+    if (isEditing === this.wasEditing && isBusy === this.wasBusy) return;
+    [this.wasEditing, this.wasBusy] = [isEditing, isBusy];
+    if (isEditing) {
+      this.body.replaceChildren(editor(message.content, "Send again", (text) => owner.actions.resend(message, text), () => owner.edit(null)));
+      this.buttons.replaceChildren();
+      return;
+    }
+    this.body.replaceChildren(message.content);
+    const edit = button("Edit", { class: "button quiet small", "data-action": "edit", disabled: isBusy }, () => owner.edit(message));
+    const copy = copyButton("Copy", () => message.content, { class: "button quiet small", "data-action": "copy" });
+    this.buttons.replaceChildren(...(message.role === "user" ? [edit] : []), copy);
+  }
+}
+
+function editor(text, label, save, cancel) {
+  const area = make("textarea", { class: "input", rows: Math.min(12, text.split("\n").length + 1), "aria-label": "Edit the message" });
+  area.value = text;
+  const form = make(
+    "form", { class: "editor" }, area,
+    make("div", { class: "buttons" }, make("button", { class: "button primary", "data-action": "save" }, label), button("Cancel", { "data-action": "cancel" }, cancel)),
+  );
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (area.value.trim()) save(area.value);
+  });
+  area.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      form.requestSubmit();
+    } else if (event.key === "Escape") {
+      event.stopPropagation();
+      cancel();
+    }
+  });
+  return form;
+}
+
+/** The answers to one message: one of them, or several side by side. */
+class AssistantView {
+  constructor(message, owner) {
+    this.message = message;
+    this.owner = owner;
+    this.answerViews = new Map(); // answer -> its view
+    this.who = make("h2", {}, "Answer");
+    this.versions = make("div", { class: "versions" });
+    this.body = make("div", { class: "answers" });
+    this.state = make("div", { class: "state" });
+    this.buttons = make("div", { class: "buttons" });
+    this.element = make("article", { class: "message assistant", "aria-label": "Answer" }, make("div", { class: "head" }, this.who, this.versions), this.body, this.state, this.buttons);
+  }
+
+  update({ isLast, run, isBusy }) {
+    const { message, owner } = this;
+    const answers = message.picked === null ? message.answers.slice(message.from) : [message.answers[message.picked]];
+    const isEditing = owner.editing === message;
+    if (isEditing) {
+      if (!this.wasEditing) {
+        const save = (text) => owner.actions.rewrite(message, text);
+        this.body.replaceChildren(editor(shownAnswer(message).content, "Save", save, () => owner.edit(null)));
+      }
+    } else {
+      if (this.wasEditing) this.body.replaceChildren();
+      reconcile(this.body, answers.map((answer, index) => this.#answer(answer, index, answers.length, run)));
+    }
+    this.wasEditing = isEditing;
+    this.body.classList.toggle("several", answers.length > 1);
+    this.element.setAttribute("aria-busy", String(Boolean(run)));
+    this.#showState(run);
+    const key = [isLast, isBusy, isEditing, message.picked, message.answers.length, shownAnswer(message).finish, shownAnswer(message).tokens.length > 0].join();
+    if (key === this.key) return;
+    this.key = key;
+    this.#showVersions(isBusy);
+    this.#showButtons(isLast, isBusy, isEditing);
+  }
+
+  #answer(answer, index, count, run) {
+    let view = this.answerViews.get(answer);
+    if (!view) {
+      view = new AnswerView(answer);
+      this.answerViews.set(answer, view);
+    }
+    const isRunning = Boolean(run) && run.assembly.answers.includes(answer) && answer.finish === null;
+    const pick = () => this.owner.actions.pick(this.message, this.message.from + index);
+    view.update({ isRunning, rate: isRunning ? run.rate : null, place: count > 1 ? [index + 1, count, pick] : null });
+    return view.element;
+  }
+
+  // What a request waits for. The box is made once, so that its buttons keep the focus.
+  #showState(run) {
+    const stage = run ? run.stage : null;
+    if (stage !== this.stage) {
+      this.stage = stage;
+      this.words = make("span", {});
+      this.why = make("ul", { class: "why", hidden: true });
+      const parts = {
+        waiting: () => [this.words, " ", button("Why does it wait?", { class: "button quiet small", "data-action": "why", "aria-expanded": "false" }, (event) => this.owner.actions.why(run, event.currentTarget)), this.why],
+        refused: () => [this.words, " ", button("Try now", { class: "button quiet small", "data-action": "try-now" }, () => run.tryNow())],
+      };
+      this.state.replaceChildren(...(parts[stage]?.() ?? []));
+    }
+    if (stage !== "waiting" && stage !== "refused") return;
+    this.words.textContent = run.words;
+    this.why.hidden = !run.reasons;
+    const reasons = (run.reasons ?? []).join("\n");
+    if (reasons !== this.reasons) this.why.replaceChildren(...(run.reasons ?? []).map((text) => make("li", {}, text)));
+    this.reasons = reasons;
+  }
+
+  #showVersions(isBusy) {
+    const { message, owner } = this;
+    const count = message.answers.length;
+    if (message.picked === null || count < 2) {
+      this.versions.replaceChildren();
+      return;
+    }
+    const step = (label, name, by) => {
+      const next = message.picked + by;
+      return button(label, { class: "button quiet small", "data-action": name, "aria-label": `${name} answer`, disabled: isBusy || next < 0 || next >= count }, () => owner.actions.pick(message, next));
+    };
+    this.versions.replaceChildren(step("‹", "previous", -1), make("span", { class: "muted" }, `${message.picked + 1} of ${count}`), step("›", "next", 1));
+  }
+
+  #showButtons(isLast, isBusy, isEditing) {
+    const { message, owner } = this;
+    if (isEditing || message.picked === null) {
+      const again = button("Regenerate", { class: "button quiet small", "data-action": "regenerate", disabled: isBusy }, () => owner.actions.regenerate(message));
+      this.buttons.replaceChildren(...(isEditing ? [] : [again]));
+      return;
+    }
+    const answer = shownAnswer(message);
+    const view = this.answerViews.get(answer);
+    const small = (label, action, act, more = {}) => button(label, { class: "button quiet small", "data-action": action, disabled: isBusy, ...more }, act);
+    const parts = [
+      small("Regenerate", "regenerate", () => owner.actions.regenerate(message)),
+      small("Edit", "edit", () => owner.edit(message)),
+      copyButton("Copy", () => answer.content, { class: "button quiet small", "data-action": "copy" }),
+    ];
+    if (isLast && (answer.finish === "length" || answer.finish === "stopped" || answer.finish === "cut") && answer.content) {
+      parts.push(small("Continue", "continue", () => owner.actions.goOn(message)));
+    }
+    if (answer.tokens.length) {
+      parts.push(small("Tokens", "tokens", (event) => event.currentTarget.setAttribute("aria-pressed", String(view.toggleTokens())), { disabled: false, "aria-pressed": String(view.showsTokens) }));
+    }
+    this.buttons.replaceChildren(...parts);
+    const calls = callsOf(answer);
+    if (isLast && calls.length && !isBusy) this.buttons.append(resultsForm(calls, (results) => owner.actions.giveResults(message, results)));
+  }
+}
+
+function resultsForm(calls, send) {
+  const fields = calls.map((call) => {
+    const area = make("textarea", { class: "input", rows: 2, "aria-label": `Result of ${call.name}`, placeholder: `What ${call.name} returns` });
+    return [call, area];
+  });
+  const form = make("form", { class: "results" }, fields.map(([call, area]) => make("label", {}, make("span", {}, `Result of ${call.name}`), area)), make("button", { class: "button primary", "data-action": "results" }, "Send results"));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    send(fields.map(([call, area]) => ({ role: "tool", callId: call.id, name: call.name, content: area.value })));
+  });
+  return form;
+}
