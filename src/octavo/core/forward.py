@@ -1,4 +1,4 @@
-"""Forward: many decode steps made as one, in which nobody comes, goes, ends, waits anew or is ranked anew.
+"""Forward: many decode steps made as one, in which nobody comes, is preempted, waits anew or is ranked anew.
 
 Owns: when that is so (look_ahead), and the state behind such steps (forward). Does not: know how long a step takes.
 Invariant: the state is equal to the one behind as many calls of plan and commit with results of -1 each, as an
@@ -11,9 +11,9 @@ from __future__ import annotations
 from array import array
 
 from octavo.core import room
-from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan, WaitReason
+from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, Event, StepPlan, WaitReason
 from octavo.core.plan_facts import is_fast
-from octavo.core.request import RequestState, Sequence
+from octavo.core.request import FinishReason, RequestState, Sequence
 from octavo.core.state import State
 
 _DECODE_AHEAD = ROW_SAMPLE | ROW_CARRY
@@ -24,15 +24,17 @@ _FREE = 2**31
 class Stretch:
     """Decode steps that may be made as one: these rows, at most `max_steps` times.
 
-    The first step reads `kv_sum` positions, its longest row `kv_max`; each later one a position more for each row. A
-    plan whose `now` reaches `wake_at` is not one of them.
+    `has_end`: in the last of so many steps some rows end by their length. The first step reads `kv_sum` positions, its
+    longest row `kv_max`; each later one a position more for each row. A plan whose `now` reaches `wake_at` is not one
+    of them.
     """
 
-    __slots__ = ("kv_max", "kv_sum", "max_steps", "rows", "wake_at")
+    __slots__ = ("has_end", "kv_max", "kv_sum", "max_steps", "rows", "wake_at")
 
     def __init__(self, rows: list[Sequence], max_steps: int, kv_sum: int, kv_max: int, wake_at: float | None) -> None:
         self.rows = rows
         self.max_steps = max_steps
+        self.has_end = False
         self.kv_sum = kv_sum
         self.kv_max = kv_max
         self.wake_at = wake_at
@@ -70,14 +72,20 @@ def look_ahead(state: State) -> Stretch | None:
     max_steps = _that_fit(state, rows, max_steps)
     if not max_steps:
         return None
-    return Stretch(rows, max_steps, kv_sum + len(rows), kv_max + 1, state.deadlines.next())
+    stretch = Stretch(rows, max_steps, kv_sum + len(rows), kv_max + 1, state.deadlines.next())
+    stretch.has_end = any(row.limit - row.num_committed <= max_steps for row in rows)
+    return stretch
 
 
 def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
-    """Steps of a running request that only decode, end nothing and make no block findable; 0 if not even the next."""
+    """Steps of a running request that only decode and make no block findable; 0 if not even the next.
+
+    Where each plan is committed before the next is made, the last of them may be its last.
+    """
     start, committed = sequence.num_scheduled, sequence.num_committed
     if (
         not request.is_decoding
+        or not request.samples
         or request.has_several
         or sequence.num_pending != depth
         or committed + depth - start != 1
@@ -86,7 +94,7 @@ def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
         or (start >= sequence.hot_end and start != sequence.capacity)
     ):
         return 0
-    left = sequence.limit - committed - 1
+    left = sequence.limit - committed - depth
     keys = request.request.block_keys
     if keys is None or not sequence.capacity or len(keys) <= sequence.num_published:
         return left
@@ -95,13 +103,10 @@ def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
 
 
 def _is_calm(state: State) -> bool:
-    """Whether nothing is to be told to anybody, and no step does more than its rows."""
+    """Whether nothing but who left is to be told to anybody, and no step does more than its rows."""
     limits, cache = state.limits, state.cache
     return not (
         state.announced
-        or state.freed_slots
-        or state.finished_ids
-        or state.preempted_ids
         or state.events
         or state.ended
         or state.id_edits
@@ -174,15 +179,14 @@ def _that_fit(state: State, rows: list[Sequence], max_steps: int) -> int:
     return max_steps
 
 
-def forward(state: State, stretch: Stretch, num_steps: int, now: float) -> None:
-    """Make `num_steps` steps of a stretch just looked up, the last of them planned at `now`.
+def forward(state: State, stretch: Stretch, num_steps: int, planned: float, committed: float) -> tuple[Event, ...]:
+    """Make `num_steps` steps of a stretch just looked up; the last is `planned` and `committed` then. Who ended is told.
 
     A plan in flight is replaced by the last of these. Cost: O(rows + blocks taken); a policy that tracks service is
     told of each token.
     """
     rows, cache = stretch.rows, state.cache
-    first = state.step
-    state.step = first + num_steps
+    state.step += num_steps
     effects = cache.begin_plan(state.step - 1)
     wanting: list[tuple[int, int]] = []  # (step, row) that takes a block before it
     size = cache.block_size
@@ -203,10 +207,21 @@ def forward(state: State, stretch: Stretch, num_steps: int, now: float) -> None:
                 effects.edits.extend((row.slot, group, len(table), block))
             table.append(block)
         cache.resize(row)
-    _count(state, rows, num_steps)
     cache.end_plan()
+    _count(state, rows, num_steps)
     if state.flight:
-        _replace_flight(state, now)
+        _replace_flight(state, planned, num_steps == 1)
+    state.freed_slots = array("i")
+    state.finished_ids = []
+    state.preempted_ids = []
+    if not (stretch.has_end and num_steps == stretch.max_steps):
+        return ()
+    for row in rows:
+        if row.num_committed >= row.limit:
+            state.end_choice(row, committed, FinishReason.LENGTH)
+    state.settle()
+    events, state.events = tuple(state.events), []
+    return events
 
 
 def _count(state: State, rows: list[Sequence], num_steps: int) -> None:
@@ -227,8 +242,8 @@ def _count(state: State, rows: list[Sequence], num_steps: int) -> None:
                 state.judge.tell("served", request, 1)
 
 
-def _replace_flight(state: State, now: float) -> None:
-    """The plan in flight is the last of the steps."""
+def _replace_flight(state: State, now: float, is_first: bool) -> None:
+    """The plan in flight is the last of the steps; the first of them tells who left."""
     flight = state.flight[0]
     starts = array("i", [row.num_scheduled - 1 for row in flight.rows])
     counts = array("i", [1]) * len(starts)
@@ -240,6 +255,9 @@ def _replace_flight(state: State, now: float) -> None:
         counts,
         array("i", [_DECODE_AHEAD]) * len(starts),
         edits=state.cache.effects.edits,
+        freed_slots=state.freed_slots if is_first else array("i"),
+        finished_ids=tuple(state.finished_ids) if is_first else (),
+        preempted_ids=tuple(state.preempted_ids) if is_first else (),
         num_query_tokens=len(starts),
         num_kv_read=sum(starts) + len(starts),
         is_fast_path=is_fast(starts, counts, state.limits),

@@ -97,6 +97,11 @@ class Cruise:
             kv_max += 1
 
     @property
+    def has_end(self) -> bool:
+        """Whether somebody ends in the last commit."""
+        return self.stretch.has_end and len(self.steps_s) == self.stretch.max_steps
+
+    @property
     def num_turns(self) -> int:
         """Turns looked ahead."""
         return len(self.steps_s)

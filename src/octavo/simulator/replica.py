@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import inf
 
 from octavo.core.forward import forward, look_ahead
-from octavo.core.plan import StepPlan, StepResult, StepTimings
+from octavo.core.plan import Event, StepPlan, StepResult, StepTimings
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
@@ -80,10 +80,12 @@ class Replica:
         self.load += entry.arrival.prompt_tokens
         self.num_open += 1
         self.totals.requests += 1
-        self._inbox.append(entry)
         if self._cruise is not None:
-            self._end_cruise(self._cruise.num_turns_before(at))
-        elif self._is_idle:
+            self._cut_cruise(self._cruise, at)
+        self._inbox.append(entry)
+        if self._is_retiring:
+            return
+        if self._is_idle:
             self._is_idle, self.next_at = False, max(at, self._idle_since)
 
     def die(self, at: float) -> list[Open]:
@@ -128,7 +130,7 @@ class Replica:
     def advance(self) -> list[Open]:
         """Do what is due at `next_at`; returns who ended by it."""
         if self._cruise is not None:
-            self._end_cruise(self._cruise.num_turns)
+            return self._end_cruise(self._cruise.num_turns)
         return self._retire() if self._is_retiring else self._turn()
 
     def _turn(self) -> list[Open]:
@@ -140,13 +142,18 @@ class Replica:
         ended: list[Open] = []
         while self._inbox:
             self._admit(self._inbox.popleft(), now, ended)
-        if self._fast and self._begin_cruise(now):
-            return ended
+        if not (self._fast and self._begin_cruise(now)):
+            ended += self._make_plans(now)
+        return ended
+
+    def _make_plans(self, now: float) -> list[Open]:
+        """Plan up to the depth."""
+        ended: list[Open] = []
         wake_at = None
         while len(self._flight) < self._setup.depth:
             plan = self.scheduler.plan(now)
             if plan.events:
-                ended += self._decided(plan)
+                ended += self._noted(plan.events)
             if plan.is_empty:
                 wake_at = plan.wake_at
                 break
@@ -191,12 +198,8 @@ class Replica:
         outcome = StepResult(None, timings=StepTimings(forward_s=flight.step_s))
         events = self.scheduler.commit(flight.plan, outcome, now)
         self._tally.given(events)
-        ended = self._tally.decided(events.decisions) if events.decisions else []
-        for entry in ended:
-            self._left(entry)
+        ended = self._noted(events.decisions) if events.decisions else []
         if self._sink is not None:
-            if events.decisions:
-                self._sink.decided(events.decisions)
             self._sink.stepped(flight.plan, outcome, events)
         totals.busy_s += flight.step_s
         totals.host_s += flight.host_s
@@ -204,12 +207,12 @@ class Replica:
         self.next_at = now + flight.host_s
         return ended
 
-    def _decided(self, plan: StepPlan) -> list[Open]:
-        ended = self._tally.decided(plan.events)
+    def _noted(self, decisions: tuple[Event, ...]) -> list[Open]:
+        ended = self._tally.decided(decisions)
         for entry in ended:
             self._left(entry)
         if self._sink is not None:
-            self._sink.decided(plan.events)
+            self._sink.decided(decisions)
         return ended
 
     def _left(self, entry: Open) -> None:
@@ -235,19 +238,29 @@ class Replica:
             cruise.plan_alone(decode_s, until)
         if not cruise.num_turns:
             return False
-        self._cruise, self.next_at = cruise, cruise.begins[-1]
+        self._cruise = cruise
+        self.next_at = cruise.commits[-1] if cruise.has_end else cruise.begins[-1]
         return True
 
-    def _end_cruise(self, num_turns: int) -> None:
-        """Enter so many turns of the cruise; the next one is made by itself."""
+    def _cut_cruise(self, cruise: Cruise, at: float) -> None:
+        """Somebody comes: enter the turns that begin before. One in whose commit somebody ends is made by itself."""
+        num_turns = cruise.num_turns_before(at)
+        is_last = cruise.has_end and num_turns == cruise.num_turns
+        self._end_cruise(num_turns - is_last)
+        if is_last:
+            self._make_plans(self.next_at)
+
+    def _end_cruise(self, num_turns: int) -> list[Open]:
+        """Enter so many turns of the cruise; the next one is made by itself. Returns who ended."""
         cruise, self._cruise, totals = self._cruise, None, self.totals
         assert cruise is not None
         self.next_at = cruise.begins[num_turns]
         if not num_turns:
-            return
-        forward(self.scheduler.state, cruise.stretch, num_turns, cruise.begins[num_turns - 1])
+            return []
+        last = num_turns - 1
+        decisions = forward(self.scheduler.state, cruise.stretch, num_turns, cruise.begins[last], cruise.commits[last])
         totals.forwarded_steps += num_turns
-        self._free_at = cruise.ends[num_turns - 1]
+        self._free_at = cruise.ends[last]
         committed = cruise.steps_s[:num_turns]
         if self._flight:
             flying, plan = self._flight.popleft(), self.scheduler.state.flight[0].plan
@@ -258,6 +271,7 @@ class Replica:
         for step_s in committed:  # one by one, as the slow way adds them
             totals.busy_s += step_s
             totals.host_s += cruise.host_s
+        return self._noted(decisions) if decisions else []
 
     # --- what people look at --------------------------------------------------------------------------
 
