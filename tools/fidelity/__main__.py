@@ -1,0 +1,46 @@
+"""Print how near the simulator comes to what was measured. Usage: python -m tools.fidelity vllm [--fit] [CASE ...]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tools.fidelity import vllm_runs
+from tools.fidelity.closeness import table
+
+
+def vllm(names: list[str], fits: bool) -> int:
+    """Simulate the measured runs with the table, with facts alone, and (--fit) with a table that saw 100 requests."""
+    if not (vllm_runs.DATA / "measured_vllm").is_dir():
+        print(f"no {vllm_runs.DATA / 'measured_vllm'}: the measured runs are not here", file=sys.stderr)
+        return 1
+    for name in names or list(vllm_runs.CASES):
+        run = vllm_runs.MeasuredRun(vllm_runs.CASES[name])
+        costs = run.table_costs()
+        print(f"\n### {run.case.folder}, {len(run.workload)} requests, tp {run.case.tp}\n")
+        for title, model in (("table", costs), ("roofline", run.roofline_costs())):
+            result, predicted = run.simulate(model)
+            print(table(title, predicted, run.measured))
+            print(f"\n{result.replicas[0].steps} steps, {result.replicas[0].preemptions} preemptions\n")
+        if fits:
+            fitted = run.fit(costs)
+            _, predicted = run.simulate(fitted)
+            rest = slice(vllm_runs.FITTED, None)
+            title = f"table fitted on {vllm_runs.FITTED} requests ({fitted.name}), the others"
+            print(table(title, vllm_runs.part(predicted, rest), vllm_runs.part(run.measured, rest)))
+    return 0
+
+
+def main() -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.fidelity", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    runs = verbs.add_parser("vllm", help="the measured runs of vLLM")
+    runs.add_argument("case", nargs="*", choices=[[], *vllm_runs.CASES])
+    runs.add_argument("--fit", action="store_true", help="fit on the first 100 requests, predict the others")
+    options = parser.parse_args()
+    return vllm(options.case, options.fit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

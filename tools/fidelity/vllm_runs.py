@@ -1,0 +1,170 @@
+"""Two measured runs of vLLM, simulated from their arrivals, settings and operator profiles.
+
+Owns: reading the runs (../shared/data/measured_vllm, from casys-kaist/LLMServingSim, MIT), the settings in our words.
+Does not: tune. Stamps: a request's arrival is on the wall clock, all others on a monotonic one; the least distance of
+arrival and queueing sets them together, so that a front's delays count as they did.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tools.fidelity.closeness import Times
+
+from octavo.core.limits import Limits
+from octavo.simulator.arrival import Arrival
+from octavo.simulator.cost_model import CostModel
+from octavo.simulator.costs import Hardware, cost_model
+from octavo.simulator.costs.scaled import Scaled
+from octavo.simulator.costs.table import Table, completed
+from octavo.simulator.costs.table_files import read_table
+from octavo.simulator.run import Run, Setup, simulate
+
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+# vLLM's sizes of captured graphs, where a run does not list them: 1, 2, 4, then every 8 and, from 256, every 16.
+CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+FITTED = 100  # requests that a fit looks at
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run: its folder, its workload, its profile's prefix, and what the facts call model and device."""
+
+    folder: str
+    workload: str
+    model: str
+    device: str
+    tp: int
+
+    @property
+    def profile(self) -> str:
+        """The prefix of its operator tables."""
+        return f"{self.folder}__tp{self.tp}"
+
+
+CASES = {
+    "rtx4090": Case("RTX4090__Llama-3.1-8B", "sharegpt-llama-3.1-8b-300-sps10", "llama-3.1-8b", "rtx4090", 1),
+    "rtxpro6000": Case(
+        "RTXPRO6000__Qwen3-32B", "sharegpt-qwen3-32b-300-sps10", "qwen3-32b", "rtxpro6000-server", 2
+    ),
+}  # fmt: skip
+
+
+class MeasuredRun:
+    """A run as it was: `measured` times and `workload` in order of arrival, its settings in our words."""
+
+    def __init__(self, case: Case, data: Path = DATA) -> None:
+        root = data / "measured_vllm"
+        self.case, self._root = case, root
+        self.hardware = Hardware.of(case.model, case.device, case.tp)
+        self._meta = _json(root / case.folder / "meta.json.gz")
+        self._node = _json(root / case.folder / "config.json.gz")
+        stamps = _lines(root / case.folder / "requests.jsonl.gz")
+        shapes = _lines(root / "workloads" / f"{case.workload}.lengths.jsonl.gz")
+        column = {name: np.array([row[name] for row in stamps]) for name in stamps[0] if name != "request_id"}
+        arrived = column["arrival_time"] + np.min(column["queued_ts"] - column["arrival_time"])
+        order = np.argsort(arrived, kind="stable")
+        self.arrived, first, last, self.outputs = (
+            values[order]
+            for values in (arrived, column["first_token_ts"], column["last_token_ts"], column["output_toks"])
+        )
+        self.measured = Times.of(self.arrived, first, last, self.outputs)
+        start = self.arrived[0]
+        self.workload = [
+            Arrival(
+                float(arrived[index] - start), shapes[index]["input_toks"], shapes[index]["output_toks"],
+                keys=tuple(shapes[index]["hash_ids16"]), key_tokens=16,
+            )
+            for index in order
+        ]  # fmt: skip
+
+    @property
+    def limits(self) -> Limits:
+        """vLLM's settings: no headroom, recompute on preemption; one of its blocks is never used."""
+        asked, model = self._meta["engine_kwargs"], self.hardware.model
+        pool = self._meta.get("kv_cache", {}).get("num_gpu_blocks") or self.hardware.pool_blocks()
+        return Limits(
+            16, (pool - 1,), asked["max_model_len"] or model.max_model_len, model.vocab_size,
+            asked["max_num_batched_tokens"], asked["max_num_seqs"], headroom=0.0, preemption="recompute",
+        )  # fmt: skip
+
+    @property
+    def depth(self) -> int:
+        """2 with asynchronous scheduling, vLLM 0.19's default."""
+        resolved = self._meta.get("resolved_config", {}).get("scheduler_config", {})
+        return 2 if resolved.get("async_scheduling", True) else 1
+
+    def table_costs(self) -> CostModel:
+        """The operator profile, the captured sizes, and the run's own link: a ring of tp devices."""
+        tp, hardware = self.case.tp, self.hardware
+        resolved = self._meta.get("resolved_config", {}).get("compilation_config", {})
+        captured = tuple(resolved.get("cudagraph_capture_sizes", CAPTURED))
+        files = completed(
+            read_table(str(self._root / "profile" / self.case.profile)), hardware.model, hardware.device, tp
+        )
+        steps = 2 * (tp - 1)
+        profile = replace(
+            files.profile,
+            padded_tokens=captured,
+            all_reduce_s=steps * self._node["link_latency"] * 1e-9,
+            all_reduce_bandwidth=self._node["link_bw"] * 1e9 / (steps / tp) if tp > 1 else 0.0,
+        )
+        return Table(replace(files, profile=profile))
+
+    def roofline_costs(self) -> CostModel:
+        """Facts alone."""
+        return cost_model("roofline", self.hardware)
+
+    def simulate(self, costs: CostModel) -> tuple[Run, Times]:
+        """The run as predicted, in the order of `workload`."""
+        run = simulate(self.workload, Setup(self.limits, costs, depth=self.depth))
+        order = np.argsort(np.array(run.outcomes.indices))
+        first, ends = (np.array(values)[order] for values in (run.outcomes.first_tokens, run.outcomes.ends))
+        arrivals = np.array([arrival.time for arrival in self.workload])
+        return run, Times.of(arrivals, first, ends, self.outputs)
+
+    def fit(self, costs: CostModel, evaluations: int = 10) -> Scaled:
+        """Stretch a cost model so that the first requests come right: least relative squares of e2e and tpot.
+
+        Golden section search (Kiefer, "Sequential minimax search for a maximum", 1953) between 0.8 and 1.25.
+        """
+        ratio = (5**0.5 - 1) / 2
+        low, high = 0.8, 1.25
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        loss_left, loss_right = self._loss(costs, left), self._loss(costs, right)
+        for _ in range(evaluations):
+            if loss_left < loss_right:
+                high, right, loss_right = right, left, loss_left
+                left = high - ratio * (high - low)
+                loss_left = self._loss(costs, left)
+            else:
+                low, left, loss_left = left, right, loss_right
+                right = low + ratio * (high - low)
+                loss_right = self._loss(costs, right)
+        return Scaled(costs, (low + high) / 2)
+
+    def _loss(self, costs: CostModel, factor: float) -> float:
+        _, predicted = self.simulate(Scaled(costs, factor))
+        mine, theirs = part(predicted, slice(FITTED)), part(self.measured, slice(FITTED))
+        return float(np.sum((mine.e2e / theirs.e2e - 1) ** 2) + np.sum((mine.tpot / theirs.tpot - 1) ** 2))
+
+
+def part(times: Times, chosen: slice) -> Times:
+    """The times of some requests (all have several tokens)."""
+    return Times(times.ttft[chosen], times.tpot[chosen], times.e2e[chosen])
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with gzip.open(path, "rt") as stream:
+        values: dict[str, Any] = json.load(stream)
+    return values
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt") as stream:
+        return [json.loads(line) for line in stream]
