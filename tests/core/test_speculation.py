@@ -14,7 +14,7 @@ from tests.hash_chain import HABIT
 from octavo.core.limits import Limits
 from octavo.core.plan import ROW_SAMPLE, StepPlan, StepResult, WaitReason
 from octavo.core.request import FinishReason, Request, SamplingParams
-from octavo.core.speculation import PAUSES, WORTH, Track, allows
+from octavo.core.speculation import PAUSES, WORTH, Drafter, Track, allows
 from octavo.errors import ConfigError, InvariantError
 
 LOOP = [5, 6, 7, 8] * 4
@@ -184,7 +184,7 @@ def test_P07_who_is_drafted_for() -> None:
     for fields in ({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}):
         assert not may(**fields)
     assert not may(dry_multiplier=0.8) and not may(beam_width=2)
-    assert not allows(Request("r", None, num_prompt_tokens=5))
+    assert not Drafter().knows(Request("r", None, num_prompt_tokens=5))
 
 
 def test_P07_drafts_that_fail_bring_pauses_and_success_ends_them() -> None:

@@ -158,7 +158,6 @@ class Committer:
                 or count > 1
                 or known + 1 >= sequence.limit
                 or token in request.stop_ids
-                or sequence.token_ids is None
             ):
                 self._append(sequence, token, logprobs[index] if logprobs else None)
                 continue
@@ -166,7 +165,8 @@ class Committer:
             add_choice(sequence.choice)
             add_position(known - sequence.num_prompt)
             add_id(token)
-            sequence.token_ids.append(token)
+            if sequence.token_ids is not None:
+                sequence.token_ids.append(token)
             sequence.num_committed = known + 1
             sequence.num_pending -= 1
 

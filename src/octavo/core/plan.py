@@ -138,6 +138,9 @@ def _ints() -> array[int]:
     return array("i")
 
 
+_NONE = _ints()
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step as packed int32 columns.
@@ -226,8 +229,12 @@ class StepPlan:
         for count in self.num_drafts:
             yield tuple(islice(ids, count))
 
-    def digest(self) -> bytes:
-        """16 bytes over everything an executor acts on; equal on every rank, run and replay."""
+    def digest(self, with_ids: bool = True) -> bytes:
+        """16 bytes over everything an executor acts on; equal on every rank, run and replay.
+
+        Without ids: over the decisions alone, so that a replay that knows requests by their lengths and block keys has
+        the same. What the tokens and media are, and how they are sampled, is left out then.
+        """
         state = blake2b(digest_size=16)
         for column in (
             self.slots,
@@ -235,36 +242,32 @@ class StepPlan:
             self.counts,
             self.flags,
             self.num_drafts,
-            self.draft_token_ids,
+            self.draft_token_ids if with_ids else _NONE,
             self.edits,
             self.copies,
             self.swap_outs,
             self.host_loads,
             self.freed_slots,
-            self.id_edits,
+            self.id_edits if with_ids else _without_every_third(self.id_edits),
         ):
             state.update(struct.pack("<q", len(column)))
             state.update(column.tobytes())
         for new in self.new_sequences:
-            ids = new.token_ids.tobytes() if new.token_ids is not None else b"-"
-            head = repr(
-                (
-                    new.slot,
-                    new.request_id,
-                    new.choice,
-                    new.num_prompt,
-                    len(ids),
-                    new.params,
-                    new.eos_token_ids,
-                    new.adapter_id,
-                )
-            )
-            state.update(head.encode())
+            ids = new.token_ids.tobytes() if new.token_ids is not None and with_ids else b"-"
+            asked = (len(ids), new.params, new.eos_token_ids) if with_ids else ()
+            state.update(repr((new.slot, new.request_id, new.choice, new.num_prompt, *asked, new.adapter_id)).encode())
             state.update(ids)
-        state.update(
-            repr((self.step, self.finished_ids, self.preempted_ids, self.encode_jobs, self.encoder_frees)).encode()
-        )
+        jobs: tuple[object, ...] = (self.encode_jobs, self.encoder_frees)
+        if not with_ids:
+            jobs = (tuple((job.slot, job.span, job.num_tokens) for job in self.encode_jobs), len(self.encoder_frees))
+        state.update(repr((self.step, self.finished_ids, self.preempted_ids, *jobs)).encode())
         return state.digest()
+
+
+def _without_every_third(flat: array[int]) -> array[int]:
+    kept = flat[:]
+    del kept[2::3]
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,14 +66,14 @@ class Span:
 class Request:
     """One prompt with its parameters, as the scheduler sees it.
 
-    Carries token ids (`prompt_token_ids`), or only `num_prompt_tokens` and `block_keys` (recordings,
-    simulation, public traces). `block_keys` holds the digest of each full prompt block when the front
-    computed them, else None and they are computed on admission. `emitted_token_ids` are outputs of an
-    earlier epoch: the request resumes behind them, with the prompt's boundary kept. Times are seconds
-    on the scheduler's clock: `deadline` is a point in time, `queue_timeout` counts from `arrival` to the
-    first admission. `cache_salt` separates tenants in the prefix cache. `score_from` is the first prompt
-    position whose log-probability a SCORE request asks for. `ttft_objective` and `tpot_objective` are what the
-    deadline policy aims at: seconds to the first token, and for each token after it.
+    Carries token ids (`prompt_token_ids`), or only `num_prompt_tokens` and `block_keys` (recordings, simulation,
+    public traces). `block_keys` holds the digest of each full prompt block when the front computed them, else None
+    and they are computed on admission; without ids they may go on over the outputs. `emitted_token_ids` are outputs
+    of an earlier epoch: the request resumes behind them, with the prompt's boundary kept. Times are seconds on the
+    scheduler's clock: `deadline` is a point in time, `queue_timeout` counts from `arrival` to the first admission.
+    `cache_salt` separates tenants in the prefix cache. `score_from` is the first prompt position whose log-
+    probability a SCORE request asks for. `ttft_objective` and `tpot_objective` are what the deadline policy aims
+    at: seconds to the first token, and for each token after it.
     """
 
     request_id: str

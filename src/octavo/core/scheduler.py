@@ -53,7 +53,7 @@ class Scheduler:
         entry.stop_ids = frozenset((*eos, *params.stop_token_ids))
         entry.max_tokens = admission.max_tokens
         entry.ahead_ok = not (params.grammar or params.beam_width)
-        entry.may_draft = bool(state.limits.max_draft_tokens) and allows(request)
+        entry.may_draft = bool(state.limits.max_draft_tokens) and allows(request) and state.drafter.knows(request)
         self._make_sequences(entry)
         state.requests[request.request_id] = entry
         entry.lane = state.judge.lane(entry)
@@ -65,14 +65,12 @@ class Scheduler:
 
     def _make_sequences(self, entry: RequestState) -> None:
         """One sequence per choice; a beam search begins with one."""
-        request, cache, params = entry.request, self.state.cache, entry.request.params
-        root = Sequence(entry, 0, cache.num_groups)
+        request, params = entry.request, entry.request.params
+        root = Sequence(entry, 0, self.state.cache.num_groups)
         if request.wants & Want.SAMPLE:
             root.limit = min(root.num_prompt + entry.max_tokens, self.state.limits.max_model_len)
         else:
             root.limit = root.num_prompt + 1
-        if request.block_keys is not None and cache.caching:
-            root.keys = list(request.block_keys)
         entry.sequences.append(root)
         if params.beam_width:
             entry.beams = BeamGroup(
@@ -88,9 +86,7 @@ class Scheduler:
             )
             return
         for choice in range(1, params.num_sequences):
-            child = root.fork(choice)
-            child.keys = root.keys[:]
-            entry.sequences.append(child)
+            entry.sequences.append(root.fork(choice))
 
     def end_choice(
         self,

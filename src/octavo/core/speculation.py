@@ -58,16 +58,34 @@ class Track:
             self.pause = PAUSES[0]
 
 
+class Drafter:
+    """Where drafts come from: what followed the same ids earlier in the sequence."""
+
+    __slots__ = ()
+
+    def knows(self, request: Request) -> bool:
+        """Whether it can draft for a request: not for one known by length only."""
+        return request.prompt_token_ids is not None
+
+    def propose(self, sequence: Sequence, count: int) -> array[int]:
+        """At most `count` ids (it may be none, or less than that) that may follow a sequence's committed ids."""
+        track, ids = sequence.track, sequence.token_ids
+        assert track is not None and ids is not None
+        assert len(ids) == sequence.num_scheduled, "drafts continue ids that the host knows"
+        if not track.index.take_in(ids, CATCH_UP) or count < 1:
+            return array("i")
+        return track.index.draft(ids, count)
+
+
 def allows(request: Request) -> bool:
     """Whether a request may be drafted for at all.
 
-    Not one known by length only, nor a beam search; nor one whose draws depend on counts of ids that a draft would
-    have to join: penalties and DRY. What depends on the ids themselves (bad words) sees the drafts before it.
+    Not a beam search; nor one whose draws depend on counts of ids that a draft would have to join: penalties and DRY.
+    What depends on the ids themselves (bad words) sees the drafts before it.
     """
     params = request.params
     return (
-        request.prompt_token_ids is not None
-        and not params.beam_width
+        not params.beam_width
         and params.presence_penalty == params.frequency_penalty == 0
         and params.repetition_penalty == 1
         and not params.dry_multiplier
@@ -114,14 +132,8 @@ def _propose(planner: Planner, sequence: Sequence) -> array[int]:
     """Drafts for a row that has just been granted its one token."""
     if sequence.track is None:
         sequence.track = Track()
-    track, ids = sequence.track, sequence.token_ids
-    assert ids is not None and len(ids) == sequence.num_scheduled, "drafts continue ids that the host knows"
-    if not track.index.take_in(ids, CATCH_UP):
-        return array("i")
-    count = min(track.num_wanted(planner.state.limits.max_draft_tokens), _num_that_fit(planner, sequence))
-    if count < 1:
-        return array("i")
-    drafts = track.index.draft(ids, count)
+    wanted = sequence.track.num_wanted(planner.state.limits.max_draft_tokens)
+    drafts = planner.state.drafter.propose(sequence, min(wanted, _num_that_fit(planner, sequence)))
     for index, token in enumerate(drafts):
         if token in sequence.request.stop_ids:
             return drafts[: index + 1]  # nothing comes behind a stop

@@ -24,6 +24,7 @@ from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
 from octavo.core.policy import Judge, create_policy
 from octavo.core.queues import Deadlines, RunningList, WaitingQueue, rerank
 from octavo.core.request import FinishReason, RequestState, Sequence, Status
+from octavo.core.speculation import Drafter
 
 
 @dataclass(slots=True)
@@ -69,9 +70,9 @@ class State:
     """The scheduler's memory."""
 
     __slots__ = (
-        "adapters", "announced", "cache", "composition", "deadlines", "encoder", "ended", "events", "finished_ids",
-        "flight", "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining", "is_paused", "judge",
-        "limits", "next_order", "num_swapped", "overdue", "partial_budget", "policy",
+        "adapters", "announced", "cache", "composition", "deadlines", "drafter", "encoder", "ended", "events",
+        "finished_ids", "flight", "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining",
+        "is_paused", "judge", "limits", "next_order", "num_swapped", "overdue", "partial_budget", "policy",
         "preempted_ids", "read_budget", "requests", "running", "sequence_budget", "slot_owner", "step",
         "swapped_now", "table_edits", "token_budget", "totals", "waiting",
     )  # fmt: skip
@@ -95,6 +96,7 @@ class State:
         self.adapters = AdapterSlots(limits.adapter_slots)
         self.gates: tuple[Gate, ...] = (SequenceGate(self.sequence_budget), AdapterGate(self.adapters))
         self.composition = Composition(limits)
+        self.drafter = Drafter()
         self.flight: deque[Flight] = deque()
         self.overdue: list[RequestState] = []  # passed over too often: nobody is let in before them (S10)
         self.free_slots = list(range(limits.max_sequences - 1, -1, -1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from octavo.core.kv.effects import Effects, Publication
 from octavo.core.kv.host_tier import HostTier
-from octavo.core.kv.keys import extend_keys, private_root_key
+from octavo.core.kv.keys import KeyMaker
 from octavo.core.kv.matching import NO_BLOCK, Finder, Match, empty_match
 from octavo.core.kv.pool import BlockPool
 from octavo.core.limits import Limits
@@ -24,7 +24,7 @@ class KVCache:
 
     __slots__ = (
         "block_size", "caching", "chunk", "effects", "groups", "has_windows", "hit_tokens", "host",
-        "host_load_min_tokens", "num_groups", "pools", "queried_tokens", "sharing",
+        "host_load_min_tokens", "key_maker", "num_groups", "pools", "queried_tokens", "sharing",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
@@ -38,6 +38,7 @@ class KVCache:
         self.num_groups = len(self.pools)
         self.host = HostTier(limits.host_blocks)
         self.host_load_min_tokens = limits.host_load_min_tokens
+        self.key_maker = KeyMaker(limits.block_size, limits.prefix_caching)
         self.effects = Effects(-1)
         self.queried_tokens = 0
         self.hit_tokens = 0
@@ -114,7 +115,7 @@ class KVCache:
         max_blocks = min(max_tokens, known) // size
         if max_blocks < 1 or not self._has_keys(sequence):
             return empty_match(self.num_groups)
-        self._extend_keys(sequence)
+        self.extend_keys(sequence)
         finder = Finder(
             self.groups,
             self.pools,
@@ -337,7 +338,7 @@ class KVCache:
         num_full = end // self.block_size
         if num_full <= sequence.num_published or not self._has_keys(sequence):
             return made
-        self._extend_keys(sequence)
+        self.extend_keys(sequence)
         for index in range(sequence.num_published, min(num_full, len(sequence.keys))):
             ids = self.ids_of(sequence, index)
             for group, pool in enumerate(self.pools):
@@ -383,14 +384,11 @@ class KVCache:
         """Whether a sequence's blocks have keys: for all to find, or for the other sequences of its request."""
         return self.caching or (self.sharing and sequence.request.has_several)
 
-    def _extend_keys(self, sequence: Sequence) -> None:
-        if sequence.token_ids is None:
-            return
-        request = sequence.request
-        root = b"" if self.caching else private_root_key(request.request, request.order)
-        size, known = self.block_size, sequence.num_committed
-        if len(sequence.keys) < known // size:
-            extend_keys(sequence.keys, sequence.token_ids, known, size, request.request, root)
+    def extend_keys(self, sequence: Sequence) -> None:
+        """Give a sequence the keys of its full blocks, if its blocks have keys."""
+        num_blocks = sequence.num_committed // self.block_size
+        if len(sequence.keys) < num_blocks and self._has_keys(sequence):
+            self.key_maker.extend(sequence, num_blocks)
 
     def ids_of(self, sequence: Sequence, index: int) -> bytes | None:
         """The ids of one block, packed; None for a sequence known by length only."""

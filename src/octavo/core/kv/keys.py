@@ -1,6 +1,6 @@
 """Keys of full KV blocks: a chain of digests over token ids, salted by everything else that changes KV.
 
-Owns: the key function. Does not: store keys or blocks.
+Owns: the key function, and where a sequence's keys come from. Does not: store blocks.
 Invariant: equal keys mean equal parent, ids, adapter, media and salt, up to a 128-bit collision of
 BLAKE2b (RFC 7693), which the pool's comparison of ids catches where ids are known.
 """
@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from array import array
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from octavo.core.request import Request, Span
+
+if TYPE_CHECKING:
+    from octavo.core.request import Sequence
 
 KEY_BYTES = 16
 
@@ -57,3 +61,35 @@ def prompt_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
     if request.prompt_token_ids is not None:
         extend_keys(keys, request.prompt_token_ids, request.num_prompt_tokens, block_size, request)
     return tuple(keys)
+
+
+class KeyMaker:
+    """Gives sequences the keys of their full blocks: those that came with the request, then digests of ids.
+
+    Of a request known by length only, keys behind the prompt's full blocks are those of its first choice's outputs.
+    Without caching across requests every key is one that only its own request has.
+    """
+
+    __slots__ = ("block_size", "caching")
+
+    def __init__(self, block_size: int, caching: bool) -> None:
+        self.block_size = block_size
+        self.caching = caching
+
+    def extend(self, sequence: Sequence, num_blocks: int) -> None:
+        """Give a sequence the keys of its first `num_blocks` blocks (of committed ids), or as many as are known."""
+        keys, ids, state = sequence.keys, sequence.token_ids, sequence.request
+        request, size = state.request, self.block_size
+        if request.block_keys is not None and (self.caching or ids is None):
+            known = num_blocks
+            if ids is None and (sequence.choice or state.beams is not None):
+                known = min(num_blocks, sequence.num_prompt // size)
+            given = request.block_keys[len(keys) : known]
+            keys.extend(given if self.caching else (self._private(state.order, key) for key in given))
+        if ids is not None and len(keys) < num_blocks:
+            root = b"" if self.caching else private_root_key(request, state.order)
+            extend_keys(keys, ids, num_blocks * size, size, request, root)
+
+    @staticmethod
+    def _private(order: int, key: bytes) -> bytes:
+        return blake2b(b"private" + key + order.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
