@@ -1,8 +1,7 @@
-"""The simulator against measured runs of vLLM: as near as docs/fidelity.md says. Skipped where the data is not there."""
+"""The simulator against measured runs of vLLM: as near as docs/fidelity.md says. Skipped without the data."""
 
 import numpy as np
 import pytest
-
 from tools.fidelity import vllm_runs
 from tools.fidelity.closeness import Times, table
 
