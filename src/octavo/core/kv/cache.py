@@ -254,9 +254,12 @@ class KVCache:
                 pool.release(source)
                 self.effects.copy(slot, group, source, block)
                 edits.extend((slot, group, index, block))
-            for index in range(len(table), wanted):
-                table.append(block := self.allocate(group))
-                edits.extend((slot, group, index, block))
+            first, count = len(table), wanted - len(table)
+            if count > 0:
+                is_plain = len(pool.free.plain) >= count
+                table += pool.allocate_plain(count) if is_plain else [self.allocate(group) for _ in range(count)]
+                for index in range(first, wanted):
+                    edits.extend((slot, group, index, table[index]))
         self.resize(sequence)
 
     def trim(self, sequence: Sequence) -> list[tuple[int, int]]:
@@ -302,10 +305,7 @@ class KVCache:
     def release_device(self, sequence: Sequence) -> None:
         """Give back the device's blocks, the tail first, so that the head of a chain is evicted last."""
         for pool, table in zip(self.pools, sequence.tables, strict=True):
-            while table:
-                block = table.pop()
-                if block != NO_BLOCK:
-                    pool.release(block)
+            pool.release_table(table)
 
     @property
     def may_load(self) -> bool:

@@ -51,6 +51,16 @@ class BlockPool:
         self.references[block] = 1
         return block
 
+    def allocate_plain(self, count: int) -> list[int]:
+        """Take so many blocks as `allocate` would, one by one; there must be as many without a key."""
+        plain, references = self.free.plain, self.references
+        blocks = plain[-count:]
+        del plain[-count:]
+        blocks.reverse()
+        for block in blocks:
+            references[block] = 1
+        return blocks
+
     def share(self, block: int) -> None:
         """Add a reference to a block that is referenced or cached."""
         if self.references[block] == 0:
@@ -66,6 +76,26 @@ class BlockPool:
         if count == 0:
             self.free.add(block, self.key_of[block] is not None)
             self.num_freed += 1
+
+    def release_table(self, table: list[int]) -> None:
+        """Empty a table from its tail, as `release` does one by one (long sequences have hundreds); -1 is no block."""
+        references, key_of = self.references, self.key_of
+        add_plain, cached, num_freed = self.free.plain.append, self.free.cached, 0
+        while table:
+            block = table.pop()
+            if block < 0:
+                continue
+            count = references[block] - 1
+            if count < 0:
+                raise InvariantError(f"block {block} is released but nobody holds it")
+            references[block] = count
+            if not count:
+                num_freed += 1
+                if key_of[block] is None:
+                    add_plain(block)
+                else:
+                    cached[block] = None
+        self.num_freed += num_freed
 
     def touch(self, block: int) -> None:
         """Count a cached, unreferenced block as just used."""
