@@ -23,6 +23,7 @@ from octavo.config import Config
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.async_llm import AsyncEngine
+from octavo.engine.biographies import write_biographies
 from octavo.engine.grammars import Grammars
 from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
@@ -102,7 +103,8 @@ def open_engine(
     grammars = Grammars(GrammarBank(vocabulary)) if capacity.has_masks else Grammars()
     loop = EngineLoop(scheduler, executor, depth=config.execution.depth, grammars=grammars)
     collect(loop, scheduler, config.statistics)
-    show(loop, scheduler, config.model.served_model_name or config.model.model)
+    write_biographies(loop, scheduler, config.statistics)
+    show(loop, scheduler, config.model.served_model_name or config.model.model, capacity.device)
     return loop, capacity
 
 

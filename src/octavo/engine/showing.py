@@ -18,10 +18,12 @@ from octavo.trace.frames.ring import FrameRing
 _LOG = logging.getLogger(__name__)
 
 
-def show(loop: EngineLoop, scheduler: Scheduler, model: str) -> FrameRing:
+def show(loop: EngineLoop, scheduler: Scheduler, model: str, device: str = "") -> FrameRing:
     """Watch a loop, and give it the verb `frames`. Call before it starts, and behind statistics.collect."""
     began = time.time() - loop.clock.now()
-    ring = FrameRing(scheduler, Source("live", model, began, secrets.token_hex(4)), loop.clock.now, loop.step_times)
+    ring = FrameRing(
+        scheduler, Source("live", model, began, secrets.token_hex(4), device), loop.clock.now, loop.step_times
+    )
 
     def frames(cursor: str) -> object:
         try:

@@ -23,13 +23,14 @@ _KINDS = {kind: kind.name.lower() for kind in EventKind}
 class Source:
     """What a stream is of. `kind` is live, recording or simulation; `began` the clock's zero in seconds since 1970.
 
-    `life` tells one engine's stream from the next one's.
+    `life` tells one engine's stream from the next one's; `device` is what computes, in words.
     """
 
     kind: str
     model: str = ""
     began: float | None = None
     life: str = ""
+    device: str = ""
 
 
 def head_frame(source: Source, limits: Limits, places: Places, now: float) -> Frame:
@@ -41,6 +42,7 @@ def head_frame(source: Source, limits: Limits, places: Places, now: float) -> Fr
         "source": source.kind,
         "began": source.began,
         "life": source.life,
+        "device": source.device,
         "t": round(now, 6),
         "limits": {
             "block_size": limits.block_size,

@@ -15,7 +15,7 @@ from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, St
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 
-Arrival = tuple[str, float, str, int, int]  # name, arrival, tenant, prompt tokens, priority
+Arrival = tuple[str, float, str, int, int, int | None]  # name, arrival, tenant, prompt tokens, priority, max_tokens
 Taken = tuple[int, str, int, int]  # slot, request, choice, prompt tokens
 
 
@@ -69,27 +69,27 @@ class Record(NamedTuple):
 
 
 _NO_INTS: array[int] = array("i")
-_OVER = (EventKind.ADMITTED, EventKind.RESUMED, EventKind.FINISHED)
 
 
 class Waiting:
-    """Who was last told to wait for what, as the decisions say; O(1) a decision."""
+    """How many were last told to wait for what, as the decisions say; O(1) a decision."""
 
     def __init__(self) -> None:
-        self.told: dict[str, Event] = {}  # the decision to let it wait
+        self._told: dict[str, WaitReason] = {}
         self._counts = [0] * len(WaitReason)
 
     def decided(self, decisions: Sequence[Event]) -> None:
         """Follow decisions, in order."""
         for event in decisions:
             kind = event.kind
-            if kind == EventKind.DEFERRED:
-                self._forget(event.request_id)
-                if event.reason is not None:
-                    self.told[event.request_id] = event
-                    self._counts[event.reason] += 1
-            elif kind in _OVER or kind == EventKind.PREEMPTED:
-                self._forget(event.request_id)
+            if kind == EventKind.CHUNKED or kind == EventKind.CHOICE_FINISHED:
+                continue
+            old = self._told.pop(event.request_id, None)
+            if old is not None:
+                self._counts[old] -= 1
+            if kind == EventKind.DEFERRED and event.reason is not None:
+                self._told[event.request_id] = event.reason
+                self._counts[event.reason] += 1
 
     def by_reason(self, num_waiting: int) -> dict[str, int]:
         """Waiting requests per reason; those never told one stand behind others."""
@@ -98,11 +98,6 @@ class Waiting:
         if rest > 0:
             counts["behind"] = counts.get("behind", 0) + rest
         return counts
-
-    def _forget(self, name: str) -> None:
-        old = self.told.pop(name, None)
-        if old is not None and old.reason is not None:
-            self._counts[old.reason] -= 1
 
 
 class Recorder:
@@ -126,7 +121,8 @@ class Recorder:
 
     def admitted(self, request: Request) -> None:
         """A request was taken."""
-        asked = request.request_id, request.arrival, request.tenant, request.num_prompt_tokens, request.priority
+        most = request.params.max_tokens
+        asked = request.request_id, request.arrival, request.tenant, request.num_prompt_tokens, request.priority, most
         self._arrivals.append(asked)
 
     def decided(self, decisions: tuple[Event, ...]) -> None:

@@ -11,6 +11,7 @@ import sys
 from array import array
 from base64 import b64encode
 
+from octavo.core.explaining import find_barrier, reason_of, shortage_of
 from octavo.core.kv.matching import NO_BLOCK
 from octavo.core.kv.pool import BlockPool
 from octavo.core.request import RequestState, Sequence
@@ -33,23 +34,23 @@ _Read = dict[int, tuple[Sequence, int, int]]
 
 def queue_frame(state: State, waiting: Waiting, now: float) -> Frame:
     """Who waits, for what."""
-    num_waiting = len(state.waiting)
+    num_waiting, barrier = len(state.waiting), find_barrier(state)
     return {
         "k": "queue",
         "t": round(now, 6),
         "total": num_waiting,
         "reasons": waiting.by_reason(num_waiting),
-        "top": [_waiter(entry, waiting, now) for entry in state.waiting.first(MAX_TOP)],
+        "top": [_waiter(state, entry, barrier, now) for entry in state.waiting.first(MAX_TOP)],
     }
 
 
-def _waiter(entry: RequestState, waiting: Waiting, now: float) -> list[object]:
-    asked, told = entry.request, waiting.told.get(entry.name)
-    reason, needed, available = "behind", 0, 0
-    if told is not None and told.reason is not None:
-        reason, needed, available = told.reason.name.lower(), told.needed, told.available
-    known = max(sequence.num_known for sequence in entry.sequences) if entry.sequences else asked.num_prompt_tokens
-    return [entry.name, asked.tenant, reason, needed, available, round(max(0.0, now - asked.arrival), 3), known]
+def _waiter(state: State, entry: RequestState, barrier: RequestState | None, now: float) -> list[object]:
+    asked, short = entry.request, shortage_of(state, entry)
+    reason = reason_of(state, entry, barrier)
+    numbers = (short.needed, short.available) if short is not None and short.reason == reason else (0, 0)
+    known = max([sequence.num_known for sequence in entry.sequences], default=asked.num_prompt_tokens)
+    waited = round(max(0.0, now - asked.arrival), 3)
+    return [entry.name, asked.tenant, reason.name.lower(), *numbers, waited, known]
 
 
 class BlockMap:
