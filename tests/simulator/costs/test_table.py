@@ -130,6 +130,12 @@ def test_a_share_is_never_more_than_all_and_unknown_buckets_have_the_mean() -> N
         Skew([{"pc": "0", **labels, "n_label": "many", "alpha": "0", "n_samples": "1"}])
 
 
+def test_without_skew_the_fast_path_equals_the_slow_one(tmp_path: Path) -> None:
+    costs = cost_model(write(tmp_path))
+    assert costs.decode_s is not None
+    assert costs.decode_s(3, 99, 50) == costs.step_s(StepShape([16, 33, 50], [], 3))
+
+
 def test_a_prefix_names_one_table_of_several_and_files_may_be_compressed(tmp_path: Path) -> None:
     for name, text in (("dense.csv", DENSE), ("per_sequence.csv", PER_SEQUENCE), ("attention.csv", ATTENTION)):
         (tmp_path / f"card__{name}.gz").write_bytes(gzip.compress(text.encode()))

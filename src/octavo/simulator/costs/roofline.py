@@ -52,14 +52,22 @@ class Roofline:
         self.device = device
         self._tp = tp
         self._bandwidth = device.bandwidth * share.bandwidth * tp
-        self._flops = device.flops(model.linear_bytes) * share.matmul * tp
-        self._head_flops = device.flops(model.head_bytes / model.head_weights) * share.matmul * tp
+        self._read_s = model.dense_weights * model.linear_bytes / self._bandwidth
+        self._expert_s = model.expert_weights * model.linear_bytes / self._bandwidth
+        width = 6 * model.hidden_size + 3 * (model.active_experts * model.expert_size or model.intermediate_size)
+        self._activation_s = 2 * width / self._bandwidth
+        used = model.dense_weights + model.active_experts * model.expert_weights
+        self._product_s = 2 * used / (device.flops(model.linear_bytes) * share.matmul * tp)
+        head_flops = device.flops(model.head_bytes / model.head_weights) * share.matmul * tp
+        self._head_read_s = model.head_bytes / self._bandwidth
+        self._head_product_s = 2 * model.head_weights / head_flops
         kv_tp = min(tp, model.num_kv_heads)  # beyond it heads' keys are read twice
         self._kv_s = model.kv_bytes_per_token_layer / (device.bandwidth * share.attention_bandwidth * kv_tp)
         self._score_s = 4 * model.num_heads * model.head_dim / (device.flops16 * share.attention * tp)
         self._link_bandwidth = device.link_bandwidth * share.link
         self._block_bytes = model.kv_bytes_per_token * block_size / kv_tp
         self._windows = _count_windows(model)
+        self._decodes: dict[int, float] = {}  # of steps in which every token is a sample's: one entry per batch size
         self.decode_s: Callable[[int, int, int], float] | None = None if model.windows else self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
@@ -79,19 +87,19 @@ class Roofline:
 
     def _linear_s(self, tokens: int, samples: int) -> float:
         """Projections, feed-forward, output head, the gaps between kernels, and what devices tell each other."""
-        model, device = self.model, self.device
         if not tokens:
-            return device.step_s
-        experts = _distinct(model.num_experts, model.active_experts * tokens)
-        read = model.dense_weights + experts * model.expert_weights
-        used = model.dense_weights + model.active_experts * model.expert_weights
-        activations = 2 * tokens * (6 * model.hidden_size + 3 * (model.intermediate_size or model.expert_size))
-        layer = max(
-            (read * model.linear_bytes + activations) / self._bandwidth,
-            2 * tokens * used / self._flops,
-        )
-        head = max(model.head_bytes / self._bandwidth, 2 * samples * model.head_weights / self._head_flops)
-        return model.num_layers * (layer + device.kernel_s + 2 * self._reduce_s(tokens)) + head + device.step_s
+            return self.device.step_s
+        known = self._decodes.get(tokens) if tokens == samples else None
+        if known is not None:
+            return known
+        read_s = self._read_s + _distinct(self.model.num_experts, self.model.active_experts * tokens) * self._expert_s
+        layer = max(read_s + tokens * self._activation_s, tokens * self._product_s)
+        head = max(self._head_read_s, samples * self._head_product_s)
+        layers = self.model.num_layers * (layer + self.device.kernel_s + 2 * self._reduce_s(tokens))
+        time_s = layers + head + self.device.step_s
+        if tokens == samples:
+            self._decodes[tokens] = time_s
+        return time_s
 
     def _attention_s(self, shape: StepShape, window: int | None) -> float:
         """One layer's attention: what is read and what is multiplied, of decode rows and of chunks."""

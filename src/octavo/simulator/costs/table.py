@@ -9,6 +9,7 @@ rows in the table, the others add what they take by themselves beyond the least 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 
 from octavo.errors import ConfigError
@@ -24,9 +25,10 @@ TWICE = ("layernorm",)
 
 
 class Table:
-    """A CostModel of measured operators (tensors shared by `profile.tp` devices, as they were measured)."""
+    """A CostModel of measured operators (tensors shared by `profile.tp` devices, as they were measured).
 
-    decode_s = None  # depends on the least length, too: plans are looked at as they are
+    `decode_s` is as Roofline's; None with skew_fit.csv.
+    """
 
     def __init__(self, files: TableFiles) -> None:
         profile = files.profile
@@ -51,6 +53,8 @@ class Table:
         self._least_chunk_s = self._chunks.at(1, 0, 0, 0)
         self._skew = Skew(files.skew)
         self._linear: dict[int, float] = {}
+        # With shares of skew a step depends on its least length, too: such plans are looked at as they are.
+        self.decode_s: Callable[[int, int, int], float] | None = None if files.skew else self._decode_s
 
     def step_s(self, shape: StepShape) -> float:
         """Seconds on the device."""
@@ -65,6 +69,12 @@ class Table:
         """Seconds of the host, as the profile says."""
         del shape
         return self._profile.host_s
+
+    def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
+        del kv_max
+        per_row = sum(times.at(num_rows) for times in self._per_sequence)
+        attention = self._profile.num_layers * self._decodes.at(0, num_rows, 0, kv_sum / num_rows)
+        return self._linear_s(num_rows) + attention + per_row + self._profile.step_s
 
     def _linear_s(self, tokens: int) -> float:
         """All operators whose time is a function of the step's tokens, and the all-reduces behind them."""
