@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench compare": ("octavo.cli.bench_compare", "measure this engine beside others on the same workloads"),
     "bench kernel": ("octavo.cli.bench_kernel", "measure the kernels of a step, each alone"),
     "bench scheduler": ("octavo.cli.bench_scheduler", "measure the scheduler alone: plan, commit, admission"),
+    "simulate": ("octavo.cli.simulate", "predict how engines would serve a workload, without running a model"),
     "plan": ("octavo.cli.plan", "what a model takes and how much fits, without loading it"),
     "ps": ("octavo.cli.ps", "list the servers that run here"),
     "stop": ("octavo.cli.stop", "end a server that runs here, once its open requests are done"),

@@ -1,0 +1,262 @@
+"""`octavo simulate`: a workload through the real scheduler, on predicted durations, in a fraction of the time.
+
+Owns: the flags, running each policy, the files that are written. Does not: simulate (simulator) or lay out (report).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.flags import UsageError, add_settings, config_from, whole
+from octavo.cli.simulate_output import lines, remarks, workload_help, write_requests
+from octavo.cli.simulate_watchers import Watchers
+from octavo.config import Config
+from octavo.core.limits import Limits
+from octavo.errors import ConfigError
+from octavo.simulator.arrival import Arrival
+from octavo.simulator.blueprint import describe, make_limits
+from octavo.simulator.costs import Hardware, cost_model
+from octavo.simulator.report import Case, page
+from octavo.simulator.routers import ROUTERS
+from octavo.simulator.run import Failure, Run, Setup, simulate
+from octavo.simulator.summary import read_objectives, summarise
+from octavo.simulator.workloads import Shaping, Workload, open_workload
+from octavo.simulator.workloads.shaping import TOO_LONG
+
+DEFAULT_WORKLOAD = "poisson:rate=4,lengths=azure_conv,requests=2000"
+MAX_POLICIES = 16
+PROGRESS_S = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    group = parser.add_argument_group("what is asked")
+    group.add_argument(
+        "--workload", "-w", action="append", metavar="W",
+        help=f"KIND:... or a recording's folder; several are merged; --workload help lists kinds [{DEFAULT_WORKLOAD}]",
+    )  # fmt: skip
+    group.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="requests come X times as fast [1]")
+    group.add_argument("--limit", type=whole, metavar="N", help="at most so many requests")
+    group.add_argument("--start", type=float, default=0.0, metavar="S", help="leave out what comes before [0]")
+    group.add_argument("--end", type=float, default=float("inf"), metavar="S", help="leave out what comes from then on")
+    group.add_argument(
+        "--too-long", default=TOO_LONG[0], choices=TOO_LONG,
+        help="of requests longer than the model: refuse as a server does, clip, drop [refuse]",
+    )  # fmt: skip
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of workloads and routers [0]")
+    group = parser.add_argument_group("what serves it")
+    group.add_argument(
+        "--model", default="llama-3.1-8b", metavar="M", help="a shape known by name, or a model [llama-3.1-8b]"
+    )
+    group.add_argument("--max-model-len", type=whole, metavar="N", help="longest prompt + output [the model's]")
+    group.add_argument("--device", default="h100", metavar="D", help="a device by name, or this [h100]")
+    group.add_argument("--tp", type=whole, default=1, metavar="N", help="devices of one replica [1]")
+    group.add_argument("--cost", default="roofline", metavar="C", help="roofline, table:DIR or fitted:FILE [roofline]")
+    group.add_argument(
+        "--price", type=float, metavar="X", help="dollars an hour of one device [what it is often rented for]"
+    )
+    group.add_argument("--depth", type=whole, default=1, metavar="N", help="plans in flight, 1 or 2 [1]")
+    group.add_argument("--replicas", type=whole, default=1, metavar="N", help="engines behind a router [1]")
+    group.add_argument(
+        "--router", default="round_robin", choices=tuple(ROUTERS), help="who gets a request [round_robin]"
+    )
+    group.add_argument(
+        "--max-waiting", type=whole, default=0, metavar="N", help="requests that wait at most; 0 = no bound"
+    )
+    group.add_argument(
+        "--fail", action="append", default=[], metavar="R@T+S", help="replica R dies at T seconds, back S seconds later"
+    )
+    group.add_argument(
+        "--tenant-weight", action="append", default=[], metavar="T=W", help="a tenant's share under fair"
+    )
+    group = parser.add_argument_group("what is told")
+    group.add_argument("--objective", default="", metavar="O", help="seconds to keep, as in ttft=1.0,tpot=0.05")
+    group.add_argument("--json", metavar="FILE", help="all figures as JSON; - prints them instead of the table")
+    group.add_argument("--html", metavar="FILE", help="a report with plots, one file")
+    group.add_argument("--requests", metavar="FILE", help="what became of each request, as CSV")
+    group.add_argument("--page", metavar="FILE", help="the dashboard's page playing the first replica's steps")
+    group.add_argument("--perfetto", metavar="FILE", help="the first replica's steps for ui.perfetto.dev")
+    group.add_argument(
+        "--fast-forward", action=argparse.BooleanOptionalAction, default=True,
+        help="compute unchanged decode steps together; the outcome is the same [on]",
+    )  # fmt: skip
+    add_settings(parser, ("scheduling", "cache"))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that the flags say: the workload, one limit for each policy, and what every run shares."""
+
+    workload: Workload
+    hardware: Hardware
+    limits: list[Limits]
+    setup: Setup
+    objectives: dict[str, float]
+    price: float
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate each policy; print and write what came of it."""
+    if args.workload and args.workload[0] in ("help", "list"):
+        print("\n".join(workload_help()))
+        return 0
+    plan = make_plan(args)
+    cases: list[Case] = []
+    for limits in plan.limits:
+        watchers = Watchers(plan.hardware.model.name, args.page, args.perfetto)
+        setup = replace(plan.setup, limits=limits, make_sink=watchers.make_sink if watchers.is_wanted else None)
+        done = _simulate(plan.workload, setup, limits.policy)
+        facts = summarise(done, plan.objectives, plan.price)
+        cases.append(Case.of(limits.policy, done, facts))
+        if args.requests:
+            write_requests(_own_path(args.requests, limits.policy, len(plan.limits)), done)
+        watchers.write()
+    _tell(args, plan, cases)
+    return 0
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Read the flags. Raises ConfigError for what is not understood or makes no sense."""
+    config = config_from(args)
+    if args.tp < 1 or args.tp > 64:
+        raise UsageError(f"--tp is {args.tp}; give 1 to 64")
+    if args.price is not None and args.price < 0:
+        raise UsageError(f"--price is {args.price}; give 0 or more")
+    if (args.page or args.perfetto) and "," in config.scheduling.policy:
+        raise UsageError("--page and --perfetto show one policy; give one, or leave them out")
+    hardware = Hardware.of(args.model, args.device, args.tp, config.cache.block_size)
+    limits = _limits(args, config, hardware)
+    longest = limits[0].max_model_len
+    shaping = Shaping(args.seed, args.rate_scale, args.start, args.end, args.limit, longest, args.too_long)
+    workload = open_workload(args.workload or [DEFAULT_WORKLOAD], shaping)
+    setup = Setup(
+        limits[0], cost_model(args.cost, hardware), args.depth, args.replicas, args.router,
+        failures=tuple(map(_read_failure, args.fail)), max_waiting=args.max_waiting,
+        fast_forward=args.fast_forward, sample_s=1.0, seed=args.seed,
+    )  # fmt: skip
+    price = (hardware.device.price if args.price is None else args.price) * args.tp
+    return Plan(workload, hardware, limits, setup, read_objectives(args.objective), price)
+
+
+def _limits(args: argparse.Namespace, config: Config, hardware: Hardware) -> list[Limits]:
+    names = [name.strip() for name in config.scheduling.policy.split(",")]
+    if len(names) > MAX_POLICIES or len(names) != len({*names}):
+        raise UsageError(f"--policy is {config.scheduling.policy!r}; give each of at most {MAX_POLICIES} once")
+    weights = tuple(map(_read_weight, args.tenant_weight))
+    return [
+        make_limits(
+            hardware, replace(config.scheduling, policy=name), config.cache,
+            max_model_len=args.max_model_len, tenant_weights=weights,
+        )
+        for name in names
+    ]  # fmt: skip
+
+
+def _simulate(workload: Workload, setup: Setup, label: str) -> Run:
+    """Run, with a line that tells how far it is where somebody looks."""
+    if not sys.stderr.isatty():
+        done = simulate(workload, setup)
+    else:
+        done = simulate(_counted(workload, label), setup)
+        print(f"\r{' ' * 72}\r", end="", file=sys.stderr)
+    if not len(done.outcomes):
+        raise ConfigError(f"workload {workload.name!r} has no request here; look at --start, --end and --too-long")
+    return done
+
+
+def _counted(workload: Workload, label: str) -> Iterator[Arrival]:
+    begun = shown = time.monotonic()
+    for number, arrival in enumerate(workload):
+        now = time.monotonic()
+        if now - shown >= PROGRESS_S:
+            shown = now
+            told = f"{label}: {number:,} requests came in {now - begun:.0f} s"
+            print(f"\r{told:72.72}", end="", file=sys.stderr, flush=True)
+        yield arrival
+
+
+def _tell(args: argparse.Namespace, plan: Plan, cases: list[Case]) -> None:
+    told = settings(args, plan)
+    noted = remarks(plan.workload.notes.counts, cases)
+    if args.json:
+        text = json.dumps(_facts(plan, told, cases), indent=1) + "\n"
+        if args.json == "-":
+            print(text, end="")
+        else:
+            _write(args.json, text)
+    if args.json != "-":
+        print("\n".join(lines(told, noted, cases)))
+    if args.html:
+        title = f"{plan.hardware.model.name} on {plan.setup.replicas} x {plan.hardware.device.name}"
+        _write(args.html, page(f"Simulation: {title}", cases, told, noted))
+
+
+def settings(args: argparse.Namespace, plan: Plan) -> dict[str, str]:
+    """What was simulated, in words."""
+    setup, shaping = plan.setup, plan.workload.shaping
+    told = {"workload": plan.workload.name, **describe(plan.hardware, plan.limits[0])}
+    told |= {"policy": ", ".join(limits.policy for limits in plan.limits), "cost model": setup.costs.name}
+    told |= {"replicas": f"{setup.replicas}", "plans in flight": f"{setup.depth}", "seed": f"{args.seed}"}
+    if setup.replicas > 1:
+        told["router"] = setup.router
+    if shaping.rate_scale != 1:
+        told["rate"] = f"times {shaping.rate_scale:g}"
+    if shaping.start or args.end != float("inf"):
+        told["window"] = f"{shaping.start:g} to {args.end:g} s of the workload"
+    if args.limit:
+        told["limit"] = f"{args.limit:,} requests"
+    if setup.failures:
+        told["failures"] = ", ".join(args.fail)
+    if plan.price:
+        told["price"] = f"${plan.price:g} an hour for each replica"
+    if plan.objectives:
+        told["objectives"] = ", ".join(f"{name} <= {bound:g} s" for name, bound in plan.objectives.items())
+    return told
+
+
+def _facts(plan: Plan, told: dict[str, str], cases: list[Case]) -> dict[str, Any]:
+    return {
+        "settings": told,
+        "notes": plan.workload.notes.counts,
+        "runs": {case.label: case.facts for case in cases},
+    }
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); give a path in a folder that exists") from None
+
+
+def _own_path(path: str, policy: str, count: int) -> str:
+    """One file for each policy where there are several: requests.csv, requests.fair.csv, ..."""
+    return path if count == 1 else str(Path(path).with_suffix(f".{policy}{Path(path).suffix}"))
+
+
+def _read_failure(text: str) -> Failure:
+    replica, at, rest = text.partition("@")
+    moment, plus, restart = rest.partition("+")
+    try:
+        if at:
+            return Failure(int(replica), float(moment), float(restart) if plus else None)
+    except ValueError:
+        pass
+    raise UsageError(f"--fail is {text!r}; give REPLICA@SECONDS+SECONDS, as in 0@60+30, or without + for ever")
+
+
+def _read_weight(text: str) -> tuple[str, float]:
+    tenant, equals, weight = text.rpartition("=")
+    try:
+        if equals and tenant:
+            return tenant, float(weight)
+    except ValueError:
+        pass
+    raise UsageError(f"--tenant-weight is {text!r}; give TENANT=WEIGHT, such as batch=0.5")

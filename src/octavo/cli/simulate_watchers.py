@@ -1,0 +1,85 @@
+"""What looks at the first replica of a simulation: the dashboard's frames, and a file for Perfetto.
+
+Owns: making the sinks for that replica alone, and writing what they saw. Does not: draw (dashboard, trace.perfetto).
+"""
+
+from __future__ import annotations
+
+from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
+from octavo.core.request import Request
+from octavo.core.scheduler import Scheduler
+from octavo.dashboard.page import write_page
+from octavo.errors import ConfigError
+from octavo.trace.frames.encode import Frame, Source
+from octavo.trace.frames.sink import FrameSink
+from octavo.trace.perfetto import PerfettoSink, TraceFile
+from octavo.trace.sink import EventSink
+
+
+class Watchers:
+    """Sinks for the first scheduler that is made; the others get one that looks at nothing."""
+
+    def __init__(self, model: str, page: str | None, perfetto: str | None) -> None:
+        self._model = model
+        self._page, self._perfetto = page, perfetto
+        self._frames: list[Frame] = []
+        self._frame_sink: FrameSink | None = None
+        self._trace: tuple[TraceFile, PerfettoSink] | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody looks, which makes every step be planned by itself."""
+        return self._page is not None or self._perfetto is not None
+
+    def make_sink(self, scheduler: Scheduler) -> EventSink:
+        """The sink of one more scheduler."""
+        sinks: list[EventSink] = []
+        if self._page is not None and self._frame_sink is None:
+            self._frame_sink = FrameSink(scheduler, self._frames.append, Source("simulation", self._model))
+            sinks.append(self._frame_sink)
+        if self._perfetto is not None and self._trace is None:
+            try:
+                file = TraceFile(self._perfetto, {"model": self._model, "source": "simulation"})
+            except OSError as error:
+                raise _unwritable(self._perfetto, error) from None
+            self._trace = file, PerfettoSink(scheduler, file.write)
+            sinks.append(self._trace[1])
+        return _Several(sinks)
+
+    def write(self) -> None:
+        """Write what was seen, once the simulation is over."""
+        if self._frame_sink is not None and self._page is not None:
+            self._frame_sink.end()
+            try:
+                write_page(self._frames, self._page)
+            except OSError as error:
+                raise _unwritable(self._page, error) from None
+        if self._trace is not None:
+            self._trace[1].end()
+            self._trace[0].close()
+
+
+class _Several:
+    """Tells each of them."""
+
+    def __init__(self, sinks: list[EventSink]) -> None:
+        self._sinks = sinks
+
+    def admitted(self, request: Request) -> None:
+        """A request was taken."""
+        for sink in self._sinks:
+            sink.admitted(request)
+
+    def decided(self, decisions: tuple[Event, ...]) -> None:
+        """Decisions were made."""
+        for sink in self._sinks:
+            sink.decided(decisions)
+
+    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        """A plan was committed."""
+        for sink in self._sinks:
+            sink.stepped(plan, outcome, events)
+
+
+def _unwritable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be written ({error.strerror}); give a path in a folder that exists")

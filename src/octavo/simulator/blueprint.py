@@ -1,0 +1,100 @@
+"""From settings as `octavo serve` takes them, a model and devices to what the scheduler of a replica is made with.
+
+Owns: the pool's size, the defaults that depend on the device, the words that describe an engine.
+Does not: parse flags (cli), or know a model's or a device's facts (costs).
+"""
+
+from __future__ import annotations
+
+from octavo.config import CacheConfig, SchedulingConfig
+from octavo.core.limits import Limits
+from octavo.errors import ConfigError
+from octavo.plugins import find_policy
+from octavo.simulator.costs import Hardware
+
+# Tokens in a step, sequences: what an engine takes where nobody says, as in assembly.
+CPU_DEFAULTS, GPU_DEFAULTS = (512, 32), (8192, 256)
+
+
+def make_limits(
+    hardware: Hardware,
+    scheduling: SchedulingConfig,
+    cache: CacheConfig,
+    *,
+    max_model_len: int | None = None,
+    tenant_weights: tuple[tuple[str, float], ...] = (),
+) -> Limits:
+    """The numbers of one replica's scheduler. Raises ConfigError, also where the weights leave no room."""
+    batch_tokens, sequences = CPU_DEFAULTS if hardware.device.is_measured else GPU_DEFAULTS
+    max_batch_tokens = scheduling.max_batch_tokens or batch_tokens
+    length = max_model_len or hardware.model.max_model_len
+    if length > hardware.model.max_model_len:
+        raise ConfigError(
+            f"--max-model-len is {length}; {hardware.model.name} has positions for {hardware.model.max_model_len}"
+        )
+    return Limits(
+        block_size=cache.block_size,
+        num_blocks=(_num_blocks(hardware, cache, max_batch_tokens),),
+        max_model_len=length,
+        vocab_size=hardware.model.vocab_size,
+        max_batch_tokens=max_batch_tokens,
+        max_sequences=scheduling.max_sequences or sequences,
+        policy=find_policy(scheduling.policy),
+        headroom=scheduling.headroom,
+        chunked_prefill=scheduling.chunked_prefill,
+        max_partial_prefills=scheduling.max_partial_prefills,
+        long_prefill_threshold=scheduling.long_prefill_threshold,
+        prefix_caching=cache.enable_prefix_caching,
+        block_sharing=cache.block_sharing,
+        max_kv_read=scheduling.max_kv_read,
+        max_bypass=scheduling.max_bypass,
+        preemption=cache.preemption,
+        host_blocks=_host_blocks(hardware, cache),
+        host_load_min_tokens=cache.host_load_min_tokens,
+        composition=scheduling.composition,
+        max_prefill_run=scheduling.max_prefill_run,
+        tenant_weights=tenant_weights,
+    )
+
+
+def describe(hardware: Hardware, limits: Limits) -> dict[str, str]:
+    """The engine in words, for a report."""
+    blocks = limits.num_blocks[0]
+    told = {
+        "model": hardware.model.name,
+        "device": hardware.device.name if hardware.tp == 1 else f"{hardware.tp} x {hardware.device.name}",
+        "KV pool": f"{blocks:,} blocks of {limits.block_size} tokens, {blocks * limits.block_size:,} in all",
+        "tokens a step": f"{limits.max_batch_tokens:,}",
+        "sequences at once": f"{limits.max_sequences:,}",
+        "longest request": f"{limits.max_model_len:,} tokens",
+        "prefix cache": "on" if limits.prefix_caching else "off",
+        "chunked prefill": "on" if limits.chunked_prefill else "off",
+    }
+    if limits.host_blocks:
+        told["host tier"] = f"{limits.host_blocks[0]:,} blocks"
+    if limits.headroom is not None:
+        told["headroom"] = f"{limits.headroom:g}"
+    if limits.composition != "mixed":
+        told["steps"] = limits.composition
+    if limits.tenant_weights:
+        told["weights"] = ", ".join(f"{tenant}={weight:g}" for tenant, weight in limits.tenant_weights)
+    return told
+
+
+def _num_blocks(hardware: Hardware, cache: CacheConfig, max_batch_tokens: int) -> int:
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    if cache.kv_cache_tokens is not None:
+        return max(1, cache.kv_cache_tokens // cache.block_size)
+    if cache.kv_cache_bytes is not None:
+        count = cache.kv_cache_bytes // int(hardware.model.kv_bytes_per_token * cache.block_size)
+        if count < 1:
+            raise ConfigError(f"--kv-cache-bytes is {cache.kv_cache_bytes}; a block of {hardware.model.name} is larger")
+        return count
+    share = 0.9 if cache.memory_fraction is None else cache.memory_fraction
+    return hardware.pool_blocks(max_batch_tokens, share)
+
+
+def _host_blocks(hardware: Hardware, cache: CacheConfig) -> tuple[int, ...]:
+    count = cache.host_cache_bytes // int(hardware.model.kv_bytes_per_token * cache.block_size)
+    return (count,) if count else ()

@@ -1,0 +1,269 @@
+"""A simulation's report: one HTML file with tables and plots, which needs nothing beside it.
+
+Owns: what the page says and shows, for one setting or several side by side. Does not: compute figures (summary,
+series) or write files (cli). Invariants: no script, no network, light and dark; all text of users is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from octavo.simulator import plots, series
+from octavo.simulator.plots import DARK, LIGHT, RULES, Chart, Line, palette
+from octavo.simulator.run import ReplicaTotals, Run
+from octavo.simulator.series import Points
+from octavo.simulator.summary import METRICS, Columns, Facts
+
+MAX_TENANT_LINES = 8
+MAX_ROWS = 64
+TITLES = {"ttft": "Time to first token", "tpot": "Time per token", "e2e": "End to end", "queue": "Time in the queue"}
+
+
+@dataclass(slots=True)
+class Case:
+    """One setting's outcome, reduced to what the report shows: its figures, and its curves by name."""
+
+    label: str
+    facts: Facts
+    curves: dict[str, Points] = field(default_factory=dict)
+    services: dict[str, Points] = field(default_factory=dict)
+    replicas: list[ReplicaTotals] = field(default_factory=list)
+    duration: float = 0.0
+
+    @staticmethod
+    def of(label: str, run: Run, facts: Facts) -> Case:
+        """Reduce a run."""
+        columns, span = Columns.of(run.outcomes), run.duration
+        curves = {f"cdf {name}": series.distribution(columns.latency(name)) for name in METRICS}
+        curves |= {
+            "ttft p50": series.over_time(columns, "ttft", 50, span),
+            "ttft p99": series.over_time(columns, "ttft", 99, span),
+            "tpot p50": series.over_time(columns, "tpot", 50, span),
+            "waiting": series.waiting(columns, span),
+            "running": series.running(columns, span),
+            "memory": series.memory(run, span),
+            "output": series.output_rate(columns, span),
+            "prompt": series.prompt_rate(columns, span),
+        }
+        names = run.outcomes.tenant_names
+        listed = [names.index(name) for name in list(facts["tenants"]["by_name"])[:MAX_TENANT_LINES]]
+        services: dict[str, Points] = {}
+        if len(names) > 1:
+            curves["gap"] = series.service_gap(columns, listed, span)
+            services = {names[tenant]: series.service_points(columns, tenant, span) for tenant in listed}
+        return Case(label, facts, curves, services, run.replicas, span)
+
+
+def page(title: str, cases: Sequence[Case], settings: Mapping[str, str], remarks: Sequence[str]) -> str:
+    """The whole file."""
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        *(f'<p class="remark">{escape(remark)}</p>' for remark in remarks),
+        '<div class="top"><section><h2>Figures</h2>',
+        _figures(cases),
+        "</section><section><h2>Settings</h2>",
+        _table(("setting", "value"), [(name, value) for name, value in settings.items()], style="words"),
+        "</section></div><h2>Latencies</h2>",
+        '<div class="charts">',
+        *(plots.draw(chart) for chart in latency_charts(cases)),
+        "</div>",
+        "<h2>Over time</h2>",
+        '<div class="charts">',
+        *(plots.draw(chart) for chart in time_charts(cases)),
+        "</div>",
+        *_tenants(cases),
+        *_replicas(cases),
+        _LEGEND,
+    ]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    return f'<!doctype html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>\n' + "\n".join(
+        [*body, "</body></html>\n"]
+    )
+
+
+def latency_charts(cases: Sequence[Case]) -> list[Chart]:
+    """Distributions, one line a case."""
+    return [
+        Chart(TITLES[name], "seconds", "% of requests", _lines(cases, f"cdf {name}"), is_log=True, top=100.0)
+        for name in METRICS
+    ]
+
+
+def time_charts(cases: Sequence[Case]) -> list[Chart]:
+    """What went on, one line a case."""
+    wanted = (
+        ("ttft p50", "Time to first token, median by arrival", "seconds"),
+        ("ttft p99", "Time to first token, p99 by arrival", "seconds"),
+        ("tpot p50", "Time per token, median by arrival", "seconds"),
+        ("waiting", "Requests that wait for their first step", "requests"),
+        ("running", "Requests under way", "requests"),
+        ("memory", "KV pool held by running requests", "%"),
+        ("output", "Tokens given", "tokens/s"),
+        ("prompt", "Prompt tokens taken in", "tokens/s"),
+        ("gap", "Service between the most and the least served tenant", "tokens"),
+    )
+    charts = [Chart(title, "time, s", unit, _lines(cases, name)) for name, title, unit in wanted]
+    charts = [chart for chart in charts if any(line.points for line in chart.lines)]
+    for case in cases if len(cases) <= 4 else ():
+        if case.services:
+            lines = [
+                Line(name or "(none)", points, place) for place, (name, points) in enumerate(case.services.items())
+            ]
+            charts.append(Chart(f"Service by tenant, {case.label}", "time, s", "tokens", lines))
+    return charts
+
+
+def figures(facts: Facts) -> list[tuple[str, float | None, Callable[[float], str], int]]:
+    """Rows to compare: name, value, how it is written, and whether more (1) or less (-1) is better, 0 for neither."""
+    rows: list[tuple[str, float | None, Callable[[float], str], int]] = []
+    for name in METRICS:
+        for point in ("mean", "p50", "p90", "p95", "p99"):
+            rows.append((f"{name} {point}", facts[name][point], seconds, -1))
+    through, replicas, cache = facts["throughput"], facts["replicas"], facts["cache"]
+    if "goodput" in facts:
+        rows.append(("goodput", facts["goodput"]["share"], percent, 1))
+        rows.append(("goodput, requests/s", facts["goodput"]["requests_per_s"], plain, 1))
+    rows += [
+        ("requests served", facts["requests"]["served"], whole, 0),
+        ("requests refused", facts["requests"]["refused"], whole, -1),
+        ("requests/s", through["requests_per_s"], plain, 0),
+        ("output tokens/s", through["output_tokens_per_s"], plain, 0),
+        ("prompt tokens/s", through["prompt_tokens_per_s"], plain, 0),
+        ("device busy", replicas["busy_share"], percent, 0),
+        ("tokens a step", replicas["tokens_per_step"], plain, 0),
+        ("step", replicas["step_s"], seconds, 0),
+        ("KV pool held, mean", replicas["kv_use_mean"], percent, 0),
+        ("KV pool held, most", _share(replicas["peak_blocks_used"], replicas["num_blocks"]), percent, 0),
+        ("prefix cache hits", cache["hit_rate"], percent, 1),
+        ("preemptions", facts["preemptions"]["count"], whole, -1),
+        ("requests restarted", facts["preemptions"]["restarts"], whole, -1),
+    ]
+    if facts["tenants"]["count"] > 1:
+        rows.append(("Jain's index of service", facts["tenants"]["jain_service"], plain, 0))
+    if facts["cost"]["price_per_hour"]:
+        rows.append(("$ per million output tokens", facts["cost"]["per_million_output_tokens"], plain, -1))
+        rows.append(("$ per thousand requests", facts["cost"]["per_thousand_requests"], plain, -1))
+    return [row for row in rows if row[1] is not None]
+
+
+def seconds(value: float) -> str:
+    """A duration in the unit that suits it."""
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-3:
+        return f"{value * 1e6:.0f} us"
+    return f"{value * 1e3:.3g} ms" if abs(value) < 1 else f"{value:,.4g} s" if abs(value) < 1e4 else f"{value:,.0f} s"
+
+
+def percent(value: float) -> str:
+    """A share in per cent."""
+    return f"{100 * value:.1f} %"
+
+
+def plain(value: float) -> str:
+    """A number with four digits that count."""
+    return f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
+
+
+def whole(value: float) -> str:
+    """A count."""
+    return f"{value:,.0f}"
+
+
+def _share(part: float, of: float) -> float | None:
+    return part / of if of else None
+
+
+def _lines(cases: Sequence[Case], name: str) -> list[Line]:
+    return [Line(case.label, case.curves.get(name, []), place) for place, case in enumerate(cases)]
+
+
+def _figures(cases: Sequence[Case]) -> str:
+    """A row for each figure, a column for each case; the best of a row stands out where they differ."""
+    columns = [dict((name, (value, write, sign)) for name, value, write, sign in figures(case.facts)) for case in cases]
+    rows = []
+    for name, _, write, sign in figures(cases[0].facts):
+        values = [column.get(name, (None, write, sign))[0] for column in columns]
+        known = [value for value in values if value is not None]
+        best = max(known) if sign > 0 else min(known)
+        cells = []
+        for value in values:
+            is_best = sign and len(cases) > 1 and value == best and len(set(known)) > 1
+            text = "" if value is None else write(value)
+            cells.append(f"<b>{text}</b>" if is_best else text)
+        rows.append((escape(name), *cells))
+    return _table(("", *(escape(case.label) for case in cases)), rows, is_escaped=True)
+
+
+def _tenants(cases: Sequence[Case]) -> list[str]:
+    if cases[0].facts["tenants"]["count"] < 2:
+        return []
+    parts = ["<h2>Tenants</h2>"]
+    for case in cases:
+        rows = [
+            (name or "(none)", whole(one["requests"]), whole(one["service"]), _or_dash(one["ttft_mean"]),
+             _or_dash(one["ttft_p99"]), _or_dash(one["e2e_mean"]))
+            for name, one in list(case.facts["tenants"]["by_name"].items())[:20]
+        ]  # fmt: skip
+        parts.append(f"<h3>{escape(case.label)}</h3>")
+        parts.append(_table(("tenant", "requests", "service", "ttft mean", "ttft p99", "e2e mean"), rows))
+    return parts
+
+
+def _replicas(cases: Sequence[Case]) -> list[str]:
+    if len(cases[0].replicas) < 2:
+        return []
+    parts = ["<h2>Replicas</h2>"]
+    for case in cases:
+        rows = [
+            (str(place), whole(one.requests), percent(one.busy_s / case.duration if case.duration else 0.0),
+             whole(one.steps), whole(one.output_tokens), percent(one.hit_tokens / (one.queried_tokens or 1)),
+             whole(one.preemptions), whole(one.failures))
+            for place, one in enumerate(case.replicas[:MAX_ROWS])
+        ]  # fmt: skip
+        parts.append(f"<h3>{escape(case.label)}</h3>")
+        heads = ("replica", "requests", "busy", "steps", "output tokens", "cache hits", "preemptions", "failures")
+        parts.append(_table(heads, rows))
+    return parts
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else seconds(value)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], *, is_escaped: bool = False, style: str = "") -> str:
+    def shown(cell: Any) -> str:
+        return str(cell) if is_escaped else escape(str(cell))
+
+    head = "".join(f"<th>{shown(cell)}</th>" for cell in heads)
+    lines = "".join(f"<tr>{''.join(f'<td>{shown(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide {style}"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+_LEGEND = """<h2>What the words mean</h2>
+<p>ttft: from arrival to the first token. tpot: from the first token to the last, over the tokens after the first.
+e2e: from arrival to the last token. queue: from arrival to the first step that computed any of it. Refused requests
+have no latency and meet no objective. Service of a tenant: prompt tokens, and twice the output tokens. KV pool held:
+blocks of running requests; those kept for their prefix alone are not counted. Times come from a cost model: the
+scheduler's decisions are the real ones, the durations of its steps are predicted.</p>"""
+
+_STYLE = (
+    f":root{{color-scheme:light dark;--bg:#fff;--panel:#f6f7f8;--fg:#1c1e21;--muted:#5d636b;--grid:#e3e5e8;"
+    f"--accent:#0072b2;{palette(LIGHT)}}}"
+    f"@media(prefers-color-scheme:dark){{:root{{--bg:#17191c;--panel:#1f2226;--fg:#e8eaed;--muted:#a2a8b0;"
+    f"--grid:#33373d;--accent:#56b4e9;{palette(DARK)}}}}}"
+    "body{margin:0 auto;max-width:1440px;padding:16px 24px 48px;background:var(--bg);color:var(--fg);"
+    "font:14px/1.5 system-ui,sans-serif}h1{font-size:22px;margin:8px 0 4px}h2{font-size:16px;margin:28px 0 8px}"
+    "h3{font-size:13px;margin:14px 0 4px;color:var(--muted)}p{max-width:90ch;color:var(--muted)}"
+    ".top{display:flex;flex-wrap:wrap;gap:0 56px}.top section{min-width:0;max-width:100%}"
+    ".words th,.words td{text-align:left;white-space:normal}"
+    ".remark{margin:2px 0}.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
+    "th,td{padding:3px 14px 3px 0;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}"
+    "th:first-child,td:first-child{text-align:left}th{color:var(--muted);font-weight:500}b{color:var(--accent)}"
+    ".charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(400px,1fr));gap:14px}"
+    ".charts svg{background:var(--panel);border-radius:8px;width:100%;height:auto;padding:6px;box-sizing:border-box}"
+    f"{RULES}"
+)

@@ -1,0 +1,150 @@
+"""What a simulation looks like over its time: distributions, latencies, queue, batch, memory, service by tenant.
+
+Owns: reducing a run's columns to the few hundred points that a chart can show. Does not: draw (plots).
+Everything but memory is derived from the requests' own times, so it is exact at any scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from octavo.simulator.outcomes import NEVER
+from octavo.simulator.run import Run
+from octavo.simulator.summary import Columns
+
+NUM_BUCKETS = 160
+NUM_QUANTILES = 200
+Points = list[tuple[float, float]]
+
+
+def distribution(values: np.ndarray) -> Points:
+    """The cumulative distribution: (value, per cent of requests up to it)."""
+    ordered = np.sort(values[~np.isnan(values)])
+    if not len(ordered):
+        return []
+    shares = np.concatenate([np.linspace(0, 99, NUM_QUANTILES), [99.5, 99.9, 100]])
+    places = np.maximum(0, np.ceil(shares / 100 * len(ordered)).astype(int) - 1)
+    return _points(ordered[places], shares)
+
+
+def over_time(columns: Columns, name: str, point: float, span: float) -> Points:
+    """A percentile of a latency, by the time of arrival, in equal spans; empty spans are left out."""
+    values = columns.latency(name)
+    buckets = _buckets(columns.arrivals, span)
+    points = []
+    for bucket in range(NUM_BUCKETS):
+        low, high = np.searchsorted(buckets, (bucket, bucket + 1))
+        own = values[low:high]
+        own = own[~np.isnan(own)]
+        if len(own):
+            points.append(((bucket + 0.5) * span / NUM_BUCKETS, float(np.percentile(own, point, method="higher"))))
+    return points
+
+
+def waiting(columns: Columns, span: float) -> Points:
+    """Requests that came and were not scheduled yet."""
+    gone = np.where(columns.starts == NEVER, columns.ends, columns.starts)
+    return _level(columns.arrivals, gone, span)
+
+
+def running(columns: Columns, span: float) -> Points:
+    """Requests between their first step and their end, those preempted meanwhile among them."""
+    began = columns.starts != NEVER
+    return _level(columns.starts[began], columns.ends[began], span)
+
+
+def output_rate(columns: Columns, span: float) -> Points:
+    """Tokens given a second: each request's, evenly between its first and its last."""
+    given = columns.firsts != NEVER
+    grid = np.linspace(0, span, NUM_BUCKETS + 1)
+    total = _ramps(columns.firsts[given], columns.ends[given], columns.outputs[given].astype(float), grid)
+    return _points((grid[1:] + grid[:-1]) / 2, np.diff(total) * NUM_BUCKETS / span if span else np.diff(total))
+
+
+def prompt_rate(columns: Columns, span: float) -> Points:
+    """Prompt tokens a second, each at the request's first token."""
+    given = columns.firsts != NEVER
+    counts, edges = np.histogram(
+        columns.firsts[given], NUM_BUCKETS, (0, span or 1.0), weights=columns.prompts[given].astype(float)
+    )
+    return _points((edges[1:] + edges[:-1]) / 2, counts * NUM_BUCKETS / (span or 1.0))
+
+
+def memory(run: Run, span: float) -> Points:
+    """Share of the KV pool that running requests hold, in per cent, the mean of all replicas' samples."""
+    blocks = max((one.num_blocks for one in run.replicas), default=0)
+    if not len(run.samples) or not blocks:
+        return []
+    times, used = np.asarray(run.samples.times), np.asarray(run.samples.used, float)
+    places = _buckets(times, span)
+    sums, counts = np.bincount(places, used, NUM_BUCKETS), np.bincount(places, minlength=NUM_BUCKETS)
+    seen = counts > 0
+    at = (np.arange(NUM_BUCKETS) + 0.5) * span / NUM_BUCKETS
+    return _points(at[seen], 100 * sums[seen] / counts[seen] / blocks)
+
+
+def service(columns: Columns, tenant: int, grid: np.ndarray) -> np.ndarray:
+    """A tenant's service up to each time: prompts as they are first scheduled, twice the outputs as they come."""
+    own = (columns.tenants == tenant) & (columns.starts != NEVER)
+    starts = np.sort(columns.starts[own])
+    order = np.argsort(columns.starts[own], kind="stable")
+    prompts = np.concatenate([[0.0], np.cumsum(columns.prompts[own][order])])
+    given = own & (columns.firsts != NEVER)
+    outputs = _ramps(columns.firsts[given], columns.ends[given], 2.0 * columns.outputs[given], grid)
+    total: np.ndarray = prompts[np.searchsorted(starts, grid, side="right")] + outputs
+    return total
+
+
+def service_points(columns: Columns, tenant: int, span: float) -> Points:
+    """A tenant's service over time."""
+    grid = np.linspace(0, span, NUM_BUCKETS + 1)
+    return _points(grid, service(columns, tenant, grid))
+
+
+def service_gap(columns: Columns, tenants: Sequence[int], span: float) -> Points:
+    """How far the most and the least served of these tenants are apart."""
+    grid = np.linspace(0, span, NUM_BUCKETS + 1)
+    rows = np.array([service(columns, tenant, grid) for tenant in tenants])
+    return _points(grid, rows.max(axis=0) - rows.min(axis=0))
+
+
+def _level(ins: np.ndarray, outs: np.ndarray, span: float) -> Points:
+    """How many are between, at the highest of each span."""
+    times = np.concatenate([ins, outs])
+    steps = np.concatenate([np.ones(len(ins)), -np.ones(len(outs))])
+    order = np.lexsort((steps, times))  # at one time, those who leave leave first
+    levels = np.cumsum(steps[order])
+    places = _buckets(times[order], span)
+    highest = np.zeros(NUM_BUCKETS)
+    np.maximum.at(highest, places, levels)
+    ends = np.searchsorted(places, np.arange(NUM_BUCKETS), side="left")
+    carried = np.where(ends > 0, levels[np.maximum(ends - 1, 0)], 0) if len(levels) else np.zeros(NUM_BUCKETS)
+    return _points((np.arange(NUM_BUCKETS) + 0.5) * span / NUM_BUCKETS, np.maximum(highest, carried))
+
+
+def _ramps(begins: np.ndarray, ends: np.ndarray, amounts: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """The sum of all amounts up to each grid time, each given evenly between its two times."""
+    lengths = np.maximum(ends - begins, 1e-9)
+    slopes = amounts / lengths
+
+    def before(times: np.ndarray) -> np.ndarray:
+        order = np.argsort(times, kind="stable")
+        places = np.searchsorted(times[order], grid, side="right")
+        rate = np.concatenate([[0.0], np.cumsum(slopes[order])])
+        offset = np.concatenate([[0.0], np.cumsum((slopes * times)[order])])
+        made: np.ndarray = rate[places] * grid - offset[places]
+        return made
+
+    total: np.ndarray = before(begins) - before(begins + lengths)
+    return total
+
+
+def _buckets(times: np.ndarray, span: float) -> np.ndarray:
+    places: np.ndarray = np.clip((times / (span or 1.0) * NUM_BUCKETS).astype(int), 0, NUM_BUCKETS - 1)
+    return places
+
+
+def _points(xs: np.ndarray, ys: np.ndarray) -> Points:
+    return [(float(f"{x:.6g}"), float(f"{y:.6g}")) for x, y in zip(xs, ys, strict=True)]
