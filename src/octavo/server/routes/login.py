@@ -18,6 +18,7 @@ from octavo.server.logins import cookie_name, is_own_page, session_cookies
 from octavo.server.pages import wants_html
 
 MAX_LOGIN_BYTES = 4096
+MARKER = "octavo-signed-in"  # tells pages that there is something to sign out of; it lets nobody in
 NEXT_PAGES = ("", "dashboard", "docs")  # where to go then, beside this page
 _NO_KEY = "this is no valid key"
 
@@ -51,6 +52,7 @@ async def log_in(request: Request) -> Response:
     is_secure = _is_secure(request)
     name = cookie_name(request.headers, is_secure)
     response.set_cookie(name, session_id, path="/", secure=is_secure, httponly=True, samesite="strict")
+    response.set_cookie(MARKER, "1", path="/", secure=is_secure, samesite="strict")
     return response
 
 
@@ -64,6 +66,7 @@ async def log_out(request: Request) -> Response:
     is_secure = _is_secure(request)
     name = cookie_name(request.headers, is_secure)
     response.delete_cookie(name, path="/", secure=is_secure, httponly=True, samesite="strict")
+    response.delete_cookie(MARKER, path="/", secure=is_secure, samesite="strict")
     return response
 
 
