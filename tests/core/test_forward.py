@@ -1,0 +1,199 @@
+"""Steps made as one against the same steps made one by one."""
+
+from __future__ import annotations
+
+import copy
+import random
+from array import array
+from collections import deque
+from typing import Any
+
+import pytest
+from tests.core.state_digest import state_digest, state_lines
+
+from octavo.core import invariants
+from octavo.core.forward import forward, look_ahead
+from octavo.core.limits import Limits
+from octavo.core.plan import Event, StepPlan, StepResult
+from octavo.core.policy import POLICIES
+from octavo.core.request import Request, SamplingParams
+from octavo.core.scheduler import Scheduler
+
+
+def limits(**changes: Any) -> Limits:
+    fields: dict[str, Any] = {
+        "block_size": 4,
+        "num_blocks": (60,),
+        "max_model_len": 96,
+        "vocab_size": 97,
+        "max_batch_tokens": 16,
+        "max_sequences": 6,
+    }
+    return Limits(**{**fields, **changes})
+
+
+class Engine:
+    """A scheduler stepped by hand: `turn` plans up to the depth and commits the oldest, one second each."""
+
+    def __init__(self, sizes: Limits, depth: int) -> None:
+        self.scheduler, self.depth = Scheduler(sizes), depth
+        self.flight: deque[StepPlan] = deque()
+        self.now = 0.0
+        self.digests: list[bytes] = []
+        self.decisions: list[Event] = []
+
+    def admit(self, name: str, prompt: int, outputs: int, **fields: Any) -> None:
+        params = SamplingParams(max_tokens=outputs, ignore_eos=True, seed=0, temperature=0.0)
+        self.scheduler.admit(Request(name, None, params, self.now, num_prompt_tokens=prompt, **fields), self.now)
+
+    def turn(self) -> None:
+        while len(self.flight) < self.depth:
+            plan = self.scheduler.plan(self.now)
+            self.decisions += plan.events
+            if plan.is_empty:
+                break
+            self.digests.append(plan.digest())
+            self.flight.append(plan)
+        if self.flight:
+            events = self.scheduler.commit(self.flight.popleft(), StepResult(None), self.now + 0.5)
+            self.decisions += events.decisions
+        self.now += 1
+
+    def forward(self, num_steps: int) -> None:
+        stretch = look_ahead(self.scheduler.state)
+        assert stretch is not None
+        planned = self.now + num_steps - 1
+        self.decisions += forward(self.scheduler.state, stretch, num_steps, planned, planned + 0.5)
+        self.now += num_steps
+        if self.flight:
+            self.flight = deque([self.scheduler.state.flight[0].plan])
+
+
+def admit_some(engine: Engine, rng: random.Random, index: int) -> None:
+    prompt = rng.randint(1, 40)
+    outputs = rng.randint(1, 40)
+    fields: dict[str, Any] = {"tenant": rng.choice("ab"), "priority": rng.randint(0, 2)}
+    if rng.random() < 0.3:
+        family = rng.randint(0, 2)
+        keys = (prompt + outputs) // 4 if rng.random() < 0.5 else prompt // 4
+        fields["block_keys"] = tuple(bytes([family, place]) for place in range(keys))
+    if rng.random() < 0.1:
+        fields["deadline"] = engine.now + rng.randint(1, 60)
+    engine.admit(f"r{index}", prompt, outputs, **fields)
+
+
+class Twins:
+    """Counts what the comparison saw, so that it cannot pass by seeing nothing."""
+
+    def __init__(self) -> None:
+        self.num_forwards = self.num_steps = self.num_waiting = self.num_ends = 0
+
+    def step(self, engine: Engine, rng: random.Random) -> None:
+        """One turn, or several as one and one by one, compared."""
+        stretch = look_ahead(engine.scheduler.state) if len(engine.flight) == engine.depth - 1 else None
+        most = 0
+        if stretch is not None:
+            most = stretch.max_steps
+            if stretch.wake_at is not None:
+                most = min(most, int(stretch.wake_at - engine.now))
+        if stretch is None or most < 1:
+            engine.turn()
+            return
+        count = rng.choice((1, most, rng.randint(1, most)))
+        self.num_forwards += 1
+        self.num_steps += count
+        self.num_waiting += bool(len(engine.scheduler.state.waiting))
+        self.num_ends += stretch.has_end and count == stretch.max_steps
+        self.compare(engine, count)
+
+    def compare(self, engine: Engine, count: int) -> None:
+        twin = copy.deepcopy(engine)
+        engine.forward(count)
+        for _ in range(count):
+            twin.turn()
+        check_equal(engine, twin, f"after {count} steps")
+        engine.digests = twin.digests[:]
+        if self.num_forwards % 8 == 0:  # and they go on alike
+            for _ in range(6):
+                engine.turn()
+                twin.turn()
+            assert engine.digests == twin.digests
+
+
+def check_equal(engine: Engine, twin: Engine, when: str) -> None:
+    if state_digest(engine.scheduler) != state_digest(twin.scheduler):
+        ours, theirs = state_lines(engine.scheduler), state_lines(twin.scheduler)
+        at = next(i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
+        raise AssertionError(f"{when}: {ours[at - 6 : at + 3]}, one by one {theirs[at - 6 : at + 3]}")
+    assert engine.decisions == twin.decisions
+    assert [plan.digest() for plan in engine.flight] == [plan.digest() for plan in twin.flight]
+    invariants.check(engine.scheduler)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_steps_made_as_one_lead_to_the_state_of_steps_made_one_by_one(policy: str, depth: int) -> None:
+    twins = Twins()
+    for seed in range(4):
+        rng = random.Random(f"{policy} {depth} {seed}")
+        sizes = limits(
+            policy=policy,
+            num_blocks=(rng.choice((26, 40, 90)),),
+            max_sequences=(2, 3, 6)[seed % 3],
+            prefix_caching=rng.random() < 0.7,
+        )
+        engine, index = Engine(sizes, depth), 0
+        for _ in range(100):
+            if rng.random() < 0.2 and len(engine.scheduler.state.requests) < 12:
+                admit_some(engine, rng, index)
+                index += 1
+            twins.step(engine, rng)
+    assert twins.num_forwards > 30 and twins.num_steps > 150, vars(twins)
+    assert twins.num_waiting > 0 and (twins.num_ends > 0 or depth == 2), vars(twins)
+
+
+def steady(sizes: Limits, depth: int = 1, **fields: Any) -> Engine:
+    """Two requests that decode, nothing else to tell."""
+    engine = Engine(sizes, depth)
+    engine.admit("a", 5, 20, **fields)
+    engine.admit("b", 6, 30)
+    for _ in range(3):
+        engine.turn()
+    return engine
+
+
+def test_the_last_step_of_a_stretch_ends_whoever_is_at_its_length() -> None:
+    engine = steady(limits())
+    stretch = look_ahead(engine.scheduler.state)
+    assert stretch is not None and stretch.has_end and stretch.max_steps == 17
+    assert stretch.kv_sum == sum(row.num_scheduled + 1 for row in stretch.rows)
+    engine.forward(17)
+    assert list(engine.scheduler.state.requests) == ["b"]
+    assert engine.decisions[-1].request_id == "a" and engine.decisions[-1].time == engine.now - 0.5
+
+
+def test_nothing_is_made_as_one_where_a_step_may_do_more() -> None:
+    assert look_ahead(steady(limits()).scheduler.state) is not None
+    for sizes in (limits(max_kv_read=1000), limits(find_shared_prefixes=True), limits(max_draft_tokens=2),
+                  limits(host_blocks=(4,)), limits(composition="separate")):  # fmt: skip
+        assert look_ahead(steady(sizes).scheduler.state) is None, sizes
+    engine = Engine(limits(), 1)
+    assert look_ahead(engine.scheduler.state) is None
+    params = SamplingParams(max_tokens=20, seed=0)
+    engine.scheduler.admit(Request("ids", array("i", [3, 4, 5]), params), 0.0)  # it may stop by what it says
+    engine.turn()
+    engine.turn()
+    assert look_ahead(engine.scheduler.state) is None
+    newcomer = steady(limits())
+    newcomer.admit("c", 4, 4)
+    assert look_ahead(newcomer.scheduler.state) is None
+    newcomer.scheduler.pause()
+    assert look_ahead(newcomer.scheduler.state) is not None
+
+
+def test_a_stretch_ends_before_the_pool_is_empty() -> None:
+    engine = steady(limits(num_blocks=(9,)))
+    stretch = look_ahead(engine.scheduler.state)
+    assert stretch is not None and not stretch.has_end
+    engine.forward(stretch.max_steps)
+    invariants.check(engine.scheduler)
