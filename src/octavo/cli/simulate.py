@@ -109,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     plan = make_plan(args)
     cases: list[Case] = []
+    told: list[str] = []
     for limits in plan.limits:
         watchers = Watchers(plan.hardware.model.name, args.page, args.perfetto)
         setup = replace(plan.setup, limits=limits, make_sink=watchers.make_sink if watchers.is_wanted else None)
@@ -117,8 +118,8 @@ def run(args: argparse.Namespace) -> int:
         cases.append(Case.of(limits.policy, done, facts))
         if args.requests:
             write_requests(_own_path(args.requests, limits.policy, len(plan.limits)), done)
-        watchers.write()
-    _tell(args, plan, cases)
+        told += watchers.write()
+    _tell(args, plan, cases, told)
     return 0
 
 
@@ -161,19 +162,20 @@ def _limits(args: argparse.Namespace, config: Config, hardware: Hardware) -> lis
 
 def _simulate(workload: Workload, setup: Setup, label: str) -> Run:
     """Run, with a line that tells how far it is where somebody looks."""
-    if not sys.stderr.isatty():
-        done = simulate(workload, setup)
+    arrivals = workload.arrivals()
+    if not sys.stderr.isatty() or isinstance(arrivals, list):
+        done = simulate(arrivals, setup)
     else:
-        done = simulate(_counted(workload, label), setup)
+        done = simulate(_counted(arrivals, label), setup)
         print(f"\r{' ' * 72}\r", end="", file=sys.stderr)
     if not len(done.outcomes):
         raise ConfigError(f"workload {workload.name!r} has no request here; look at --start, --end and --too-long")
     return done
 
 
-def _counted(workload: Workload, label: str) -> Iterator[Arrival]:
+def _counted(arrivals: Iterator[Arrival], label: str) -> Iterator[Arrival]:
     begun = shown = time.monotonic()
-    for number, arrival in enumerate(workload):
+    for number, arrival in enumerate(arrivals):
         now = time.monotonic()
         if now - shown >= PROGRESS_S:
             shown = now
@@ -182,9 +184,9 @@ def _counted(workload: Workload, label: str) -> Iterator[Arrival]:
         yield arrival
 
 
-def _tell(args: argparse.Namespace, plan: Plan, cases: list[Case]) -> None:
+def _tell(args: argparse.Namespace, plan: Plan, cases: list[Case], left_out: list[str]) -> None:
     told = settings(args, plan)
-    noted = remarks(plan.workload.notes.counts, cases)
+    noted = [*remarks(plan.workload.notes.counts, cases), *left_out]
     if args.json:
         text = json.dumps(_facts(plan, told, cases), indent=1) + "\n"
         if args.json == "-":

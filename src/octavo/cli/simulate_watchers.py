@@ -46,8 +46,9 @@ class Watchers:
             sinks.append(self._trace[1])
         return _Several(sinks)
 
-    def write(self) -> None:
-        """Write what was seen, once the simulation is over."""
+    def write(self) -> list[str]:
+        """Write what was seen, once the simulation is over; returns what of it was left out."""
+        told: list[str] = []
         if self._frame_sink is not None and self._page is not None:
             self._frame_sink.end()
             try:
@@ -55,8 +56,14 @@ class Watchers:
             except OSError as error:
                 raise _unwritable(self._page, error) from None
         if self._trace is not None:
-            self._trace[1].end()
-            self._trace[0].close()
+            file, sink = self._trace
+            sink.end()
+            file.close()
+            if sink.num_undrawn:
+                told.append(f"{self._perfetto}: {sink.num_undrawn:,} requests more have no track of their own")
+        if self._frames and self._frames[-1].get("cut"):
+            told.append(f"{self._page}: {self._frames[-1]['cut']:,} steps more were left out")
+        return told
 
 
 class _Several:

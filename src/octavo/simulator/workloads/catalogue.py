@@ -73,6 +73,10 @@ class Workload:
             self._sources.append(source)
             self._has_followers = self._has_followers or kind.has_followers
 
+    def arrivals(self) -> Iterator[Arrival] | list[Arrival]:
+        """What to simulate: a list where requests may follow others, as all who follow must be known; else a stream."""
+        return list(self) if self._has_followers else iter(self)
+
     def __iter__(self) -> Iterator[Arrival]:
         self.notes = Notes()
         arrivals = shaping.merge(self._sources, self.notes)
