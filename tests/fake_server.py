@@ -26,6 +26,7 @@ if __name__ == "__main__":
 from octavo.config import Config  # noqa: E402
 from octavo.core.limits import Limits  # noqa: E402
 from octavo.core.scheduler import Scheduler  # noqa: E402
+from octavo.engine.biographies import write_biographies  # noqa: E402
 from octavo.engine.loop import EngineLoop  # noqa: E402
 from octavo.errors import CapacityError  # noqa: E402
 from octavo.executors.protocol import Capacity, ExecutorSpec  # noqa: E402
@@ -57,7 +58,10 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
         max_sequences=config.scheduling.max_sequences or 32,
     )
     capacity = executor.open(ExecutorSpec(limits.max_sequences, limits.max_batch_tokens, 16, num_blocks=512))
-    return EngineLoop(Scheduler(limits), executor), capacity
+    scheduler = Scheduler(limits)
+    loop = EngineLoop(scheduler, executor)
+    write_biographies(loop, scheduler, config.statistics)
+    return loop, capacity
 
 
 def main(role: str, arguments: list[str]) -> int:

@@ -24,6 +24,7 @@ from octavo.config import Config  # noqa: E402  the path comes first
 from octavo.core.plan import StepPlan  # noqa: E402
 from octavo.core.request import Request  # noqa: E402
 from octavo.core.scheduler import Scheduler  # noqa: E402
+from octavo.engine.biographies import write_biographies  # noqa: E402
 from octavo.engine.grammars import Grammars  # noqa: E402
 from octavo.engine.loop import EngineLoop  # noqa: E402
 from octavo.engine.process_side import run_engine_process  # noqa: E402
@@ -55,7 +56,10 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
         return EngineDeadError("the device is gone") if behaviour == "dying" and plan.step > 8 else None
 
     executor.fail = fail
-    return EngineLoop(Scheduler(limits), executor, grammars=Grammars(DeadlyBank())), capacity
+    scheduler = Scheduler(limits)
+    loop = EngineLoop(scheduler, executor, grammars=Grammars(DeadlyBank()))
+    write_biographies(loop, scheduler, config.statistics)
+    return loop, capacity
 
 
 class DeadlyBank(GrammarBank):

@@ -19,11 +19,13 @@ from tests.fake_model import FakeExecutor, Slot, oracle
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from octavo.config import StatisticsConfig
 from octavo.core import invariants
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
+from octavo.engine.biographies import write_biographies
 from octavo.engine.client import Accepted
 from octavo.engine.delivery import ChoiceEnd, Delivery, End
 from octavo.engine.local_client import LocalClient
@@ -149,6 +151,7 @@ class Harness:
         self.capacity = open_fake(self.executor, self.limits)
         self.scheduler = Scheduler(self.limits)
         self.loop = EngineLoop(self.scheduler, self.executor, **options)
+        self.lives = write_biographies(self.loop, self.scheduler, StatisticsConfig())
         self.loop.attach(self.receive)
         self.requests: dict[str, Request] = {}
         self.inboxes: dict[tuple[str, int], Inbox] = {}

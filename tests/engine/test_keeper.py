@@ -87,10 +87,15 @@ async def test_what_comes_while_there_is_no_engine_waits_for_the_next() -> None:
         assert not keeper.is_stepping
         with pytest.raises(EngineDeadError, match="restarted"):
             await keeper.statistics()
+        with pytest.raises(EngineDeadError, match="restarted"):
+            await keeper.control("explain", "nobody")
         request, gone = make_request("a", max_tokens=9), make_request("b", max_tokens=9)
         late = make_request("c", max_tokens=9, deadline=time.monotonic() + 0.01)
         submits = [asyncio.create_task(keeper.submit(each)) for each in (request, gone, late)]
         await asyncio.sleep(0)
+        held = await keeper.control("explain", "a")
+        assert isinstance(held, dict) and (held["state"], held["epoch"]) == ("held", 1)
+        assert held["text"] == "a waits: the engine is being restarted" == f"a {held['public_text']}"
         await keeper.cancel(["b", "nobody"])
         assert (await submits[1]).request_id == "b"
         assert (await read(keeper, "b"))[1].finish_reason is FinishReason.CANCELLED
@@ -140,7 +145,10 @@ async def test_refusals_are_the_submitters_own() -> None:
         await until(lambda: keeper.epoch == 2)
         await asyncio.sleep(0.3)
         assert num_ids(keeper, "a") == 0, "a new engine is paused too"
-        assert "a" in str(await keeper.control("explain", "a"))
+        told = await keeper.control("explain", "a")
+        assert isinstance(told, dict) and (told["state"], told["reason"]) == ("waiting", "paused")
+        assert (told["epoch"], told["begun_in_epoch"], told["num_resumes"]) == (2, 1, 1)
+        assert told["text"].endswith("; resumed by the engine of epoch 2, it came in epoch 1")
         assert await keeper.control("drain") is True
         with pytest.raises(QueueFullError):
             await keeper.submit(make_request("b"))

@@ -176,7 +176,7 @@ def test_S19_pause_resume_drain() -> None:
         assert harness.ask(harness.loop.control, "pause", "") is True
         harness.submit(make_request("a"))
         assert harness.ask(harness.loop.statistics)["scheduler"]["num_waiting"] == 1
-        assert "waits" in harness.ask(harness.loop.control, "explain", "a")
+        assert harness.ask(harness.loop.control, "explain", "a")["reason"] == "paused"
         assert harness.ask(harness.loop.control, "drain", "") is True
         assert isinstance(harness.submit(make_request("b")), QueueFullError)
         harness.ask(harness.loop.control, "resume", "")

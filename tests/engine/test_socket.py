@@ -25,9 +25,11 @@ from tests.engine.fakes import (
     open_fake,
 )
 
+from octavo.config import StatisticsConfig
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine import wire
+from octavo.engine.biographies import unknown, write_biographies
 from octavo.engine.client import Accepted
 from octavo.engine.loop import EngineLoop
 from octavo.engine.sessions import Sessions
@@ -46,7 +48,9 @@ class Server:
         self.path = Path(self.folder.name) / "engine.sock"
         limits = make_limits()
         self.capacity = open_fake(executor, limits)
-        self.loop = EngineLoop(Scheduler(limits), executor)
+        scheduler = Scheduler(limits)
+        self.loop = EngineLoop(scheduler, executor)
+        write_biographies(self.loop, scheduler, StatisticsConfig())
         self.server = EngineServer(self.path, epoch)
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
@@ -129,7 +133,7 @@ async def test_refusals_keep_their_class() -> None:
         await client.submit(make_request("long", max_tokens=2))
         with pytest.raises(EngineError, match="no verb"):
             await client.control("dance")  # type: ignore[arg-type]
-        assert await client.control("explain", "nobody") == "nobody is not here: unknown, or finished"
+        assert await client.control("explain", "nobody") == unknown("nobody")
 
 
 async def test_L06_duplicates_are_refused_on_this_side_already() -> None:
@@ -159,7 +163,8 @@ async def test_S19_control_verbs_cross() -> None:
     async with connected() as (client, _):
         assert await client.control("pause") is True
         await client.submit(make_request("a"))
-        assert "waits" in str(await client.control("explain", "a"))
+        told = await client.control("explain", "a")
+        assert isinstance(told, dict) and (told["state"], told["reason"]) == ("waiting", "paused")
         assert await client.control("resume") is True
         await read(client, "a")
         assert await client.control("reset_prefix_cache") is True

@@ -241,3 +241,9 @@ class StatisticsConfig:
     )
     step_records: int = option(4096, "steps whose figures are kept", "--step-records", within=(1, 65536))
     request_records: int = option(1024, "ended requests whose figures are kept", "--request-records", within=(1, 65536))
+    explain_kept: int = option(
+        1024, "ended requests that can still be explained; 0 = none", "--explain-kept", within=(0, 65536)
+    )
+    explain_kept_s: float = option(
+        600.0, "seconds after its end that a request can be explained", "--explain-kept-s", within=(0.0, None)
+    )

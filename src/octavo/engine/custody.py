@@ -133,6 +133,31 @@ class Custody:
                 what = f"queue_timeout of {request.queue_timeout} s passed before the request could start"
                 self.end(name, FinishReason.TIMEOUT, what)
 
+    def explain(self, name: str, has_engine: bool) -> dict[str, object] | None:
+        """What is told of an open request that no engine has; None where one has it, or nobody knows it."""
+        entry = self.ledger.get_open(name)
+        if entry is None or (has_engine and not self._quarantine.is_held(name)):
+            return None
+        why = "the engine is being restarted"
+        if has_engine:
+            why = "an engine died, and what may have been the cause is tried alone first"
+        outputs = sum(len(page.ids) for page in entry.pages.values())
+        told = {"id": name, "state": "held", "tenant": entry.request.tenant, "num_outputs": outputs}
+        return {**told, "text": f"{name} waits: {why}", "public_text": f"waits: {why}"}
+
+    def with_epochs(self, answer: object) -> object:
+        """An explanation with the number of the engine's life, and of the one in which its request came."""
+        if not isinstance(answer, dict) or "text" not in answer:
+            return answer
+        epoch, entry = self.ledger.epoch, self.ledger.get(answer["id"])
+        begun = None if entry is None else entry.epoch
+        lives = {"epoch": epoch, "begun_in_epoch": begun, "num_resumes": None if begun is None else epoch - begun}
+        if begun is None or begun == epoch or answer["state"] == "held":
+            return answer | lives
+        where = f"it came in epoch {begun}" if begun else "it came before this server's process began"
+        resumed = f"; resumed by the engine of epoch {epoch}, {where}"
+        return answer | lives | {key: f"{answer[key]}{resumed}" for key in ("text", "public_text")}
+
     # --- engines come and go
 
     def begin(self, client: SocketClient) -> int:

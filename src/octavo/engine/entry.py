@@ -45,19 +45,20 @@ class Entry:
     """One request: as sent (its seed set), a page per choice, and its end. Pages are made as their choices turn up.
 
     `waiter` and `final_only` belong to whoever reads (see channels). `start` is its first admission. `has_progress`:
-    it got a token in this epoch, if only one held here already. `max_tokens` is what the engine put in force, 0 before
-    it took the request. `wanted` are ends asked for, by choice (None = the whole request), which an engine that died
-    may not have heard.
+    it got a token in this epoch, if only one held here already. `epoch` is that of its arrival, 0 where an earlier
+    front end took it. `max_tokens` is what the engine put in force, 0 before it took the request. `wanted` are ends
+    asked for, by choice (None = the whole request), which an engine that died may not have heard.
     """
 
     __slots__ = (
-        "_has_logprobs", "_last_choice_end", "_num_choices", "_num_ended", "_scores", "_scores_from", "end",
+        "_has_logprobs", "_last_choice_end", "_num_choices", "_num_ended", "_scores", "_scores_from", "end", "epoch",
         "final_only", "first_at", "has_progress", "is_abandoned", "is_read", "max_tokens", "next_score", "pages",
         "pooled", "request", "start", "waiter", "wanted",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.epoch = 0
         self.pages: dict[int, Page] = {0: Page(request.emitted_token_ids)}
         self.start: Start | None = None
         self.end: End | None = None

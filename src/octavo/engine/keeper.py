@@ -184,8 +184,10 @@ class EngineKeeper:
                 self._orders[verb] = False
                 self._tell_orders()
             return True
-        if verb == "explain" and self.state is KeeperState.RECOVERING and ledger.get_open(argument) is not None:
-            return f"{argument} waits: the engine is being restarted"
+        if verb == "explain":
+            here = self._custody.explain(argument, self.state is KeeperState.READY)
+            answer = await self._client_or_raise().control(verb, argument) if here is None else here
+            return self._custody.with_epochs(answer)
         return await self._client_or_raise().control(verb, argument)
 
     def restore(self, entries: Iterable[Entry]) -> None:

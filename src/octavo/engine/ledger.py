@@ -88,6 +88,7 @@ class Ledger:
         if self._ended.pop(request.request_id, None) is not None and self._observer is not None:
             self._observer.forgotten(request.request_id)
         entry = Entry(request)
+        entry.epoch = self.epoch
         self._open[request.request_id] = entry
         if self._observer is not None:
             self._observer.opened(request)

@@ -335,9 +335,6 @@ class EngineLoop:
     def _do_control(self, verb: str, argument: str) -> object:
         if verb in self.verbs:
             return self.verbs[verb](argument)
-        if verb == "explain":
-            found = self._scheduler.explain(argument, self.clock.now())
-            return f"{argument} is not here: unknown, or finished" if found is None else found.text()
         if verb == "reset_prefix_cache":
             return self._scheduler.reset_prefix_cache()
         if verb == "cancel_all":
@@ -350,9 +347,8 @@ class EngineLoop:
         elif verb == "drain":
             self._is_draining = True
         else:
-            return EngineError(
-                f"no verb {verb!r}; known are pause, resume, drain, cancel_all, reset_prefix_cache, explain"
-            )
+            known = ("pause", "resume", "drain", "cancel_all", "reset_prefix_cache", *self.verbs)
+            return EngineError(f"no verb {verb!r}; known are {', '.join(known)}")
         return True
 
     def _statistics(self) -> Mapping[str, object]:
