@@ -58,6 +58,7 @@ POLICIES: dict[str, Access] = {
     "/login": Access.OPEN,
     "/logout": Access.KEY,
     "/dashboard": Access.KEY,
+    "/dashboard/feed": Access.KEY,
     "/static/{name}": Access.KEY,
     "/api/chat": Access.KEY,
     "/api/generate": Access.KEY,

@@ -19,6 +19,7 @@ from octavo.server.batches.service import BatchService
 from octavo.server.directory import Directory
 from octavo.server.estimate import Estimator
 from octavo.server.faults import ApiError
+from octavo.server.feed import Feed
 from octavo.server.grammars import GrammarReader
 from octavo.server.idempotency import Runs
 from octavo.server.keys import KeyRing
@@ -57,6 +58,7 @@ class Context:
     lifecycle: Lifecycle
     keys: KeyRing
     logins: Logins
+    feed: Feed
     metrics: RequestMetrics
     fine_sessions: Sessions
     runs: Runs
@@ -116,6 +118,7 @@ def build_context(
         lifecycle=lifecycle,
         keys=keys,
         logins=Logins(keys),
+        feed=Feed(sessions.client, keys, lifecycle, limits),
         metrics=RequestMetrics(model),
         fine_sessions=one_by_one(sessions),
         runs=runs,

@@ -1,16 +1,25 @@
-"""GET /dashboard, and the pages' files under /static."""
+"""GET /dashboard with its feed, and the pages' files under /static."""
 
 from __future__ import annotations
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from octavo.server.auth import KEY
+from octavo.server.context import context_of
+from octavo.server.feed import FeedResponse
 from octavo.server.pages import file_response
 
 
 async def dashboard(request: Request) -> Response:
     """Show the dashboard."""
     return file_response(request, "dashboard.html")
+
+
+async def feed(request: Request) -> Response:
+    """Follow the engine: frames as server-sent events, for the dashboard."""
+    context = context_of(request)
+    return FeedResponse(context.feed, context.feed.watch(request.scope[KEY]))
 
 
 async def static(request: Request) -> Response:
@@ -20,5 +29,5 @@ async def static(request: Request) -> Response:
 
 def add_routes(app: FastAPI) -> None:
     """Add this module's endpoints; pages do not describe themselves."""
-    for path, endpoint in (("/dashboard", dashboard), ("/static/{name}", static)):
+    for path, endpoint in (("/dashboard", dashboard), ("/dashboard/feed", feed), ("/static/{name}", static)):
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None, include_in_schema=False)

@@ -1,0 +1,215 @@
+"""The feed: frames of the engine (docs/frames.md) to whoever watches it.
+
+Owns: asking the engine for frames while somebody watches, once for all who stand at the same place; the watchers, their
+number and what waits for each of them; the response that sends it.
+Does not: make frames (trace.frames), or know who may watch (keys).
+Invariants: with no watcher the engine is not asked; a watcher that does not read is cut and disturbs nobody; watchers
+do not keep a server from draining.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.engine.client import EngineClient
+from octavo.errors import OctavoError
+from octavo.server.connection import CUT
+from octavo.server.faults import ApiError
+from octavo.server.keys import KeyInfo, KeyRing
+from octavo.server.lifecycle import ClientGoneError, Lifecycle, Phase, ServerStoppingError
+from octavo.server.limits import HttpLimits
+
+MAX_WATCHERS = 16
+MAX_UNREAD_BYTES = 8 << 20  # that wait for one watcher: some seconds of a busy engine, or all that it keeps, twice
+POLL_S = 0.2
+TROUBLE_S = 1.0  # between two questions to an engine that does not answer
+ANSWER_S = 5.0
+LOOK_S = 0.25  # while a watcher does not read
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "x-content-type-options": "nosniff"}
+_log = logging.getLogger(__name__)
+
+
+class Watcher:
+    """One reader: where it stands, and what waits for it."""
+
+    def __init__(self, holder: KeyInfo) -> None:
+        self.holder = holder
+        self.cursor = ""
+        self.unread: deque[bytes] = deque()
+        self.unread_bytes = 0
+        self.is_slow = False
+        self.is_over = False
+        self.news = asyncio.Event()
+
+    def put(self, event: bytes) -> None:
+        """Have it sent."""
+        self.unread.append(event)
+        self.unread_bytes += len(event)
+        self.is_slow = self.is_slow or self.unread_bytes > MAX_UNREAD_BYTES
+        self.news.set()
+
+    def take(self) -> bytes:
+        """What is to be sent next, all of it; b"" when there is nothing."""
+        self.news.clear()
+        found = b"".join(self.unread)
+        self.unread.clear()
+        self.unread_bytes = 0
+        return found
+
+    def end(self) -> None:
+        """No more comes."""
+        self.is_over = True
+        self.news.set()
+
+
+class Feed:
+    """All watchers of one server's engine."""
+
+    def __init__(self, client: EngineClient, keys: KeyRing, lifecycle: Lifecycle, limits: HttpLimits) -> None:
+        self.limits = limits
+        self.lifecycle = lifecycle
+        self._client = client
+        self._keys = keys
+        self._watchers: dict[Watcher, None] = {}
+        self._polling: asyncio.Task[None] | None = None
+
+    @property
+    def num_watchers(self) -> int:
+        """Who watches now."""
+        return len(self._watchers)
+
+    def watch(self, holder: KeyInfo) -> Watcher:
+        """Begin to watch. Raises ApiError for a key without the right, or when all places are taken."""
+        if not self._keys.may_watch(holder):
+            message = f"the key {holder.name!r} may not watch the engine: give it dashboard = true in --api-key-file"
+            raise ApiError(403, message, code="dashboard_not_allowed")
+        if len(self._watchers) >= MAX_WATCHERS:
+            message = f"{MAX_WATCHERS} watch already, which is the most; close one"
+            raise ApiError(429, message, code="too_many_watchers", retry_after_s=5)
+        watcher = Watcher(holder)
+        self._watchers[watcher] = None
+        if self._polling is None or self._polling.done():
+            self._polling = asyncio.create_task(self._poll())
+        return watcher
+
+    def leave(self, watcher: Watcher) -> None:
+        """It does not watch any more. Idempotent."""
+        self._watchers.pop(watcher, None)
+
+    async def _poll(self) -> None:
+        has_trouble = False
+        while self._watchers:
+            self._end_some()
+            wait_s = POLL_S
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    is_more = await self._round()
+                has_trouble, wait_s = False, 0.0 if is_more else POLL_S
+            except (OctavoError, TimeoutError):
+                if not has_trouble:
+                    self._tell_all(_trouble("the engine does not answer"))
+                has_trouble, wait_s = True, TROUBLE_S
+            except Exception:  # the shell of the feed: it ends, the server goes on
+                _log.exception("the feed of the dashboard failed")
+                for watcher in self._watchers:
+                    watcher.end()
+                return
+            await asyncio.sleep(wait_s)
+
+    async def _round(self) -> bool:
+        """Ask once for every place that watchers stand at, at the same time, so that they meet; whether to ask on."""
+        groups: dict[str, list[Watcher]] = {}
+        for watcher in self._watchers:
+            groups.setdefault(watcher.cursor, []).append(watcher)
+        answers = await asyncio.gather(*(self._client.control("frames", cursor) for cursor in groups))
+        is_more = False
+        for watchers, answer in zip(groups.values(), answers, strict=True):
+            found = cast(Mapping[str, Any], answer)
+            is_more = is_more or bool(found["more"])
+            event = b"data: " + msgspec.json.encode(found["frames"]) + b"\n\n" if found["frames"] else b""
+            for watcher in watchers:
+                watcher.cursor = found["cursor"]
+                if event:
+                    watcher.put(event)
+        return is_more
+
+    def _end_some(self) -> None:
+        """End those whose key lost its right, and all when nobody else keeps a draining server."""
+        is_last = self.lifecycle.phase is not Phase.READY and self.lifecycle.num_open <= len(self._watchers)
+        for watcher in self._watchers:
+            holder = self._keys.holder_of(watcher.holder.digest) if watcher.holder.digest else watcher.holder
+            if is_last or holder is None or not self._keys.may_watch(holder):
+                watcher.end()
+
+    def _tell_all(self, event: bytes) -> None:
+        for watcher in self._watchers:
+            watcher.put(event)
+
+
+class FeedResponse(Response):
+    """Sends a watcher what comes until either side ends it."""
+
+    def __init__(self, feed: Feed, watcher: Watcher) -> None:
+        super().__init__(headers=_HEADERS, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._feed = feed
+        self._watcher = watcher
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send; whatever happens, the watcher leaves."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                is_slow = await self._feed.lifecycle.supervise(self._write_all(send), receive)
+            except ServerStoppingError:
+                is_slow = False
+            cut = scope.get(CUT)
+            if is_slow and cut is not None:
+                cut(b"")
+            else:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (ClientGoneError, OSError):
+            pass  # it closed the page
+        finally:
+            self._feed.leave(self._watcher)
+
+    async def _write_all(self, send: Send) -> bool:
+        """Write until no more comes; whether that is because the watcher does not read."""
+        watcher, limits = self._watcher, self._feed.limits
+        while not (watcher.is_over or watcher.is_slow):
+            data = watcher.take()
+            if data:
+                if not await self._write(send, data):
+                    return True
+                continue
+            try:
+                async with asyncio.timeout(limits.keep_alive_s):
+                    await watcher.news.wait()
+            except TimeoutError:
+                watcher.put(b": keep-alive\n\n")
+        return watcher.is_slow
+
+    async def _write(self, send: Send, data: bytes) -> bool:
+        """Send, and look now and then whether it is read at all. A send that waits has not written anything yet."""
+        message = {"type": "http.response.body", "body": data, "more_body": True}
+        stalled_s = 0.0
+        while not self._watcher.is_slow and stalled_s < self._feed.limits.stall_timeout_s:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await send(message)
+                return True
+            except TimeoutError:
+                stalled_s += LOOK_S
+        return False
+
+
+def _trouble(message: str) -> bytes:
+    return b"event: trouble\ndata: " + msgspec.json.encode({"message": message}) + b"\n\n"
