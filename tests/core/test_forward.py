@@ -134,7 +134,7 @@ def check_equal(engine: Engine, twin: Engine, when: str) -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_steps_made_as_one_lead_to_the_state_of_steps_made_one_by_one(policy: str, depth: int) -> None:
     twins = Twins()
-    for seed in range(4):
+    for seed in range(3):
         rng = random.Random(f"{policy} {depth} {seed}")
         sizes = limits(
             policy=policy,
@@ -148,7 +148,7 @@ def test_steps_made_as_one_lead_to_the_state_of_steps_made_one_by_one(policy: st
                 admit_some(engine, rng, index)
                 index += 1
             twins.step(engine, rng)
-    assert twins.num_forwards > 30 and twins.num_steps > 150, vars(twins)
+    assert twins.num_forwards > 15 and twins.num_steps > 80, vars(twins)
     assert twins.num_waiting > 0 and (twins.num_ends > 0 or depth == 2), vars(twins)
 
 

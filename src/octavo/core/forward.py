@@ -209,6 +209,7 @@ def forward(state: State, stretch: Stretch, num_steps: int, planned: float, comm
         cache.resize(row)
     cache.end_plan()
     _count(state, rows, num_steps)
+    _look_at_head(state)
     if state.flight:
         _replace_flight(state, planned, num_steps == 1)
     state.freed_slots = array("i")
@@ -222,6 +223,15 @@ def forward(state: State, stretch: Stretch, num_steps: int, planned: float, comm
     state.settle()
     events, state.events = tuple(state.events), []
     return events
+
+
+def _look_at_head(state: State) -> None:
+    """Note what the first that waits lacked in the last step, where it was looked at in each (see Intake)."""
+    if not len(state.waiting) or state.is_paused or state.sequence_budget.left:
+        return
+    head = state.waiting.peek()
+    if head is not None:
+        head.wait_numbers = (head.num_slots, 0, state.step - 1)
 
 
 def _count(state: State, rows: list[Sequence], num_steps: int) -> None:
