@@ -17,6 +17,7 @@ from octavo.simulator.workloads.spec import Spec
 
 MOONCAKE_BLOCK = 512
 SERVING_SIM_BLOCK = 16
+_EPOCH = 738_000  # days before the traces: a float then keeps microseconds
 
 
 def azure(spec: Spec, around: Surroundings) -> Source:
@@ -119,5 +120,5 @@ def _seconds(row: Row) -> float:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise row.fault("TIMESTAMP", "give a time such as 2023-11-16 18:15:46.680590") from None
-    day = moment.toordinal() * 86400.0
+    day = (moment.toordinal() - _EPOCH) * 86400.0
     return day + moment.hour * 3600 + moment.minute * 60 + moment.second + moment.microsecond / 1e6
