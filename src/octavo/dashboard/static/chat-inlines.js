@@ -85,7 +85,7 @@ class Inlines {
   code() {
     const length = runLength(this.text, this.at, "`");
     if (this.ticks === null) this.ticks = tickRuns(this.text);
-    const runs = this.ticks.get(length);
+    const runs = this.ticks.get(length) ?? []; // none, where a mark before it was escaped
     while (runs.length && runs.at(-1) < this.at + length) runs.pop(); // kept last first
     if (!runs.length) return this.take(length, "`".repeat(length));
     const end = runs.at(-1);

@@ -38,7 +38,7 @@ export class ConversationList {
   #item(conversation, isCurrent, isBusy) {
     const { id } = conversation;
     if (this.#renaming === id) return make("li", {}, this.#renameForm(conversation));
-    const title = button(titleOf(conversation), { class: "title", "aria-current": isCurrent ? "true" : null, "data-name": `open-${id}`, title: titleOf(conversation) }, () => this.actions.open(id));
+    const title = button(titleOf(conversation), { class: "button quiet title", "aria-current": isCurrent ? "true" : null, "data-name": `open-${id}`, title: titleOf(conversation) }, () => this.actions.open(id));
     if (isBusy) title.append(make("span", { class: "busy", role: "img", "aria-label": "is being answered" }));
     if (!isCurrent) return make("li", {}, title);
     const small = (label, action, act) => button(label, { class: "button quiet small", "data-action": action, "data-name": `${action}-${id}` }, act);

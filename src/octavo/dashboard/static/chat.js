@@ -366,8 +366,9 @@ class Chat {
     const last = this.current.messages.findLast((one) => one.role === "assistant");
     const stats = last ? shownAnswer(last).stats : null;
     const used = stats && stats.promptTokens !== null ? stats.promptTokens + (stats.completionTokens ?? 0) : null;
-    const words = [used === null ? null : `${number(used)} tokens`, model?.maxModelLen ? `${number(model.maxModelLen)} fit` : null];
-    $("context").textContent = words.filter(Boolean).join(" of ").replace(/^(\S+) fit$/, "$1 tokens fit");
+    const room = model?.maxModelLen ? number(model.maxModelLen) : null;
+    const words = used === null ? (room ? `${room} tokens fit` : "") : `${number(used)}${room ? ` of ${room}` : ""} tokens used`;
+    $("context").textContent = words;
   }
 
   async #askServer() {
