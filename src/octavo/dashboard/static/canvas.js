@@ -48,10 +48,10 @@ export function timeAxis(surface, palette, area, view) {
   context.beginPath();
   for (let k = Math.ceil((view.from - view.zero) / step); view.zero + k * step <= view.to; k++) {
     const time = view.zero + k * step, x = area.left + ((time - view.from) / (view.to - view.from)) * area.width;
-    context.moveTo(x + 0.5, area.top);
-    context.lineTo(x + 0.5, area.bottom);
+    context.moveTo(Math.round(x) + 0.5, area.top);
+    context.lineTo(Math.round(x) + 0.5, area.bottom);
     const label = step < 0.1 ? `+${seconds(time - view.zero)}` : moment(time, view.began, view.zero).slice(0, step < 1 ? undefined : view.began === null ? -3 : -4);
-    if (x > area.left + 24 && x < area.left + area.width - 24) context.fillText(label, x, area.bottom + 10);
+    if (x > area.left + 24 && x < area.left + area.width - 24) context.fillText(label, Math.round(x), area.bottom + 10);
   }
   context.stroke();
 }

@@ -6,7 +6,7 @@ export function seconds(value) {
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size < 0.001) return `${Math.round(value * 1e6)} µs`;
-  if (size < 1) return `${(value * 1e3).toPrecision3} ms`;
+  if (size < 1) return `${(value * 1e3).toPrecision(3)} ms`;
   if (size < 120) return `${value.toFixed(size < 10 ? 2 : 1)} s`;
   return `${Math.floor(value / 60)}:${String(Math.floor(value % 60)).padStart(2, "0")} min`;
 }
@@ -20,6 +20,12 @@ export function count(value) {
 
 export function percent(part, whole) {
   return whole > 0 ? `${((100 * part) / whole).toFixed(part / whole < 0.0995 ? 1 : 0)} %` : "–";
+}
+
+/** A long name, its middle left out. */
+export function shortName(name, most = 24) {
+  const half = Math.floor((most - 1) / 2);
+  return name.length > most ? `${name.slice(0, half)}…${name.slice(-half)}` : name;
 }
 
 /** A moment: the time of day where the clock has one, else seconds since the beginning. */

@@ -1,6 +1,6 @@
 // View 4: a lane for each request: queued, prefill, decode, preempted, swapped.
 import { Surface, hideTip, showTip, timeAxis } from "./canvas.js";
-import { count, seconds } from "./format.js";
+import { count, seconds, shortName } from "./format.js";
 import { LANE_KINDS, PREEMPTED, QUEUED } from "./store.js";
 
 const LANE = 18, LABEL = 168, BELOW = 20;
@@ -32,6 +32,10 @@ export class Lanes {
       if (request.end < view.from || (this.hideEnded.checked && request.end <= view.to)) continue;
       if (this.app.matches(request.name, request.tenant, request.finish)) listed.push(request);
     }
+    if (this.app.mode === "live") { // who is here now on top, then those that ended last
+      const open = listed.filter((request) => Number.isNaN(request.end)), ended = listed.filter((request) => request.end >= 0);
+      listed.splice(0, listed.length, ...open, ...ended.sort((a, b) => b.end - a.end));
+    }
     this.listed = listed;
     const tall = Math.max(listed.length * LANE + BELOW, surface.height);
     if (this.tall !== tall) { this.spacer.style.height = `${tall}px`; this.tall = tall; }
@@ -56,7 +60,7 @@ export class Lanes {
     const colours = [palette.idle, palette.prefill, palette.decode, palette.bad, palette.swap];
     context.textAlign = "left";
     context.fillStyle = this.app.chosen === request.name ? palette.accent : palette["fg-2"];
-    context.fillText(request.name.length > 24 ? `${request.name.slice(0, 11)}…${request.name.slice(-11)}` : request.name, 4, y + LANE / 2);
+    context.fillText(shortName(request.name, 22), 4, y + LANE / 2);
     const { kinds, starts, ends } = request, num = kinds.length;
     for (let k = num - 1; k >= 0; k--) {
       const kind = kinds[k], isOpen = k === num - 1 && Number.isNaN(request.end) && (kind === QUEUED || kind >= PREEMPTED);

@@ -1,6 +1,6 @@
 // View 2: the KV pool, a cell for each block (or for some): free, held by whom, shared, cached; and the host tier.
 import { Surface, hideTip, showTip } from "./canvas.js";
-import { colourOf, count, element, hexPixel, percent, pixelOf, setText, syncChildren } from "./format.js";
+import { colourOf, count, element, hexPixel, percent, pixelOf, setText, shortName, syncChildren } from "./format.js";
 
 const CELL_NAMES = ["free", "held by one", "shared", "cached"];
 const MAX_OWNERS = 40; // in the table
@@ -66,7 +66,7 @@ export class Pool {
   #map(look, palette) {
     const { context, width, height } = this.surface, groups = decodeLook(look), names = this.app.store.holdersAt(look.t);
     const cells = groups.reduce((sum, group) => sum + group.cells.length, 0), room = Math.max(1, height - 30 * groups.length);
-    const size = Math.max(3, Math.min(22, Math.floor(Math.sqrt((width * room) / Math.max(1, cells)))));
+    const size = Math.max(3, Math.min(44, Math.floor(Math.sqrt((width * room) / Math.max(1, cells)))));
     const columns = Math.max(1, Math.floor(width / size)), held = new Map(), kinds = [0, 0, 0, 0];
     let top = 0;
     groups.forEach((group, number) => {
@@ -138,7 +138,8 @@ export class Pool {
         row.dataset.name = name;
         row.dataset.dark = palette.isDark;
         button.firstChild.style.background = colourOf(name, palette.isDark);
-        setText(button.lastChild, name);
+        setText(button.lastChild, shortName(name));
+        button.title = name;
         setText(row.cells[1], this.app.store.requests.get(name)?.tenant || "–");
       }
       setText(row.cells[2], count(blocks));
