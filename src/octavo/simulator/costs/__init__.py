@@ -6,10 +6,12 @@ Owns: choosing one by its name. Does not: simulate.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from octavo.errors import ConfigError
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs.devices import DeviceFacts, device_facts
+from octavo.simulator.costs.fitted import Fitted, fit_recording, load_fit
 from octavo.simulator.costs.memory import pool_blocks
 from octavo.simulator.costs.models import ModelFacts, model_facts
 from octavo.simulator.costs.roofline import Roofline
@@ -18,7 +20,7 @@ from octavo.simulator.costs.table_files import read_table
 
 __all__ = ["DeviceFacts", "Hardware", "ModelFacts", "cost_model", "device_facts", "model_facts", "pool_blocks"]
 
-KINDS = ("roofline", "table:DIR", "fitted:FILE")
+KINDS = ("roofline", "table:DIR", "fitted:FILE.json", "fitted:RECORDING")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,9 @@ class Hardware:
 
 
 def cost_model(spec: str = "roofline", hardware: Hardware | None = None) -> CostModel:
-    """Make the cost model that `spec` names: roofline, table:DIR or fitted:FILE. Raises ConfigError.
+    """Make the cost model that `spec` names, one of KINDS. Raises ConfigError.
 
-    Only the roofline and a table need hardware.
+    Only the roofline and a table need hardware; a table with a whole profile.json does not.
     """
     kind, _, where = spec.partition(":")
     if kind == "roofline" and not where:
@@ -57,4 +59,7 @@ def cost_model(spec: str = "roofline", hardware: Hardware | None = None) -> Cost
         files = read_table(where)
         known = hardware
         return Table(completed(files, known.model, known.device, known.tp) if known is not None else files)
+    if kind == "fitted" and where:
+        path = Path(where)
+        return Fitted(load_fit(path) if path.suffix == ".json" else fit_recording(path))
     raise ConfigError(f"cost is {spec!r}; give one of {', '.join(KINDS)}")

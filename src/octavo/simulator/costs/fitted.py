@@ -1,0 +1,208 @@
+"""Fitted: a step's time from the steps of a recording.
+
+Owns: which seconds of a recording are the device's and which the host's, the fit, its errors, and its file.
+Does not: read recordings (trace.recording), or watch an engine (drift).
+Device: from the plan's begin, or from the collection of the step before it where that came later, to the collection.
+Host: from there to the next plan, where that goes on with some of the same sequences (else the engine was idle).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from octavo.errors import ConfigError
+from octavo.simulator.cost_model import StepShape, shape_of
+from octavo.simulator.costs.features import HOST_NAMES, KNOTS, NAMES, decode_features, features, host_features
+from octavo.simulator.costs.least_squares import Array, solve
+from octavo.trace.recording.reader import open_recording
+from octavo.trace.recording.steps import RecordedStep, steps
+
+VERSION = 1
+MIN_STEPS = 64
+HELD_OUT = 1 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficient:
+    """Seconds per unit of a feature, with bounds that 95 of 100 resamples lie within."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A fit of `num_steps` steps; written to and read from JSON.
+
+    `held_out_bias` and `held_out_error`: a fit on the first two thirds against the rest: (sum predicted - sum
+    measured) / sum measured, and the mean of |predicted - measured| / measured. `spread` is the standard deviation of
+    log(measured / predicted) over blocks of steps, in which drift is measured.
+    """
+
+    source: str
+    num_steps: int
+    device: tuple[Coefficient, ...]
+    host: tuple[Coefficient, ...]
+    held_out_bias: float
+    held_out_error: float
+    spread: float
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+
+    def report(self) -> str:
+        """The fit in words: each coefficient in microseconds with its bounds, and the held-out error."""
+        lines = [f"fit of {self.num_steps} steps of {self.source}; microseconds, with bounds of 95 of 100 resamples"]
+        for part, coefficients in (("device", self.device), ("host", self.host)):
+            for one in coefficients:
+                if one.high > 0:
+                    values = f"{one.value * 1e6:12.4g} ({one.low * 1e6:.4g} to {one.high * 1e6:.4g})"
+                    lines.append(f"  {part:6} per {one.name:32} {values}")
+        lines.append(
+            f"  held out (the last third, by a fit of the rest): {100 * self.held_out_bias:+.1f} % of its total time, "
+            f"{100 * self.held_out_error:.1f} % of a step's on the mean"
+        )
+        return "\n".join(lines)
+
+
+class Fitted:
+    """The CostModel of a fit."""
+
+    def __init__(self, fit: Fit) -> None:
+        self.name = f"fitted:{fit.source}"
+        self.fit = fit
+        self._device = [one.value for one in fit.device]
+        self._host = [one.value for one in fit.host]
+        self.decode_s: Callable[[int, int, int], float] | None = self._decode_s
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds on the device."""
+        return _priced(features(shape), self._device)
+
+    def host_s(self, shape: StepShape) -> float:
+        """Seconds of the host."""
+        return _priced(host_features(shape), self._host)
+
+    def _decode_s(self, num_rows: int, kv_sum: int, kv_max: int) -> float:
+        del kv_max
+        return _priced(decode_features(num_rows, kv_sum), self._device)
+
+
+def _priced(numbers: Sequence[float], prices: Sequence[float]) -> float:
+    total = 0.0
+    for number, price in zip(numbers, prices, strict=True):
+        total += number * price
+    return total
+
+
+@dataclass(slots=True)
+class Observations:
+    """Features and seconds of the steps that gave something; `host_rows` and `host_s` where no idling lay behind."""
+
+    rows: list[list[float]]
+    seconds: list[float]
+    host_rows: list[list[float]]
+    host_s: list[float]
+
+
+def observe(recorded: Iterable[RecordedStep]) -> Observations:
+    """Take the device's and the host's seconds from steps, in order."""
+    seen = Observations([], [], [], [])
+    behind: deque[RecordedStep] = deque(maxlen=4)  # whose commit no plan followed yet, as far as plans are in flight
+    for step in recorded:
+        _observe_host(seen, behind, step)
+        if step.has_failed:
+            behind.clear()
+            continue
+        behind.append(step)
+        begun = step.plan.now if step.free_from is None else max(step.plan.now, step.free_from)
+        if step.plan.slots and step.collected > begun:
+            seen.rows.append(features(shape_of(step.plan)))
+            seen.seconds.append(step.collected - begun)
+    return seen
+
+
+def _observe_host(seen: Observations, behind: deque[RecordedStep], step: RecordedStep) -> None:
+    """The host's seconds behind the commit that this step's plan followed, where the engine went on at once."""
+    committed = None
+    while behind and (behind[0].life != step.life or behind[0].collected <= step.plan.now):
+        committed = behind.popleft()
+    if committed is None or committed.life != step.life:
+        return
+    if not frozenset(committed.plan.slots).isdisjoint(step.plan.slots):
+        seen.host_rows.append(host_features(shape_of(committed.plan)))
+        seen.host_s.append(max(step.plan.now - committed.collected, 1e-9))
+
+
+def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps") -> Fit:
+    """Fit device and host. Raises ConfigError where there are too few steps to tell."""
+    seen = observe(recorded)
+    if len(seen.seconds) < MIN_STEPS:
+        raise ConfigError(
+            f"{source} has {len(seen.seconds)} steps to fit; at least {MIN_STEPS} are needed: record a longer run"
+        )
+    rows, seconds = np.array(seen.rows, float), np.array(seen.seconds)
+    cut = int(len(seconds) * (1 - HELD_OUT))
+    held = rows[cut:] @ solve(rows[:cut], seconds[:cut], num_draws=0).values
+    solution = solve(rows, seconds)
+    values, low, high = (_extended(one, rows) for one in (solution.values, solution.low, solution.high))
+    host = solve(np.array(seen.host_rows, float), np.array(seen.host_s)) if len(seen.host_s) >= 8 else None
+    nothing = np.zeros(len(HOST_NAMES))
+    return Fit(
+        source,
+        len(seconds),
+        _coefficients(NAMES, values, low, high),
+        _coefficients(HOST_NAMES, *((nothing,) * 3 if host is None else (host.values, host.low, host.high))),
+        float(held.sum() / seconds[cut:].sum() - 1),
+        float(np.mean(np.abs(held / seconds[cut:] - 1))),
+        _spread(rows @ solution.values, seconds),
+    )
+
+
+def _extended(values: Array, rows: Array) -> Array:
+    """Give stretches of tokens that no step reached the price of the one before them."""
+    values = values.copy()
+    for column in range(2, 1 + len(KNOTS)):
+        if not rows[:, column].any():
+            values[column] = values[column - 1]
+    return values
+
+
+def _coefficients(names: Sequence[str], values: Array, low: Array, high: Array) -> tuple[Coefficient, ...]:
+    return tuple(map(Coefficient, names, values.tolist(), low.tolist(), high.tolist()))
+
+
+def _spread(predicted: Array, seconds: Array, block: int = 32) -> float:
+    """Standard deviation of the log ratio over blocks of steps."""
+    starts = range(0, len(seconds) - block + 1, block)
+    ratios = [float(np.log(seconds[at : at + block].sum() / predicted[at : at + block].sum())) for at in starts]
+    return float(np.std(ratios)) if len(ratios) > 1 else 0.0
+
+
+def fit_recording(path: Path | str) -> Fit:
+    """Fit the steps of a recording's folder. Raises RecordingError, or ConfigError where it is too short."""
+    return fit_steps(steps(open_recording(path)), Path(path).name)
+
+
+def load_fit(path: Path) -> Fit:
+    """Read a fit's JSON. Raises ConfigError naming the file and what is wrong."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.pop("version") != VERSION:
+            raise ConfigError(f"{path}: another version of Octavo wrote this fit; make it anew from the recording")
+        device, host = (tuple(Coefficient(**one) for one in values.pop(part)) for part in ("device", "host"))
+        fit = Fit(**values, device=device, host=host)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} holds no fit ({error}); make one with octavo simulate --fit") from error
+    if tuple(one.name for one in fit.device) != NAMES or tuple(one.name for one in fit.host) != HOST_NAMES:
+        raise ConfigError(f"{path}: its coefficients are not those of this version; make it anew from the recording")
+    return fit

@@ -1,0 +1,45 @@
+"""Recorded steps made up by a simulation: the real scheduler's plans with the durations of a known cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from octavo.core.limits import Limits
+from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
+from octavo.core.request import Request
+from octavo.simulator.arrival import Arrival
+from octavo.simulator.cost_model import CostModel
+from octavo.simulator.run import Setup, simulate
+from octavo.trace.recording.steps import RecordedStep
+
+LIMITS = Limits(16, (400,), 4096, 1000, 256, 16)
+
+
+class Steps:
+    """A sink that keeps what a recording would say of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[RecordedStep] = []
+
+    def admitted(self, request: Request) -> None:
+        """Nothing."""
+
+    def decided(self, decisions: tuple[Event, ...]) -> None:
+        """Nothing."""
+
+    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        """Keep it."""
+        before = self.steps[-1].collected if self.steps else None
+        self.steps.append(RecordedStep(0, plan, outcome, plan.now, events.time, events.time, before))
+
+
+def workload(number: int = 60, gap: float = 0.2) -> list[Arrival]:
+    """Prompts of 5 to 600 tokens, outputs of 5 to 60, one each `gap` seconds, the same each time."""
+    return [Arrival(at * gap, 5 + at * 97 % 600, 5 + at * 31 % 55) for at in range(number)]
+
+
+def steps_of(costs: CostModel, arrivals: Iterable[Arrival], depth: int = 1) -> list[RecordedStep]:
+    """The steps of a simulation."""
+    sink = Steps()
+    simulate(arrivals, Setup(LIMITS, costs, depth=depth, make_sink=lambda scheduler: sink))
+    return sink.steps
