@@ -12,7 +12,7 @@ import pytest
 from tests.core.state_digest import state_digest, state_lines
 
 from octavo.core import invariants
-from octavo.core.forward import forward, look_ahead
+from octavo.core.forward import end_rows, forward, look_ahead
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, StepPlan, StepResult
 from octavo.core.policy import POLICIES
@@ -63,7 +63,9 @@ class Engine:
         stretch = look_ahead(self.scheduler.state)
         assert stretch is not None
         planned = self.now + num_steps - 1
-        self.decisions += forward(self.scheduler.state, stretch, num_steps, planned, planned + 0.5)
+        forward(self.scheduler.state, stretch, num_steps, planned)
+        if stretch.has_end and num_steps == stretch.max_steps:
+            self.decisions += end_rows(self.scheduler.state, stretch, planned + 0.5)
         self.now += num_steps
         if self.flight:
             self.flight = deque([self.scheduler.state.flight[0].plan])

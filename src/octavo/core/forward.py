@@ -90,6 +90,7 @@ def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
         or sequence.num_pending != depth
         or committed + depth - start != 1
         or sequence.in_flight != depth
+        or committed == sequence.num_prompt  # its first token is news
         or sequence.token_ids is not None
         or (start >= sequence.hot_end and start != sequence.capacity)
     ):
@@ -179,8 +180,8 @@ def _that_fit(state: State, rows: list[Sequence], max_steps: int) -> int:
     return max_steps
 
 
-def forward(state: State, stretch: Stretch, num_steps: int, planned: float, committed: float) -> tuple[Event, ...]:
-    """Make `num_steps` steps of a stretch just looked up; the last is `planned` and `committed` then. Who ended is told.
+def forward(state: State, stretch: Stretch, num_steps: int, planned: float) -> None:
+    """Make `num_steps` steps of a stretch just looked up, the last of them planned then; see `end_rows`.
 
     A plan in flight is replaced by the last of these. Cost: O(rows + blocks taken); a policy that tracks service is
     told of each token.
@@ -215,9 +216,11 @@ def forward(state: State, stretch: Stretch, num_steps: int, planned: float, comm
     state.freed_slots = array("i")
     state.finished_ids = []
     state.preempted_ids = []
-    if not (stretch.has_end and num_steps == stretch.max_steps):
-        return ()
-    for row in rows:
+
+
+def end_rows(state: State, stretch: Stretch, committed: float) -> tuple[Event, ...]:
+    """End the rows that the last step of a stretch brought to their length, as committed then; call after all of it."""
+    for row in stretch.rows:
         if row.num_committed >= row.limit:
             state.end_choice(row, committed, FinishReason.LENGTH)
     state.settle()

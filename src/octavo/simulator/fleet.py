@@ -8,6 +8,7 @@ that has nothing to do is not looked at; each request ends exactly once.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf, nextafter
@@ -15,6 +16,7 @@ from math import inf, nextafter
 from octavo.core.request import FinishReason
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
+from octavo.simulator.outcomes import NEVER
 from octavo.simulator.replica import Replica
 from octavo.simulator.routers import create_router
 from octavo.simulator.run import Run, Samples, Setup
@@ -35,6 +37,7 @@ class Fleet:
         self._router = create_router(setup.router, setup.seed)
         self._heap: list[tuple[float, int, int]] = []
         self._followers: dict[int, list[tuple[int, Arrival]]] = {}  # by whom they follow
+        self._ends = array("d")  # of each arrival, by its place
         self._coming: dict[int, Arrival] = {}  # in the heap
         self._orphans: list[Open] = []  # nobody is up to serve them
         self._now = 0.0
@@ -92,17 +95,21 @@ class Fleet:
                 self._follow(index, arrival, index)
 
     def _follow(self, index: int, arrival: Arrival, end: int) -> None:
+        """Note a request behind the one it follows, or let it come if that has ended already."""
         leader = arrival.follows
         assert leader is not None
         if not 0 <= leader < end or leader == index:
             raise ConfigError(f"arrival {index} of the workload follows {leader}; there is no such other arrival yet")
-        is_here = leader in self._coming or f"r{leader}" in self._tally.open or self._is_whole
-        if not (is_here or any(later == leader for each in self._followers.values() for later, _ in each)):
+        ended = self._ends[leader] if leader < len(self._ends) else NEVER
+        if ended == NEVER:
+            self._followers.setdefault(leader, []).append((index, arrival))
+        elif ended + arrival.time > self._now:
+            self._enter(index, arrival, ended + arrival.time)
+        else:
             raise ConfigError(
-                f"arrival {index} of the workload follows {leader}, which has ended; give those that follow right "
-                "behind whom they follow, or the workload as a list"
+                f"arrival {index} of the workload follows {leader}, and was to come at {ended + arrival.time} s, which "
+                f"is past at {self._now} s; give those that follow in the order of when they can come at the earliest"
             )
-        self._followers.setdefault(leader, []).append((index, arrival))
 
     def _pull(self) -> None:
         """Enter the next arrival of the workload."""
@@ -142,6 +149,9 @@ class Fleet:
 
     def _ended(self, entry: Open) -> None:
         """Those who follow come a while later, and never at the very time of an end."""
+        if entry.index >= len(self._ends):
+            self._ends.extend([NEVER] * (entry.index + 1 - len(self._ends)))
+        self._ends[entry.index] = self._now
         for index, arrival in self._followers.pop(entry.index, ()):
             self._enter(index, arrival, max(self._now + arrival.time, nextafter(self._now, inf)))
 

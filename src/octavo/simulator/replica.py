@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
-from octavo.core.forward import forward, look_ahead
+from octavo.core.forward import end_rows, forward, look_ahead
 from octavo.core.plan import Event, StepPlan, StepResult, StepTimings
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
@@ -258,12 +258,15 @@ class Replica:
         if not num_turns:
             return []
         last = num_turns - 1
-        decisions = forward(self.scheduler.state, cruise.stretch, num_turns, cruise.begins[last], cruise.commits[last])
+        state, is_whole = self.scheduler.state, num_turns == cruise.num_turns
+        forward(state, cruise.stretch, num_turns, cruise.begins[last])
+        self._note_blocks()
+        decisions = end_rows(state, cruise.stretch, cruise.commits[last]) if cruise.has_end and is_whole else ()
         totals.forwarded_steps += num_turns
         self._free_at = cruise.ends[last]
         committed = cruise.steps_s[:num_turns]
         if self._flight:
-            flying, plan = self._flight.popleft(), self.scheduler.state.flight[0].plan
+            flying, plan = self._flight.popleft(), state.flight[0].plan
             self._flight.append(Flight(plan, committed[-1], cruise.host_s, self._free_at))
             totals.busy_s += flying.step_s
             totals.host_s += flying.host_s

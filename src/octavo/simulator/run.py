@@ -149,9 +149,9 @@ class Run:
 def simulate(workload: Iterable[Arrival] | Sequence[Arrival], setup: Setup) -> Run:
     """Serve a workload to its end.
 
-    `workload` is in order of time; requests that follow another have their place anywhere in a sequence, in an
-    iterator before the one that they follow has ended. Raises ConfigError where it is not so.
+    `workload` is in order of time. Requests that follow another have their place anywhere in a sequence; in an iterator
+    behind that, in the order of when they can come at the earliest. Raises ConfigError where it is not so.
     """
-    from octavo.simulator.fleet import Fleet
+    from octavo.simulator.fleet import Fleet  # which stands on this module's types
 
     return Fleet(workload, setup).run()
