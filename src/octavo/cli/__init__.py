@@ -34,6 +34,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("octavo.cli.simulate", "predict how engines would serve a workload, without running a model"),
     "plan": ("octavo.cli.plan", "what a model takes and how much fits, without loading it"),
     "ps": ("octavo.cli.ps", "list the servers that run here"),
+    "top": ("octavo.cli.top", "watch a running server in the terminal"),
+    "explain": ("octavo.cli.explain", "say why a request waits, what it does, or what became of it"),
     "stop": ("octavo.cli.stop", "end a server that runs here, once its open requests are done"),
     "admin": ("octavo.cli.admin", "ask or tell a running server"),
     "chaos": ("octavo.cli.chaos", "drill a server here: kill its engine under streams, and count what is lost"),

@@ -9,12 +9,15 @@ from octavo.cli.admin_client import ask, find_socket
 
 VERBS = {  # verb -> what it does
     "status": "processes, epoch, restarts and open requests, as JSON",
+    "statistics": "the engine's counters and gauges, as JSON",
+    "frames": "what the engine did since the cursor ARG, as docs/frames.md has it",
+    "top": "status, statistics and frames at once",
     "pause": "stop making steps; requests wait",
     "resume": "go on after pause",
     "drain": "take no new requests, finish the open ones (ARG now: end them), end the server",
     "cancel": "end the request with the id ARG",
     "cancel_all": "end every request in the engine",
-    "explain": "say why the request with the id ARG waits",
+    "explain": "where the request with the id ARG stands, or all open ones, as JSON (octavo explain says it in words)",
     "reset_prefix_cache": "forget the cached prefixes that nobody uses",
     "reload_keys": "read the key file again",
     "kill_engine": "kill the engine process, for a drill; requests go on in the next",

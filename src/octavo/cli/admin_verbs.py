@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from octavo.cli.admin import VERBS
 from octavo.cli.engines import Engine
 from octavo.engine.client import Verb as EngineVerb
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineError
 from octavo.server.admin import Verb
+from octavo.server.explanations import explain_any, explain_open
 
 if TYPE_CHECKING:
     from octavo.cli.api_task import ApiTask
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from octavo.server.run import HttpServer
 
 
-def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Context, url: str) -> dict[str, Verb]:
-    """The verbs of one server."""
+def _looks(task: ApiTask, engine: Engine, context: Context, url: str) -> dict[str, Verb]:
+    """The verbs that only look."""
     begun = time.monotonic()
 
     async def status(_: str) -> object:
@@ -43,6 +44,27 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
             "api": _own_figures(),
         }
 
+    async def statistics(_: str) -> object:
+        return await engine.client.statistics()
+
+    async def frames(cursor: str) -> object:
+        return await engine.client.control("frames", cursor)
+
+    async def top(cursor: str) -> object:
+        answer: dict[str, object] = {"status": await status("")}
+        try:
+            answer["statistics"] = await statistics("")
+            answer["frames"] = await frames(cursor)
+        except EngineError as error:  # it is being restarted
+            answer["trouble"] = str(error)
+        return answer
+
+    return {"status": status, "statistics": statistics, "frames": frames, "top": top}
+
+
+def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Context, url: str) -> dict[str, Verb]:
+    """The verbs of one server."""
+
     async def drain(when: str) -> object:
         if when not in ("", "now"):
             raise ConfigError(f"drain {when!r} is not known; leave it out, or give now to end open requests")
@@ -58,8 +80,7 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         return names
 
     async def explain(request_id: str) -> object:
-        names = context.directory.find(_needed(request_id, "explain")) or [request_id]
-        return "\n".join([str(await engine.client.control("explain", name)) for name in names])
+        return await (explain_any(context, request_id) if request_id else explain_open(context))
 
     async def reload_keys(_: str) -> object:
         return context.keys.reload()
@@ -69,7 +90,7 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         return engine.processes
 
     asked: dict[str, Verb] = {
-        "status": status,
+        **_looks(task, engine, context, url),
         "drain": drain,
         "cancel": cancel,
         "explain": explain,
