@@ -41,6 +41,8 @@ class Driver:
     Two of them are not limits: `faults`, the four chances of Faults, and `host`, host blocks per device block.
     """
 
+    run_type = Run
+
     def __init__(self, seed: int, check_every: int = FULL_CHECK_EVERY, **changes: Any) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         rng = self.rng
@@ -55,7 +57,7 @@ class Driver:
             changes["host_blocks"] = tuple(int(share * count) for count in sizes.num_blocks)
         if changes:
             sizes = Limits(**{**{name: getattr(sizes, name) for name in Limits.__slots__}, **changes})
-        self.run = Run(sizes, depth=self.depth, faults=self.faults, lazy=lazy, check_every=check_every)
+        self.run = self.run_type(sizes, depth=self.depth, faults=self.faults, lazy=lazy, check_every=check_every)
         self.run.is_ordered = False
         self.maker = RequestMaker(rng, sizes, rng.random() < 0.3)
         self.num_steps = 0

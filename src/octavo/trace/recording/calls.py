@@ -58,6 +58,7 @@ class Admit:
     now: float
     request: Request
     keys: tuple[KeyRun, ...] = ()
+    is_blind: bool = False  # the engine had no ids of it either
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """pause, resume, drain, reset_prefix_cache, take_events; or limit_step with its number of tokens."""
+    """pause, resume, drain, reset_prefix_cache; or limit_step with its number of tokens."""
 
     verb: str
     num_tokens: int | None = None
@@ -123,4 +124,4 @@ class Ended:
     reason: str
 
 
-Call = Admit | Cancel | EndChoice | Plan | Commit | Control
+Call = Admit | Cancel | EndChoice | Plan | Commit | Control | Ended
