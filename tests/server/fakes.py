@@ -23,6 +23,7 @@ from octavo.artifacts.spec import ModelSpec
 from octavo.config import Config, ServingConfig
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request, Want
+from octavo.engine.biographies import unknown
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.entry import num_choices
 from octavo.engine.sessions import Sessions
@@ -199,12 +200,35 @@ class FakeClient:
 
     async def control(self, verb: Any, argument: str = "") -> object:
         if verb == "explain":
-            ahead = [name for name in self._queues if name != argument]
-            return f"{argument} waits at position 2 of 2, behind {ahead[0] if ahead else 'nobody'}: behind"
+            return self._explained(argument)
         raise NotImplementedError
+
+    def _explained(self, name: str) -> dict[str, object]:
+        """As the engine says it; of those ended it knows the last."""
+        if name not in self._queues:
+            is_known = any(request.request_id == name for request in self.requests)
+            return ended(name) if is_known else unknown(name)
+        ahead = [other for other in self._queues if other != name]
+        behind = ahead[0] if ahead else None
+        return {
+            "id": name,
+            "tenant": "nobody else's business",
+            "state": "waiting",
+            "text": f"{name} waits at position 2 of 2, behind {behind}: behind",
+            "public_text": "waits at position 2 of 2: behind",
+            "position": 1 + len(ahead),
+            "behind": behind,
+            "ahead": [{"name": other, "tenant": "nobody's", "why": "arrival 1"} for other in ahead],
+            "events": [{"event": "preempted", "time_s": 0.5, "step": 3, "by": behind, "num_tokens": 4}],
+        }
 
     async def close(self) -> None:
         pass
+
+
+def ended(name: str) -> dict[str, object]:
+    """What the engine says of a request that has ended."""
+    return {"id": name, "state": "finished", "text": f"{name} ended (stop)", "public_text": "ended (stop)"}
 
 
 def scores_of(request: Request) -> tuple[int, tuple[TokenLogprobs, ...]]:

@@ -173,9 +173,10 @@ async def test_tenants_do_not_meet_in_their_ids(harness: Harness) -> None:
     stranger = await harness.get(f"/v1/requests/{stolen}/explain", headers=BOB)
     assert (stranger.status_code, stranger.json()["error"]["code"]) == (404, "request_not_found")
     own = (await harness.get("/v1/requests/job-1/explain", headers=ALICE)).json()
-    assert own == {"id": "job-1", "explanations": ["waits at position 2 of 2: behind"]}, "without the others' names"
+    assert own["id"] == "job-1" and [one["text"] for one in own["explanations"]] == ["waits at position 2 of 2: behind"]
+    assert "~" not in str(own) and "nobody" not in str(own), "without the others' names"
     both_of_bobs = (await harness.get("/v1/requests/job-1/explain", headers=CAROL)).json()["explanations"]
-    assert len(both_of_bobs) == 2 and "~" not in both_of_bobs[0].replace(find("job-1", "alice")[0], "")
+    assert len(both_of_bobs) == 2 and "~" not in str(both_of_bobs)
     assert (await harness.request("POST", "/v1/requests/none/cancel", headers=ALICE)).status_code == 404
     assert not harness.engine.cancelled
     for request in harness.engine.requests:

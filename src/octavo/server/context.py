@@ -75,6 +75,7 @@ class Context:
     batches: BatchService
     tracer: Tracer = field(default_factory=lambda: Tracer(None))
     cache_info: Mapping[str, str] = field(default_factory=dict)  # how the KV pool is set up, for metrics
+    explain_kept: str = ""  # which ended requests can be explained, in words
 
     def check_model(self, asked: str | None) -> None:
         """Refuse a model that is not served here (404)."""
@@ -126,7 +127,7 @@ def build_context(
         admission=Admission(
             config.admission, waiting, Estimator(), is_by_priority=config.scheduling.policy == "priority"
         ),
-        directory=Directory(),
+        directory=Directory(config.statistics.explain_kept),
         tool=tool,
         prompts=PromptReader(text, max_len, tool, dialect),
         params=ParamsReader(model_defaults(text.spec.generation), text.tokenizer, limits.max_choices),
@@ -137,6 +138,7 @@ def build_context(
         grammars=GrammarReader(tool, text),
         tracer=Tracer(config.telemetry.otlp_traces_endpoint),
         cache_info=_cache_info(config, sessions),
+        explain_kept=f"the last {config.statistics.explain_kept}, for {config.statistics.explain_kept_s:g} s",
     )
 
 

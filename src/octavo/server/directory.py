@@ -1,12 +1,14 @@
-"""Directory: which requests are open, by the names that their clients know.
+"""Directory: which requests are open, or ended not long ago, by the names that their clients know.
 
 Owns: the table from (tenant, client's name) to the engine's names. Does not: end or explain anything.
-Invariant: a tenant finds its own requests only; a name that is used twice at once finds both.
+Invariants: a tenant finds its own requests only; a name that is used twice at once finds both; of ended requests so
+many are kept as the engine can explain.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 
 MARK = "~"  # in no client's own id, so that nobody can spell the engine's name of another's request
@@ -18,10 +20,11 @@ def engine_id(given: str | None, own: str) -> str:
 
 
 class Directory:
-    """Open requests of all tenants."""
+    """Open requests of all tenants, and the last `max_ended` that ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_ended: int = 0) -> None:
         self._names: dict[tuple[str, str], list[Sequence[str]]] = {}
+        self._ended: deque[tuple[str, str, Sequence[str]]] = deque(maxlen=max_ended)
 
     def add(self, tenant: str, name: str, engine_ids: Sequence[str]) -> Callable[[], None]:
         """List a request; call what is returned when it has ended."""
@@ -32,6 +35,7 @@ class Directory:
             listed = self._names.get(key, [])
             if engine_ids in listed:
                 listed.remove(engine_ids)
+                self._ended.append((tenant, name, engine_ids))
             if not listed:
                 self._names.pop(key, None)
 
@@ -45,6 +49,21 @@ class Directory:
             if tenant is None or owner == tenant:
                 found += [one for ids in listed for one in ids if name in (public, one)]
         return found
+
+    def find_ended(self, name: str, tenant: str | None = None) -> list[str]:
+        """Likewise, of the last request of that name that ended."""
+        for owner, public, ids in reversed(self._ended):
+            if (tenant is None or owner == tenant) and (public == name or name in ids):
+                return list(ids) if public == name else [name]
+        return []
+
+    def names(self, tenant: str) -> dict[str, str]:
+        """The client's name for each of the engine's, of one tenant's requests, ended ones too."""
+        known = {one: name for owner, name, ids in self._ended if owner == tenant for one in ids}
+        for (owner, name), listed in self._names.items():
+            if owner == tenant:
+                known.update((one, name) for ids in listed for one in ids)
+        return known
 
     def __len__(self) -> int:
         return sum(map(len, self._names.values()))

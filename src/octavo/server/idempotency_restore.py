@@ -25,6 +25,7 @@ from octavo.engine.transcript import Transcript
 from octavo.errors import StepFailedError
 from octavo.server.admission import Lease, Wish
 from octavo.server.context import Context
+from octavo.server.directory import MARK
 from octavo.server.generation import REASONS, Asked, Generation, failure_of
 from octavo.server.idempotency import Begun, RetryKey, Run
 from octavo.server.replay_outputs import OneByOne, Stored
@@ -127,7 +128,7 @@ def _generation(context: Context, held: HeldRun) -> Generation:
     closing = ExitStack()
     closing.callback(lease.leave)
     names = [request.request_id for request in requests]
-    closing.callback(context.directory.add(first.tenant, names[0], names))
+    closing.callback(context.directory.add(first.tenant, names[0].partition(MARK)[0], names))
     asked = Asked(
         request_id=first.request_id,
         prompts=[request.prompt_token_ids or () for request in requests],

@@ -1,8 +1,6 @@
-"""GET explain and POST cancel under /v1/requests/{id}: open requests, by the ids that their clients know."""
+"""GET explain and POST cancel under /v1/requests/{id}: requests by the ids that their clients know."""
 
 from __future__ import annotations
-
-import re
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -10,41 +8,35 @@ from starlette.responses import Response
 
 from octavo.server.auth import KEY
 from octavo.server.context import Context, context_of
+from octavo.server.explanations import explain_own
 from octavo.server.faults import ApiError
 from octavo.server.keys import KeyInfo
 
-_BEHIND = re.compile(r", behind (\S+)(?=: \w+$)")
-
 
 async def explain(request: Request) -> Response:
-    """Say where an open request stands, one sentence for each of its prompts. Only its own tenant finds it."""
-    context, name, ids = _found(request)
-    said = [_said(str(await context.sessions.client.control("explain", one)), one, ids) for one in ids]
-    return _json({"id": name, "explanations": said})
+    """Say where a request stands, or what became of it: once for each of its prompts. Only its own tenant finds it."""
+    context, name, key = _asked(request)
+    told = await explain_own(context, name, key.tenant)
+    if told is None:
+        kept = context.explain_kept
+        text = f"no request {name[:128]!r} of yours is open or can still be explained: {kept} are, after their end"
+        raise ApiError(404, text, code="request_not_found")
+    return _json(told)
 
 
 async def cancel(request: Request) -> Response:
     """End an open request; whoever waits for it gets an error. Only its own tenant finds it."""
-    context, name, ids = _found(request)
+    context, name, key = _asked(request)
+    ids = context.directory.find(name, key.tenant)
+    if not ids:
+        raise ApiError(404, f"no request {name[:128]!r} of yours is open", code="request_not_found")
     await context.sessions.client.cancel(ids)
     return _json({"id": name, "cancelled": True})
 
 
-def _found(request: Request) -> tuple[Context, str, list[str]]:
-    context, name = context_of(request), request.path_params["request_id"]
+def _asked(request: Request) -> tuple[Context, str, KeyInfo]:
     key: KeyInfo = request.scope[KEY]
-    ids = context.directory.find(name, key.tenant)
-    if not ids:
-        raise ApiError(404, f"no request {name[:128]!r} of yours is open", code="request_not_found")
-    return context, name, ids
-
-
-def _said(sentence: str, engine_id: str, own_ids: list[str]) -> str:
-    """The engine's sentence, without its own names and without those of others' requests."""
-    behind = _BEHIND.search(sentence)
-    if behind is not None and behind[1] not in own_ids:
-        sentence = sentence[: behind.start()] + sentence[behind.end() :]
-    return sentence.removeprefix(engine_id).strip()
+    return context_of(request), request.path_params["request_id"], key
 
 
 def _json(body: dict[str, object]) -> Response:

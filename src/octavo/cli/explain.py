@@ -1,0 +1,101 @@
+"""`octavo explain [ID]`: why a request waits, what it is doing, or what became of it; without an ID, all open ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from typing import Any
+from urllib.parse import quote
+
+from octavo.cli.admin_client import ask, find_socket
+from octavo.cli.explain_text import headline, story, table
+from octavo.cli.flags import UsageError
+from octavo.errors import OctavoError
+
+TIMEOUT_S = 30.0
+_OVER = ("finished", "unknown")
+
+
+class NotAnsweredError(OctavoError):
+    """The server could not be asked, or knows no such request."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("id", nargs="?", metavar="ID", help="as an answer, X-Request-Id or the log has it [all open]")
+    parser.add_argument("--socket", metavar="PATH", help="the server's admin socket [the only server's here]")
+    parser.add_argument("--url", help="ask over HTTP instead, for one's own requests: http://HOST:PORT")
+    parser.add_argument("--api-key", metavar="KEY", help="for --url [OCTAVO_API_KEY]")
+    parser.add_argument("--json", action="store_true", help="print the answer as one line of JSON")
+    parser.add_argument("--follow", action="store_true", help="go on, with a line for each change, to the end")
+    parser.add_argument(
+        "--interval", type=float, default=0.5, metavar="X", help="seconds between looks, --follow [0.5]"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the story; 0 where it is known."""
+    if args.url and args.socket:
+        raise UsageError("--url and --socket are two ways to ask; give one")
+    if args.url and not args.id:
+        raise UsageError("--url tells of one request; give its ID (the admin socket lists all)")
+    if args.api_key and not args.url:
+        raise UsageError("--api-key is for --url; the admin socket needs none")
+    if args.follow and not args.id:
+        raise UsageError("--follow follows one request; give its ID (octavo top shows all)")
+    if not args.interval > 0:
+        raise UsageError(f"--interval is {args.interval:g}; give seconds above 0")
+    answer = _follow(args) if args.follow else _ask(args)
+    if args.json:
+        print(json.dumps(answer))
+    else:
+        print("\n".join(story(answer) if args.id else table(answer)))
+    return 0
+
+
+def _follow(args: argparse.Namespace) -> dict[str, Any]:
+    """Tell each change of where it stands, until it has ended; then the last answer."""
+    last: list[str] = []
+    while True:
+        answer = _ask(args)
+        told = answer["explanations"]
+        words = [one["text"].partition("; its ")[0] for one in told]
+        if words != last and not args.json:
+            print(*map(headline, told), sep="\n", flush=True)
+        last = words
+        if all(one["state"] in _OVER for one in told):
+            return answer
+        time.sleep(args.interval)
+
+
+def _ask(args: argparse.Namespace) -> dict[str, Any]:
+    """Ask once. Raises AdminError, NotAnsweredError."""
+    if args.url:
+        base = args.url.rstrip("/").removesuffix("/v1")
+        key = args.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
+        return _get(f"{base}/v1/requests/{quote(args.id, safe='')}/explain", key)
+    answer: dict[str, Any] = ask(find_socket(args.socket), "explain", args.id or "")
+    told = answer.get("explanations", ())
+    if told and all(one["state"] == "unknown" for one in told):
+        raise NotAnsweredError(told[0]["text"])
+    return answer
+
+
+def _get(url: str, key: str) -> dict[str, Any]:
+    import httpx
+
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        response = httpx.get(url, headers=headers, timeout=TIMEOUT_S)
+        body: Any = response.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise NotAnsweredError(f"no answer from {url} ({error})") from None
+    if response.status_code != 200:
+        said = body.get("error") if isinstance(body, dict) else None
+        message = said.get("message") if isinstance(said, dict) else None
+        raise NotAnsweredError(f"{url} answers {response.status_code}: {message or response.reason_phrase}")
+    if not isinstance(body, dict):
+        raise NotAnsweredError(f"{url} answers something that is no explanation; is it an Octavo server?")
+    return body

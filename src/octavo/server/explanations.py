@@ -1,0 +1,83 @@
+"""What is told of a client's request: to whom it belongs without anybody else's name, to the operator with all.
+
+Owns: asking the engine for each prompt, and what a stranger may not see. Does not: read HTTP, or know why (the engine's
+biographies do).
+Invariant: a request that belongs to another tenant is never named; where it is the reason for something, there is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.server.context import Context
+
+MAX_EXPLANATIONS = 64  # prompts of one id that are told of; each costs the engine a look at its queue
+UNKNOWN = "unknown"
+_HIDDEN = ("id", "tenant", "public_text", "name")
+
+
+async def explain_own(context: Context, name: str, tenant: str) -> dict[str, object] | None:
+    """Tell a client of its request, open or ended a short while ago; None where it has none of that name."""
+    ids = context.directory.find(name, tenant) or context.directory.find_ended(name, tenant)
+    told = [answer for answer in await _ask(context, ids) if answer.get("state") != UNKNOWN]
+    if not told:
+        return None
+    own = context.directory.names(tenant)
+    return {
+        "id": name,
+        "explanations": [_for_client(answer, own) for answer in told],
+        "num_left_out": len(ids[MAX_EXPLANATIONS:]),
+        "queue": queue_of(context),
+    }
+
+
+async def explain_any(context: Context, name: str) -> dict[str, object]:
+    """Tell the operator of a request of any tenant, by its client's name or the engine's."""
+    ids = context.directory.find(name) or context.directory.find_ended(name) or [name]
+    return {
+        "id": name,
+        "explanations": await _ask(context, ids),
+        "num_left_out": len(ids[MAX_EXPLANATIONS:]),
+        "queue": queue_of(context),
+    }
+
+
+async def explain_open(context: Context) -> dict[str, object]:
+    """Tell the operator of all open requests."""
+    answer = await context.sessions.client.control("explain")
+    return {**(answer if isinstance(answer, Mapping) else {}), "queue": queue_of(context)}
+
+
+def queue_of(context: Context) -> dict[str, object]:
+    """The queue as admission counts it: the numbers that an answer 429 has."""
+    figures = context.admission.snapshot()
+    return {
+        "num_waiting": figures["waiting"],
+        "max_waiting": figures["max_waiting"],
+        "num_waiting_tokens": figures["waiting_tokens"],
+        "max_waiting_tokens": figures["max_waiting_tokens"],
+        "wait_s": figures["wait_s"],
+    }
+
+
+async def _ask(context: Context, ids: list[str]) -> list[dict[str, Any]]:
+    answers = [await context.sessions.client.control("explain", one) for one in ids[:MAX_EXPLANATIONS]]
+    return [dict(answer) for answer in answers if isinstance(answer, Mapping)]
+
+
+def _for_client(answer: dict[str, Any], own: Mapping[str, str]) -> dict[str, object]:
+    """An answer of the engine with its client's names for its own requests, and none for others'."""
+    told = {key: value for key, value in answer.items() if key not in _HIDDEN}
+    told["text"] = answer.get("public_text", "")
+    if "behind" in told:
+        told["behind"] = own.get(told["behind"])
+    if "ahead" in told:
+        told["num_ahead"] = max(0, answer.get("position", 0) - 1)
+        told["ahead"] = [
+            {"id": own[other["name"]], "why": other["why"]} for other in told["ahead"] if other["name"] in own
+        ]
+    if "events" in told:
+        told["events"] = [{**event, "by": own.get(event["by"])} if "by" in event else event for event in told["events"]]
+    return told
