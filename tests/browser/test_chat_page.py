@@ -106,7 +106,7 @@ def test_I06_an_answer_streams_and_its_figures_are_told(chat: Chat) -> None:
     answer = chat.say("hello there")
     figures = answer.locator(".figure").all_inner_texts()
     assert answer.locator(".markdown >> nth=-1").inner_text() == "hello there"
-    assert any("prompt (" in words and "cached)" in words for words in figures), "the conversation so far was cached"
+    assert any("prompt tokens, " in words and "cached" in words for words in figures), "the conversation so far was cached"
     assert "12 completion tokens" in figures and "ended by itself" in figures
     assert "tokens used" in chat.page.inner_text("#context")
 
@@ -287,7 +287,7 @@ def test_I06_letters_of_several_tokens_are_shown_whole(chat: Chat) -> None:
     assert answer.locator(".answer > .markdown").inner_text() == "ä€𝄞 end"
     chat.page.keyboard.press("Escape")
     chat.do("tokens")
-    assert answer.locator(".tokens").inner_text().replace("·", "") == "ä€𝄞 end<|im_end|>"
+    assert answer.locator(".tokens").inner_text().replace("◦", "") == "ä€𝄞 end<|im_end|>"
 
 
 # --- settings

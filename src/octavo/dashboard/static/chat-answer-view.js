@@ -4,7 +4,7 @@
 import { button, make } from "./chat-dom.js";
 import { Markdown } from "./chat-render.js";
 import { callsOf } from "./chat-request.js";
-import { number, statsParts } from "./chat-stats.js";
+import { answerParts, number, requestParts } from "./chat-stats.js";
 import { TokensView } from "./chat-tokens.js";
 
 /** Shows an answer as it grows. */
@@ -49,7 +49,7 @@ export class AnswerView {
     this.#showCalls();
     this.error.hidden = !answer.error;
     this.error.textContent = answer.error?.message ?? "";
-    this.#showFigures(isRunning, rate);
+    this.#showFigures(isRunning, rate, place !== null);
   }
 
   /** Change between the text and its tokens; return whether the tokens are shown now. */
@@ -98,14 +98,19 @@ export class AnswerView {
     });
   }
 
-  #showFigures(isRunning, rate) {
-    const parts = isRunning ? (rate ? [{ label: "rate", words: `≈ ${number(rate)} tokens/s`, title: "as they come" }] : []) : statsParts(this.answer.stats, this.answer);
+  #showFigures(isRunning, rate, isOneOfSeveral) {
+    const running = rate && !isOneOfSeveral ? [{ label: "rate", words: `≈ ${number(rate)} tokens/s`, title: "as they come" }] : [];
+    const ended = () => [...(isOneOfSeveral ? [] : requestParts(this.answer.stats)), ...answerParts(this.answer)];
+    const parts = isRunning ? running : ended();
     const key = parts.map((part) => part.words).join("|");
     if (key === this.#figures) return;
     this.#figures = key;
-    this.figures.replaceChildren(...parts.map(({ label, words, title }) => make("span", { class: `figure ${label}`, title }, words)));
+    this.figures.replaceChildren(...figures(parts));
   }
 }
+
+/** Make the elements of figures. */
+export const figures = (parts) => parts.map(({ label, words, title }) => make("span", { class: `figure ${label}`, title }, words));
 
 function pretty(text) {
   try {

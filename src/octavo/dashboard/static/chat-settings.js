@@ -23,11 +23,11 @@ export class SettingsForm {
       group("Form of the answer", [
         this.#choice("response_format", "Response format", [["text", "text"], ["json_object", "JSON"], ["json_schema", "JSON that obeys a schema"]]),
         this.#area("schema", "Schema", 4, SCHEMA_EXAMPLE),
-        this.#choice("reasoning_effort", "Reasoning", EFFORTS.map((word) => [word, word || "as the model does"])),
+        this.#choice("reasoning_effort", "Reasoning", EFFORTS.map((word) => [word, word || "default"])),
       ]),
       group("Log-probabilities", [
-        this.#box("logprobs", "Give each token's probability"),
-        this.#number("top_logprobs", "Alternatives beside it", 1, "0 to 20"),
+        this.#box("logprobs", "Token probabilities"),
+        this.#number("top_logprobs", "Alternatives", 1, "0 to 20"),
       ]),
       group("Tools", [
         this.#area("tools", "Tools (JSON list)", 4, TOOLS_EXAMPLE),

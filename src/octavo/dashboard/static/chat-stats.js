@@ -7,6 +7,7 @@ export function statsOf(assembly, nowMs) {
     promptTokens: usage?.prompt_tokens ?? null,
     cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? null,
     completionTokens: usage?.completion_tokens ?? null,
+    numAnswers: assembly.answers.length,
     tokensPerS: timings?.tokens_per_s ?? seenRate(assembly),
     isMeasuredHere: timings?.tokens_per_s === undefined || timings?.tokens_per_s === null,
     firstS: assembly.firstMs === null ? null : (assembly.firstMs - assembly.startedMs) / 1000,
@@ -36,24 +37,30 @@ export function number(value) {
 
 const ENDS = { stop: "ended by itself", length: "ended at the limit of tokens", tool_calls: "calls tools", stopped: "stopped", cut: "cut off" };
 
-/** Return the line under an answer, as parts [{label, words, title}]. */
-export function statsParts(stats, answer) {
+/** Return what is told of a request, as parts [{label, words, title}]. */
+export function requestParts(stats) {
   const parts = [];
   const add = (label, words, title) => parts.push({ label, words, title });
-  if (stats) {
-    if (stats.tokensPerS !== null) add("rate", `${stats.isMeasuredHere ? "≈ " : ""}${number(stats.tokensPerS)} tokens/s`, "tokens a second behind the first one, of all answers of the request");
-    if (stats.firstS !== null) add("first", `first after ${seconds(stats.firstS)}`, firstTitle(stats));
-    if (stats.promptTokens !== null) {
-      const cached = stats.cachedTokens ? ` (${number(stats.cachedTokens)} cached)` : "";
-      add("prompt", `${number(stats.promptTokens)} prompt${cached}`, "tokens of the prompt; cached ones were not computed again");
-    }
-    if (stats.completionTokens !== null) add("completion", `${number(stats.completionTokens)} completion tokens`, "tokens that were said, in all answers of the request");
-    add("total", seconds(stats.totalS), "from sending to the end, as seen by this page");
+  if (stats === null) return parts;
+  if (stats.tokensPerS !== null) add("rate", `${stats.isMeasuredHere ? "≈ " : ""}${number(stats.tokensPerS)} tokens/s`, "tokens a second behind the first one, of all answers of the request");
+  if (stats.firstS !== null) add("first", `first after ${seconds(stats.firstS)}`, firstTitle(stats));
+  if (stats.promptTokens !== null) {
+    const cached = stats.cachedTokens ? `, ${number(stats.cachedTokens)} cached` : "";
+    add("prompt", `${number(stats.promptTokens)} prompt tokens${cached}`, "cached ones were not computed again");
   }
-  const doubt = perplexity(answer.tokens);
-  if (doubt !== null) add("perplexity", `perplexity ${number(doubt)}`, "exp of the mean negative log-probability: 1 is certain");
-  if (answer.finish) add("finish", answer.stopped && answer.finish === "stop" ? `ended at ${JSON.stringify(answer.stopped)}` : (ENDS[answer.finish] ?? answer.finish), "why it ended");
+  if (stats.completionTokens !== null) add("completion", `${number(stats.completionTokens)} completion tokens`, "tokens that were said, in all answers of the request");
+  add("total", seconds(stats.totalS), "from sending to the end, as seen by this page");
   return parts;
+}
+
+/** Return what is told of one answer. */
+export function answerParts(answer) {
+  const parts = [];
+  const doubt = perplexity(answer.tokens);
+  if (doubt !== null) parts.push({ label: "perplexity", words: `perplexity ${number(doubt)}`, title: "exp of the mean negative log-probability: 1 is certain" });
+  if (!answer.finish) return parts;
+  const words = answer.stopped && answer.finish === "stop" ? `ended at ${JSON.stringify(answer.stopped)}` : (ENDS[answer.finish] ?? answer.finish);
+  return [...parts, { label: "finish", words, title: "why it ended" }];
 }
 
 function firstTitle(stats) {

@@ -187,7 +187,7 @@ function isToken(token) {
   return token.a === undefined || (Array.isArray(token.a) && token.a.every((one) => Array.isArray(one) && isText(one[0]) && Number.isFinite(one[1])));
 }
 
-const STATS = ["promptTokens", "cachedTokens", "completionTokens", "tokensPerS", "firstS", "totalS", "queueS", "prefillS", "decodeS"];
+const STATS = ["promptTokens", "cachedTokens", "completionTokens", "tokensPerS", "firstS", "totalS", "queueS", "prefillS", "decodeS", "numAnswers"];
 
 function checkedStats(value) {
   if (value === null || typeof value !== "object" || !Number.isFinite(value.totalS)) return null;

@@ -5,7 +5,7 @@ import { make } from "./chat-dom.js";
 import { percent, surprise, tokenTexts } from "./chat-stats.js";
 
 export const MAX_SHOWN_TOKENS = 10_000;
-const LEVELS = ["90 % or more", "60 %", "30 %", "10 %", "less"];
+const LEVELS = ["≥ 90 %", "≥ 60 %", "≥ 30 %", "≥ 10 %", "less"];
 let numViews = 0;
 
 /** The tokens of one answer, in a container. */
@@ -85,9 +85,9 @@ export class TokensView {
 
 const indexOf = (target) => (target.classList.contains("token") ? Number(target.dataset.name) : null);
 
-const visible = (text) => (text === "" ? "·" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥"));
+const visible = (text) => (text === "" ? "◦" : text.replaceAll("\n", "↵").replaceAll("\t", "→"));
 
-const named = (text) => visible(text).replaceAll(" ", "␠");
+const named = (text) => visible(text).replaceAll(" ", "·");
 
 function cardOf(token) {
   const others = token.a ?? [];

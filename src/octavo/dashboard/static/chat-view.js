@@ -2,8 +2,9 @@
 // Does not: change a conversation or ask a server; it calls `actions` for that.
 
 import { button, copyButton, make } from "./chat-dom.js";
-import { AnswerView } from "./chat-answer-view.js";
+import { AnswerView, figures } from "./chat-answer-view.js";
 import { callsOf, shownAnswer } from "./chat-request.js";
+import { number, requestParts } from "./chat-stats.js";
 
 const NEAR_END = 48; // pixels
 
@@ -130,9 +131,10 @@ class AssistantView {
     this.who = make("h2", {}, "Answer");
     this.versions = make("div", { class: "versions" });
     this.body = make("div", { class: "answers" });
+    this.figures = make("p", { class: "figures muted" }); // of the request, where its answers stand side by side
     this.state = make("div", { class: "state" });
     this.buttons = make("div", { class: "buttons" });
-    this.element = make("article", { class: "message assistant", "aria-label": "Answer" }, make("div", { class: "head" }, this.who, this.versions), this.body, this.state, this.buttons);
+    this.element = make("article", { class: "message assistant", "aria-label": "Answer" }, make("div", { class: "head" }, this.who, this.versions), this.body, this.figures, this.state, this.buttons);
   }
 
   update({ isLast, run, isBusy }) {
@@ -152,6 +154,7 @@ class AssistantView {
     this.body.classList.toggle("several", answers.length > 1);
     this.element.setAttribute("aria-busy", String(Boolean(run)));
     this.#showState(run);
+    this.#showFigures(answers, run);
     const key = [isLast, isBusy, isEditing, message.picked, message.answers.length, shownAnswer(message).finish, shownAnswer(message).tokens.length > 0].join();
     if (key === this.key) return;
     this.key = key;
@@ -169,6 +172,16 @@ class AssistantView {
     const pick = () => this.owner.actions.pick(this.message, this.message.from + index);
     view.update({ isRunning, rate: isRunning ? run.rate : null, place: count > 1 ? [index + 1, count, pick] : null });
     return view.element;
+  }
+
+  #showFigures(answers, run) {
+    const isShown = answers.length > 1;
+    const stats = isShown ? answers[0].stats : null;
+    const parts = isShown && run?.rate ? [{ label: "rate", words: `≈ ${number(run.rate)} tokens/s`, title: "as they come" }] : requestParts(stats);
+    const key = parts.map((part) => part.words).join("|");
+    if (key === this.figuresKey) return;
+    this.figuresKey = key;
+    this.figures.replaceChildren(...figures(parts));
   }
 
   // What a request waits for. The box is made once, so that its buttons keep the focus.
