@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from octavo import settings
+from octavo import __version__, settings
 from octavo.artifacts.model_spec import ModelSpec, read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.artifacts.script import read_script
@@ -24,6 +24,7 @@ from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.async_llm import AsyncEngine
 from octavo.engine.biographies import write_biographies
+from octavo.engine.clock import MonotonicClock
 from octavo.engine.grammars import Grammars
 from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
@@ -41,6 +42,9 @@ from octavo.plugins import find_policy
 from octavo.text.scripted_text import ScriptedText
 from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
+from octavo.trace.recording import Header
+from octavo.trace.recording.recorded_scheduler import RecordedScheduler
+from octavo.trace.recording.recorder import Recorder, open_recorder
 
 # By kind of device: tokens in a step, sequences.
 DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}
@@ -97,15 +101,42 @@ def open_engine(
     # when there are more of them than cores: steps were a fifth slower. So what opens the executor ends here.
     with ThreadPoolExecutor(1, "octavo-open") as pool:
         executor, device, capacity = pool.submit(_open_executor, config, files, is_own_process).result()
-    scheduler = Scheduler(limits(config, capacity, device))
+    sizes = limits(config, capacity, device)
+    recorder = _open_recorder(config, sizes, capacity)
+    clock = MonotonicClock()
+    scheduler = Scheduler(sizes) if recorder is None else RecordedScheduler(sizes, recorder.put, clock.now)
     load = load_tokenizer or partial(_load_tokenizer, config, files)
     vocabulary = Vocabulary(load, capacity.vocab_size)
     grammars = Grammars(GrammarBank(vocabulary)) if capacity.has_masks else Grammars()
-    loop = EngineLoop(scheduler, executor, depth=config.execution.depth, grammars=grammars)
+    loop = EngineLoop(scheduler, executor, clock=clock, depth=config.execution.depth, grammars=grammars)
+    if recorder is not None:
+        loop.closers.append(recorder.close)
+        loop.sections["recording"] = recorder.status
     collect(loop, scheduler, config.statistics)
     write_biographies(loop, scheduler, config.statistics)
     show(loop, scheduler, config.model.served_model_name or config.model.model, capacity.device)
     return loop, capacity
+
+
+def _open_recorder(config: Config, sizes: Limits, capacity: Capacity) -> Recorder | None:
+    """A recorder, if one is asked for. Raises ConfigError."""
+    if config.recording.record is None:
+        return None
+    kept = ("cache", "scheduling", "execution", "speculation")
+    values = {
+        setting.key: getattr(getattr(config, setting.part), setting.name)
+        for setting in settings.SETTINGS
+        if setting.part in kept
+    }
+    header = Header(
+        model=config.model.served_model_name or config.model.model,
+        limits=sizes,
+        depth=config.execution.depth,
+        device=capacity.device,
+        settings={key: value for key, value in values.items() if value is not None},
+        octavo=__version__,
+    )
+    return open_recorder(config.recording, header, MonotonicClock().now)
 
 
 def _load_tokenizer(config: Config, files: ModelFiles) -> Tokenizer:

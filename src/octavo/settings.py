@@ -23,6 +23,7 @@ from octavo.config import (
     Config,
     ExecutionConfig,
     ModelConfig,
+    RecordingConfig,
     ResponsesConfig,
     RetryConfig,
     SchedulingConfig,
@@ -50,6 +51,7 @@ _PARTS: dict[str, Any] = {
     "responses": ResponsesConfig,
     "batch": BatchConfig,
     "statistics": StatisticsConfig,
+    "recording": RecordingConfig,
     "telemetry": TelemetryConfig,
 }
 _SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}

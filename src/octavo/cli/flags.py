@@ -31,6 +31,7 @@ _TITLES = {
     "responses": "stored responses",
     "batch": "files and batches",
     "statistics": "statistics",
+    "recording": "recording",
     "telemetry": "traces and the log",
 }
 

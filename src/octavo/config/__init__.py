@@ -18,6 +18,7 @@ from octavo.config.engine_parts import (
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
+    RecordingConfig,
     SchedulingConfig,
     SpeculationConfig,
     StatisticsConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "Config",
     "ExecutionConfig",
     "ModelConfig",
+    "RecordingConfig",
     "ResponsesConfig",
     "RetryConfig",
     "SchedulingConfig",
@@ -71,6 +73,7 @@ class Config:
     responses: ResponsesConfig = ResponsesConfig()
     batch: BatchConfig = BatchConfig()
     statistics: StatisticsConfig = StatisticsConfig()
+    recording: RecordingConfig = RecordingConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     def __post_init__(self) -> None:

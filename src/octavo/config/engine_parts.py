@@ -247,3 +247,16 @@ class StatisticsConfig:
     explain_kept_s: float = option(
         600.0, "seconds after its end that a request can be explained", "--explain-kept-s", within=(0.0, None)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingConfig:
+    """The engine's decisions in files, for octavo replay and octavo simulate (docs/recording.md)."""
+
+    record: str | None = option(None, "folder to record every decision of the engine in", "--record")
+    record_bytes: int = option(
+        1 << 30, "most bytes in that folder; then the recording ends", "--record-bytes", within=(1 << 16, None)
+    )
+    record_text: bool = option(
+        False, "record token ids too; without, lengths and digests stand for them", "--record-text"
+    )

@@ -59,6 +59,7 @@ class EngineLoop:
         self.step_times = StepTimes()
         self.sections: dict[str, Callable[[], object]] = {}  # more of the statistics, read in the loop's thread
         self.verbs: dict[str, Callable[[str], object]] = {}  # more of control; both are set before start
+        self.closers: list[Callable[[], object]] = [executor.close]  # called in the end
         self.heart = NoHeart()  # told what the loop does; set before start
         self.num_turns = 0
         self.num_discarded = 0
@@ -377,7 +378,8 @@ class EngineLoop:
             attempt(partial(reply, EngineDeadError(self._end_message())))
         attempt(self._ended)
         self._grammars.close()
-        attempt(self._executor.close)
+        for close in self.closers:
+            attempt(close)
 
     def _wind_up(self) -> None:
         """Take what is in flight, cancel the rest through the scheduler, and send the ends."""

@@ -13,9 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from octavo.config import RecordingConfig
 from octavo.errors import ConfigError
 from octavo.trace.recording.calls import Ended, Header
 from octavo.trace.recording.encoding import Encoder
@@ -123,7 +125,8 @@ class Recorder:
 
     def _run(self) -> None:
         try:
-            self._open()
+            if not self._open():
+                return
             self._flushed_at = time.monotonic()
             while self._turn():
                 pass
@@ -180,9 +183,16 @@ class Recorder:
             self._flushed_at = time.monotonic()
         self._wake.clear()
 
-    def _open(self) -> None:
-        """Begin a segment under the next free number."""
+    def _open(self) -> bool:
+        """Begin a segment under the next free number; False where the folder is full."""
         self._room = self._max_bytes - num_bytes_in(self._folder)
+        data = preamble() + pack_header(self._header)
+        if self._room < len(data) + 2 * _MARKER_BYTES:
+            self._give_up(
+                f"{self._folder} holds {self._max_bytes - self._room} of at most {self._max_bytes} bytes already; "
+                "name another folder, or raise --record-bytes"
+            )
+            return False
         numbers = [int(path.stem) for path in self._folder.glob(f"*{SUFFIX}") if path.stem.isdigit()]
         number = max(numbers, default=0) + 1
         while True:
@@ -194,7 +204,8 @@ class Recorder:
                 continue
             self._path = path
             break
-        self._write(preamble() + pack_header(self._header))
+        self._write(data)
+        return True
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None
@@ -226,3 +237,13 @@ class Recorder:
         if not self._is_closing:
             _LOG.warning("recording ended: %s", self._end_reason)
         self._write(pack_records([self._encoder.encode(Ended(self._clock(), self._end_reason))]))
+
+
+def open_recorder(config: RecordingConfig, header: Header, clock: Callable[[], float]) -> Recorder:
+    """A recorder as configured, whose folder is there. Raises ConfigError when it cannot be written to."""
+    assert config.record is not None
+    folder = Path(config.record).expanduser().absolute()
+    prepare_folder(folder)
+    now = clock()
+    header = replace(header, began=time.time(), clock=now, has_text=config.record_text)
+    return Recorder(folder, config.record_bytes, header, clock)
