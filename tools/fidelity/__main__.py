@@ -1,4 +1,7 @@
-"""Print how near the simulator comes to what was measured. Usage: python -m tools.fidelity vllm [--fit] [CASE ...]"""
+"""Print how near the simulator comes to what was measured.
+
+Usage: python -m tools.fidelity vllm [--fit] [CASE ...] | published
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 
 from tools.fidelity import vllm_runs
 from tools.fidelity.closeness import table
+from tools.fidelity.published import points, summary
 
 
 def vllm(names: list[str], fits: bool) -> int:
@@ -14,6 +18,9 @@ def vllm(names: list[str], fits: bool) -> int:
     if not (vllm_runs.DATA / "measured_vllm").is_dir():
         print(f"no {vllm_runs.DATA / 'measured_vllm'}: the measured runs are not here", file=sys.stderr)
         return 1
+    if unknown := [name for name in names if name not in vllm_runs.CASES]:
+        print(f"no case {unknown[0]!r}; give {' or '.join(vllm_runs.CASES)}", file=sys.stderr)
+        return 2
     for name in names or list(vllm_runs.CASES):
         run = vllm_runs.MeasuredRun(vllm_runs.CASES[name])
         costs = run.table_costs()
@@ -31,14 +38,26 @@ def vllm(names: list[str], fits: bool) -> int:
     return 0
 
 
+def published() -> int:
+    """Compare the roofline with published measurements."""
+    if not (vllm_runs.DATA / "aiconfigurator").is_dir():
+        print(f"no {vllm_runs.DATA / 'aiconfigurator'}: the measurements are not here", file=sys.stderr)
+        return 1
+    print(summary(points(vllm_runs.DATA)))
+    return 0
+
+
 def main() -> int:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.fidelity", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     runs = verbs.add_parser("vllm", help="the measured runs of vLLM")
-    runs.add_argument("case", nargs="*", choices=[[], *vllm_runs.CASES])
+    runs.add_argument("case", nargs="*", metavar="CASE", help=", ".join(vllm_runs.CASES))
     runs.add_argument("--fit", action="store_true", help="fit on the first 100 requests, predict the others")
+    verbs.add_parser("published", help="published measurements of datacentre GPUs")
     options = parser.parse_args()
+    if options.verb == "published":
+        return published()
     return vllm(options.case, options.fit)
 
 
