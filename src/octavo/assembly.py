@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from octavo import __version__, settings
+from octavo import settings
 from octavo.artifacts.model_spec import ModelSpec, read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.artifacts.script import read_script
@@ -39,6 +39,8 @@ from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, MemoryPl
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.plugins import find_policy
+from octavo.simulator.costs.drift import DriftSink
+from octavo.simulator.costs.fitted import load_fit
 from octavo.text.scripted_text import ScriptedText
 from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
@@ -96,6 +98,7 @@ def open_engine(
     Raises ConfigError, CapacityError, ModelFileError.
     """
     find_policy(config.scheduling.policy)  # before the model is loaded for nothing
+    drift = None if config.statistics.drift_baseline is None else DriftSink(load_fit(config.statistics.drift_baseline))
     files = files or find_files(config)
     # An OpenMP library keeps a team of threads for each thread that ever used it, and stops spinning altogether
     # when there are more of them than cores: steps were a fifth slower. So what opens the executor ends here.
@@ -114,6 +117,9 @@ def open_engine(
         loop.sections["recording"] = recorder.status
     collect(loop, scheduler, config.statistics)
     write_biographies(loop, scheduler, config.statistics)
+    if drift is not None:
+        loop.watch(drift)
+        loop.sections["drift"] = drift.drift.summary
     show(loop, scheduler, config.model.served_model_name or config.model.model, capacity.device)
     return loop, capacity
 
@@ -134,7 +140,6 @@ def _open_recorder(config: Config, sizes: Limits, capacity: Capacity) -> Recorde
         depth=config.execution.depth,
         device=capacity.device,
         settings={key: value for key, value in values.items() if value is not None},
-        octavo=__version__,
     )
     return open_recorder(config.recording, header, MonotonicClock().now)
 

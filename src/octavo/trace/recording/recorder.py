@@ -7,6 +7,7 @@ where one can still be written, and a line in the log; a segment begins with the
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import threading
@@ -244,6 +245,11 @@ def open_recorder(config: RecordingConfig, header: Header, clock: Callable[[], f
     assert config.record is not None
     folder = Path(config.record).expanduser().absolute()
     prepare_folder(folder)
-    now = clock()
-    header = replace(header, began=time.time(), clock=now, has_text=config.record_text)
+    header = replace(
+        header,
+        began=time.time(),
+        clock=clock(),
+        has_text=config.record_text,
+        octavo=importlib.metadata.version("octavo"),
+    )
     return Recorder(folder, config.record_bytes, header, clock)

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepPlan, StepResult
+from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.errors import InvariantError, RequestError
-from octavo.trace.recording.calls import Admit, Call, Cancel, Commit, Control, EndChoice, Header, Plan
+from octavo.trace.recording.calls import Admit, Call, Cancel, Commit, Control, EndChoice, Header, KeyRun, Plan
 from octavo.trace.recording.differences import differences
 from octavo.trace.recording.errors import RecordingError
 from octavo.trace.recording.reader import Recording, Segment
@@ -58,6 +60,22 @@ class ReplayReport:
         return self.difference is None
 
 
+class Gathers(EventSink, Protocol):
+    """A watcher that is also told when requests arrived, their keys, and tokens in front of decisions."""
+
+    def arrived(self, request: Request, now: float) -> None:
+        """A request was taken."""
+        ...
+
+    def keyed(self, runs: tuple[KeyRun, ...]) -> None:
+        """Sequences got block keys."""
+        ...
+
+    def tokens(self, events: Events) -> None:
+        """A commit gave tokens."""
+        ...
+
+
 class _Nobody:
     """An EventSink that does not look."""
 
@@ -95,11 +113,16 @@ class Replay:
         if not header.has_text:
             self.scheduler.state.drafter = self._drafter
         self._sink: EventSink = _Nobody() if make_sink is None else make_sink(self.scheduler, header)
+        self._gatherer: Gathers | None = None
         self._flight: deque[tuple[StepPlan, Plan]] = deque()
         self._owners: dict[int, str] = {}
         self._pending: tuple[float, ...] | None = None  # times of a step whose delivery is not over
         self._now = 0.0
         self._step = 0
+
+    def gather(self, gatherer: Gathers) -> None:
+        """Watch with one that is told more than a live engine tells."""
+        self._gatherer = self._sink = gatherer
 
     def run(self, life: int) -> None:
         """Make all calls; at the first difference note it and stop."""
@@ -156,6 +179,9 @@ class Replay:
         scheduler.state.cache.extend_keys(scheduler.state.requests[call.request.request_id].sequences[0])
         self._keys.end()
         self.report.num_requests += 1
+        if self._gatherer is not None:
+            self._gatherer.arrived(call.request, call.now)
+            self._gatherer.keyed(call.keys)
         self._sink.admitted(call.request)
 
     def _plan(self, call: Plan) -> None:
@@ -170,6 +196,8 @@ class Replay:
         else:
             self._compare(call, plan)
         self._keys.end()
+        if self._gatherer is not None:
+            self._gatherer.keyed(call.keys)
         self._decided(plan.events)
 
     def _compare(self, call: Plan, plan: StepPlan) -> None:
@@ -195,10 +223,10 @@ class Replay:
         else:
             self._flight.clear()
             self.report.num_failed_steps += 1
+        if self._gatherer is not None:
+            self._gatherer.keyed(call.keys)
+            self._gatherer.tokens(events)
         self._decided(events.decisions)
-        self._stepped(plan, call, events)
-
-    def _stepped(self, plan: StepPlan, call: Commit, events: Events) -> None:
         self._sink.stepped(plan, call.outcome, events)
 
     def _decided(self, decisions: tuple[Event, ...]) -> None:
