@@ -125,10 +125,11 @@ def test_times_add_up_to_those_of_the_events() -> None:
     assert [event["args"].get("failed") for event in whole if "failed" in event["args"]] == ["RuntimeError: broken"]
     emitted = sum(times.recent("emit"))
     seconds = sum(told.time - plan.now for plan, _, told in kept.steps)
-    assert sum(event["dur"] for event in whole) / 1e6 == pytest.approx(seconds + emitted, abs=1e-8 * len(whole))
+    slack, shown = 1e-8 * len(whole), sum(event["dur"] for event in whole) / 1e6
+    assert seconds + emitted - slack <= shown <= seconds + emitted + sum(times.recent("schedule")) + slack
     for part in PARTS:
         dur = sum(event["dur"] for event in steps if event["name"] == part) / 1e6
-        assert dur == pytest.approx(sum(times.recent(part)), rel=0.02, abs=1e-4), part
+        assert dur == pytest.approx(sum(times.recent(part)), abs=slack), part
     rows = [event for event in events if event["ph"] == "X" and event["pid"] == REQUESTS and "tokens" in event["args"]]
     computed = sum(event["args"]["tokens"] for event in rows if event["name"] in ("prefill", "decode"))
     assert computed == sum(plan.num_query_tokens for plan, _, _ in kept.steps)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -63,6 +64,54 @@ def _open(path: str | Path) -> IO[str]:
     return Path(path).open("w", encoding="utf-8")
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a trace stands among those of other lives: which it is, and the engine's time that is zero for all.
+
+    Without an origin, the first time told is zero.
+    """
+
+    life: int = 0
+    origin: float | None = None
+
+
+class Clip:
+    """Passes on the events between two times, in seconds of the trace, and the names of at most so many tracks."""
+
+    def __init__(self, write: Callable[[TraceEvent], object], begin_s: float, end_s: float, max_tracks: int) -> None:
+        self.num_undrawn = 0
+        self._write = write
+        self._begin, self._end = begin_s * 1e6, end_s * 1e6
+        self._max = max_tracks
+        self._names: dict[tuple[int, int], TraceEvent | None] = {}  # None: written, or one too many
+        self._left_out: dict[tuple[int, int], None] = {}
+        self._num_tracks = 0
+
+    def write(self, event: TraceEvent) -> None:
+        """Write it, if it is to be seen."""
+        track = event["pid"], event.get("tid", -1)
+        if event["ph"] == "M":
+            if event["name"] == "thread_name":
+                self._names[track] = event
+            else:
+                self._write(event)
+        elif event["ts"] + event.get("dur", 0.0) >= self._begin and event["ts"] <= self._end:
+            self._write_on(track, event)
+
+    def _write_on(self, track: tuple[int, int], event: TraceEvent) -> None:
+        name = self._names.get(track)
+        if name is not None:
+            self._names[track] = None
+            if self._num_tracks >= self._max:
+                self._left_out[track] = None
+                self.num_undrawn += 1
+            else:
+                self._num_tracks += 1
+                self._write(name)
+        if track not in self._left_out:
+            self._write(event)
+
+
 class PerfettoSink:
     """An EventSink that gives trace events to `write`. Call `end` when all is told."""
 
@@ -73,18 +122,23 @@ class PerfettoSink:
         *,
         times: PartTimes | None = None,
         max_tracks: int = MAX_TRACKS,
+        place: Place | None = None,
     ) -> None:
         self._write = write
         self._times = times
         self._recorder = Recorder(scheduler, times)
-        self._origin: float | None = None
+        self._place = place or Place()
+        self._origin = self._place.origin
         self._held: Record | None = None  # until its emit is known
         self._end_ns = 0  # of the last step's slice
         self._counts: tuple[int, ...] = ()
-        self._requests = RequestTracks(write, max_tracks)
+        life = f" (life {self._place.life + 1})" if self._place.life else ""
+        engine = self._engine = ENGINE + 2 * self._place.life
+        self._requests = RequestTracks(write, max_tracks, engine + 1)
         self._has_ended = False
-        write(_name("process_name", "engine"))
-        write(_name("thread_name", "steps", STEPS))
+        for process, name in ((engine, f"engine{life}"), (engine + 1, f"requests{life}")):
+            write({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+        write({"ph": "M", "name": "thread_name", "pid": engine, "tid": STEPS, "args": {"name": "steps"}})
 
     @property
     def num_undrawn(self) -> int:
@@ -132,33 +186,38 @@ class PerfettoSink:
         computed = max(begin, computed)
         known = self._times.get(record.timing) if self._times is not None and record.timing >= 0 else None
         parts = tuple(known[:5]) if known is not None else (0.0, *record.computed, 0.0)
-        self._end_ns = computed + round(parts[4] * 1e9)
+        lengths = [round(seconds * 1e9) for seconds in parts]
+        planning = min(lengths[0], max(0, computed - begin - sum(lengths[1:4])))  # the rest is the commit
+        self._end_ns = computed + lengths[0] - planning + lengths[4]
         self._slice(f"step {record.step}", begin, self._end_ns, _step_args(record))
-        self._parts(begin, computed, parts)
+        self._parts(begin, computed, planning, lengths)
         self._count(record, begin)
         self._requests.decided([event for event in record.decisions if event.step <= record.step], self._ns)
         self._requests.stepped(record, begin, computed)
         self._requests.decided([event for event in record.decisions if event.step > record.step], self._ns)
 
-    def _parts(self, begin: int, computed: int, parts: tuple[float, ...]) -> None:
-        """Scheduling first; what the executor did ends when its result came; emitting is behind that."""
-        lengths = [round(seconds * 1e9) for seconds in parts]
-        at = min(begin + lengths[0], computed)
+    def _parts(self, begin: int, computed: int, planning: int, lengths: list[int]) -> None:
+        """Planning first; what the executor did ends when its result came; behind that the commit and the delivery.
+
+        A part that would begin before the one in front of it has ended is cut: plans in flight overlap.
+        """
+        at = begin + planning
         self._part(0, begin, at)
         ends = [computed]
-        for length in lengths[3:1:-1]:  # sample, forward
+        for length in (lengths[3], lengths[2], lengths[1]):  # sample, forward, prepare
             ends.append(max(at, ends[-1] - length))
-        ends.append(max(at, ends[-1] - lengths[1]))
         for part, (first, last) in enumerate(zip(ends[:0:-1], ends[-2::-1], strict=True), 1):
             self._part(part, first, last)
-        self._part(4, computed, computed + lengths[4])
+        committed = computed + lengths[0] - planning
+        self._part(0, computed, committed)
+        self._part(4, committed, committed + lengths[4])
 
     def _part(self, part: int, begin: int, end: int) -> None:
         if end > begin:
             self._slice(PARTS[part], begin, end, None)
 
     def _slice(self, name: str, begin: int, end: int, args: dict[str, Any] | None) -> None:
-        event: TraceEvent = {"ph": "X", "name": name, "pid": ENGINE, "tid": STEPS}
+        event: TraceEvent = {"ph": "X", "name": name, "pid": self._engine, "tid": STEPS}
         event["ts"], event["dur"] = begin / 1000, (end - begin) / 1000
         self._write(event if args is None else {**event, "args": args})
 
@@ -167,7 +226,7 @@ class PerfettoSink:
         before = self._counts or (None,) * len(counts)
         for name, count, old in zip(_COUNTERS, counts, before, strict=True):
             if count != old:
-                self._write({"ph": "C", "name": name, "pid": ENGINE, "ts": at / 1000, "args": {"value": count}})
+                self._write({"ph": "C", "name": name, "pid": self._engine, "ts": at / 1000, "args": {"value": count}})
         self._counts = counts
 
 
@@ -184,7 +243,3 @@ def _step_args(record: Record) -> dict[str, Any]:
     moved = dict(zip(("swapped out", "loaded", "copied"), record.moved, strict=True))
     args.update((name, value) for name, value in (more | moved).items() if value)
     return args
-
-
-def _name(what: str, name: str, thread: int = 0) -> TraceEvent:
-    return {"ph": "M", "name": what, "pid": ENGINE, "tid": thread, "args": {"name": name}}

@@ -14,14 +14,17 @@ from octavo.core.request import Request
 from octavo.trace.frames.records import Record
 
 TraceEvent = dict[str, Any]
-REQUESTS = 2  # their process
-_WAITS = {EventKind.PREEMPTED: "preempted", EventKind.SWAPPED: "swapped out"}
+REQUESTS = 2  # their process, of the first life
+PREEMPTED, SWAPPED = "preempted", "swapped out"
 
 
 class _Track:
-    """One request: what it does since `begin`, up to `end` where that is known; times in nanoseconds."""
+    """One request: what it does since `begin`, up to `end` where that is known; times in nanoseconds.
 
-    __slots__ = ("args", "begin", "end", "kind", "last_end", "steps", "thread")
+    What it does lasts to `pinned` at least, where an arrow ends.
+    """
+
+    __slots__ = ("args", "begin", "end", "kind", "last_end", "pinned", "steps", "thread")
 
     def __init__(self, thread: int, begin: int) -> None:
         self.thread = thread
@@ -30,24 +33,24 @@ class _Track:
 
     def start(self, kind: str, begin: int) -> None:
         self.kind, self.begin = kind, max(begin, self.last_end)
-        self.end, self.steps = self.begin, 0
+        self.end, self.steps, self.pinned = self.begin, 0, 0
         self.args: dict[str, Any] = {}
 
 
 class RequestTracks:
     """Tracks of requests, in the order of their coming; at most so many."""
 
-    def __init__(self, write: Callable[[TraceEvent], object], max_tracks: int) -> None:
+    def __init__(self, write: Callable[[TraceEvent], object], max_tracks: int, process: int = REQUESTS) -> None:
         self.num_undrawn = 0
         self._write = write
         self._max = max_tracks
+        self._process = process
         self._num_tracks = 0
         self._tracks: dict[str, _Track] = {}
         self._slots: dict[int, str] = {}
         self._num_arrows = 0
         self._arrows: list[tuple[str, str]] = []  # (who made it go, who went), told with the step that did it
         self._last_end = -1  # of the last step
-        write({"ph": "M", "name": "process_name", "pid": REQUESTS, "args": {"name": "requests"}})
 
     def admitted(self, request: Request, arrival: int) -> None:
         """A request came."""
@@ -60,7 +63,7 @@ class RequestTracks:
         if request.tenant:
             track.args["tenant"] = request.tenant
         name = {"name": request.request_id}
-        self._write({"ph": "M", "name": "thread_name", "pid": REQUESTS, "tid": track.thread, "args": name})
+        self._write({"ph": "M", "name": "thread_name", "pid": self._process, "tid": track.thread, "args": name})
 
     def decided(self, decisions: Iterable[Event], ns: Callable[[float], int]) -> None:
         """Follow decisions: those of a step before its rows, those that its commit made behind them."""
@@ -76,16 +79,18 @@ class RequestTracks:
                 track.args["cached"] = event.cached_tokens
                 self._close(track, at)
                 track.start("", at)
-            elif kind in _WAITS:
+            elif kind == EventKind.PREEMPTED:
                 self._close(track, at)
-                track.start(_WAITS[kind], at)
+                track.start(PREEMPTED, at)
                 track.args = {"tokens": event.num_tokens}
                 if event.reason is not None:
                     track.args["reason"] = event.reason.name.lower()
                 if event.by is not None:
                     track.args["by"] = event.by
-                    if kind == EventKind.PREEMPTED:
-                        self._arrows.append((event.by, event.request_id))
+                    self._arrows.append((event.by, event.request_id))
+            elif kind == EventKind.SWAPPED:  # told beside its preemption
+                track.kind = SWAPPED
+                track.args["tokens"] = event.num_tokens
             elif kind == EventKind.FINISHED:
                 self._finish(event, at)
 
@@ -129,11 +134,11 @@ class RequestTracks:
 
     def _close(self, track: _Track, now: int) -> None:
         """Write what the request was doing, up to its last step, or up to now where it was waiting."""
-        end = track.end if track.steps else max(now, track.begin)
-        if track.kind and (end > track.begin or track.steps):
+        end = track.end if track.steps else max(now, track.begin, track.pinned)
+        if track.kind and (end > track.begin or track.kind != "queued"):
             if track.steps > 1:
                 track.args["steps"] = track.steps
-            event = {"ph": "X", "name": track.kind, "pid": REQUESTS, "tid": track.thread, "ts": track.begin / 1000}
+            event = {"ph": "X", "name": track.kind, "pid": self._process, "tid": track.thread, "ts": track.begin / 1000}
             self._write({**event, "dur": (end - track.begin) / 1000, "args": track.args})
             track.last_end = end
         track.kind, track.steps, track.args = "", 0, {}
@@ -149,17 +154,22 @@ class RequestTracks:
 
     def _instant(self, track: _Track, name: str, at: int, args: dict[str, Any]) -> None:
         at = max(at, track.last_end)
-        event = {"ph": "i", "s": "t", "name": name, "pid": REQUESTS, "tid": track.thread, "ts": at / 1000}
+        event = {"ph": "i", "s": "t", "name": name, "pid": self._process, "tid": track.thread, "ts": at / 1000}
         self._write({**event, "args": args})
 
     def _draw_arrows(self, begin: int, end: int) -> None:
         """From the row that took the room to the wait that it made; just behind the slices' beginnings: in them."""
         for by, victim in self._arrows:
             source, target = self._tracks.get(by), self._tracks.get(victim)
-            if source is None or target is None or source.begin > begin or not source.steps or end - begin < 3:
+            if source is None or target is None or end - begin < 3:
                 continue
+            at = begin + 1
+            if source.begin > at or not source.steps or target.kind not in (PREEMPTED, SWAPPED):
+                continue
+            tip = max(at, target.begin) + 1
+            target.pinned = tip + 1
             self._num_arrows += 1
-            arrow = {"name": "preempted by", "cat": "preemption", "id": self._num_arrows, "pid": REQUESTS}
-            self._write({"ph": "s", **arrow, "tid": source.thread, "ts": (begin + 1) / 1000})
-            self._write({"ph": "f", "bp": "e", **arrow, "tid": target.thread, "ts": (begin + 2) / 1000})
+            arrow = {"name": "preempted by", "cat": "preemption", "id": self._num_arrows, "pid": self._process}
+            self._write({"ph": "s", **arrow, "tid": source.thread, "ts": at / 1000})
+            self._write({"ph": "f", "bp": "e", **arrow, "tid": target.thread, "ts": tip / 1000})
         self._arrows.clear()

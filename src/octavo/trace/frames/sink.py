@@ -54,8 +54,8 @@ class FrameSink:
         self._looks: tuple[Frame, ...] = ()  # made behind the step that is held
         self._previous: Record | None = None
         self._next_look = float("-inf")
-        self._num_written = 0
-        self._num_cut = 0
+        self.num_written = 0
+        self.num_cut = 0
         self._has_head = False
         self._has_ended = False
 
@@ -74,18 +74,23 @@ class FrameSink:
         if self._is_shown(self._held) and events.time >= self._next_look:
             self._look(events.time)
 
-    def end(self) -> None:
-        """Write what is left, and the end. Idempotent."""
+    def finish(self) -> None:
+        """Write what is left, but no end: another engine's frames follow. Idempotent."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._flush()
+            if self._recorder.has_news:
+                self._put(self._recorder.note(self._recorder.last_time))
+            self._head()
+
+    def end(self, num_cut: int = 0) -> None:
+        """Write what is left, and the end, with how many steps of engines before this were cut. Idempotent."""
         if self._has_ended:
             return
-        self._has_ended = True
-        self._flush()
-        if self._recorder.has_news:
-            self._put(self._recorder.note(self._recorder.last_time))
-        self._head()
+        self.finish()
         frame: Frame = {"k": "end", "t": round(self._recorder.last_time, 6)}
-        if self._num_cut:
-            frame["cut"] = self._num_cut
+        if self.num_cut + num_cut:
+            frame["cut"] = self.num_cut + num_cut
         self._write(frame)
 
     def _flush(self) -> None:
@@ -98,16 +103,16 @@ class FrameSink:
 
     def _is_shown(self, record: Record) -> bool:
         window = self._window
-        return window.begin <= record.time < window.end and self._num_written < window.max_steps
+        return window.begin <= record.time < window.end and self.num_written < window.max_steps
 
     def _put(self, record: Record) -> None:
         if self._is_shown(record):
             self._head(record.time)
             self._write(step_frame(record, self._previous, self._times))
             self._previous = record
-            self._num_written += 1
+            self.num_written += 1
         else:
-            self._num_cut += record.slots is not None and record.time >= self._window.begin
+            self.num_cut += record.slots is not None and record.time >= self._window.begin
         self._places.apply(record)
 
     def _head(self, now: float | None = None) -> None:

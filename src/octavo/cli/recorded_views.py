@@ -1,0 +1,155 @@
+"""What is to be seen of a recording: the dashboard's page with its frames, a trace for Perfetto, in one replay.
+
+Owns: the sinks of each of its segments, one clock for all of them, the files. Does not: read arguments (trace, replay).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
+from octavo.core.request import Request
+from octavo.core.scheduler import Scheduler
+from octavo.dashboard.page import write_page
+from octavo.engine.step_times import StepTimes
+from octavo.errors import ConfigError
+from octavo.trace.frames.encode import Source
+from octavo.trace.frames.sink import MAX_STEPS, FrameSink, Window
+from octavo.trace.frames.spool import Spool
+from octavo.trace.perfetto import MAX_TRACKS, Clip, PerfettoSink, Place, TraceFile
+from octavo.trace.recording import Header, Recording, ReplayReport, replay
+from octavo.trace.sink import EventSink
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which views: paths of files, None for none; from and to which second of the recording; how much at most."""
+
+    page: str | None = None
+    perfetto: str | None = None
+    begin_s: float = 0.0
+    end_s: float = float("inf")
+    max_steps: int = MAX_STEPS
+    max_tracks: int = MAX_TRACKS
+
+
+@dataclass(slots=True)
+class Views:
+    """What was written: frames and trace events, and what there was no room for."""
+
+    report: ReplayReport = field(default_factory=ReplayReport)
+    num_frames: int = 0
+    num_cut_steps: int = 0
+    num_trace_events: int = 0
+    num_undrawn_requests: int = 0
+
+
+def write_views(recording: Recording, wanted: Wanted) -> Views:
+    """Replay a recording into the files wanted; what comes behind a difference is not in them.
+
+    Raises RecordingError, and ConfigError for a file that cannot be written.
+    """
+    views = Views()
+    spool = Spool() if wanted.page is not None else None
+    file = None
+    try:
+        if wanted.perfetto is not None:
+            file = TraceFile(wanted.perfetto, {"source": "recording"})
+        watching = _Watching(wanted, spool, file)
+        views.report = replay(recording, watching.make_sink, watching.times.add)
+        watching.end(views)
+        if file is not None:
+            file.about["requests not drawn"] = views.num_undrawn_requests
+            file.close()
+            views.num_trace_events = file.num_written
+        if spool is not None and wanted.page is not None:
+            views.num_frames = len(spool)
+            write_page(spool, Path(wanted.page))
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written ({error.strerror}); give a path in a folder") from None
+    finally:
+        if file is not None:
+            file.close()
+    return views
+
+
+class _Watching:
+    """Makes the sinks of one segment after the other."""
+
+    def __init__(self, wanted: Wanted, spool: Spool | None, file: TraceFile | None) -> None:
+        self.times = StepTimes(4)
+        self._wanted = wanted
+        self._spool = spool
+        self._clip = None
+        if file is not None:
+            self._clip = Clip(
+                file.write, wanted.begin_s, wanted.end_s, wanted.max_tracks + 64
+            )  # steps have tracks, too
+        self._first: Header | None = None
+        self._life = -1
+        self._frames: FrameSink | None = None
+        self._num_written = self._num_cut = 0
+        self._trace: PerfettoSink | None = None
+
+    def make_sink(self, scheduler: Scheduler, header: Header) -> EventSink:
+        """The sinks of the next segment."""
+        self._first = self._first or header
+        self._life += 1
+        self._next()
+        origin = header.clock - (header.began - self._first.began)  # the first segment's beginning on this clock
+        sinks: list[EventSink] = []
+        if self._spool is not None:
+            began = header.began - header.clock if header.began else None
+            source = Source("recording", header.model, began, f"life-{self._life + 1}", header.device)
+            window = Window(origin + self._wanted.begin_s, origin + self._wanted.end_s, self._wanted.max_steps)
+            window = replace(window, max_steps=max(0, window.max_steps - self._num_written))
+            self._frames = FrameSink(scheduler, self._spool.write, source, window=window, times=self.times)
+            sinks.append(self._frames)
+        if self._clip is not None:
+            place = Place(self._life, origin)
+            self._trace = PerfettoSink(
+                scheduler, self._clip.write, times=self.times, max_tracks=1 << 40, place=place
+            )  # the clip bounds them: tracks outside the window are none
+            sinks.append(self._trace)
+        return _Both(sinks)
+
+    def end(self, views: Views) -> None:
+        """Finish the last segment's."""
+        if self._trace is not None:
+            self._trace.end()
+        if self._frames is not None:
+            self._frames.end(self._num_cut)
+            views.num_cut_steps = self._num_cut + self._frames.num_cut
+        if self._clip is not None:
+            views.num_undrawn_requests = self._clip.num_undrawn
+
+    def _next(self) -> None:
+        if self._frames is not None:
+            self._frames.finish()
+            self._num_written += self._frames.num_written
+            self._num_cut += self._frames.num_cut
+        if self._trace is not None:
+            self._trace.end()
+
+
+class _Both:
+    """Tells each of them."""
+
+    def __init__(self, sinks: list[EventSink]) -> None:
+        self._sinks = sinks
+
+    def admitted(self, request: Request) -> None:
+        """A request was taken."""
+        for sink in self._sinks:
+            sink.admitted(request)
+
+    def decided(self, decisions: tuple[Event, ...]) -> None:
+        """Decisions, each exactly once."""
+        for sink in self._sinks:
+            sink.decided(decisions)
+
+    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        """A plan was committed."""
+        for sink in self._sinks:
+            sink.stepped(plan, outcome, events)
