@@ -16,7 +16,7 @@ QUICK_FIGURES = $(abspath $(VENV))/reliability-quick.jsonl
 # One thread in tests: two-thread regions stall when the machine is shared.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup run serve test test-all reliability lint docs site clients bench wheel clean
+.PHONY: setup run serve test test-all reliability browser lint docs site clients bench wheel clean
 
 setup: $(STAMP)
 
@@ -60,6 +60,11 @@ reliability: setup
 	rm -f $(FIGURES)
 	RELIABILITY=1 SCORECARD_FILE=$(FIGURES) $(ONE_THREAD) $(PYTHON) -m pytest -q --timeout 1800 tests/reliability $(PYTEST_FLAGS); \
 		status=$$?; $(PYTHON) tools/reliability.py $(FIGURES) "$$(nproc) cores, $$(uname -m), $$(date -u +%F)."; exit $$status
+
+# The pages in a real browser: the system's Chromium, none is fetched.
+browser: setup
+	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --editable '.[browser]'
+	$(ONE_THREAD) $(PYTHON) -m pytest -q tests/browser $(PYTEST_FLAGS)
 
 docs: setup
 	$(PYTHON) tools/behaviours.py
