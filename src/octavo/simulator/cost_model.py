@@ -49,17 +49,13 @@ class CostModel(Protocol):
 
 def shape_of(plan: StepPlan) -> StepShape:
     """Read a plan's shape."""
-    decode_kv: list[int] = []
-    prefills: list[tuple[int, int]] = []
-    for start, count in zip(plan.starts, plan.counts, strict=True):
-        if count == 1:
-            decode_kv.append(start + 1)
-        elif count:
-            prefills.append((count, start))
+    starts, counts = plan.starts, plan.counts
+    decode_kv = [start + 1 for start, count in zip(starts, counts, strict=True) if count == 1]
+    prefills = [(count, start) for start, count in zip(starts, counts, strict=True) if count > 1]
     return StepShape(
         decode_kv,
         prefills,
-        sum(1 for flag in plan.flags if flag & ROW_SAMPLE),
+        sum(map(ROW_SAMPLE.__and__, plan.flags)),  # which is 1: they are counted
         len(plan.copies) // 3,
         len(plan.swap_outs) // 3,
         len(plan.host_loads) // 3,

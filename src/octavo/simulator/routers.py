@@ -11,6 +11,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from octavo.errors import ConfigError
@@ -27,6 +28,9 @@ class Target(Protocol):
     number: int
     load: int
     num_open: int
+
+
+_load: Callable[[Target], int] = attrgetter("load")
 
 
 class Router(Protocol):
@@ -174,10 +178,6 @@ class PrefixHash:
 def least_loaded(targets: Sequence[Target]) -> Target:
     """The one with the fewest tokens; ties go to the lower number."""
     return min(targets, key=_load)
-
-
-def _load(target: Target) -> int:
-    return target.load
 
 
 def _deepest_first(keys: Sequence[int] | Sequence[bytes], homes: OrderedDict[int | bytes, int]) -> list[int | bytes]:
