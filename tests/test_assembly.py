@@ -14,14 +14,17 @@ import pytest
 
 from octavo import LLM, AsyncLLM, ConfigError, SamplingParams, UnknownModelError
 from octavo.artifacts.resolve import resolve_model
-from octavo.assembly import config_from, executor_spec, limits
+from octavo.assembly import build_local, config_from, executor_spec, limits, open_engine
 from octavo.config import Config, ModelConfig
 from octavo.core.kv.group import GroupSpec
 from octavo.core.limits import Limits
 from octavo.engine.process import EngineProcess
 from octavo.engine.sessions import Sessions
 from octavo.executors.protocol import Capacity
+from octavo.simulator.costs import Hardware, cost_model
+from octavo.simulator.costs.fitted import fit_steps
 from octavo.text.text_model import TextModel
+from tests.simulator.costs.steps_of import steps_of, workload
 from tests.tiny_models import make_tiny_model
 
 SMALL = {"max_model_len": 64, "num_blocks": 32, "threads": 1, "dtype": "float32"}
@@ -175,6 +178,26 @@ async def test_the_engine_process_gives_the_same_ids(tiny: Path, llm: LLM) -> No
     assert child.returncode == 0
     expected = await asyncio.to_thread(llm.generate, "hello", GREEDY)
     assert ids == expected[0].outputs[0].token_ids
+
+
+async def test_steps_are_compared_with_a_fit_where_one_is_named(tiny: Path, tmp_path: Path) -> None:
+    roofline = cost_model("roofline", Hardware.of("smollm2-135m", "l4"))
+    fit_steps(steps_of(roofline, workload())).save(tmp_path / "fit.json")
+    engine = build_local(config_from(str(tiny), {**SMALL, "drift_baseline": str(tmp_path / "fit.json")}))
+    try:
+        session = await engine.sessions.submit(engine.sessions.prompt_ids("hello"), replace(GREEDY, max_tokens=40))
+        await session.collect()
+        drift = (await engine.client.statistics())["drift"]
+    finally:
+        await engine.client.close()
+    assert isinstance(drift, dict)
+    assert drift["steps"] >= 40
+    assert drift["ratio"] > 0
+
+
+def test_a_fit_that_is_none_is_refused_before_the_model_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"none\.json holds no fit"):
+        open_engine(config_from("smollm2", {"drift_baseline": "none.json"}))
 
 
 async def test_reliability_6_a_missing_model_fails_the_start_with_its_own_error() -> None:

@@ -139,6 +139,13 @@ def test_T01_waiting_by_reason_the_host_and_the_memory_are_exposed() -> None:
     assert value(found, "octavo_kv_slots_reserved") == 6 and value(found, "octavo_kv_wasted_share") == 0.125
 
 
+def test_drift_from_a_fit_is_told_where_one_is_compared() -> None:
+    found = samples(EngineMetrics("tiny", {"drift": {"ratio": 1.25, "is_drifting": True, "alarms": 2, "steps": 64}}))
+    assert value(found, "octavo_step_time_drift", model_name="tiny") == 1.25
+    assert value(found, "octavo_step_time_drifting") == 1
+    assert value(found, "octavo_step_time_drift_alarms_total") == 2
+
+
 def test_T06_every_number_of_the_snapshot_has_a_series_or_a_reason_not_to() -> None:
     told_otherwise = {
         "step",

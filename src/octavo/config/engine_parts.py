@@ -247,6 +247,9 @@ class StatisticsConfig:
     explain_kept_s: float = option(
         600.0, "seconds after its end that a request can be explained", "--explain-kept-s", within=(0.0, None)
     )
+    drift_baseline: str | None = option(
+        None, "fit of earlier steps (octavo simulate --fit) to compare the steps with", "--drift-baseline"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,11 @@ _MEMORY = (
     _Row("reserved_slots", "octavo_kv_slots_reserved", "token slots held and not filled"),
     _Row("wasted_share", "octavo_kv_wasted_share", "share of held token slots not filled, 0 to 1"),
 )
+_DRIFT = (
+    _Row("ratio", "octavo_step_time_drift", "time of late steps over what --drift-baseline says"),
+    _Row("is_drifting", "octavo_step_time_drifting", "whether steps drift from --drift-baseline, 0 or 1"),
+    _Row("alarms", "octavo_step_time_drift_alarms", "times that steps began to drift", is_total=True),
+)
 
 
 _USAGE = _Row(
@@ -135,7 +140,8 @@ class EngineMetrics:
         """Every series that the snapshot can fill."""
         yield from self._families(_Row("", "octavo_engine_up", "whether the engine answers"), float(self._is_up))
         memory = _mapping(_mapping(self._sections, "memory"), "total")
-        for rows, section in ((_SCHEDULER, self._scheduler), (_MEMORY, memory)):
+        drift = _mapping(self._sections, "drift")
+        for rows, section in ((_SCHEDULER, self._scheduler), (_MEMORY, memory), (_DRIFT, drift)):
             for row in rows:
                 value = section.get(row.key)
                 if isinstance(value, (int, float)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
@@ -12,6 +13,7 @@ from octavo.simulator.cost_model import CostModel
 from octavo.simulator.run import Setup, simulate
 from octavo.trace.recording.steps import RecordedStep
 
+IDLE_S = 0.003  # a plan later than so is not the one that an engine makes at once
 LIMITS = Limits(16, (400,), 4096, 1000, 256, 16)
 
 
@@ -42,4 +44,10 @@ def steps_of(costs: CostModel, arrivals: Iterable[Arrival], depth: int = 1) -> l
     """The steps of a simulation."""
     sink = Steps()
     simulate(arrivals, Setup(LIMITS, costs, depth=depth, make_sink=lambda scheduler: sink))
-    return sink.steps
+    steps = sink.steps
+    for place, step in enumerate(steps):
+        later = (other.plan.now for other in steps[place + 1 :] if other.plan.now > step.collected)
+        following = next(later, None)
+        if following is not None and following - step.collected < IDLE_S:
+            steps[place] = replace(step, next_plan=following)
+    return steps

@@ -3,13 +3,12 @@
 Owns: which seconds of a recording are the device's and which the host's, the fit, its errors, and its file.
 Does not: read recordings (trace.recording), or watch an engine (drift).
 Device: from the plan's begin, or from the collection of the step before it where that came later, to the collection.
-Host: from there to the next plan, where that goes on with some of the same sequences (else the engine was idle).
+Host: from there to the next plan, which an engine makes at once, be it empty.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,7 +105,7 @@ def _priced(numbers: Sequence[float], prices: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class Observations:
-    """Features and seconds of the steps that gave something; `host_rows` and `host_s` where no idling lay behind."""
+    """Features and seconds of the steps that gave something; `host_rows` and `host_s` of those a plan followed."""
 
     rows: list[list[float]]
     seconds: list[float]
@@ -115,32 +114,20 @@ class Observations:
 
 
 def observe(recorded: Iterable[RecordedStep]) -> Observations:
-    """Take the device's and the host's seconds from steps, in order."""
+    """Take the device's and the host's seconds from steps."""
     seen = Observations([], [], [], [])
-    behind: deque[RecordedStep] = deque(maxlen=4)  # whose commit no plan followed yet, as far as plans are in flight
     for step in recorded:
-        _observe_host(seen, behind, step)
         if step.has_failed:
-            behind.clear()
             continue
-        behind.append(step)
+        shape = shape_of(step.plan)
+        if step.next_plan is not None:
+            seen.host_rows.append(host_features(shape))
+            seen.host_s.append(max(step.next_plan - step.collected, 1e-9))
         begun = step.plan.now if step.free_from is None else max(step.plan.now, step.free_from)
         if step.plan.slots and step.collected > begun:
-            seen.rows.append(features(shape_of(step.plan)))
+            seen.rows.append(features(shape))
             seen.seconds.append(step.collected - begun)
     return seen
-
-
-def _observe_host(seen: Observations, behind: deque[RecordedStep], step: RecordedStep) -> None:
-    """The host's seconds behind the commit that this step's plan followed, where the engine went on at once."""
-    committed = None
-    while behind and (behind[0].life != step.life or behind[0].collected <= step.plan.now):
-        committed = behind.popleft()
-    if committed is None or committed.life != step.life:
-        return
-    if not frozenset(committed.plan.slots).isdisjoint(step.plan.slots):
-        seen.host_rows.append(host_features(shape_of(committed.plan)))
-        seen.host_s.append(max(step.plan.now - committed.collected, 1e-9))
 
 
 def fit_steps(recorded: Iterable[RecordedStep], source: str = "steps") -> Fit:
@@ -193,10 +180,10 @@ def fit_recording(path: Path | str) -> Fit:
     return fit_steps(steps(open_recording(path)), Path(path).name)
 
 
-def load_fit(path: Path) -> Fit:
+def load_fit(path: Path | str) -> Fit:
     """Read a fit's JSON. Raises ConfigError naming the file and what is wrong."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
         if values.pop("version") != VERSION:
             raise ConfigError(f"{path}: another version of Octavo wrote this fit; make it anew from the recording")
         device, host = (tuple(Coefficient(**one) for one in values.pop(part)) for part in ("device", "host"))
