@@ -90,8 +90,12 @@ class Replica:
 
     def die(self, at: float) -> list[Open]:
         """It is gone with all it knew; returns who was open, with what they were given, in order of arrival."""
-        if self._cruise is not None:
-            self._end_cruise(self._cruise.num_commits_before(at))
+        cruise = self._cruise
+        if cruise is not None:
+            num_committed, num_begun = cruise.num_commits_before(at), cruise.num_turns_before(at)
+            self._end_cruise(num_committed)
+            if num_begun > num_committed:
+                self._make_plans(self.next_at)  # it dies with this plan in flight
         state = self.scheduler.state
         for entry in self._open.values():
             left = state.requests.get(entry.name)

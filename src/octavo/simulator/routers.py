@@ -20,6 +20,7 @@ from octavo.simulator.arrival import Arrival
 MAX_KEYS = 1_000_000  # prefix keys, and sessions, that a router remembers; the least recently used go first
 _Key = TypeVar("_Key")
 LOAD_BOUND = 1.25  # times the mean load that a replica may have and still be preferred
+FEW_REQUESTS = 4  # with no more than so many, a replica is preferred whatever the mean is
 
 
 class Target(Protocol):
@@ -39,6 +40,19 @@ class Router(Protocol):
     def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
         """The replica for a request."""
         ...
+
+
+class Spread:
+    """The least loaded; of several the one that was given the least before, so that an idle fleet fills evenly."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, int] = {}
+
+    def choose(self, targets: Sequence[Target], amount: int) -> Target:
+        """Choose one for an amount of whatever is to be spread."""
+        chosen = min(targets, key=lambda target: (target.load, self._given.get(target.number, 0)))
+        self._given[chosen.number] = self._given.get(chosen.number, 0) + amount
+        return chosen
 
 
 class RoundRobin:
@@ -101,21 +115,23 @@ class LeastRequests:
 
 
 class Sessions:
-    """A conversation stays where it began: at the replica that was least loaded then, until that dies.
+    """A conversation stays where it began, at the replica that was least loaded then, until that dies.
 
+    Of several, that which had been given the fewest.
     Requests without a session go by their tenant; without both, to the least loaded.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self._homes: OrderedDict[str, int] = OrderedDict()
+        self._spread = Spread()
 
     def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
         """The session's own."""
         name = f"s{arrival.session}" if arrival.session else f"t{arrival.tenant}" if arrival.tenant else ""
         if not name:
-            return least_loaded(targets)
+            return self._spread.choose(targets, 1)
         home = self._homes.get(name)
-        chosen = next((target for target in targets if target.number == home), None) or least_loaded(targets)
+        chosen = next((target for target in targets if target.number == home), None) or self._spread.choose(targets, 1)
         _remember(self._homes, name, chosen.number)
         return chosen
 
@@ -131,19 +147,20 @@ class PrefixAffinity:
 
     def __init__(self, seed: int = 0) -> None:
         self._homes: OrderedDict[int | bytes, int] = OrderedDict()
+        self._spread = Spread()
 
     def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
         """The one with the longest prefix within the bound."""
         homes = self._homes
         by_number = {target.number: target for target in targets}
-        bound = LOAD_BOUND * (sum(target.load for target in targets) + arrival.prompt_tokens) / len(targets)
+        bound = _bound(arrival, targets)
         chosen = None
         for key in _deepest_first(arrival.keys, homes):
             home = by_number.get(homes[key])
-            if home is not None and (home.load + arrival.prompt_tokens <= bound or not home.load):
+            if home is not None and (home.load <= bound or home.num_open <= FEW_REQUESTS):
                 chosen = home
                 break
-        chosen = chosen or least_loaded(targets)
+        chosen = chosen or self._spread.choose(targets, len(arrival.keys))
         for key in arrival.keys:
             _remember(homes, key, chosen.number)
         return chosen
@@ -164,15 +181,20 @@ class PrefixHash:
     def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
         """The first in the key's order that is within the bound."""
         name = repr((list(arrival.keys[: self.num_keys]) or arrival.session or arrival.tenant,)).encode()
-        bound = LOAD_BOUND * (sum(target.load for target in targets) + arrival.prompt_tokens) / len(targets)
+        bound = _bound(arrival, targets)
         order = sorted(targets, key=lambda target: self._weight(name, target.number))
         for target in order:
-            if target.load + arrival.prompt_tokens <= bound or not target.load:
+            if target.load <= bound or target.num_open <= FEW_REQUESTS:
                 return target
         return least_loaded(targets)
 
     def _weight(self, name: bytes, number: int) -> bytes:
         return blake2b(name + number.to_bytes(4, "little"), digest_size=8, salt=self._salt).digest()
+
+
+def _bound(arrival: Arrival, targets: Sequence[Target]) -> float:
+    """The load that a preferred replica may have: LOAD_BOUND times the mean, this request included."""
+    return LOAD_BOUND * (sum(target.load for target in targets) + arrival.prompt_tokens) / len(targets)
 
 
 def least_loaded(targets: Sequence[Target]) -> Target:
