@@ -1,14 +1,15 @@
 """Print how near the simulator comes to what was measured.
 
-Usage: python -m tools.fidelity vllm [--fit] [CASE ...] | published
+Usage: python -m tools.fidelity vllm [--fit] [CASE ...] | published | own DIR [--runs N] [-- OPTIONS OF bench online]
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from tools.fidelity import vllm_runs
+from tools.fidelity import own_runs, vllm_runs
 from tools.fidelity.closeness import table
 from tools.fidelity.published import points, summary
 
@@ -47,6 +48,19 @@ def published() -> int:
     return 0
 
 
+def own(folder: Path, runs: int, options: list[str]) -> int:
+    """Record runs of this engine where they are not there, and predict each from its first third."""
+    folder.mkdir(parents=True, exist_ok=True)
+    predictions = []
+    for number in range(runs):
+        path = own_runs.record(folder, number, options)
+        predictions.append(own_runs.predict(path))
+        print(f"\n### {path.name}\n\n{predictions[-1].fit.report()}\n")
+        print(table("behind the first third", predictions[-1].predicted, predictions[-1].measured), flush=True)
+    print(f"\n### all runs\n\n{own_runs.verdict(predictions)}")
+    return 0
+
+
 def main() -> int:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.fidelity", description=__doc__)
@@ -55,7 +69,13 @@ def main() -> int:
     runs.add_argument("case", nargs="*", metavar="CASE", help=", ".join(vllm_runs.CASES))
     runs.add_argument("--fit", action="store_true", help="fit on the first 100 requests, predict the others")
     verbs.add_parser("published", help="published measurements of datacentre GPUs")
+    mine = verbs.add_parser("own", help="recorded runs of this engine")
+    mine.add_argument("folder", type=Path, help="where the recordings are, or shall be")
+    mine.add_argument("--runs", type=int, default=1)
+    mine.add_argument("options", nargs="*", help="for octavo bench online, behind --")
     options = parser.parse_args()
+    if options.verb == "own":
+        return own(options.folder, options.runs, options.options)
     if options.verb == "published":
         return published()
     return vllm(options.case, options.fit)
