@@ -27,6 +27,7 @@ HEADERS: Mapping[str, str] = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
+NO_HTML_FROM_TEXT = "; require-trusted-types-for 'script'; trusted-types 'none'"  # whatever a request is named
 _IMPORT = re.compile(r'^import\s+(?:[^;]*?\s+from\s+)?"\./([\w.-]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=async |function|class|const|let)", re.MULTILINE)
 _CHUNK = 3 * (1 << 15)  # bytes that become base64 at once: a multiple of three has no padding
@@ -94,7 +95,7 @@ def write_page(frames: Iterable[Mapping[str, object]], path: Path | str) -> None
     style = text_of("theme.css") + text_of("dashboard.css")
     script = bundle("dashboard.js")
     allowed = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'"
-    policy = f"default-src 'none'; {allowed}; img-src data: blob:; base-uri 'none'"
+    policy = f"default-src 'none'; {allowed}; img-src data: blob:; base-uri 'none'{NO_HTML_FROM_TEXT}"
     page = text_of("dashboard.html")
     page = re.sub(r'<link rel="stylesheet"[^>]*>\n', "", page)
     page = re.sub(r'<script type="module" src=[^>]*></script>\n', "", page)

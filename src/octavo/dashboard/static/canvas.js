@@ -12,7 +12,7 @@ export class Surface {
     this.changed = changed;
     new ResizeObserver(() => { this.#fit(); changed(); }).observe(canvas);
     canvas.addEventListener("pointermove", (event) => { this.pointer = { x: event.offsetX, y: event.offsetY }; changed(); });
-    canvas.addEventListener("pointerleave", () => { this.pointer = null; changed(); });
+    canvas.addEventListener("pointerleave", () => { this.pointer = null; hideTip(); changed(); });
     this.#fit();
   }
 

@@ -52,7 +52,7 @@ class Dashboard {
     const began = performance.now();
     for (const frame of Array.isArray(frames) ? frames : [frames]) this.store.add(frame);
     this.isDirty = true;
-    this.takeMs = (this.takeMs || 0) + performance.now() - began;
+    if (this.isLiveSource) this.takeMs = (this.takeMs || 0) + performance.now() - began;
   }
 
   goLive() {
@@ -196,7 +196,10 @@ class Dashboard {
     this.views[name].draw(view, this.palette, began);
     this.scrub.draw(view, this.palette);
     this.#clock(view);
-    if (began - this.shownTotals > TOTALS_MS) { this.#totals(view); this.shownTotals = began; } else this.isDirty = this.isDirty || this.mode !== "paused" || this.shownTotals === 0;
+    if (began - this.shownTotals > TOTALS_MS) {
+      this.#totals(view);
+      this.shownTotals = began;
+    } else if (!this.later) this.later = setTimeout(() => { this.later = 0; this.draw(); }, TOTALS_MS); // words follow, too
     this.costs[this.numCosts++ % COSTS] = performance.now() - began + (this.takeMs || 0);
     this.takeMs = 0;
   }

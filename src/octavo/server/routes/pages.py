@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from octavo.dashboard.page import NO_HTML_FROM_TEXT
 from octavo.server.auth import KEY
 from octavo.server.context import context_of
 from octavo.server.feed import FeedResponse
@@ -13,7 +14,9 @@ from octavo.server.pages import file_response
 
 async def dashboard(request: Request) -> Response:
     """Show the dashboard."""
-    return file_response(request, "dashboard.html")
+    response = file_response(request, "dashboard.html")
+    response.headers["content-security-policy"] += NO_HTML_FROM_TEXT
+    return response
 
 
 async def feed(request: Request) -> Response:

@@ -1,0 +1,91 @@
+"""What a picture of the dashboard costs in script: each view, with 256 running and 1,000 waiting requests.
+
+Owns: the measurement: frames of a made-up engine are fed as a live engine's are, five times a second, while the page
+draws; a picture's cost is taking in what came since the last one, and drawing.
+Does not: time the browser's own layout and painting.
+Usage: python -m tools.dashboard_cost [--seconds 10]; needs playwright and Chromium (extra `browser`).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from octavo.dashboard.page import write_page
+
+VIEWS = ("steps", "pool", "queue", "lanes", "plots")
+# Feeds frames by their own clock from the middle on, in parts of 0.2 s, and gives what the pictures cost.
+FEED = """async ([view, frames, seconds]) => {
+  octavo.store = new octavo.store.constructor(true);
+  octavo.isLiveSource = true;
+  octavo.mode = "live";
+  octavo.show(view);
+  octavo.span = 10;
+  let next = 0;
+  const takeUntil = (time) => {
+    const part = [];
+    while (next < frames.length && (frames[next].t ?? 0) <= time) part.push(frames[next++]);
+    octavo.take(JSON.parse(JSON.stringify(part)));
+  };
+  const middle = frames[Math.floor(frames.length / 2)].t;
+  takeUntil(middle);
+  octavo.toEnd();
+  await new Promise((go) => setTimeout(go, 500));
+  octavo.numCosts = 0;
+  octavo.takeMs = 0;
+  const began = performance.now();
+  for (let now = 0.2; now <= seconds; now += 0.2) {
+    await new Promise((go) => setTimeout(go, began + now * 1000 - performance.now()));
+    takeUntil(middle + now);
+  }
+  const last = octavo.store.steps.count - 1;
+  return { ...octavo.cost(), run: octavo.store.steps.run[last], wait: octavo.store.steps.wait[last] };
+}"""
+
+
+def measure(page: Path, frames: list[dict[str, Any]], seconds: float) -> dict[str, dict[str, float]]:
+    """Costs of each view."""
+    from playwright.sync_api import sync_playwright
+
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        found = {}
+        for view in VIEWS:
+            tab = browser.new_page(viewport={"width": 1280, "height": 800})
+            tab.goto(page.as_uri())
+            tab.wait_for_timeout(500)
+            found[view] = tab.evaluate(FEED, [view, frames, seconds])
+            tab.close()
+        browser.close()
+    return found
+
+
+def main() -> int:
+    """Measure and print; the last line is JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    seconds = parser.parse_args().seconds
+    with tempfile.TemporaryDirectory() as folder:
+        source, page = Path(folder) / "frames.jsonl", Path(folder) / "page.html"
+        subprocess.run(
+            [sys.executable, "-m", "tools.sample_frames", str(source)], check=True, stdout=subprocess.DEVNULL
+        )
+        frames = [json.loads(line) for line in source.read_text().splitlines()]
+        write_page(frames[:1], page)
+        found = measure(page, frames, seconds)
+    print(f"{'view':8} {'pictures':>8} {'half':>8} {'95 %':>8} {'most':>8}   running waiting")
+    for view, cost in found.items():
+        numbers = f"{cost['number']:8.0f} {cost['half']:5.1f} ms {cost['p95']:5.1f} ms {cost['most']:5.1f} ms"
+        print(f"{view:8} {numbers}   {cost['run']:7.0f} {cost['wait']:7.0f}")
+    print(json.dumps({view: {name: round(value, 2) for name, value in cost.items()} for view, cost in found.items()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
