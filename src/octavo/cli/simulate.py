@@ -23,6 +23,7 @@ from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.blueprint import describe, make_limits
 from octavo.simulator.costs import Hardware, cost_model
+from octavo.simulator.costs.fitted import fit_recording
 from octavo.simulator.report import Case, page
 from octavo.simulator.routers import ROUTERS
 from octavo.simulator.run import Failure, Run, Setup, simulate
@@ -87,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fast-forward", action=argparse.BooleanOptionalAction, default=True,
         help="compute unchanged decode steps together; the outcome is the same [on]",
     )  # fmt: skip
+    group.add_argument(
+        "--fit", metavar="DIR", help="fit a cost model to a recording's steps and tell how good it is; --json keeps it"
+    )
     add_settings(parser, ("scheduling", "cache"))
 
 
@@ -107,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
     if args.workload and args.workload[0] in ("help", "list"):
         print("\n".join(workload_help()))
         return 0
+    if args.fit:
+        return _fit(args)
     plan = make_plan(args)
     cases: list[Case] = []
     told: list[str] = []
@@ -120,6 +126,21 @@ def run(args: argparse.Namespace) -> int:
             write_requests(_own_path(args.requests, limits.policy, len(plan.limits)), done)
         told += watchers.write()
     _tell(args, plan, cases, told)
+    return 0
+
+
+def _fit(args: argparse.Namespace) -> int:
+    """Fit the steps of a recording, and say how well."""
+    if args.workload:
+        raise UsageError("--fit looks at a recording alone; leave out --workload, and simulate with --cost fitted:FILE")
+    fit = fit_recording(args.fit)
+    print(fit.report())
+    if args.json:
+        try:
+            fit.save(Path(args.json))
+        except OSError as error:
+            raise _unwritable(args.json, error) from None
+        print(f"\nkept in {args.json}; use it with --cost fitted:{args.json}")
     return 0
 
 
@@ -235,7 +256,11 @@ def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}); give a path in a folder that exists") from None
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be written ({error.strerror}); give a path in a folder that exists")
 
 
 def _own_path(path: str, policy: str, count: int) -> str:

@@ -12,6 +12,7 @@ from octavo.dashboard.page import write_page
 from octavo.errors import ConfigError
 from octavo.trace.frames.encode import Frame, Source
 from octavo.trace.frames.sink import FrameSink
+from octavo.trace.frames.spool import Spool
 from octavo.trace.perfetto import PerfettoSink, TraceFile
 from octavo.trace.sink import EventSink
 
@@ -22,7 +23,8 @@ class Watchers:
     def __init__(self, model: str, page: str | None, perfetto: str | None) -> None:
         self._model = model
         self._page, self._perfetto = page, perfetto
-        self._frames: list[Frame] = []
+        self._frames = Spool()
+        self._num_cut = 0
         self._frame_sink: FrameSink | None = None
         self._trace: tuple[TraceFile, PerfettoSink] | None = None
 
@@ -35,7 +37,7 @@ class Watchers:
         """The sink of one more scheduler."""
         sinks: list[EventSink] = []
         if self._page is not None and self._frame_sink is None:
-            self._frame_sink = FrameSink(scheduler, self._frames.append, Source("simulation", self._model))
+            self._frame_sink = FrameSink(scheduler, self._keep, Source("simulation", self._model))
             sinks.append(self._frame_sink)
         if self._perfetto is not None and self._trace is None:
             try:
@@ -61,9 +63,13 @@ class Watchers:
             file.close()
             if sink.num_undrawn:
                 told.append(f"{self._perfetto}: {sink.num_undrawn:,} requests more have no track of their own")
-        if self._frames and self._frames[-1].get("cut"):
-            told.append(f"{self._page}: {self._frames[-1]['cut']:,} steps more were left out")
+        if self._num_cut:
+            told.append(f"{self._page}: {self._num_cut:,} steps more were left out")
         return told
+
+    def _keep(self, frame: Frame) -> None:
+        self._num_cut = frame.get("cut", 0)  # the last frame says it
+        self._frames.write(frame)
 
 
 class _Several:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 460, 270, 62, 30, 14, 44
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 460, 290, 62, 30, 14, 62
 # Colours that hold on white and on near-black alike, told apart by the colour-blind too (Okabe and Ito, darkened).
 LIGHT = ("#0072b2", "#c8500a", "#007a5a", "#9b4f8a", "#8a6d00", "#c22d4a", "#3b6f8f", "#555555")
 DARK = ("#56b4e9", "#f08a4b", "#2fc49a", "#d39ac6", "#e6c84a", "#f2738c", "#8fc1e0", "#b8b8b8")
@@ -115,7 +115,7 @@ def _chart(chart: Chart) -> list[str]:
     for value in _ticks(axes):
         parts.append(f'<path d="M{axes.x(value)} {base}v4" class="grid"/>')
         parts.append(f'<text x="{axes.x(value)}" y="{base + 15}" text-anchor="middle">{short(value)}</text>')
-    parts.append(f'<text x="{right}" y="{HEIGHT - 10}" text-anchor="end">{escape(chart.x_name)}</text>')
+    parts.append(f'<text x="{right}" y="{base + 29}" text-anchor="end">{escape(chart.x_name)}</text>')
     parts.append(f'<text x="{right}" y="16" text-anchor="end">{escape(chart.y_name)}</text>')
     for line in chart.lines:
         parts.append(_path(line, axes))
@@ -140,11 +140,14 @@ def _legend(lines: Sequence[Line]) -> list[str]:
     names = [line for line in lines if line.name]
     if len(names) < 2:
         return []
-    parts, x = [], float(LEFT)
+    parts, x, y = [], 14.0, HEIGHT - BOTTOM + 44
     for line in names[: len(LIGHT)]:
+        width = 6.2 * len(line.name) + 12
+        if x + width > WIDTH and x > 14:
+            x, y = 14.0, y + 13
         colour = f"fill:var(--c{line.colour % len(LIGHT)})"
-        parts.append(f'<text x="{x:.0f}" y="{HEIGHT - 10}" style="{colour}">{escape(line.name)}</text>')
-        x += 6.2 * len(line.name) + 12
+        parts.append(f'<text x="{x:.0f}" y="{y}" style="{colour}">{escape(line.name)}</text>')
+        x += width
     return parts
 
 
