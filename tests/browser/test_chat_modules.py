@@ -43,10 +43,15 @@ FRAGMENTS = [
     "<https://example.org>", "\u2028", "\u0000", "\ud7ff", "é", "𝄞", "{{", "${", "onerror=", "vbscript:x",
 ]  # fmt: skip
 ATTRIBUTES = {
-    "A": {"href", "rel", "target", "title"}, "BUTTON": {"type", "class", "aria-label"}, "OL": {"start"},
+    "A": {"href", "rel", "target", "title"}, "BUTTON": {"type", "class", "aria-label"}, "OL": {"start"}, "P": {"dir"},
     "DIV": {"class", "tabindex", "role", "aria-label"}, "PRE": {"tabindex"}, "SPAN": {"class", "role", "aria-label"},
-    "TD": {"class"}, "TH": {"class", "scope"}, "LI": {"class"},
+    "TD": {"class", "dir"}, "TH": {"class", "scope", "dir"}, "LI": {"class", "dir"},
+    "BLOCKQUOTE": {"dir"}, **{f"H{level}": {"dir"} for level in range(3, 7)},
 }  # fmt: skip
+SHOWN = """
+  const box = document.createElement("div");
+  new m.Markdown(box).show(given);
+  return box.innerHTML.replaceAll(' dir="auto"', "");"""
 RENDER = """async (texts) => {
   const { Markdown, ELEMENTS } = await import("./static/chat-render.js");
   return texts.map((text) => {
@@ -153,7 +158,7 @@ def test_markdown_becomes_the_elements_it_says(page: Page) -> None:
     html = call(
         page,
         "chat-render.js",
-        'const box = document.createElement("div"); new m.Markdown(box).show(given); return box.innerHTML;',
+        SHOWN,
         MARKDOWN,
     )
     for part in (
@@ -194,7 +199,7 @@ def test_markdown_becomes_the_elements_it_says(page: Page) -> None:
     ],
 )
 def test_markdown_as_models_write_it(page: Page, text: str, html: str | None) -> None:
-    words = 'const box = document.createElement("div"); new m.Markdown(box).show(given); return box.innerHTML;'
+    words = SHOWN
     found = call(page, "chat-render.js", words, text)
     if html is not None:
         assert found == html

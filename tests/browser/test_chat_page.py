@@ -450,7 +450,7 @@ def test_I06_why_it_waits_is_told_while_it_does(browser: Browser, tmp_path: Path
         chat.do("why")
         page.wait_for_selector(".why li")
         until(lambda: page.inner_text(".why").strip() not in ("", "Asking…"))
-        assert "waits at position 1" in page.inner_text(".why") and "sequence" in page.inner_text(".why")
+        assert "Waits at position 1" in page.inner_text(".why") and "sequence" in page.inner_text(".why")
         chat.do("why")
         assert not page.locator(".why").is_visible()
         chat.do("why")
@@ -527,6 +527,19 @@ def test_I06_an_answer_goes_on_while_another_conversation_is_read(chat: Chat) ->
     chat.page.click("#stop")
     chat.page.wait_for_selector(".finish:has-text('stopped')")
     assert chat.page.locator("#conversations .busy").count() == 0
+
+
+def test_I06_what_came_before_the_page_was_left_is_kept_and_gone_on_with(chat: Chat) -> None:
+    chat.send("endless please")
+    chat.page.wait_for_selector(".answer.running .rate")
+    chat.page.reload()
+    chat.page.wait_for_selector("#model option", state="attached")
+    answer = chat.page.locator(ANSWER)
+    assert answer.locator(".answer > .markdown").inner_text().startswith("on") and "cut off" in answer.inner_text()
+    chat.do("continue")
+    chat.page.wait_for_selector(".answer.running .rate")
+    chat.page.keyboard.press("Escape")
+    assert "stopped" in chat.ended(0).inner_text()
 
 
 def test_I06_a_draft_and_another_tab(chat: Chat) -> None:

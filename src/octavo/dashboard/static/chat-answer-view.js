@@ -13,6 +13,7 @@ export class AnswerView {
   #thought = null;
   #figures = null;
   #numTokens = -1;
+  #settled = null; // what an answer that has ended was drawn from
   #place = " false";
 
   constructor(answer) {
@@ -37,6 +38,9 @@ export class AnswerView {
   /** Show it as it is now. `rate` is tokens a second so far; `place` [number, of, pick] where it is one of several. */
   update({ isRunning, rate, place }) {
     const { answer } = this;
+    const settled = isRunning ? null : [answer.content, answer.finish, answer.error, answer.stats, place ? `${place[0]} ${place[1]}` : ""];
+    if (settled && this.#settled?.every((value, index) => value === settled[index])) return; // as it was drawn before
+    this.#settled = settled;
     this.element.classList.toggle("running", isRunning);
     this.#showPlace(place);
     this.#showThought(isRunning);

@@ -34,11 +34,11 @@ export class Markdown {
 function blockElement(block) {
   switch (block.type) {
     case "heading":
-      return make(`h${Math.min(6, block.level + 2)}`, {}, inlineNodes(block.inlines)); // below the page's own
+      return make(`h${Math.min(6, block.level + 2)}`, { dir: "auto" }, inlineNodes(block.inlines)); // below the page's own
     case "code":
       return codeElement(block);
     case "quote":
-      return make("blockquote", {}, block.blocks.map(blockElement));
+      return make("blockquote", { dir: "auto" }, block.blocks.map(blockElement));
     case "list":
       return listElement(block);
     case "table":
@@ -46,7 +46,7 @@ function blockElement(block) {
     case "rule":
       return make("hr");
     default:
-      return make("p", {}, inlineNodes(block.inlines));
+      return make("p", { dir: "auto" }, inlineNodes(block.inlines));
   }
 }
 
@@ -64,16 +64,16 @@ function listElement(block) {
   const items = block.items.map((item) => {
     const only = item.blocks.length && item.blocks[0].type === "paragraph" ? inlineNodes(item.blocks[0].inlines) : null;
     const inner = only ? [...only, ...item.blocks.slice(1).map(blockElement)] : item.blocks.map(blockElement);
-    if (item.isDone === null) return make("li", {}, inner);
+    if (item.isDone === null) return make("li", { dir: "auto" }, inner);
     const box = make("span", { class: "task", role: "img", "aria-label": item.isDone ? "done" : "to do" }, item.isDone ? "☑" : "☐");
-    return make("li", { class: "task-item" }, box, " ", inner);
+    return make("li", { class: "task-item", dir: "auto" }, box, " ", inner);
   });
   return block.isOrdered ? make("ol", { start: block.start === 1 ? null : block.start }, items) : make("ul", {}, items);
 }
 
 function tableElement(block) {
   const cell = (tag, inlines, column) =>
-    make(tag, { class: `side-${block.sides[column] ?? "left"}`, scope: tag === "th" ? "col" : null }, inlineNodes(inlines));
+    make(tag, { class: `side-${block.sides[column] ?? "left"}`, scope: tag === "th" ? "col" : null, dir: "auto" }, inlineNodes(inlines));
   const row = (tag, cells) => make("tr", {}, cells.map((inlines, column) => cell(tag, inlines, column)));
   const body = make("tbody", {}, block.rows.map((cells) => row("td", cells)));
   return make("div", { class: "table", tabindex: "0", role: "group", "aria-label": "table" }, make("table", {}, make("thead", {}, row("th", block.head)), body));

@@ -5,7 +5,7 @@
 import { Assembly, ServerError } from "./chat-answer.js";
 import { chat, countdown, MAX_RETRIES, retryDelay } from "./chat-client.js";
 import { randomName } from "./chat-dom.js";
-import { seconds, seenRate, statsOf } from "./chat-stats.js";
+import { seenRate, statsOf } from "./chat-stats.js";
 
 export class Run {
   #abort = new AbortController();
@@ -89,7 +89,7 @@ export class Run {
     this.stage = stage;
     if (stage !== "waiting") return;
     const waitedS = (performance.now() - this.assembly.startedMs) / 1000;
-    this.#say(waitedS < 1 ? "Waiting for the first token…" : `Waiting for the first token, ${seconds(Math.floor(waitedS))} so far.`);
+    this.#say(waitedS < 1 ? "Waiting for the first token…" : `Waiting for the first token, ${Math.floor(waitedS)} s so far.`);
   }
 
   #say(words) {

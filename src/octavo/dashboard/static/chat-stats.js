@@ -15,6 +15,7 @@ export function statsOf(assembly, nowMs) {
     queueS: timings?.queue_s ?? null,
     prefillS: timings?.prefill_s ?? null,
     decodeS: timings?.decode_s ?? null,
+    preemptedS: timings?.preempted_s ?? null,
   };
 }
 
@@ -49,6 +50,7 @@ export function requestParts(stats) {
     add("prompt", `${number(stats.promptTokens)} prompt tokens${cached}`, "cached ones were not computed again");
   }
   if (stats.completionTokens !== null) add("completion", `${number(stats.completionTokens)} completion tokens`, "tokens that were said, in all answers of the request");
+  if (stats.preemptedS) add("preempted", `set aside for ${seconds(stats.preemptedS)}`, "others needed the memory, or came first by the policy");
   add("total", seconds(stats.totalS), "from sending to the end, as seen by this page");
   return parts;
 }

@@ -173,7 +173,7 @@ function checkedAnswer(value) {
     reasoning: textOr(answer.reasoning, ""),
     calls: calls.filter((call) => call && isText(call.name)).map((call) => ({ id: textOr(call.id, ""), name: call.name, arguments: textOr(call.arguments, "") })),
     tokens: tokens.every(isToken) ? tokens : [],
-    finish: isText(answer.finish) ? answer.finish : null,
+    finish: isText(answer.finish) ? answer.finish : "cut", // the page was left while it came
     stats: checkedStats(answer.stats),
   };
   if (isText(answer.stopped)) kept.stopped = answer.stopped;
@@ -187,7 +187,7 @@ function isToken(token) {
   return token.a === undefined || (Array.isArray(token.a) && token.a.every((one) => Array.isArray(one) && isText(one[0]) && Number.isFinite(one[1])));
 }
 
-const STATS = ["promptTokens", "cachedTokens", "completionTokens", "tokensPerS", "firstS", "totalS", "queueS", "prefillS", "decodeS", "numAnswers"];
+const STATS = ["promptTokens", "cachedTokens", "completionTokens", "tokensPerS", "firstS", "totalS", "queueS", "prefillS", "decodeS", "preemptedS", "numAnswers"];
 
 function checkedStats(value) {
   if (value === null || typeof value !== "object" || !Number.isFinite(value.totalS)) return null;

@@ -77,7 +77,7 @@ class PlainView {
     this.message = message;
     this.owner = owner;
     const who = message.role === "tool" ? `Result of ${message.name || "a tool"}` : "You";
-    this.body = make("div", { class: "text" });
+    this.body = make("div", { class: "text", dir: "auto" });
     this.buttons = make("div", { class: "buttons" });
     this.element = make("article", { class: `message ${message.role}`, "aria-label": who }, make("h2", {}, who), this.body, this.buttons);
   }
@@ -100,7 +100,7 @@ class PlainView {
 }
 
 function editor(text, label, save, cancel) {
-  const area = make("textarea", { class: "input", rows: Math.min(12, text.split("\n").length + 1), "aria-label": "Edit the message" });
+  const area = make("textarea", { class: "input", rows: Math.min(12, text.split("\n").length + 1), "aria-label": "Edit the message", dir: "auto" });
   area.value = text;
   const form = make(
     "form", { class: "editor" }, area,

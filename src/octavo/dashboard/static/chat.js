@@ -70,6 +70,7 @@ class Chat {
     $("show-code").addEventListener("click", () => this.code.open());
     $("show-help").addEventListener("click", () => $("help-dialog").showModal());
     window.addEventListener("storage", () => this.#otherTab());
+    window.addEventListener("pagehide", () => [...this.runs.values()].forEach((run) => this.store.save(run.conversation)));
     installKeys(this);
     this.open(this.current.id);
     this.#askServer();
@@ -288,7 +289,7 @@ class Chat {
       try {
         const said = await explain(run.requestId);
         if (!run.reasons) break;
-        run.reasons = said?.length ? said.map((one) => one.text) : ["The engine has not got it yet: its prompt is being read, or it waits for a place."];
+        run.reasons = said?.length ? said : ["The engine has not got it yet: its prompt is being read, or it waits for a place."];
       } catch (error) {
         run.reasons = [error.message];
       }
