@@ -6,6 +6,9 @@ Every test fails where the console has an error, the page's policy forbade somet
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -429,35 +432,53 @@ def test_I06_a_server_that_is_gone_or_breaks_is_told_in_words(chat: Chat) -> Non
     assert chat.bodies[-1]["messages"][-2]["content"] == "half", "what was said is part of the conversation"
 
 
-def test_I06_why_it_waits_is_told_while_it_does(browser: Browser, tmp_path: Path) -> None:
+def occupy(server: RealServer, name: str) -> threading.Thread:
+    """Ask for an endless answer, until it is cancelled under this name."""
+    body = {"messages": [{"role": "user", "content": "endless"}], "max_tokens": 20_000}
+    head = {"content-type": "application/json", "x-request-id": name}
+    asked = urllib.request.Request(server.url + "/v1/chat/completions", json.dumps(body).encode(), head)
+    num_open = server.get("/health")[2]["open_requests"]
+
+    def ask() -> None:
+        with pytest.raises(OSError), urllib.request.urlopen(asked, timeout=120):
+            pass
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: server.get("/health")[2]["open_requests"] > num_open)
+    return thread
+
+
+def test_I06_why_it_waits_is_told_and_a_full_queue_is_waited_for(browser: Browser, tmp_path: Path) -> None:
+    flags = ("--max-num-seqs", "1", "--max-queue-size", "1")
     with (
-        RealServer(script(tmp_path), tmp_path / "log", "--max-num-seqs", "1") as server,
+        RealServer(script(tmp_path), tmp_path / "log", *flags) as server,
         watched(browser, server.url) as (page, watch),
     ):
+        watch.allowed.append("429")
         chat = Chat(page, watch)
-        body = {"messages": [{"role": "user", "content": "endless"}], "max_tokens": 20_000}
-        head = {"content-type": "application/json", "x-request-id": "busy"}
-        asked = urllib.request.Request(server.url + "/v1/chat/completions", json.dumps(body).encode(), head)
-
-        def occupy() -> None:
-            with pytest.raises(OSError), urllib.request.urlopen(asked, timeout=120):
-                pass
-
-        other = threading.Thread(target=occupy)
-        other.start()
-        until(lambda: server.get("/health")[2]["open_requests"] == 2)
+        first = occupy(server, "first")
         chat.send("hello")
         chat.do("why")
-        page.wait_for_selector(".why li")
         until(lambda: page.inner_text(".why").strip() not in ("", "Asking…"))
         assert "Waits at position 1" in page.inner_text(".why") and "sequence" in page.inner_text(".why")
         chat.do("why")
         assert not page.locator(".why").is_visible()
         chat.do("why")
-        server.post("/v1/requests/busy/cancel", {})
-        other.join(60)
+        server.post("/v1/requests/first/cancel", {})
+        first.join(60)
         assert chat.ended(0).locator(".answer > .markdown").inner_text() == "hello"
         assert page.locator(".state button").count() == 0
+
+        others = [occupy(server, "second"), occupy(server, "third")]  # one runs, one waits: no more fit
+        chat.send("again")
+        page.wait_for_selector(".state:has-text('Trying again in')")
+        for name in ("second", "third"):
+            server.post(f"/v1/requests/{name}/cancel", {})
+        for other in others:
+            other.join(60)
+        chat.do("try-now")
+        assert chat.ended(1).locator(".answer > .markdown").inner_text() == "again"
 
 
 # --- conversations
@@ -569,7 +590,11 @@ def test_I06_the_request_as_curl_and_python(chat: Chat, server: RealServer) -> N
     assert clipboard(chat.page).strip() == shown.strip()
     chat.page.click("#as-python")
     assert "from openai import OpenAI" in chat.page.inner_text("#code")
-    assert "temperature=0.5" in chat.page.inner_text("#code")
+    program = chat.page.inner_text("#code")
+    assert "temperature=0.5" in program
+    for command in ([sys.executable, "-c", program], *([["sh", "-c", shown]] if shutil.which("curl") else [])):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert "quoted" in done.stdout, done.stderr
     chat.page.click("#code-dialog >> text=Close")
     assert not chat.page.locator("#code-dialog").is_visible()
 
