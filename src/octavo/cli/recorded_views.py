@@ -83,9 +83,7 @@ class _Watching:
         self._spool = spool
         self._clip = None
         if file is not None:
-            self._clip = Clip(
-                file.write, wanted.begin_s, wanted.end_s, wanted.max_tracks + 64
-            )  # steps have tracks, too
+            self._clip = Clip(file.write, wanted.begin_s, wanted.end_s, wanted.max_tracks)
         self._first: Header | None = None
         self._life = -1
         self._frames: FrameSink | None = None

@@ -21,7 +21,7 @@ from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.trace.frames.records import PartTimes, Record, Recorder
-from octavo.trace.request_tracks import RequestTracks, TraceEvent
+from octavo.trace.request_tracks import REQUESTS, RequestTracks, TraceEvent
 
 MAX_TRACKS = 4096  # requests drawn
 ENGINE, STEPS = 1, 1  # process and thread of the steps
@@ -76,7 +76,7 @@ class Place:
 
 
 class Clip:
-    """Passes on the events between two times, in seconds of the trace, and the names of at most so many tracks."""
+    """Passes on the events between two times, in seconds of the trace, of at most so many requests."""
 
     def __init__(self, write: Callable[[TraceEvent], object], begin_s: float, end_s: float, max_tracks: int) -> None:
         self.num_undrawn = 0
@@ -102,11 +102,12 @@ class Clip:
         name = self._names.get(track)
         if name is not None:
             self._names[track] = None
-            if self._num_tracks >= self._max:
+            is_request = event["pid"] % 2 == REQUESTS % 2  # the other processes are engines
+            if is_request and self._num_tracks >= self._max:
                 self._left_out[track] = None
                 self.num_undrawn += 1
             else:
-                self._num_tracks += 1
+                self._num_tracks += is_request
                 self._write(name)
         if track not in self._left_out:
             self._write(event)
