@@ -24,6 +24,7 @@ class Dashboard {
   constructor() {
     this.store = new Store(true);
     this.isLiveSource = false;
+    this.hasServer = false;
     this.mode = "live"; // live, paused, playing
     this.time = NaN; // the right end of what is shown
     this.span = 10;
@@ -56,6 +57,8 @@ class Dashboard {
   }
 
   goLive() {
+    this.hasServer = true;
+    byId("live").hidden = true;
     if (!this.isLiveSource) { this.store = new Store(true); this.time = NaN; this.isLiveSource = true; this.span = 10; }
     this.mode = "live";
     this.#playLabel();
@@ -78,6 +81,7 @@ class Dashboard {
       return;
     }
     this.mode = "paused";
+    byId("live").hidden = !this.hasServer;
     this.#playLabel();
     this.#newData();
     this.fit();
@@ -330,6 +334,7 @@ class Dashboard {
     click("fit", () => this.fit());
     click("theme", () => this.#retheme(toggleTheme));
     click("help", () => this.#help());
+    click("live", () => { this.goLive(); this.#newData(); });
     click("open", () => byId("file").click());
     click("details-close", () => this.closeDetails());
     byId("file").addEventListener("change", () => this.#openFile(byId("file").files[0]));
@@ -391,7 +396,7 @@ class Dashboard {
       " ": () => this.playOrPause(), ArrowLeft: () => (far ? this.moveTo(this.time - this.span / 10) : this.stepBy(-1)),
       ArrowRight: () => (far ? this.moveTo(this.time + this.span / 10) : this.stepBy(1)), Home: () => this.moveTo(this.store.begin), End: () => this.toEnd(),
       "+": () => this.zoomBy(0.5), "=": () => this.zoomBy(0.5), "-": () => this.zoomBy(2), 0: () => this.fit(), "/": () => byId("filter").focus(),
-      "?": () => this.#help(), d: () => this.#retheme(toggleTheme), o: () => byId("open").click(),
+      "?": () => this.#help(), d: () => this.#retheme(toggleTheme), o: () => byId("open").click(), l: () => { if (!byId("live").hidden) byId("live").click(); },
     };
     VIEWS.forEach((name, i) => { acts[i + 1] = () => this.show(name); });
     const act = acts[event.key];
