@@ -47,21 +47,22 @@ class Comparison:
     device: str
     rate_scale: float
     end: float
+    max_sequences: int
 
     def describe(self) -> str:
         """What was chosen, in words."""
         return (
             f"{self.title}: the first {self.end:.0f} s at {self.rate_scale:g} times the rate, "
-            f"Llama 3.1 8B on one {self.device}, roofline"
+            f"Llama 3.1 8B on one {self.device}, {self.max_sequences} sequences at once, roofline"
         )
 
 
 CASES = {
     "azure": Comparison(
-        "Azure conversations", "azure", "azure2023/AzureLLMInferenceTrace_conv.csv.gz", "h100", 4.5, 900.0
+        "Azure conversations", "azure", "azure2023/AzureLLMInferenceTrace_conv.csv.gz", "h100", 5.0, 900.0, 512
     ),
     "mooncake": Comparison(
-        "Mooncake conversations", "mooncake", "mooncake/conversation_trace.jsonl.gz", "h200", 0.4, 900.0
+        "Mooncake conversations", "mooncake", "mooncake/conversation_trace.jsonl.gz", "h200", 0.4, 900.0, 256
     ),
 }
 
@@ -79,7 +80,7 @@ def limits_of(case: Comparison, policy: str) -> tuple[Limits, Hardware]:
     hardware = Hardware.of("llama-3.1-8b", case.device)
     limits = Limits(
         block_size=16, num_blocks=(hardware.pool_blocks(8192),), max_model_len=hardware.model.max_model_len,
-        vocab_size=hardware.model.vocab_size, max_batch_tokens=8192, max_sequences=256, policy=policy,
+        vocab_size=hardware.model.vocab_size, max_batch_tokens=8192, max_sequences=case.max_sequences, policy=policy,
     )  # fmt: skip
     return limits, hardware
 

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--end", type=float, default=float("inf"), metavar="S", help="leave out what comes from then on")
     group.add_argument(
         "--too-long", default=TOO_LONG[0], choices=TOO_LONG,
-        help="of requests longer than the model: refuse as a server does, clip, drop [refuse]",
+        help="requests longer than the model: keep (the engine refuses or ends them), clip, drop [keep]",
     )  # fmt: skip
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of workloads and routers [0]")
     group = parser.add_argument_group("what serves it")

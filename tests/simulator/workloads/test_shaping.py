@@ -80,7 +80,7 @@ def test_too_long_ones_are_dropped_or_left_to_the_engine_and_counted() -> None:
     assert run([Arrival(0, 90, 20)], notes, max_len=100) == [Arrival(0, 90, 20)]
     assert sorted(notes.counts) == [
         "longer than 100 tokens, left out",
-        "longer than 100 tokens, left to the engine to refuse",
+        "longer than 100 tokens, left to the engine, which refuses such prompts and ends such answers",
     ]
 
 

@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.workloads.source import Notes, Source
 
-TOO_LONG = ("refuse", "clip", "drop")
+TOO_LONG = ("keep", "clip", "drop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Shaping:
     """`start` and `end` in seconds of the workload's own time, `rate_scale` how many times as fast it comes then.
 
     `limit` requests at most. Of a request longer than `max_len` tokens in all, with `too_long` clip: the prompt is
-    shortened, the answer too where it takes more than half; drop: it is left out; refuse: it is left to the engine,
-    which refuses it. Pauses of a closed loop are people's and tools' own: no scale changes them.
+    shortened, the answer too where it takes more than half; drop: it is left out; keep: the engine refuses the
+    prompt, or ends the answer there. Pauses of a closed loop are people's and tools' own: no scale changes them.
     """
 
     seed: int = 0
@@ -34,7 +34,7 @@ class Shaping:
     end: float = math.inf
     limit: int | None = None
     max_len: int | None = None
-    too_long: str = "refuse"
+    too_long: str = "keep"
 
     def __post_init__(self) -> None:
         checks = (
@@ -139,8 +139,8 @@ def _fit(arrival: Arrival, shaping: Shaping, notes: Notes) -> Arrival | None:
     longest = shaping.max_len
     if longest is None or arrival.prompt_tokens + arrival.output_tokens <= longest:
         return arrival
-    if shaping.too_long == "refuse":
-        notes.add(f"longer than {longest} tokens, left to the engine to refuse")
+    if shaping.too_long == "keep":
+        notes.add(f"longer than {longest} tokens, left to the engine, which refuses such prompts and ends such answers")
         return arrival
     if shaping.too_long == "drop":
         notes.add(f"longer than {longest} tokens, left out")

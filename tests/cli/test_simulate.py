@@ -1,0 +1,134 @@
+"""`octavo simulate`: what it prints and writes, and how it refuses what makes no sense."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import main
+
+SMALL = ["--workload", "poisson:rate=6,requests=60,prompt=200,output=20,tenants=2"]
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run it, and give what it printed."""
+    assert main(["simulate", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run what is refused, and give the reason."""
+    assert main(["simulate", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_figures_of_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    told = simulate(capsys, *SMALL, "--objective", "ttft=1,tpot=0.05")
+    for words in ("llama-3.1-8b", "h100", "ttft", "tpot", "e2e", "goodput", "requests served", "$ per million"):
+        assert words in told
+
+
+def test_policies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    told = simulate(capsys, *SMALL, "--policy", "fcfs,fair,shortest_prefill")
+    head = next(line for line in told.splitlines() if "shortest_prefi" in line)
+    assert head.split() == ["fcfs", "fair", "shortest_prefi"]
+
+
+def test_the_same_words_give_the_same_json(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (
+        simulate(capsys, *SMALL, "--json", "-", "--replicas", "2", "--router", "power_of_two") for _ in "ab"
+    )
+    assert first == second
+    facts = json.loads(first)
+    assert facts["runs"]["fcfs"]["requests"]["served"] == 60
+    assert facts["settings"]["router"] == "power_of_two"
+    assert first != simulate(
+        capsys, *SMALL, "--json", "-", "--replicas", "2", "--router", "power_of_two", "--seed", "1"
+    )
+
+
+def test_every_file_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.out" for name in ("json", "html", "requests", "page", "perfetto")}
+    simulate(capsys, *SMALL, *(word for name, path in files.items() for word in (f"--{name}", str(path))))
+    assert json.loads(files["json"].read_text())["notes"] == {}
+    assert files["html"].read_text().startswith("<!doctype html>")
+    rows = list(csv.DictReader(files["requests"].read_text().splitlines()))
+    assert len(rows) == 60 and {row["reason"] for row in rows} == {"length"}
+    assert [float(row["arrival"]) for row in rows] == sorted(float(row["arrival"]) for row in rows)
+    assert 'id="frames"' in files["page"].read_text()
+    assert len(json.loads(files["perfetto"].read_text())["traceEvents"]) > 100
+
+
+def test_each_policy_has_its_own_file_of_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    simulate(capsys, *SMALL, "--policy", "fcfs,fair", "--requests", str(tmp_path / "out.csv"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.fair.csv", "out.fcfs.csv"]
+
+
+def test_watching_changes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plain = json.loads(simulate(capsys, *SMALL, "--json", "-"))
+    watched = json.loads(simulate(capsys, *SMALL, "--json", "-", "--page", str(tmp_path / "page.html")))
+    assert watched == plain
+
+
+def test_a_failure_restarts_requests_and_loses_none(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*SMALL, "--replicas", "2", "--fail", "0@4+3", "--json", "-")
+    facts = json.loads(simulate(capsys, *words))["runs"]["fcfs"]
+    assert facts["requests"]["served"] == 60 and facts["replicas"]["failures"] == 1
+
+
+def test_what_is_too_long_is_refused_clipped_or_dropped_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--workload", "constant:rate=1,requests=4,prompt=900,output=200", "--max-model-len", "1000")
+    assert "which refuses such prompts and ends such answers" in simulate(capsys, *words)
+    assert "4 of 4 requests were refused" in simulate(capsys, *words[:2], "--max-model-len", "800")
+    assert "4 longer than 1000 tokens, shortened to it" in simulate(capsys, *words, "--too-long", "clip")
+    assert "has no request here" in refused(capsys, *words, "--too-long", "drop")
+
+
+def test_the_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    told = simulate(capsys, "--workload", "help")
+    assert all(f"  {kind} " in told for kind in ("poisson", "azure", "mooncake", "agentic", "recording", "chat"))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--policy", "fcfs,fcfs"], "--policy is 'fcfs,fcfs'; give each of at most 16 once"),
+        (["--policy", "nope"], "policy is 'nope'; choose one of"),
+        (["--policy", "fcfs,fair", "--page", "x"], "show one policy; give one"),
+        (["--model", "gpt-9"], "model is 'gpt-9'"),
+        (["--device", "abacus"], "device is 'abacus'; give one of"),
+        (["--cost", "guess"], "cost is 'guess'; give one of"),
+        (["--router", "nearest"], "invalid choice: 'nearest'"),
+        (["--tp", "0"], "--tp is 0; give 1 to 64"),
+        (["--price", "-1"], "--price is -1.0; give 0 or more"),
+        (["--depth", "3"], "depth is 3; an engine has 1 or 2 plans in flight"),
+        (["--replicas", "0"], "replicas is 0; give at least 1"),
+        (["--rate-scale", "0"], "rate_scale is 0.0; give a number above 0"),
+        (["--start", "9", "--end", "4"], "end is 4.0; give seconds above the start, 9"),
+        (["--start", "1e9"], "has no request here; look at --start, --end and --too-long"),
+        (["--fail", "0:3"], "--fail is '0:3'; give REPLICA@SECONDS+SECONDS"),
+        (["--fail", "7@3"], "a failure names replica 7"),
+        (["--tenant-weight", "a"], "--tenant-weight is 'a'; give TENANT=WEIGHT"),
+        (["--objective", "speed=1"], "--objective has 'speed=1'; give ttft, tpot, e2e, queue with seconds"),
+        (["--max-model-len", "1M"], "has positions for 131072"),
+        (["--model", "llama-3.1-70b"], "take more or larger devices"),
+        (["--fit", "x"], "--fit looks at a recording alone"),
+        (["--html", "/no/such/folder/x.html"], "cannot be written"),
+    ],
+)
+def test_nonsense_is_refused_with_a_remedy(capsys: pytest.CaptureFixture[str], words: list[str], reason: str) -> None:
+    assert reason in refused(capsys, *SMALL, *words)
+
+
+def test_no_torch_is_loaded() -> None:
+    code = (
+        "import sys\nfrom octavo.cli import main\n"
+        "main(['simulate', '--workload', 'poisson:rate=9,requests=5', '--json', '-'])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
