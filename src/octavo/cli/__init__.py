@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stop": ("octavo.cli.stop", "end a server that runs here, once its open requests are done"),
     "admin": ("octavo.cli.admin", "ask or tell a running server"),
     "chaos": ("octavo.cli.chaos", "drill a server here: kill its engine under streams, and count what is lost"),
+    "replay": ("octavo.cli.replay", "check that a recording's decisions come out the same, or try other settings"),
     "trace": ("octavo.cli.trace", "write a recording as a trace for Perfetto, or as a page"),
     "doctor": ("octavo.cli.doctor", "check this installation and machine, with remedies"),
     "pull": ("octavo.cli.pull", "download a model"),

@@ -5,25 +5,29 @@ Owns: RecordedRequest, and the watcher of a replay that gathers them. Does not: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request
 from octavo.core.scheduler import Scheduler
-from octavo.trace.recording.calls import Header, KeyRun
+from octavo.trace.recording.calls import Admit, Header, KeyRun
 from octavo.trace.recording.errors import RecordingError
 from octavo.trace.recording.reader import Recording
 from octavo.trace.recording.replaying import Replay, ReplayReport
 
+MAX_ON_THE_WAY_S = 3600.0  # from the front to the engine; more than that is another clock
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request. Times are seconds since the first call of the first segment; None where one did not come.
+    """One request. Times are seconds since the first request of all came; None where one did not come.
 
-    `arrival` is when the engine took it (`time` in Request.arrival is the front's). `output_tokens` has one number for
-    each choice. `keys` are those of the prompt's full blocks, `output_keys` those behind them of the first choice, the
-    one that straddles both first; one for each `key_tokens` tokens. `life` is its segment's number, from 0.
-    `is_resumed`: it was open in an earlier life of the engine, and its first `emitted_tokens` outputs come from there.
+    `arrival` is when it came to the server, `taken` when the engine took it in, between two steps. `output_tokens` has
+    one number for each choice. `keys` are those of the prompt's full blocks, `output_keys` those behind them of the
+    first choice, the one that straddles both first; one for each `key_tokens` tokens. `life` is its segment's number,
+    from 0. `is_resumed`: it was open in an earlier life of the engine, and its first `emitted_tokens` outputs come from
+    there.
     """
 
     name: str
@@ -45,6 +49,7 @@ class RecordedRequest:
     first_token: float | None = None
     end: float | None = None
     finish_reason: FinishReason | None = None
+    taken: float = 0.0
     emitted_tokens: int = 0
     is_resumed: bool = False
 
@@ -106,11 +111,12 @@ class Gatherer:
         first = RecordedRequest(
             request.request_id,
             self._life,
-            self.at(now),
+            self.at(_came(request, now)),
             request.num_prompt_tokens,
             (),
             request.tenant,
             request.priority,
+            taken=self.at(now),
             key_tokens=self._header.key_tokens,
             max_tokens=entry.max_tokens,
             ttft_objective=request.ttft_objective,
@@ -169,17 +175,24 @@ class Gatherer:
         self.requests[order] = self._open.pop(name).closed(end, reason)
 
 
-def arrivals(recording: Recording) -> list[RecordedRequest]:
+def _came(request: Request, now: float) -> float:
+    """When a request that was taken in now came; its own word for it where that can be."""
+    return request.arrival if now - MAX_ON_THE_WAY_S <= request.arrival <= now else now
+
+
+def arrivals(recording: Recording, at_end: Callable[[Scheduler], object] | None = None) -> list[RecordedRequest]:
     """The requests of all segments in order of arrival; replays the recording to know what became of them.
 
-    Raises RecordingError where the replay is not equal, and what replay raises.
+    `at_end` gets each life's scheduler as it was in the end. Raises RecordingError where the replay is not equal, and
+    what replay raises.
     """
     report = ReplayReport()
     found: list[RecordedRequest] = []
     origin: float | None = None
     for life, segment in enumerate(recording.segments):
         if origin is None:
-            origin = segment.header.clock
+            first = next((call for call in segment.calls() if isinstance(call, Admit)), None)
+            origin = segment.header.clock if first is None else _came(first.request, first.now)
         one = Replay(segment, report, None)
         gatherer = Gatherer(one.scheduler, segment.header, life, origin)
         one.gather(gatherer)
@@ -191,5 +204,7 @@ def arrivals(recording: Recording) -> list[RecordedRequest]:
                 f"({where.lines[0]}); use the version of Octavo that recorded it ({segment.header.octavo or 'unknown'})"
             )
         gatherer.close()
+        if at_end is not None:
+            at_end(one.scheduler)
         found += [gatherer.requests[order] for order in sorted(gatherer.requests)]
-    return found
+    return sorted(found, key=lambda one: one.arrival)

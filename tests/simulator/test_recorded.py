@@ -1,0 +1,83 @@
+"""A recording in a simulation's terms; with its own durations the simulated times are the recorded ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.core.harness import limits
+from tests.trace.recording.driving import RecordedRun, write_segment
+
+from octavo.core.limits import Limits
+from octavo.errors import ConfigError
+from octavo.simulator.cost_model import StepShape
+from octavo.simulator.recorded import RecordedCosts, as_recorded, recorded_run, snap
+from octavo.simulator.run import Setup, simulate
+from octavo.trace.recording import arrivals, open_recording
+from octavo.trace.recording.calls import Header
+
+
+class Turning(RecordedRun):
+    """A run whose steps take time, each another; turns are the loop's: commands, plans up to the depth, a commit."""
+
+    def tick(self, number: int) -> None:
+        self.now += (1 + number * 7 % 13) / 997
+
+
+def recorded(sizes: Limits, depth: int, folder: Path) -> Path:
+    """Requests that come one by one over a hundred turns, recorded."""
+    run = Turning(sizes, depth=depth, check=False)
+    for turn in range(400):
+        if turn % 9 == 0 and turn < 200:
+            run.now += 0.05 if turn % 36 == 0 and not run.scheduler.has_work else 0.0
+            shared = list(range(3, 3 + 4 * (1 + turn % 3)))
+            run.admit([*shared, *(5 + (turn * k) % 80 for k in range(turn % 11))], 3 + turn % 17, ignore_eos=True)
+        run.fill()
+        run.tick(turn)
+        if run.flight:
+            run.commit()
+            run.now += 1e-4
+        elif turn > 200:
+            break
+    run.plan()
+    write_segment(folder / "0001.octrec", Header("tiny", sizes, depth), run.lives[0])
+    return folder
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", ["fcfs", "fifo", "shortest_prefill", "prefill_first"])
+@pytest.mark.parametrize("num_blocks", [64, 14])
+def test_recorded_durations_give_the_recorded_times(policy: str, depth: int, num_blocks: int, tmp_path: Path) -> None:
+    sizes = limits(policy=policy, num_blocks=num_blocks, max_sequences=4, max_batch_tokens=16)
+    recording = open_recording(recorded(sizes, depth, tmp_path))
+    came, costs, _ = as_recorded(recording)
+    assert len(came) > 10
+    run = simulate(came, Setup(sizes, costs, depth=depth))
+    simulated = {
+        run.outcomes.indices[place]: (run.outcomes.first_tokens[place], run.outcomes.ends[place])
+        for place in range(len(run.outcomes))
+    }
+    was = sorted(arrivals(recording), key=lambda one: one.taken)
+    assert simulated == {index: (snap(one.first_token, 0.0), snap(one.end, 0.0)) for index, one in enumerate(was)}
+
+
+def test_what_was_recorded_is_a_run_as_a_simulation_gives_it(tmp_path: Path) -> None:
+    sizes = limits(num_blocks=14, max_sequences=4, max_batch_tokens=16)
+    recording = open_recording(recorded(sizes, 1, tmp_path))
+    was, found = recorded_run(recording), arrivals(recording)
+    came, costs, _ = as_recorded(recording)
+    run = simulate(came, Setup(sizes, costs))
+    ours, theirs = was.replicas[0], run.replicas[0]
+    assert len(was.outcomes) == len(found) == len(run.outcomes)
+    assert ours.steps - theirs.steps in (0, 1)  # the last may only tell an executor who ended
+    assert (ours.computed_tokens, ours.output_tokens) == (theirs.computed_tokens, theirs.output_tokens)
+    assert (ours.hit_tokens, ours.queried_tokens, ours.preemptions) == (
+        theirs.hit_tokens, theirs.queried_tokens, theirs.preemptions,
+    )  # fmt: skip
+    assert ours.busy_s == pytest.approx(theirs.busy_s, abs=1e-3)
+    assert list(was.outcomes.output_tokens) == list(run.outcomes.output_tokens)
+
+
+def test_more_steps_than_were_recorded_are_refused() -> None:
+    with pytest.raises(ConfigError, match="decides otherwise"):
+        RecordedCosts([], 0.0).host_s(StepShape([1], []))
