@@ -22,6 +22,7 @@ from octavo.simulator.routers import create_router
 from octavo.simulator.run import Run, Samples, Setup
 from octavo.simulator.tally import Open, Tally
 
+LOOK_EVERY = 1024  # events between two looks at whether to give up
 _FAILURE, _ARRIVAL, _REPLICA = 0, 1, 2
 
 
@@ -41,6 +42,8 @@ class Fleet:
         self._coming: dict[int, Arrival] = {}  # in the heap
         self._orphans: list[Open] = []  # nobody is up to serve them
         self._now = 0.0
+        self._num_events = 0
+        self._gave_up = False
         self._last_arrival = -inf
         self._is_whole = isinstance(workload, Sequence)
         self._stream: Iterator[tuple[int, Arrival]] = self._timed(workload)
@@ -50,7 +53,7 @@ class Fleet:
         for number, failure in enumerate(self._setup.failures):
             heappush(self._heap, (failure.time, _FAILURE, number))
         self._pull()
-        heap = self._heap
+        heap, give_up = self._heap, self._setup.give_up
         while heap and (self._coming or self._tally.open):
             self._now, kind, number = heappop(heap)
             if kind == _REPLICA:
@@ -59,6 +62,10 @@ class Fleet:
                 self._arrive(number)
             else:
                 self._fail(number)
+            self._num_events += 1
+            if give_up is not None and self._num_events % LOOK_EVERY == 0 and give_up(self._tally, self._now):
+                self._gave_up = True
+                break
         return self._close()
 
     def _advance(self, replica: Replica) -> None:
@@ -71,14 +78,20 @@ class Fleet:
             self._ended(entry)
 
     def _close(self) -> Run:
-        for entry in list(self._tally.open.values()):  # all replicas died for good
+        for entry in () if self._gave_up else list(self._tally.open.values()):  # all replicas died for good
             self._tally.end(entry, max(self._now, entry.at), FinishReason.ERROR, entry.emitted)
-        if self._followers:
+        if self._followers and not self._gave_up:
             names = [index for later in self._followers.values() for index, _ in later]
             raise ConfigError(f"arrival {min(names)} of the workload follows one that never came")
         for replica in self._replicas:
             replica.close()
-        return Run(self._tally.outcomes, [one.totals for one in self._replicas], self._tally.last_end, self._samples)
+        return Run(
+            self._tally.outcomes,
+            [one.totals for one in self._replicas],
+            self._tally.last_end,
+            self._samples,
+            self._gave_up,
+        )
 
     # --- arrivals -----------------------------------------------------------------------------------
 

@@ -17,9 +17,11 @@ from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.outcomes import Outcomes
+from octavo.simulator.tally import Tally
 from octavo.trace.sink import EventSink
 
 MakeSink = Callable[[Scheduler], EventSink]
+GiveUp = Callable[[Tally, float], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Setup:
     each scheduler made, and makes every step be planned by itself; else `fast_forward` computes unchanged decode steps
     together, with the same outcome. `sample_s`: seconds between samples of each replica (0: none). With `own_keys`
     prompts without keys get keys of their own, so that a request that was preempted finds what is left of its blocks.
+    `give_up` is asked now and then with what came of the requests and the time: True ends the run there.
     """
 
     limits: Limits
@@ -63,6 +66,7 @@ class Setup:
     sample_s: float = 0.0
     own_keys: bool = False
     seed: int = 0
+    give_up: GiveUp | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("depth", 1), ("replicas", 1), ("max_waiting", 0), ("sample_s", 0)):
@@ -138,12 +142,16 @@ class Samples:
 
 @dataclass(slots=True)
 class Run:
-    """What came of a simulation: each request's outcome, each replica's totals, the time of the last end (seconds)."""
+    """What came of a simulation: each request's outcome, each replica's totals, the time of the last end (seconds).
+
+    With `gave_up` the requests that were open, and those to come, are not among the outcomes.
+    """
 
     outcomes: Outcomes
     replicas: list[ReplicaTotals]
     duration: float
     samples: Samples = field(default_factory=Samples)
+    gave_up: bool = False
 
 
 def simulate(workload: Iterable[Arrival] | Sequence[Arrival], setup: Setup) -> Run:
