@@ -69,13 +69,16 @@ def main() -> int:
     runs.add_argument("case", nargs="*", metavar="CASE", help=", ".join(vllm_runs.CASES))
     runs.add_argument("--fit", action="store_true", help="fit on the first 100 requests, predict the others")
     verbs.add_parser("published", help="published measurements of datacentre GPUs")
-    mine = verbs.add_parser("own", help="recorded runs of this engine")
+    mine = verbs.add_parser("own", help="recorded runs of this engine; options of octavo bench online go behind --")
     mine.add_argument("folder", type=Path, help="where the recordings are, or shall be")
     mine.add_argument("--runs", type=int, default=1)
-    mine.add_argument("options", nargs="*", help="for octavo bench online, behind --")
-    options = parser.parse_args()
+    given, behind = sys.argv[1:], []
+    if "--" in given:
+        place = given.index("--")
+        given, behind = given[:place], given[place + 1 :]
+    options = parser.parse_args(given)
     if options.verb == "own":
-        return own(options.folder, options.runs, options.options)
+        return own(options.folder, options.runs, behind)
     if options.verb == "published":
         return published()
     return vllm(options.case, options.fit)

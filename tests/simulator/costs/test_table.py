@@ -182,5 +182,10 @@ def test_a_scaled_model_is_the_other_one_stretched() -> None:
     assert scaled.decode_s is not None
     assert scaled.decode_s(2, 30, 20) == scaled.step_s(shape)
     assert scaled.host_s(shape) == costs.host_s(shape)
+    by_name = cost_model("roofline*2.5", Hardware.of("llama-3.1-8b", "l4"))
+    assert by_name.step_s(shape) == 2.5 * costs.step_s(shape)
+    assert by_name.name == f"{costs.name}*2.5"
     with pytest.raises(ConfigError, match="cost factor is 0"):
         Scaled(costs, 0)
+    with pytest.raises(ConfigError, match="'twice' is no factor"):
+        cost_model("roofline*twice", Hardware.of("llama-3.1-8b", "l4"))

@@ -15,6 +15,7 @@ from octavo.simulator.costs.fitted import Fitted, fit_recording, load_fit
 from octavo.simulator.costs.memory import pool_blocks
 from octavo.simulator.costs.models import ModelFacts, model_facts
 from octavo.simulator.costs.roofline import Roofline
+from octavo.simulator.costs.scaled import Scaled
 from octavo.simulator.costs.table import Table, completed
 from octavo.simulator.costs.table_files import read_table
 
@@ -46,10 +47,14 @@ class Hardware:
 
 
 def cost_model(spec: str = "roofline", hardware: Hardware | None = None) -> CostModel:
-    """Make the cost model that `spec` names, one of KINDS. Raises ConfigError.
+    """Make the cost model that `spec` names: one of KINDS, with *FACTOR behind it for slower or faster steps.
 
+    Raises ConfigError, RecordingError.
     Only the roofline and a table need hardware; a table with a whole profile.json does not.
     """
+    stem, star, factor = spec.rpartition("*")
+    if star:
+        return Scaled(cost_model(stem, hardware), _factor(factor, spec))
     kind, _, where = spec.partition(":")
     if kind == "roofline" and not where:
         if hardware is None:
@@ -63,3 +68,10 @@ def cost_model(spec: str = "roofline", hardware: Hardware | None = None) -> Cost
         path = Path(where)
         return Fitted(load_fit(path) if path.suffix == ".json" else fit_recording(path))
     raise ConfigError(f"cost is {spec!r}; give one of {', '.join(KINDS)}")
+
+
+def _factor(text: str, spec: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"cost is {spec!r}: {text!r} is no factor; give a number, as in roofline*1.3") from None
