@@ -66,7 +66,7 @@ class Recorder:
         self._encoder = Encoder(header.has_text)
         self._wake = threading.Event()
         self._is_resting = False
-        self._is_closing = False
+        self._is_orderly = False  # ended by close, not by a bound
         self._is_over = False  # nothing is taken any more
         self._end_reason = ""
         self._num_calls = 0
@@ -105,8 +105,8 @@ class Recorder:
     def close(self, reason: str = _CLOSED) -> None:
         """End the recording with its marker, once all that was taken is written. Idempotent."""
         if not self._is_over:
-            self._end_reason = reason
-        self._is_over = self._is_closing = True
+            self._end_reason, self._is_orderly = reason, True
+        self._is_over = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
@@ -235,7 +235,7 @@ class Recorder:
         """Write the rest, and the marker."""
         if self._records:
             self._flush()
-        if not self._is_closing:
+        if not self._is_orderly:
             _LOG.warning("recording ended: %s", self._end_reason)
         self._write(pack_records([self._encoder.encode(Ended(self._clock(), self._end_reason))]))
 
