@@ -224,7 +224,7 @@ class Recorder:
             self._write(frame)
             self._num_calls += len(records)
             return
-        self._is_over = True
+        self._is_over, self._is_orderly = True, False
         self._queue.clear()
         self._end_reason = (
             f"{self._folder} holds its bound of {self._max_bytes} bytes (--record-bytes); "
