@@ -84,6 +84,7 @@ def test_all_that_are_open() -> None:
     assert lines[1].split()[:4] == ["b", "waiting", "1", "sequence_cap"] and "0 left)" in lines[1]
     assert lines[2].split()[:4] == ["a", "decode", "-", "-"]
     assert lines[3].startswith("queue: ")
+    assert table({**bench.lives.answer(""), "queue": QUEUE, "num_waiting": 300})[3] == "... and 299 more"
     bench.run()
     assert table({**bench.lives.answer(""), "queue": QUEUE})[0] == "no request is open"
 

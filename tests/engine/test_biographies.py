@@ -18,7 +18,7 @@ from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.biographies import NUM_FIRST, NUM_LAST, PHASES, Biographies, unknown
 from octavo.engine.clock import ManualClock
-from octavo.engine.forecast import Forecast, Lengths, Pace, forecast
+from octavo.engine.forecast import LEAST_AGE_S, Forecast, Lengths, Pace, forecast
 from octavo.engine.verbs import guarded
 from octavo.errors import EngineError
 
@@ -212,7 +212,7 @@ def test_S20_everybody_open_is_listed_in_order() -> None:
     ]
     assert listed[0]["lacks"] == "needs 1 of 1 sequences, 0 left" and listed[1]["behind"] == "b"
     bench.run()
-    assert bench.lives.answer("") == {"open": [], "num_ended_kept": 3}
+    assert bench.lives.answer("") == {"open": [], "num_waiting": 0, "num_running": 0, "num_ended_kept": 3}
 
 
 def test_S20_the_verb_answers_over_a_live_loop() -> None:
@@ -227,7 +227,7 @@ def test_S20_the_verb_answers_over_a_live_loop() -> None:
         harness.wait(lambda: bool(harness.inbox("a").ends))
         assert ask("a")["state"] == "finished"
         assert ask("nobody") == unknown("nobody")
-        assert ask("") == {"open": [], "num_ended_kept": 1}
+        assert ask("")["open"] == [] and ask("")["num_ended_kept"] == 1
 
 
 def test_a_look_that_fails_is_told_and_ends_nothing() -> None:
@@ -316,6 +316,24 @@ def test_there_is_no_forecast_where_nothing_is_known() -> None:
     bench.scheduler.pause()
     assert bench.told("b")["prediction"]["why_not"] == "the engine is paused"
     bench.scheduler.resume()
+    bench.run()
+
+
+def test_many_who_ask_get_one_forecast_and_its_age_is_taken_off() -> None:
+    bench = Bench(limits(max_sequences=1), base_s=0.01)
+    for name in ("a", "b", "c"):
+        bench.admit(name, 4, 20, ignore_eos=True)
+    for _ in range(5):
+        bench.step()
+    first = bench.told("c")["prediction"]["next_token_s"]
+    made = bench.lives._oracle._found
+    bench.now += LEAST_AGE_S / 2
+    assert bench.told("c")["prediction"]["next_token_s"] == pytest.approx(first - LEAST_AGE_S / 2)
+    assert bench.lives._oracle._found is made
+    bench.admit("d", 4, 2)
+    assert "d" not in made and bench.told("d")["prediction"]["next_token_s"] is None
+    bench.now += LEAST_AGE_S
+    assert bench.told("d")["prediction"]["next_token_s"] > first
     bench.run()
 
 

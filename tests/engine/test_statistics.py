@@ -408,7 +408,7 @@ def test_T06_statistics_are_plain_json() -> None:
 
 def test_T06_without_collection_nothing_is_called_and_totals_are_there() -> None:
     with Watched(StatisticsConfig(collect_statistics=False)) as engine:
-        assert engine.collector is None and engine.loop.instruments._sinks == []
+        assert engine.collector is None and engine.loop.instruments._sinks == [engine.lives]
         engine.serve(make_request("a"))
         figures = engine.figures()
         assert "collected" not in figures and "memory" not in figures

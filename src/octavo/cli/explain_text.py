@@ -32,6 +32,8 @@ def table(answer: Told) -> list[str]:
     cells = [_COLUMNS, *rows]
     widths = [max(len(row[index]) for row in cells) for index in range(len(_COLUMNS))]
     lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    if (more := answer.get("num_waiting", 0) + answer.get("num_running", 0) - len(rows)) > 0:
+        lines.append(f"... and {more} more")
     return [*lines, _queue(answer["queue"])]
 
 

@@ -45,14 +45,14 @@ def explain(state: State, request_id: str, now: float) -> Explanation | None:
     return _explain(state, entry, order, now)
 
 
-def explain_all(state: State, now: float) -> list[Explanation]:
-    """Where every open request stands: those that wait first, in order, then those that run.
+def explain_all(state: State, now: float, most: int | None = None) -> list[Explanation]:
+    """Where every open request stands: those that wait first, in order, then those that run; `most` of each.
 
     O(requests log requests), and a look into the cache for each that lacked blocks.
     """
     order = state.waiting.in_order()
-    return [_explain(state, entry, order, now, place) for place, entry in enumerate(order)] + [
-        _explain(state, entry, [], now) for entry in state.running.requests
+    return [_explain(state, entry, order, now, place) for place, entry in enumerate(order[:most])] + [
+        _explain(state, entry, [], now) for entry in state.running.requests[:most]
     ]
 
 

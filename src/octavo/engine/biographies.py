@@ -18,12 +18,13 @@ from octavo.core.explanation import Explanation, Standing, shortage_text, word
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
-from octavo.engine.forecast import Lengths, Pace, forecast
+from octavo.engine.forecast import Lengths, Oracle, Pace
 from octavo.engine.loop import EngineLoop
 from octavo.engine.verbs import guarded
 
 NUM_FIRST = 16  # events kept from the beginning of a life
 NUM_LAST = 48  # and from its end
+MAX_LISTED = 256  # that wait, and as many that run, in a list of all
 PHASES = ("earlier", "queue", "prefill", "decode", "preempted", "recompute")
 _EARLIER, _QUEUE, _PREFILL, _DECODE, _PREEMPTED, _RECOMPUTE = range(len(PHASES))
 
@@ -54,8 +55,10 @@ class Life:
 
     def turn(self, phase: int, now: float) -> None:
         """Another phase begins."""
-        self.seconds[self.phase] += max(0.0, now - self.since)
-        self.phase, self.since = phase, max(self.since, now)
+        if now > self.since:
+            self.seconds[self.phase] += now - self.since
+            self.since = now
+        self.phase = phase
 
     def tell(self, event: Event) -> None:
         """Keep an event; chunks that follow each other are one."""
@@ -93,6 +96,7 @@ class Biographies:
         self._ends: list[Life] = []  # told, but the tokens of their step are not yet
         self._pace = Pace()
         self._lengths = Lengths()
+        self._oracle = Oracle(scheduler.state, self._pace, self._lengths, now)
 
     @property
     def num_kept(self) -> int:
@@ -143,14 +147,13 @@ class Biographies:
     def _hear(self, events: Events) -> None:
         """Find first tokens among those of a step."""
         silent = self._silent
-        for name in events.request_ids:
-            if name in silent:
-                life = silent.pop(name)
-                if life.first_token_at is None:
-                    life.first_token_at = events.time
-                life.turn(_DECODE, events.time)
-                if not silent:
-                    return
+        for name in [name for name in events.request_ids if name in silent]:  # in one go: most have tokens already
+            life = silent.pop(name, None)
+            if life is None:
+                continue  # another of its choices
+            if life.first_token_at is None:
+                life.first_token_at = events.time
+            life.turn(_DECODE, events.time)
 
     def _settle(self) -> None:
         """Close the lives that ended; the oldest are forgotten."""
@@ -188,10 +191,10 @@ class Biographies:
         return values | _lived(life, now)
 
     def _all(self, now: float) -> dict[str, object]:
-        """Every open request: where it stands, without its life."""
-        times = forecast(self._scheduler.state, self._pace, self._lengths)
+        """Open requests: where they stand, without their lives; the first that wait and the first that run."""
+        times = self._oracle.ask()
         listed = []
-        for one in explain_all(self._scheduler.state, now):
+        for one in explain_all(self._scheduler.state, now, MAX_LISTED):
             lacks = "" if one.shortage is None else shortage_text(one.shortage, () if one.is_first_short else one.room)
             listed.append(
                 {
@@ -210,11 +213,13 @@ class Biographies:
                     "next_token_s": times[one.name].seconds if one.name in times else None,
                 }
             )
-        return {"open": listed, "num_ended_kept": len(self._ended)}
+        state = self._scheduler.state
+        counts = {"num_waiting": len(state.waiting), "num_running": len(state.running)}
+        return {"open": listed, **counts, "num_ended_kept": len(self._ended)}
 
     def _predict(self, standing: Explanation) -> tuple[dict[str, object], str]:
         """Seconds to the next token, or why they are not known."""
-        found = forecast(self._scheduler.state, self._pace, self._lengths, standing.name).get(standing.name)
+        found = self._oracle.ask().get(standing.name)
         if found is not None:
             token = "first" if standing.work.num_outputs == 0 else "next"
             values: dict[str, object] = {
@@ -229,6 +234,8 @@ class Biographies:
             why = "the engine is paused"
         elif self._pace.fit() is None:
             why = "too few steps were made yet"
+        elif self._lengths.is_known:
+            why = "it was made before this came here; ask again"
         else:
             why = "it has to wait for answers to end, and how long they get is not known yet"
         return {"next_token_s": None, "least_s": None, "most_s": None, "why_not": why}, f"no prediction: {why}"

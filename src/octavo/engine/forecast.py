@@ -13,8 +13,9 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from math import inf
 
@@ -29,6 +30,8 @@ NUM_ANSWERS = 256
 NUM_PLAYS = 9  # four of five times what happens lies between the least and the greatest of nine draws
 MAX_PLAYED = 256  # requests beyond which one play must do, for it runs between two steps
 MAX_JUMPS = 20_000
+LEAST_AGE_S = 0.1  # a forecast is good for so long,
+MAX_SHARE = 0.02  # and so long that making them takes at most this share of the time
 _SAME_RUN = 0.1  # a pause before a step of up to this share of it belongs to it
 
 
@@ -75,6 +78,11 @@ class Lengths:
             if event.num_tokens > 0 and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._last.append(event.num_tokens)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether any answer came to its own end."""
+        return bool(self._last)
+
     def sorted(self) -> list[int]:
         """All that are kept, shortest first."""
         return sorted(self._last)
@@ -100,24 +108,53 @@ class Forecast:
     least: float
     most: float
 
+    def after(self, age: float) -> Forecast:
+        """The same, told so many seconds later."""
+        return Forecast(max(0.0, self.seconds - age), max(0.0, self.least - age), max(0.0, self.most - age))
 
-def forecast(state: State, pace: Pace, lengths: Lengths, until: str | None = None) -> dict[str, Forecast]:
+
+def forecast(state: State, pace: Pace, lengths: Lengths) -> dict[str, Forecast]:
     """When each request that waits or prefills gets its next token; those not known are left out.
 
-    With `until`, it may stop once that one is known. Equal states get equal forecasts. O(requests log requests) a play.
+    Equal states get equal forecasts. O(requests log requests) a play: for people, see Oracle.
     """
     fit = pace.fit()
     if fit is None or state.is_paused:
         return {}
     answers, rng = lengths.sorted(), random.Random(0)
     num_plays = NUM_PLAYS if len(state.requests) <= MAX_PLAYED else 1
-    plays = [_Play(state, fit, answers, rng).run(until) for _ in range(num_plays)]
+    plays = [_Play(state, fit, answers, rng).run() for _ in range(num_plays)]
     found = {}
     for name in plays[0]:
         times = sorted(play.get(name, inf) for play in plays)
         if times[-1] < inf:
             found[name] = Forecast(times[len(times) // 2], times[0], times[-1])
     return found
+
+
+class Oracle:
+    """Forecasts for many who ask: made anew not so often that making them would slow the steps.
+
+    `now` is the scheduler's clock. A forecast that is not new is told less the time since.
+    """
+
+    def __init__(self, state: State, pace: Pace, lengths: Lengths, now: Callable[[], float]) -> None:
+        self._state, self._pace, self._lengths, self._now = state, pace, lengths, now
+        self._found: dict[str, Forecast] = {}
+        self._made_at = -inf
+        self._until = -inf
+
+    def ask(self) -> dict[str, Forecast]:
+        """What is foretold now, by name."""
+        if self._state.is_paused:
+            return {}
+        now = self._now()
+        if now >= self._until:
+            self._found = forecast(self._state, self._pace, self._lengths)
+            self._made_at = now
+            self._until = now + max(LEAST_AGE_S, (self._now() - now) / MAX_SHARE)
+        age = now - self._made_at
+        return {name: told.after(age) for name, told in self._found.items()} if age else self._found
 
 
 class _Play:
@@ -149,13 +186,14 @@ class _Play:
             self._prefills.append(piece)
         pool = state.cache.pools[self._group]
         self._free = pool.num_free - promised - state.headroom.floors[self._group]
-        self._waiting = deque(self._piece(state, entry) for entry in state.waiting.in_order())
+        self._waiting = map(partial(self._piece, state), state.waiting.in_order())  # made as they are let in
+        self._first = next(self._waiting, None)
 
-    def run(self, until: str | None) -> dict[str, float]:
-        """Play until everybody, or `until`, is known, or nothing more can be."""
+    def run(self) -> dict[str, float]:
+        """Play until everybody is known, or nothing more can be."""
         for _ in range(MAX_JUMPS):
             self._admit()
-            if until in self.found or not (self._prefills or self._waiting) or not self._jump():
+            if not (self._prefills or self._first) or not self._jump():
                 break
         return self.found
 
@@ -186,14 +224,14 @@ class _Play:
 
     def _admit(self) -> None:
         """Let in whoever is first while there is room."""
-        while self._waiting:
-            first = self._waiting[0]
+        while (first := self._first) is not None:
             has_company = bool(self._prefills or self._decodes)
             if has_company and (first.slots > self._slots or first.blocks > self._free):
                 return
             self._slots -= first.slots
             self._free -= first.blocks
-            self._prefills.append(self._waiting.popleft())
+            self._prefills.append(first)
+            self._first = next(self._waiting, None)
 
     def _decode(self, piece: _Piece) -> None:
         self._number += 1

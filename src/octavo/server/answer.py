@@ -39,22 +39,33 @@ def usage_json(usages: Iterable[Usage | None]) -> Json:
 
 
 def timings_json(usages: Iterable[Usage | None]) -> Json:
-    """Seconds that the request spent in each phase (the slowest prompt's), and its rates."""
+    """Seconds that the request spent in each phase (the slowest prompt's), which add up to the total, and its rates.
+
+    While it was preempted, a request neither prefilled nor decoded.
+    """
     known = [usage for usage in usages if usage is not None]
     if not known:
         return {}
     last = max(known, key=lambda usage: usage.e2e_s)
-    prefill_s, decode_s = max(0.0, last.ttft_s - last.queue_s), max(0.0, last.e2e_s - last.ttft_s)
+    out_before, out_after = _preempted_s(last, 0.0, last.ttft_s), _preempted_s(last, last.ttft_s, last.e2e_s)
+    prefill_s = max(0.0, last.ttft_s - last.queue_s - out_before)
+    decode_s = max(0.0, last.e2e_s - last.ttft_s - out_after)
     computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in known)
     decoded = sum(max(0, usage.completion_tokens - 1) for usage in known)
     return {
         "queue_s": round(last.queue_s, 6),
         "prefill_s": round(prefill_s, 6),
         "decode_s": round(decode_s, 6),
+        "preempted_s": round(out_before + out_after, 6),
         "total_s": round(last.e2e_s, 6),
         "prompt_tokens_per_s": round(computed / prefill_s, 2) if prefill_s > 0 else None,
         "tokens_per_s": round(decoded / decode_s, 2) if decode_s > 0 and decoded else None,
     }
+
+
+def _preempted_s(usage: Usage, start: float, end: float) -> float:
+    """Seconds within [start, end) that a request was out of the batch."""
+    return sum(max(0.0, min(back, end) - max(out, start)) for out, back in usage.preempted)
 
 
 def last_usage(deltas: Sequence[TextDelta]) -> Usage | None:

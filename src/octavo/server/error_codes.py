@@ -51,7 +51,7 @@ CODES: Mapping[str, Code] = {
     "not_found": Code((404,), "no endpoint of this path, or no file or batch of this id"),
     "model_not_found": Code((404,), "no such model is served; the message names the one that is"),
     "response_not_found": Code((404,), "no stored response of this id, or it is another tenant's"),
-    "request_not_found": Code((404,), "no request of this id is open, or it is another tenant's"),
+    "request_not_found": Code((404,), "no request of this id is open or kept, or it is another tenant's"),
     "method_not_allowed": Code((405,), "the endpoint has other methods; `Allow` names them"),
     "body_timeout": Code((408,), "the body did not arrive in time"),
     "queue_timeout": Code((408,), "the request did not start within its queue timeout"),
