@@ -16,7 +16,7 @@ QUICK_FIGURES = $(abspath $(VENV))/reliability-quick.jsonl
 # One thread in tests: two-thread regions stall when the machine is shared.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup run serve test test-all reliability browser lint docs site clients bench wheel clean
+.PHONY: setup run serve test test-all reliability browser lint docs site browser clients bench wheel clean
 
 setup: $(STAMP)
 
@@ -79,6 +79,11 @@ site: setup
 # these, and nothing is written.
 clients: setup
 	$(PYTHON) tools/clients/runner.py $(CLIENTS)
+
+# The pages in a real browser: needs Chromium (or CHROMIUM=path); none is fetched.
+browser: setup
+	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --editable '.[browser]'
+	$(ONE_THREAD) $(PYTHON) -m pytest -q tests/browser $(PYTEST_FLAGS)
 
 bench: setup
 	$(VENV)/bin/octavo bench offline --model '$(MODEL)'
