@@ -89,6 +89,7 @@ def call_report(config: Config, model: str, url: str) -> Iterator[str]:
     """The URL and a line to paste."""
     key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if config.serving.has_keys else ""
     yield f"serving   {url}/v1  (also /docs, /metrics)"
+    yield f"open      {url}/  (a chat; the engine at work is at /dashboard)"
     yield (
         f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f'-d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\''
