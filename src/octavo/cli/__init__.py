@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench compare": ("octavo.cli.bench_compare", "measure this engine beside others on the same workloads"),
     "bench kernel": ("octavo.cli.bench_kernel", "measure the kernels of a step, each alone"),
     "bench scheduler": ("octavo.cli.bench_scheduler", "measure the scheduler alone: plan, commit, admission"),
+    "bench simulator": ("octavo.cli.bench_simulator", "measure how many requests a simulation gets through"),
     "simulate": ("octavo.cli.simulate", "predict how engines would serve a workload, without running a model"),
     "plan": ("octavo.cli.plan", "what a model takes and how much fits, without loading it"),
     "ps": ("octavo.cli.ps", "list the servers that run here"),
