@@ -1,0 +1,179 @@
+"""Measure what recording costs: either thread, bytes, and a model's steps with it on and off.
+
+Owns: the loads, the pairs, the clock. The last line is one JSON object. Usage:
+python -m tools.recording_cost [--model smollm2] [--rows 32] [--pairs 40]
+Pairs: steps of the same scheduler pair in turns (plain, recorded), medians; a model's steps in blocks of `BLOCK` that
+are recorded or not, in turns, means of each block, and the median of the differences of neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+from octavo.core.limits import Limits
+from octavo.core.plan import ROW_SAMPLE, StepResult
+from octavo.core.request import Request, SamplingParams
+from octavo.core.scheduler import Scheduler
+from octavo.trace.recording.calls import Header
+from octavo.trace.recording.encoding import Encoder
+from octavo.trace.recording.items import Item
+from octavo.trace.recording.recorded_scheduler import RecordedScheduler
+from octavo.trace.recording.recorder import Recorder
+from octavo.trace.recording.segments import pack_records
+
+STEPS = 600
+BLOCK = 12  # steps of a model that are recorded, or not, in a row
+
+
+def loaded(scheduler: Scheduler, rows: int) -> Scheduler:
+    """A scheduler whose sequences all decode."""
+    for index in range(rows):
+        ids = array("i", [(index * 131 + at * 7) % 30_000 for at in range(100 + index % 16)])
+        scheduler.admit(Request(f"r{index}", ids, SamplingParams(max_tokens=4000), eos_token_ids=(2,)), 0.0)
+    while any(entry.status == 0 or not entry.is_decoding for entry in scheduler.state.requests.values()):
+        step(scheduler)
+    return scheduler
+
+
+def step(scheduler: Scheduler) -> float:
+    """One step; the seconds of plan and commit."""
+    begun = time.perf_counter()
+    plan = scheduler.plan(begun)
+    planned = time.perf_counter()
+    count = sum(1 for flag in plan.flags if flag & ROW_SAMPLE)
+    result = StepResult(array("i", [5]) * count)
+    again = time.perf_counter()
+    scheduler.commit(plan, result, again)
+    return planned - begun + time.perf_counter() - again
+
+
+def scheduler_cost(rows: int) -> dict[str, float]:
+    """Microseconds a step in both threads, and bytes."""
+    limits = Limits(
+        block_size=16, num_blocks=(rows * 300,), max_model_len=8192, vocab_size=32_000, max_batch_tokens=8192,
+        max_sequences=rows,
+    )  # fmt: skip
+    header = Header("none", limits, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        writer = Recorder(Path(folder), 1 << 30, header, time.perf_counter)
+        plain = loaded(Scheduler(limits), rows)
+        taped = loaded(RecordedScheduler(limits, writer.put, time.perf_counter), rows)
+        items: list[Item] = []
+        listed = loaded(RecordedScheduler(limits, items.append, time.perf_counter), rows)
+        first = len(items)
+        times: tuple[list[float], list[float]] = ([], [])
+        for number in range(STEPS):
+            for which in (number % 2, 1 - number % 2):
+                times[which].append(step((plain, taped)[which]))
+            step(listed)
+            time.sleep(0.002)  # a device computes: the writer has the interpreter
+        writer.close()
+    encoder = Encoder(False)
+    for item in items[:first]:
+        encoder.encode(item)
+    begun = time.thread_time()
+    records = [encoder.encode(item) for item in items[first:]]
+    packed = pack_records(records)
+    writer_s = time.thread_time() - begun
+    without, recorded = (statistics.median(each) for each in times)
+    return {
+        "rows": rows,
+        "step_us": without * 1e6,
+        "engine_thread_us": statistics.median(b - a for a, b in zip(*times, strict=True)) * 1e6,
+        "recorded_step_us": recorded * 1e6,
+        "writer_thread_us": writer_s / STEPS * 1e6,
+        "bytes_a_step": len(packed) / STEPS,
+    }
+
+
+def model_cost(model: str, rows: int, pairs: int) -> dict[str, Any]:
+    """Steps of a model that decodes `rows` sequences, recorded and not in turns."""
+    from octavo.assembly import LLM, build_local, config_from
+
+    del LLM
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"record": folder, "max_num_seqs": rows, "max_model_len": 2048}
+        engine = build_local(config_from(model, settings))
+        scheduler: Any = engine.loop._scheduler
+        watch = _Turns(scheduler)
+        engine.loop.watch(watch)
+        sampling = SamplingParams(max_tokens=2 * pairs * BLOCK + 40, temperature=0.0, ignore_eos=True)
+        from octavo.engine.offline import OfflineEngine
+
+        OfflineEngine(engine.sessions).generate([f"Tell me about {n}" for n in range(rows)], sampling)
+        engine.client.close()
+    return watch.summary()
+
+
+class _Turns:
+    """Switches recording on and off between blocks of steps, and takes their times."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.put = scheduler._put
+        self.blocks: list[tuple[bool, float]] = []
+        self.num_steps = 0
+        self.begun = 0.0
+
+    def admitted(self, request: Request) -> None:
+        """Not looked at."""
+
+    def decided(self, decisions: object) -> None:
+        """Not looked at."""
+
+    def stepped(self, plan: Any, outcome: object, events: object) -> None:
+        """Another step."""
+        self.num_steps += 1
+        if self.num_steps < 20 or self.num_steps % BLOCK:
+            return
+        now = time.perf_counter()
+        is_on = self.scheduler._put is self.put
+        if self.begun:
+            self.blocks.append((is_on, (now - self.begun) / BLOCK))
+        self.scheduler._put = _nothing if is_on else self.put
+        self.begun = time.perf_counter()
+
+    def summary(self) -> dict[str, Any]:
+        """Milliseconds a step, and the difference of neighbours in per cent."""
+        ratios = []
+        for (first_on, first), (_, second) in zip(self.blocks, self.blocks[1:], strict=False):
+            on, off = (first, second) if first_on else (second, first)
+            ratios.append(on / off - 1)
+        on, off = ([s for is_on, s in self.blocks if is_on is which] for which in (True, False))
+        return {
+            "blocks": len(self.blocks),
+            "recorded_step_ms": statistics.median(on) * 1e3,
+            "plain_step_ms": statistics.median(off) * 1e3,
+            "more_percent": statistics.median(ratios) * 100,
+        }
+
+
+def _nothing(_: Item) -> None:
+    pass
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=40)
+    args = parser.parse_args()
+    found: dict[str, Any] = {"scheduler": [scheduler_cost(rows) for rows in (1, 32, 256)]}
+    for each in found["scheduler"]:
+        print({name: round(value, 2) for name, value in each.items()})
+    if args.model:
+        found["model"] = {"model": args.model, "rows": args.rows, **model_cost(args.model, args.rows, args.pairs)}
+        print(found["model"])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
