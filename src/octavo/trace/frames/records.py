@@ -62,11 +62,6 @@ class Record(NamedTuple):
     decisions: tuple[Event, ...]
     failure: str | None
 
-    @property
-    def weight(self) -> int:
-        """How many things it holds on to beside its rows."""
-        return 1 + len(self.taken) + len(self.arrivals) + len(self.decisions)
-
 
 _NO_INTS: array[int] = array("i")
 
@@ -225,10 +220,16 @@ class Places:
         self.slots: dict[int, Taken] = {}
         self.open: dict[str, Arrival] = {}
 
+    def copy(self) -> Places:
+        """As it is now."""
+        places = Places()
+        places.slots, places.open = dict(self.slots), dict(self.open)
+        return places
+
     def apply(self, record: Record) -> None:
         """Go on behind a record."""
-        if record.arrivals:
-            self.open.update((arrival[0], arrival) for arrival in record.arrivals)
+        for arrival in record.arrivals:
+            self.open[arrival[0]] = arrival
         for slot in record.freed:
             self.slots.pop(slot, None)
         for taken in record.taken:

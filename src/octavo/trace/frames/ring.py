@@ -42,7 +42,6 @@ class FrameRing:
         self._first = 0  # number of the ring's first entry
         self._weight = 0
         self._tail = Places()  # before the ring's first entry
-        self._front = Places()  # behind its last
         self._looked_at: float | None = None
 
     # --- what the loop tells
@@ -71,7 +70,7 @@ class FrameRing:
         frames: list[Frame] = []
         if cursor == "now":
             number = last
-            frames.append(head_frame(self._source, self._scheduler.state.limits, self._front, self._now()))
+            frames.append(head_frame(self._source, self._scheduler.state.limits, self._front(), begun))
         else:
             number = int(spelled) if is_known else self._first
             if number < self._first:
@@ -102,7 +101,7 @@ class FrameRing:
             frame = step_frame(entry, previous, self._times)
             frames.append(frame)
             num_steps += 1
-            num_rows += len(frame.get("rows", ())) // 3 + entry.weight
+            num_rows += len(frame.get("rows", ())) // 3 + _weight(entry)
             previous = entry
         return self._first + index
 
@@ -131,14 +130,28 @@ class FrameRing:
             self._blocks = BlockMap(state)
         self._add((queue_frame(state, self._recorder.waiting, now), self._blocks.frame(now)))
 
+    def _front(self) -> Places:
+        """Who has which slot behind the ring's last entry."""
+        places = self._tail.copy()
+        for entry in self._ring:
+            if isinstance(entry, Record):
+                places.apply(entry)
+        return places
+
     def _add(self, entry: Record | tuple[Frame, ...]) -> None:
-        self._ring.append(entry)
-        if isinstance(entry, Record):
-            self._front.apply(entry)
-            self._weight += entry.weight
-        while len(self._ring) > MAX_STEPS or self._weight > MAX_WEIGHT:
-            old = self._ring.popleft()
+        ring = self._ring
+        ring.append(entry)
+        self._weight += _weight(entry)
+        while len(ring) > MAX_STEPS or self._weight > MAX_WEIGHT:
+            old = ring.popleft()
             self._first += 1
+            self._weight -= _weight(old)
             if isinstance(old, Record):
                 self._tail.apply(old)
-                self._weight -= old.weight
+
+
+def _weight(entry: Record | tuple[Frame, ...]) -> int:
+    """How many things it holds on to beside its rows. A step's is known with three looks."""
+    if not isinstance(entry, Record):
+        return len(entry)
+    return len(entry.taken) + len(entry.arrivals) + len(entry.decisions)

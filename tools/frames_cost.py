@@ -1,0 +1,110 @@
+"""Measure what frames cost the engine's thread: a step's record, an answer, looks at large pools and long queues.
+
+Owns: the loads and the clock. Does not: run a model. The last line is one JSON object: medians of `REPEATS` runs, in
+microseconds. Usage: python -m tools.frames_cost
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import cast
+
+from tools.sample_frames import Stream
+
+from octavo.core.limits import Limits
+from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
+from octavo.core.request import Request, SamplingParams
+from octavo.core.scheduler import Scheduler
+from octavo.trace.frames.encode import Source
+from octavo.trace.frames.records import Waiting
+from octavo.trace.frames.ring import FrameRing
+from octavo.trace.frames.sink import FrameSink
+from octavo.trace.frames.snapshots import BlockMap, queue_frame
+
+REPEATS = 200
+STEPS_A_POLL = 25
+RUNNING, WAITING = 256, 1000
+NUM_BLOCKS, NUM_QUEUED = 100_000, 10_000
+
+
+class _Timed:
+    """A sink that takes the time of another one's `stepped`."""
+
+    def __init__(self, ring: FrameRing) -> None:
+        self.ring = ring
+        self.seconds: list[float] = []
+
+    def admitted(self, request: Request) -> None:
+        self.ring.admitted(request)
+
+    def decided(self, decisions: tuple[Event, ...]) -> None:
+        self.ring.decided(decisions)
+
+    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        begun = time.perf_counter()
+        self.ring.stepped(plan, outcome, events)
+        self.seconds.append(time.perf_counter() - begun)
+
+
+def loaded() -> dict[str, float]:
+    """Steps of 256 rows with 1,000 waiting, under preemption: records, and an answer behind every 25 of them."""
+    stream = Stream(RUNNING, WAITING, lambda _: None, 1)
+    ring = FrameRing(stream.scheduler, Source("live", life="x"), time.perf_counter, stream.times)
+    timed = _Timed(ring)
+    stream.sink = cast(FrameSink, timed)
+    polls, cursor = [], ""
+    for number in range(REPEATS * STEPS_A_POLL):
+        stream.step()
+        if number % STEPS_A_POLL == STEPS_A_POLL - 1:
+            begun = time.perf_counter()
+            answer = ring.poll(cursor)
+            polls.append(time.perf_counter() - begun)
+            cursor = str(answer["cursor"])
+    return {"record": statistics.median(timed.seconds), "answer": statistics.median(polls)}
+
+
+def looks() -> dict[str, float]:
+    """A pool of 100,000 blocks that 200 sequences fill, the first look and later ones; a queue of 10,000."""
+    limits = Limits(
+        block_size=16, num_blocks=(NUM_BLOCKS,), max_model_len=16_384, vocab_size=100, max_batch_tokens=1 << 21,
+        max_sequences=256,
+    )  # fmt: skip
+    scheduler, waiting = Scheduler(limits), Waiting()
+    for index in range(200 + NUM_QUEUED):
+        request = Request(f"r{index}", None, SamplingParams(max_tokens=100), num_prompt_tokens=7500)
+        scheduler.admit(request, 0.0)
+    waiting.decided(scheduler.plan(0.0).events)
+    blocks = BlockMap(scheduler.state)
+    first = _time(lambda: blocks.frame(0.0), 1)
+    for _ in range(20):  # all tables are read
+        blocks.frame(0.0)
+    return {
+        "first_look_at_100000_blocks": first,
+        "look_at_100000_blocks": _time(lambda: blocks.frame(0.0), REPEATS),
+        "look_at_10000_waiting": _time(lambda: queue_frame(scheduler.state, waiting, 0.0), REPEATS),
+    }
+
+
+def _time(act: Callable[[], object], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)
+
+
+def main() -> int:
+    """Print the figures."""
+    figures = {name: round(1e6 * seconds, 1) for name, seconds in (loaded() | looks()).items()}
+    for name, value in figures.items():
+        print(f"{name.replace('_', ' '):32} {value:10,.1f} us")
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
