@@ -9,13 +9,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.flags import UsageError, add_settings, config_from, whole
 from octavo.cli.simulate_output import lines, remarks, workload_help, write_requests
+from octavo.cli.simulate_search import add_search_arguments, run_search
 from octavo.cli.simulate_watchers import Watchers
 from octavo.config import Config
 from octavo.core.limits import Limits
@@ -24,10 +25,11 @@ from octavo.simulator.arrival import Arrival
 from octavo.simulator.blueprint import describe, make_limits
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import fit_recording
+from octavo.simulator.goals import Goals, read_goals
 from octavo.simulator.report import Case, page
 from octavo.simulator.routers import ROUTERS
 from octavo.simulator.run import Failure, Run, Setup, simulate
-from octavo.simulator.summary import read_objectives, summarise
+from octavo.simulator.summary import summarise
 from octavo.simulator.workloads import Shaping, Workload, open_workload
 from octavo.simulator.workloads.shaping import TOO_LONG
 
@@ -78,7 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tenant-weight", action="append", default=[], metavar="T=W", help="a tenant's share under fair"
     )
     group = parser.add_argument_group("what is told")
-    group.add_argument("--objective", default="", metavar="O", help="seconds to keep, as in ttft=1.0,tpot=0.05")
+    group.add_argument(
+        "--objective", default="", metavar="O",
+        help="seconds for each request (ttft=1.0,tpot=0.05,goodput=0.95), or for all together (ttft_p99=1.0)",
+    )  # fmt: skip
     group.add_argument("--json", metavar="FILE", help="all figures as JSON; - prints them instead of the table")
     group.add_argument("--html", metavar="FILE", help="a report with plots, one file")
     group.add_argument("--requests", metavar="FILE", help="what became of each request, as CSV")
@@ -91,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fit", metavar="DIR", help="fit a cost model to a recording's steps and tell how good it is; --json keeps it"
     )
+    add_search_arguments(parser)
     add_settings(parser, ("scheduling", "cache"))
 
 
@@ -102,31 +108,35 @@ class Plan:
     hardware: Hardware
     limits: list[Limits]
     setup: Setup
-    objectives: dict[str, float]
+    goals: Goals
     price: float
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate each policy; print and write what came of it."""
+    """Simulate each policy; print and write what came of it. 1 where objectives of all requests together are missed."""
     if args.workload and args.workload[0] in ("help", "list"):
         print("\n".join(workload_help()))
         return 0
     if args.fit:
         return _fit(args)
     plan = make_plan(args)
+    if args.search:
+        return run_search(args, plan.workload.arrivals, plan.setup, plan.price, _remaker(args, plan))
     cases: list[Case] = []
     told: list[str] = []
+    is_missed = False
     for limits in plan.limits:
         watchers = Watchers(plan.hardware.model.name, args.page, args.perfetto)
         setup = replace(plan.setup, limits=limits, make_sink=watchers.make_sink if watchers.is_wanted else None)
         done = _simulate(plan.workload, setup, limits.policy)
-        facts = summarise(done, plan.objectives, plan.price)
+        facts = summarise(done, plan.goals.bounds, plan.price)
         cases.append(Case.of(limits.policy, done, facts))
+        is_missed = _misses(args, plan.goals, done, limits.policy, told) or is_missed
         if args.requests:
             write_requests(_own_path(args.requests, limits.policy, len(plan.limits)), done)
         told += watchers.write()
     _tell(args, plan, cases, told)
-    return 0
+    return 1 if is_missed else 0
 
 
 def _fit(args: argparse.Namespace) -> int:
@@ -142,6 +152,15 @@ def _fit(args: argparse.Namespace) -> int:
             raise _unwritable(args.json, error) from None
         print(f"\nkept in {args.json}; use it with --cost fitted:{args.json}")
     return 0
+
+
+def _misses(args: argparse.Namespace, goals: Goals, done: Run, label: str, told: list[str]) -> bool:
+    """Whether a run misses objectives of all requests together; said either way. Each one's alone are only counted."""
+    if not goals.goals and "goodput" not in args.objective:
+        return False
+    verdict = goals.judge(done)
+    told.append(f"{label} {'reaches' if verdict.is_reached else 'misses'} the objectives: {verdict.told}")
+    return not verdict.is_reached
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -163,8 +182,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
         failures=tuple(map(_read_failure, args.fail)), max_waiting=args.max_waiting,
         fast_forward=args.fast_forward, sample_s=1.0, seed=args.seed,
     )  # fmt: skip
+    goals = read_goals(args.objective) if args.objective or args.search else Goals()
     price = (hardware.device.price if args.price is None else args.price) * args.tp
-    return Plan(workload, hardware, limits, setup, read_objectives(args.objective), price)
+    return Plan(workload, hardware, limits, setup, goals, price)
 
 
 def _limits(args: argparse.Namespace, config: Config, hardware: Hardware) -> list[Limits]:
@@ -179,6 +199,24 @@ def _limits(args: argparse.Namespace, config: Config, hardware: Hardware) -> lis
         )
         for name in names
     ]  # fmt: skip
+
+
+def _remaker(args: argparse.Namespace, plan: Plan) -> Callable[[Limits, dict[str, str]], Limits]:
+    """Limits of the settings that a search tries: the pool depends on some."""
+    if len(plan.limits) > 1:
+        raise UsageError("a search compares policies by --search-space policy=A|B; give --policy one")
+    config = config_from(args)
+
+    def remake(limits: Limits, chosen: dict[str, str]) -> Limits:
+        scheduling = replace(
+            config.scheduling,
+            policy=chosen.get("policy", limits.policy),
+            max_sequences=int(chosen.get("max_sequences", limits.max_sequences)),
+            max_batch_tokens=int(chosen.get("max_batch_tokens", limits.max_batch_tokens)),
+        )
+        return _limits(args, replace(config, scheduling=scheduling), plan.hardware)[0]
+
+    return remake
 
 
 def _simulate(workload: Workload, setup: Setup, label: str) -> Run:
@@ -239,8 +277,8 @@ def settings(args: argparse.Namespace, plan: Plan) -> dict[str, str]:
         told["failures"] = ", ".join(args.fail)
     if plan.price:
         told["price"] = f"${plan.price:g} an hour for each replica"
-    if plan.objectives:
-        told["objectives"] = ", ".join(f"{name} <= {bound:g} s" for name, bound in plan.objectives.items())
+    if args.objective:
+        told["objectives"] = args.objective
     return told
 
 
