@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind
-from octavo.trace.frames.records import Arrival, PartTimes, Places, Record
+from octavo.trace.frames.records import PartTimes, Places, Record
 
 VERSION = 1
 Frame = dict[str, Any]
@@ -54,7 +54,7 @@ def head_frame(source: Source, limits: Limits, places: Places, now: float) -> Fr
             "policy": limits.policy,
         },
         "slots": [list(taken) for taken in places.slots.values()],
-        "open": [_arrival(arrival) for arrival in places.open.values()],
+        "open": list(places.open.values()),
     }
 
 
@@ -152,17 +152,12 @@ def _changes(record: Record) -> Frame:
 def _news(record: Record) -> Frame:
     frame: Frame = {}
     if record.arrivals:
-        frame["in"] = [_arrival(arrival) for arrival in record.arrivals]
+        frame["in"] = list(record.arrivals)
     if record.decisions:
         told = decisions(record.decisions)
         if told:
             frame["ev"] = told
     return frame
-
-
-def _arrival(arrival: Arrival) -> list[object]:
-    name, time, *rest = arrival
-    return [name, round(time, 6), *rest]
 
 
 def decisions(events: Sequence[Event]) -> list[list[object]]:

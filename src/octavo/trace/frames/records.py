@@ -116,8 +116,8 @@ class Recorder:
 
     def admitted(self, request: Request) -> None:
         """A request was taken."""
-        most = request.params.max_tokens
-        asked = request.request_id, request.arrival, request.tenant, request.num_prompt_tokens, request.priority, most
+        most, arrival = request.params.max_tokens, round(request.arrival, 6)
+        asked = request.request_id, arrival, request.tenant, request.num_prompt_tokens, request.priority, most
         self._arrivals.append(asked)
 
     def decided(self, decisions: tuple[Event, ...]) -> None:

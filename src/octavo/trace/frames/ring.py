@@ -22,7 +22,7 @@ MAX_STEPS = 1024  # kept
 MAX_WEIGHT = 65_536  # arrivals, decisions and new sequences kept
 MAX_POLL = 200  # steps in an answer
 MAX_POLL_ROWS = 16_384  # rows in an answer, before the last step of it
-MAX_POLL_S = 0.001  # of the engine's thread for an answer, by its clock; what is under way is done
+MAX_POLL_S = 0.001  # of the engine's thread for the steps of an answer, by its clock; what is under way is done
 LOOK_S = 0.25  # between two looks at the queue and the pool
 
 
@@ -78,7 +78,7 @@ class FrameRing:
                 number = self._first
             if lost or not is_known:
                 frames.append(head_frame(self._source, self._scheduler.state.limits, self._tail, self._tail_time()))
-        number = self._collect(frames, number, begun)
+        number = self._collect(frames, number)
         return {
             "cursor": f"{self._source.life}:{number}",
             "frames": frames,
@@ -86,12 +86,13 @@ class FrameRing:
             "more": number < last,
         }
 
-    def _collect(self, frames: list[Frame], number: int, begun: float) -> int:
+    def _collect(self, frames: list[Frame], number: int) -> int:
         """Add the frames from a number on, as far as one answer goes; gives the number behind them."""
+        until = self._now() + MAX_POLL_S
         index, num_steps, num_rows = number - self._first, 0, 0
         previous = None if frames else self._record_before(index)
         while index < len(self._ring) and num_steps < MAX_POLL and num_rows < MAX_POLL_ROWS:
-            if num_steps and self._now() > begun + MAX_POLL_S:
+            if num_steps and self._now() > until:
                 break
             entry = self._ring[index]
             index += 1
