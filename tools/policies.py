@@ -3,8 +3,8 @@
 Owns: the settings of both comparisons. Does not: copy the data (../shared/data). Usage: python tools/policies.py [NAME]
 
 What is scaled and chosen is in CASES and is printed: nothing of the traces is clipped. They name no tenant, no priority
-and no objective, so each request is given one of eight tenants (Zipf's law with exponent 1.2), one in four is urgent
-(priority 0, the others 5), and all have the deadline policy's own objectives. All is drawn from a seed.
+and no objective, so each request is given one of eight tenants (Zipf's law with exponent 1.2), and one in four is
+urgent: priority 0 and a first token due in 1 s, where the others have 5 and 10 s. All is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,12 @@ def arrivals_of(case: Comparison) -> list[Arrival]:
     shaping = Shaping(rate_scale=case.rate_scale, end=case.end)
     rng = random.Random(0)
     workload = open_workload(f"{case.kind}:{DATA / case.file},tenants=8,zipf=1.2", shaping)
-    return [replace(one, priority=0 if rng.random() < URGENT_SHARE else 5) for one in workload]
+    return [
+        replace(one, priority=0, ttft_objective=1.0)
+        if rng.random() < URGENT_SHARE
+        else replace(one, priority=5, ttft_objective=10.0)
+        for one in workload
+    ]
 
 
 def limits_of(case: Comparison, policy: str) -> tuple[Limits, Hardware]:

@@ -114,15 +114,44 @@ def test_the_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--fail", "0:3"], "--fail is '0:3'; give REPLICA@SECONDS+SECONDS"),
         (["--fail", "7@3"], "a failure names replica 7"),
         (["--tenant-weight", "a"], "--tenant-weight is 'a'; give TENANT=WEIGHT"),
-        (["--objective", "speed=1"], "--objective has 'speed=1'; give ttft, tpot, e2e, queue with seconds"),
+        (["--objective", "speed=1"], "objective 'speed=1' is not understood"),
         (["--max-model-len", "1M"], "has positions for 131072"),
         (["--model", "llama-3.1-70b"], "take more or larger devices"),
         (["--fit", "x"], "--fit looks at a recording alone"),
+        (["--search"], "a search has nothing to reach"),
+        (["--search", "--objective", "ttft=1", "--html", "x"], "--html is of one run"),
+        (["--search", "--objective", "ttft=1", "--policy", "fcfs,fair"], "--search-space policy=A|B"),
+        (["--search", "--objective", "ttft=1", "--max-replicas", "0"], "--max-replicas is 0; give 1 to"),
+        (["--search", "--objective", "ttft=1", "--search-space", "colour=red"], "search space has 'colour=red'"),
         (["--html", "/no/such/folder/x.html"], "cannot be written"),
     ],
 )
 def test_nonsense_is_refused_with_a_remedy(capsys: pytest.CaptureFixture[str], words: list[str], reason: str) -> None:
     assert reason in refused(capsys, *SMALL, *words)
+
+
+def test_objectives_of_all_requests_decide_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *SMALL, "--objective", "ttft_p99=9,tpot=0.1,goodput=0.9"]) == 0
+    assert "fcfs reaches the objectives: ttft_p99" in capsys.readouterr().out
+    assert main(["simulate", *SMALL, "--objective", "ttft_p99=0.001"]) == 1
+    assert "fcfs misses the objectives: ttft_p99" in capsys.readouterr().out
+    assert main(["simulate", *SMALL, "--objective", "ttft=0.001"]) == 0  # each one's alone are counted, no more
+
+
+def test_a_search_finds_the_fewest_replicas_and_says_what_it_tried(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    load = ("--workload", "poisson:rate=40,requests=200,prompt=400,output=30")
+    words = ("--search", "--search-space", "max_sequences=4|64", "--json", str(tmp_path / "found.json"))
+    told = simulate(capsys, *load, *words, "--objective", "ttft_p99=0.5")
+    found = json.loads((tmp_path / "found.json").read_text())
+    answer = found["answer"]
+    assert f"{answer['replicas']} replica" in told and f"{len(found['trials'])} trials" in told
+    tried = {(one["settings"], one["replicas"]): one["reached"] for one in found["trials"]}
+    assert tried[answer["settings"], answer["replicas"]]
+    assert answer["replicas"] == 1 or not tried[answer["settings"], answer["replicas"] - 1]
+    assert main(["simulate", *load, "--search", "--max-replicas", "1", "--objective", "ttft_p99=0.0001"]) == 1
+    assert "nothing among" in capsys.readouterr().out
 
 
 def test_no_torch_is_loaded() -> None:

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.core.request import FinishReason
-from octavo.errors import ConfigError
 from octavo.simulator import series
 from octavo.simulator.outcomes import NEVER, Outcomes
 from octavo.simulator.run import ReplicaTotals, Run
-from octavo.simulator.summary import Columns, jain, read_objectives, spread, summarise
+from octavo.simulator.summary import Columns, jain, spread, summarise
 
 
 def outcomes(*rows: tuple[float, ...], tenants: tuple[str, ...] = ()) -> Outcomes:
@@ -111,17 +110,6 @@ def test_the_interval_of_a_mean_holds_it_as_often_as_it_says() -> None:
 def test_jains_index() -> None:
     assert jain(np.array([3.0, 3.0, 3.0])) == pytest.approx(1.0)
     assert jain(np.array([9.0, 0.0, 0.0])) == pytest.approx(1 / 3)
-
-
-@pytest.mark.parametrize("text", ["ttft", "ttft=0", "ttft=-1", "ttft=x", "speed=1", "ttft=nan", "ttft=1,ttft=2"])
-def test_objectives_that_make_no_sense_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--objective"):
-        read_objectives(text)
-
-
-def test_objectives_are_read() -> None:
-    assert read_objectives("ttft=1.0, tpot=0.05") == {"ttft": 1.0, "tpot": 0.05}
-    assert read_objectives("") == {}
 
 
 # --- what a chart is given --------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from octavo.core.forward import Stretch
 from octavo.core.plan import StepPlan
 from octavo.simulator.cost_model import CostModel, StepShape, shape_of
 
-MAX_TURNS = 128  # looked ahead at once
+MORE_TURNS = 8  # looked ahead at once
+ALONE = (0.0, 0.0)  # nothing is in flight between turns
 DecodeS = Callable[[int, int, int], float]
 
 
@@ -47,44 +48,62 @@ class Cruise:
     """Turns looked ahead over a stretch: when each begins and commits; for the plan it makes, its time and end.
 
     `begins` has one entry more: when the turn behind them begins. `host_s` passes behind each commit of these plans.
+    With a plan in flight, `flying` = (its end, its host time), each turn commits the plan of the one before.
     """
 
-    __slots__ = ("begins", "commits", "ends", "host_s", "steps_s", "stretch")
+    __slots__ = ("_decode_s", "_flying", "_until", "begins", "commits", "ends", "host_s", "steps_s", "stretch")
 
-    def __init__(self, stretch: Stretch, begin: float, host_s: float) -> None:
+    def __init__(self, stretch: Stretch, pace: Pace, begin: float, until: float, flying: tuple[float, float]) -> None:
+        assert pace.decode_s is not None
         self.stretch = stretch
-        self.host_s = host_s
+        self.host_s = pace.host_s(len(stretch.rows))
         self.begins = [begin]
         self.commits: list[float] = []
         self.ends: list[float] = []
         self.steps_s: list[float] = []
+        self._decode_s = pace.decode_s
+        self._until = until
+        self._flying = flying if flying is not ALONE else None
+        if flying is ALONE:
+            self.commits = self.ends
+        self.more()
 
-    def plan_alone(self, decode_s: DecodeS, until: float) -> None:
-        """Look ahead where each plan is committed before the next is made; turns begin before `until`."""
-        stretch, host_s, at = self.stretch, self.host_s, self.begins[0]
-        num_rows, kv_sum, kv_max = len(stretch.rows), stretch.kv_sum, stretch.kv_max
-        for _ in range(min(stretch.max_steps, MAX_TURNS)):
+    def more(self) -> None:
+        """Look further ahead, MORE_TURNS at once, as far as they begin before `until`."""
+        done = len(self.steps_s)
+        count = min(self.stretch.max_steps - done, MORE_TURNS)
+        if self._flying is None:
+            self._more_alone(done, count)
+        else:
+            self._more_ahead(done, count, *self._flying)
+
+    def _more_alone(self, done: int, count: int) -> None:
+        """Each plan is committed before the next is made."""
+        stretch, host_s, at, decode_s, until = self.stretch, self.host_s, self.begins[-1], self._decode_s, self._until
+        num_rows = len(stretch.rows)
+        kv_sum, kv_max = stretch.kv_sum + done * num_rows, stretch.kv_max + done
+        add_step, add_end, add_begin = self.steps_s.append, self.ends.append, self.begins.append
+        for _ in range(count):
             if at >= until:
                 break
             step_s = decode_s(num_rows, kv_sum, kv_max)
-            self.steps_s.append(step_s)
             end = at + step_s
-            self.ends.append(end)
             at = end + host_s
-            self.begins.append(at)
+            add_step(step_s)
+            add_end(end)
+            add_begin(at)
             kv_sum += num_rows
             kv_max += 1
-        self.commits = self.ends
 
-    def plan_ahead(self, decode_s: DecodeS, until: float, flying: tuple[float, float]) -> None:
-        """The same with a plan in flight, `flying` = (its end, its host time): each turn commits the one before."""
-        stretch, at = self.stretch, self.begins[0]
-        end, host_s = flying
-        num_rows, kv_sum, kv_max = len(stretch.rows), stretch.kv_sum, stretch.kv_max
-        for _ in range(min(stretch.max_steps, MAX_TURNS)):
-            if at >= until:
+    def _more_ahead(self, done: int, count: int, end: float, host_s: float) -> None:
+        """Each turn commits the plan before its own, which ends at `end`."""
+        stretch, at = self.stretch, self.begins[-1]
+        num_rows = len(stretch.rows)
+        kv_sum, kv_max = stretch.kv_sum + done * num_rows, stretch.kv_max + done
+        for _ in range(count):
+            if at >= self._until:
                 break
-            step_s = decode_s(num_rows, kv_sum, kv_max)
+            step_s = self._decode_s(num_rows, kv_sum, kv_max)
             commit = max(at, end)
             end = max(at, end) + step_s
             self.steps_s.append(step_s)
@@ -95,11 +114,22 @@ class Cruise:
             self.begins.append(at)
             kv_sum += num_rows
             kv_max += 1
+        self._flying = (end, host_s)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is nothing further to look at."""
+        return len(self.steps_s) == self.stretch.max_steps or self.begins[-1] >= self._until
 
     @property
     def has_end(self) -> bool:
         """Whether somebody ends in the last commit."""
         return self.stretch.has_end and len(self.steps_s) == self.stretch.max_steps
+
+    @property
+    def next_at(self) -> float:
+        """When it has to be looked at again: somebody ends, or the next turn begins."""
+        return self.commits[-1] if self.has_end else self.begins[-1]
 
     @property
     def num_turns(self) -> int:

@@ -18,7 +18,7 @@ from octavo.core.plan import Event, StepPlan, StepResult, StepTimings
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
-from octavo.simulator.cruise import Cruise, Pace
+from octavo.simulator.cruise import ALONE, Cruise, Pace
 from octavo.simulator.requests import make_request
 from octavo.simulator.run import ReplicaTotals, Samples, Setup
 from octavo.simulator.tally import Open, Tally
@@ -134,7 +134,11 @@ class Replica:
     def advance(self) -> list[Open]:
         """Do what is due at `next_at`; returns who ended by it."""
         if self._cruise is not None:
-            return self._end_cruise(self._cruise.num_turns)
+            if self._cruise.is_whole:
+                return self._end_cruise(self._cruise.num_turns)
+            self._cruise.more()
+            self.next_at = self._cruise.next_at
+            return []
         return self._retire() if self._is_retiring else self._turn()
 
     def _turn(self) -> list[Open]:
@@ -235,15 +239,11 @@ class Replica:
         if stretch is None or stretch.max_steps < MIN_TURNS:
             return False
         until = self._next_sample if stretch.wake_at is None else min(self._next_sample, stretch.wake_at)
-        cruise = Cruise(stretch, now, self._pace.host_s(len(stretch.rows)))
-        if self._flight:
-            cruise.plan_ahead(decode_s, until, (self._flight[0].end, self._flight[0].host_s))
-        else:
-            cruise.plan_alone(decode_s, until)
+        flying = (self._flight[0].end, self._flight[0].host_s) if self._flight else ALONE
+        cruise = Cruise(stretch, self._pace, now, until, flying)
         if not cruise.num_turns:
             return False
-        self._cruise = cruise
-        self.next_at = cruise.commits[-1] if cruise.has_end else cruise.begins[-1]
+        self._cruise, self.next_at = cruise, cruise.next_at
         return True
 
     def _cut_cruise(self, cruise: Cruise, at: float) -> None:

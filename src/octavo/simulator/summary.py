@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from octavo.core.request import FinishReason
-from octavo.errors import ConfigError
 from octavo.simulator.outcomes import NEVER, Outcomes
 from octavo.simulator.run import Run
 
@@ -102,25 +101,6 @@ def spread(values: np.ndarray) -> Facts:
         "count": len(given), "mean": float(given.mean()), "mean_within": _half_width(given), **ranks,
         "max": float(ordered[-1]),
     }  # fmt: skip
-
-
-def read_objectives(text: str) -> dict[str, float]:
-    """Read `ttft=1.0,tpot=0.05`, in seconds. Raises ConfigError."""
-    bounds: dict[str, float] = {}
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = (part.strip() for part in word.partition("="))
-        try:
-            bound = float(value)
-        except ValueError:
-            bound = math.nan
-        if name not in OBJECTIVES or not 0 < bound < math.inf:
-            raise ConfigError(
-                f"--objective has {word!r}; give {', '.join(OBJECTIVES)} with seconds, as in ttft=1.0,tpot=0.05"
-            )
-        if name in bounds:
-            raise ConfigError(f"--objective gives {name} twice; give it once")
-        bounds[name] = bound
-    return bounds
 
 
 def jain(values: np.ndarray) -> float:

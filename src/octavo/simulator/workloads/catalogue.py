@@ -129,28 +129,30 @@ def _sorted(source: Source) -> Source:
 
 def _dress(spec: Spec, around: Surroundings, source: Source) -> Source:
     """Give requests a tenant, a priority and objectives."""
-    fields: dict[str, object] = {}
-    if tenant := spec.text_of("tenant"):
-        fields["tenant"] = tenant
-    if priority := spec.count("priority", 0):
-        fields["priority"] = priority
+    tenant, priority = spec.text_of("tenant"), spec.count("priority", 0)
+    ttft, tpot = (spec.number(name) if name in spec.options else None for name in ("ttft", "tpot"))
     for name in ("ttft", "tpot"):
-        if name in spec.options:
-            fields[f"{name}_objective"] = spec.number(name)
         spec.text_of(name)
     count, exponent = spec.count("tenants", 0), spec.number("zipf", 0.0, least=0.0)
     if count > 100_000:
         raise ConfigError(f"workload {spec.text!r}: tenants is {count}; give at most 100000")
-    if not fields and not count:
+    if not (tenant or priority or ttft or tpot or count):
         return source
     zipf = Zipf(count, exponent) if count else None
 
     def dressed(notes: Notes) -> Iterator[Arrival]:
         rng, by_session = around.rng(spec, "tenants"), dict[str, str]()
         for arrival in source(notes):
+            own = tenant or arrival.tenant
             if zipf is not None:
-                name = f"tenant{zipf.draw(rng)}"
-                fields["tenant"] = by_session.setdefault(arrival.session, name) if arrival.session else name
-            yield replace(arrival, **fields)  # type: ignore[arg-type]
+                own = f"tenant{zipf.draw(rng)}"
+                own = by_session.setdefault(arrival.session, own) if arrival.session else own
+            yield replace(
+                arrival,
+                tenant=own,
+                priority=priority or arrival.priority,
+                ttft_objective=ttft or arrival.ttft_objective,
+                tpot_objective=tpot or arrival.tpot_objective,
+            )
 
     return dressed

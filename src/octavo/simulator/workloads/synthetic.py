@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
 
@@ -57,7 +57,8 @@ def closed_loop(spec: Spec, around: Surroundings) -> Source:
         for index in range(number):
             nominal, user, pause, parent = heappop(heap)
             prompt, output = lengths.draw(chance)
-            yield prefixes.arrival(pause, prompt, output, groups, session=f"user{user}", follows=parent)
+            one = prefixes.arrival(pause, prompt, output, groups)
+            yield replace(one, session=f"user{user}", follows=parent)
             pause = think(chance)
             heappush(heap, (nominal + pause, user, pause, index))
 
@@ -143,14 +144,12 @@ class _Prefixes:
         """Keys of its prefix's full blocks."""
         return range(group * _STRIDE, group * _STRIDE + self.length // KEY_TOKENS)
 
-    def arrival(self, time: float, prompt: int, output: int, rng: random.Random, **fields: object) -> Arrival:
+    def arrival(self, time: float, prompt: int, output: int, rng: random.Random) -> Arrival:
         """A request of a drawn group; what follows the prefix is its own."""
         group = self.group(rng)
         keys = self.keys(group) if self.length else ()
         size = KEY_TOKENS if self.length else 0
-        return Arrival(
-            time, self.length + prompt, output, tenant=self.name(group), keys=keys, key_tokens=size, **fields  # type: ignore[arg-type]
-        )  # fmt: skip
+        return Arrival(time, self.length + prompt, output, tenant=self.name(group), keys=keys, key_tokens=size)
 
 
 class _Lengths:
