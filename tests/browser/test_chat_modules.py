@@ -302,6 +302,26 @@ def test_figures_in_words(page: Page) -> None:
     assert texts == ["x", "", "", "€", "y"] and broken == ["", "y", "A"]
 
 
+def test_the_story_of_a_request(page: Page) -> None:
+    words = """
+      const events = [
+        { event: "admitted", time_s: 0.5, step: 3, num_tokens: 24, cached_tokens: 0 },
+        { event: "preempted", time_s: 1.5, step: 9, by: null, num_tokens_lost: 5 },
+      ];
+      const spent = { earlier: 0, queue: 1, prefill: 0, decode: 3, preempted: 0, recompute: 0, total: 4 };
+      return [m.phasesOf(spent), m.phasesOf(undefined), m.eventsOf({ events }), m.eventsOf({})];"""
+    phases, none, events, empty = call(page, "chat-story.js", words)
+    assert phases == [
+        {"name": "queue", "words": "1.00 s", "share": 0.25},
+        {"name": "decode", "words": "3.00 s", "share": 0.75},
+    ]
+    assert events == [
+        {"when": "500 ms", "words": "admitted: tokens 24"},
+        {"when": "1.50 s", "words": "preempted: tokens lost 5"},
+    ]
+    assert none == empty == []
+
+
 SETTINGS = {
     "temperature": "0.5", "top_k": "20", "min_p": "0.1", "n": "2", "stop": "END\n\\n\\n", "logprobs": True,
     "top_logprobs": "3", "response_format": "json_schema", "schema": '{"type": "object"}',

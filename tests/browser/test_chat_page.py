@@ -563,6 +563,22 @@ def test_I06_what_came_before_the_page_was_left_is_kept_and_gone_on_with(chat: C
     assert "stopped" in chat.ended(0).inner_text()
 
 
+def test_I06_where_the_time_of_an_answer_went(chat: Chat) -> None:
+    answer = chat.say("hello")
+    chat.do("time")
+    story = answer.locator(".story")
+    story.locator("table").wait_for()
+    assert "Ended (stop)" in story.inner_text() and "admitted: tokens" in story.inner_text()
+    phases = " ".join(story.locator(".phases li").all_inner_texts())
+    assert "queue" in phases and "prefill" in phases and "decode" in phases
+    chat.do("time")
+    assert not story.is_visible()
+    chat.page.route("**/explain", lambda route: route.fulfill(status=404, json={"error": {"message": "gone"}}))
+    chat.watch.allowed.append("404")
+    chat.do("time")
+    story.locator("text=knows it no longer").wait_for()
+
+
 def test_I06_a_draft_and_another_tab(chat: Chat) -> None:
     chat.say("here")
     chat.page.fill("#text", "half a thou")

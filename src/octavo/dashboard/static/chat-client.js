@@ -17,12 +17,12 @@ export async function listModels() {
   return data.map((card) => ({ id: card.id, maxModelLen: card.max_model_len ?? null }));
 }
 
-/** Return where a request stands, in sentences; null where the server knows it not. Throws ServerError. */
+/** Return where a request stands or what became of it, `text` a sentence of it; null where the server knows it not. Throws ServerError. */
 export async function explain(requestId) {
   const response = await send(`v1/requests/${encodeURIComponent(requestId)}/explain`, {}, [404]);
   if (response.status === 404) return null;
   const { explanations = [] } = await response.json();
-  return explanations.map(({ text }) => text[0].toUpperCase() + text.slice(1));
+  return explanations.map((one) => ({ ...one, text: one.text[0].toUpperCase() + one.text.slice(1) }));
 }
 
 /** Yield the chunks of one answer. Throws ServerError, and what the signal throws when it is aborted. */

@@ -103,6 +103,7 @@ export class Run {
     for (const answer of this.assembly.answers) {
       answer.finish ??= finish;
       answer.stats = stats;
+      answer.requestId = this.requestId;
       if (error) answer.error = { message: error.message };
     }
   }

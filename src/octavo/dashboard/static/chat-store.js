@@ -176,6 +176,7 @@ function checkedAnswer(value) {
     finish: isText(answer.finish) ? answer.finish : "cut", // the page was left while it came
     stats: checkedStats(answer.stats),
   };
+  if (isText(answer.requestId)) kept.requestId = answer.requestId.slice(0, 128);
   if (isText(answer.stopped)) kept.stopped = answer.stopped;
   if (answer.error && isText(answer.error.message)) kept.error = { message: answer.error.message };
   return kept;

@@ -5,6 +5,7 @@ import { button, copyButton, make } from "./chat-dom.js";
 import { AnswerView, figures } from "./chat-answer-view.js";
 import { callsOf, shownAnswer } from "./chat-request.js";
 import { number, requestParts } from "./chat-stats.js";
+import { StoryView } from "./chat-story.js";
 
 const NEAR_END = 48; // pixels
 
@@ -133,8 +134,9 @@ class AssistantView {
     this.body = make("div", { class: "answers" });
     this.figures = make("p", { class: "figures muted" }); // of the request, where its answers stand side by side
     this.state = make("div", { class: "state" });
+    this.story = new StoryView(owner.actions.explain);
     this.buttons = make("div", { class: "buttons" });
-    this.element = make("article", { class: "message assistant", "aria-label": "Answer" }, make("div", { class: "head" }, this.who, this.versions), this.body, this.figures, this.state, this.buttons);
+    this.element = make("article", { class: "message assistant", "aria-label": "Answer" }, make("div", { class: "head" }, this.who, this.versions), this.body, this.figures, this.state, this.buttons, this.story.element);
   }
 
   update({ isLast, run, isBusy }) {
@@ -221,6 +223,7 @@ class AssistantView {
 
   #showButtons(isLast, isBusy, isEditing) {
     const { message, owner } = this;
+    this.story.hide();
     if (isEditing || message.picked === null) {
       const again = button("Regenerate", { class: "button quiet small", "data-action": "regenerate", disabled: isBusy }, () => owner.actions.regenerate(message));
       this.buttons.replaceChildren(...(isEditing ? [] : [again]));
@@ -239,6 +242,10 @@ class AssistantView {
     }
     if (answer.tokens.length) {
       parts.push(small("Tokens", "tokens", (event) => event.currentTarget.setAttribute("aria-pressed", String(view.toggleTokens())), { disabled: false, "aria-pressed": String(view.showsTokens) }));
+    }
+    if (answer.requestId && answer.finish !== null) {
+      const tell = (event) => event.currentTarget.setAttribute("aria-expanded", String(this.story.toggle(answer.requestId)));
+      parts.push(small("Time", "time", tell, { disabled: false, "aria-expanded": "false", title: "Where the time went" }));
     }
     this.buttons.replaceChildren(...parts);
     const calls = callsOf(answer);

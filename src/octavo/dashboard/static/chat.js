@@ -97,6 +97,7 @@ class Chat {
         this.current.messages.push(...results);
         this.#answer();
       },
+      explain,
       why: (run, opener) => this.#why(run, opener),
     };
   }
@@ -289,7 +290,7 @@ class Chat {
       try {
         const said = await explain(run.requestId);
         if (!run.reasons) break;
-        run.reasons = said?.length ? said : ["The engine has not got it yet: its prompt is being read, or it waits for a place."];
+        run.reasons = said?.length ? said.map((one) => one.text) : ["The engine has not got it yet: its prompt is being read, or it waits for a place."];
       } catch (error) {
         run.reasons = [error.message];
       }

@@ -1,0 +1,72 @@
+// Where the time of an answer went, as the server tells it: phases as a bar, and the events of the request's life.
+// Owns: these elements. Does not: ask; `explain` does.
+
+import { make } from "./chat-dom.js";
+import { seconds } from "./chat-stats.js";
+
+const PHASES = ["earlier", "queue", "prefill", "decode", "preempted", "recompute"];
+const UNSAID = new Set(["event", "time_s", "step"]);
+const GONE = "The server knows it no longer: what became of a request is kept for a while only, and not across restarts.";
+
+/** Return the phases that took time: [{name, words, share}], shares of the whole. */
+export function phasesOf(spent) {
+  const total = PHASES.reduce((sum, name) => sum + (spent?.[name] ?? 0), 0);
+  const found = PHASES.filter((name) => spent?.[name] > 0);
+  return found.map((name) => ({ name, words: seconds(spent[name]), share: spent[name] / total }));
+}
+
+/** Return the events of a life: [{when, words}]. */
+export function eventsOf(explanation) {
+  const events = explanation.events ?? [];
+  return events.map((event) => {
+    const facts = Object.entries(event).filter(([name, value]) => !UNSAID.has(name) && value !== null && value !== 0);
+    const words = facts.map(([name, value]) => `${named(name)} ${value}`).join(", ");
+    return { when: seconds(event.time_s), words: `${named(event.event)}${words ? `: ${words}` : ""}` };
+  });
+}
+
+const named = (name) => name.replace(/^num_/, "").replaceAll("_", " ");
+
+/** Shows the story of one answer when asked to. */
+export class StoryView {
+  constructor(explain) {
+    this.explain = explain;
+    this.element = make("div", { class: "story panel", hidden: true, role: "group", "aria-label": "Where the time went" });
+  }
+
+  /** Show the story of a request, or hide it again; return whether it is shown. */
+  toggle(requestId) {
+    this.element.hidden = !this.element.hidden;
+    if (!this.element.hidden) this.#load(requestId);
+    return !this.element.hidden;
+  }
+
+  /** Hide it. */
+  hide() {
+    this.element.hidden = true;
+  }
+
+  async #load(requestId) {
+    this.element.replaceChildren(make("p", {}, "Asking…"));
+    try {
+      const [told] = (await this.explain(requestId)) ?? [];
+      this.element.replaceChildren(...(told ? storyOf(told) : [make("p", {}, GONE)]));
+    } catch (error) {
+      this.element.replaceChildren(make("p", { class: "error" }, error.message));
+    }
+    this.element.scrollIntoView({ block: "nearest" });
+  }
+}
+
+function storyOf(told) {
+  const phases = phasesOf(told.seconds);
+  const bar = make("div", { class: "bar-of-time", "aria-hidden": "true" }, phases.map(({ name, share }) => {
+    const part = make("span", { class: `phase ${name}` });
+    part.style.flexGrow = share;
+    return part;
+  }));
+  const legend = make("ul", { class: "phases" }, phases.map(({ name, words }) => make("li", {}, make("span", { class: `phase ${name}` }), `${name} ${words}`)));
+  const left = told.num_events_left_out ? `${told.num_events_left_out} events in the middle are left out.` : null;
+  const rows = eventsOf(told).map(({ when, words }) => make("tr", {}, make("td", { class: "side-right" }, when), make("td", {}, words)));
+  return [make("p", {}, told.text), bar, legend, make("table", {}, make("tbody", {}, rows)), left && make("p", { class: "muted" }, left)].filter(Boolean);
+}
