@@ -20,9 +20,10 @@ export class Timeline {
     surface.clear(palette);
     const width = surface.width - GUTTER - 8, free = surface.height - AXIS;
     if (width < 50 || free < 100) return; // it is not shown yet
+    const room = free - 62, tokens = 6 + Math.round(room * 0.42), time = tokens + 14 + Math.round(room * 0.32);
     const bands = {
-      tokens: { top: 6, bottom: Math.round(free * 0.36) }, time: { top: Math.round(free * 0.36) + 22, bottom: Math.round(free * 0.74) },
-      moves: { top: Math.round(free * 0.74) + 6, bottom: Math.round(free * 0.74) + 20 }, pool: { top: Math.round(free * 0.74) + 28, bottom: free - 4 },
+      tokens: { top: 6, bottom: tokens }, time: { top: tokens + 14, bottom: time },
+      moves: { top: time + 6, bottom: time + 20 }, pool: { top: time + 34, bottom: free - 4 },
     };
     timeAxis(surface, palette, { left: GUTTER, width, top: 2, bottom: free }, view);
     const from = Math.max(0, store.stepAt(view.from) - 1), to = store.stepAt(view.to);
@@ -194,8 +195,7 @@ export class Timeline {
     put("0", bands.tokens.bottom - 5);
     put("time", (bands.time.top + bands.time.bottom) / 2);
     put("moves", (bands.moves.top + bands.moves.bottom) / 2);
-    put("100 %", bands.pool.top + 4);
-    put("KV", (bands.pool.top + bands.pool.bottom) / 2 + 4);
+    put("KV in use", (bands.pool.top + bands.pool.bottom) / 2);
   }
 
   #hover(view, palette, width, bottom) {
@@ -239,7 +239,8 @@ export class Timeline {
   #renewTable(view, palette, from, to) {
     const store = this.app.store, { steps } = store;
     const first = store.stepAt(view.from), all = store.sum("busy", first, to) + store.sum("idle", first, to), number = to - first;
-    const parts = [...PARTS, "unknown", "idle"].map((part) => [part, store.sum(part, first, to)]).filter(([part, taken]) => part !== "unknown" || taken > all * 0.001);
+    const parts = [...PARTS, "unknown", "idle"].map((part) => [part, store.sum(part, first, to)])
+      .filter(([part, taken]) => taken > (part === "unknown" ? all * 0.001 : 0));
     const make = () => element("tr", {}, element("th", { scope: "row" }, element("i", { className: "dot" }), element("span")), element("td"), element("td"),
       element("td", { className: "bars" }, element("i", { className: "bar" })));
     syncChildren(this.table, parts, make, ({ cells }, [part, taken]) => {
