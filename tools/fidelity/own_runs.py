@@ -41,12 +41,13 @@ class Prediction:
 
 
 def record(folder: Path, number: int, options: Sequence[str]) -> Path:
-    """Make one run, where it is not there; options are those of octavo bench online. Raises CalledProcessError."""
+    """Make one run, where its figures are not there; options are those of octavo bench online. Raises CalledProcessError."""
     path = folder / f"run-{number}"
-    if not path.is_dir():
+    figures = folder / f"run-{number}.json"
+    if not figures.is_file():
         command = [sys.executable, "-m", "octavo", "bench", "online", "--record", str(path), "--json", *options]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        (folder / f"run-{number}.json").write_text(done.stdout, encoding="utf-8")
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        figures.write_text(done.stdout, encoding="utf-8")
     return path
 
 

@@ -35,9 +35,9 @@ class Solution:
 def solve(columns: Array, wanted: Array, num_draws: int = NUM_DRAWS) -> Solution:
     """Fit wanted ~ columns @ values, values >= 0, by relative squares; [rows, columns] and [rows], wanted > 0.
 
-    The first pass weighs rows by what they took, which hiccups hardly move; the next ones by what the last predicts, so
-    that short steps count as long ones do, and less the farther they are from it (Huber); a last factor makes the sum of
-    the predictions that of the rows: hiccups come in all steps alike.
+    The first pass weighs rows by what they took, which hiccups hardly move; the next ones by what the last predicts,
+    so that short steps count as long ones do, and less the farther they are from it (Huber); a last factor makes the
+    sum of the predictions that of the rows: hiccups come in all steps alike.
     """
     relative = columns / wanted[:, None]
     values = non_negative(relative.T @ relative, relative.sum(0))
