@@ -258,8 +258,10 @@ class KVCache:
             if count > 0:
                 is_plain = len(pool.free.plain) >= count
                 table += pool.allocate_plain(count) if is_plain else [self.allocate(group) for _ in range(count)]
-                for index in range(first, wanted):
-                    edits.extend((slot, group, index, table[index]))
+                entry = [slot, group, 0, 0] * count
+                entry[2::4] = range(first, wanted)
+                entry[3::4] = table[first:]
+                edits.fromlist(entry)
         self.resize(sequence)
 
     def trim(self, sequence: Sequence) -> list[tuple[int, int]]:

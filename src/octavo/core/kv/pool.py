@@ -80,22 +80,19 @@ class BlockPool:
     def release_table(self, table: list[int]) -> None:
         """Empty a table from its tail, as `release` does one by one (long sequences have hundreds); -1 is no block."""
         references, key_of = self.references, self.key_of
-        add_plain, cached, num_freed = self.free.plain.append, self.free.cached, 0
+        held = list(map(references.__getitem__, table))
+        if held.count(1) == len(held) and -1 not in table and not any(map(key_of.__getitem__, table)):
+            for block in table:
+                references[block] = 0
+            self.num_freed += len(table)
+            table.reverse()
+            self.free.plain += table
+            table.clear()
+            return
         while table:
             block = table.pop()
-            if block < 0:
-                continue
-            count = references[block] - 1
-            if count < 0:
-                raise InvariantError(f"block {block} is released but nobody holds it")
-            references[block] = count
-            if not count:
-                num_freed += 1
-                if key_of[block] is None:
-                    add_plain(block)
-                else:
-                    cached[block] = None
-        self.num_freed += num_freed
+            if block >= 0:
+                self.release(block)
 
     def touch(self, block: int) -> None:
         """Count a cached, unreferenced block as just used."""
