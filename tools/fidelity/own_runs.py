@@ -41,7 +41,10 @@ class Prediction:
 
 
 def record(folder: Path, number: int, options: Sequence[str]) -> Path:
-    """Make one run, where its figures are not there; options are those of octavo bench online. Raises CalledProcessError."""
+    """Make one run, if its figures are not there; options are those of octavo bench online.
+
+    Raises CalledProcessError.
+    """
     path = folder / f"run-{number}"
     figures = folder / f"run-{number}.json"
     if not figures.is_file():
