@@ -189,11 +189,11 @@ def _figures(cases: Sequence[Case]) -> str:
         values = [column.get(name, (None, write, sign))[0] for column in columns]
         known = [value for value in values if value is not None]
         best = max(known) if sign > 0 else min(known)
+        are_unlike = any(write(value) != write(best) for value in known)
         cells = []
         for value in values:
-            is_best = sign and len(cases) > 1 and value == best and len(set(known)) > 1
             text = "" if value is None else write(value)
-            cells.append(f"<b>{text}</b>" if is_best else text)
+            cells.append(f"<b>{text}</b>" if sign and text == write(best) and are_unlike else text)
         rows.append((escape(name), *cells))
     return _table(("", *(escape(case.label) for case in cases)), rows, is_escaped=True)
 
@@ -263,7 +263,7 @@ _STYLE = (
     ".remark{margin:2px 0}.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
     "th,td{padding:3px 14px 3px 0;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}"
     "th:first-child,td:first-child{text-align:left}th{color:var(--muted);font-weight:500}b{color:var(--accent)}"
-    ".charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(400px,1fr));gap:14px}"
+    ".charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(400px,100%),1fr));gap:14px}"
     ".charts svg{background:var(--panel);border-radius:8px;width:100%;height:auto;padding:6px;box-sizing:border-box}"
     f"{RULES}"
 )
