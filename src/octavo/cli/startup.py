@@ -50,6 +50,9 @@ def startup_report(config: Config, files: ModelFiles, capacity: Capacity, startu
         host_tokens = capacity.host_blocks[0] * capacity.block_size
         host_bytes = _bytes_of(capacity, capacity.host_blocks)
         yield f"host KV   {host_tokens:,} tokens, {host_bytes / 2**20:,.0f} MiB"
+    if config.recording.record is not None:
+        kept = "token ids too" if config.recording.record_text else "lengths and digests, no token ids"
+        yield f"recording {config.recording.record}, at most {config.recording.record_bytes:,} bytes: {kept}"
     for off in _features_off(config):
         yield f"off       {off}"
     yield f"started   in {startup_s:.1f} s"

@@ -93,6 +93,10 @@ _DRIFT = (
     _Row("is_drifting", "octavo_step_time_drifting", "whether steps drift from --drift-baseline, 0 or 1"),
     _Row("alarms", "octavo_step_time_drift_alarms", "times that steps began to drift", is_total=True),
 )
+_RECORDING = (
+    _Row("is_recording", "octavo_recording", "whether decisions are being recorded (--record), 0 or 1"),
+    _Row("bytes", "octavo_recording_bytes", "bytes of the segment that is being recorded"),
+)
 
 
 _USAGE = _Row(
@@ -141,7 +145,13 @@ class EngineMetrics:
         yield from self._families(_Row("", "octavo_engine_up", "whether the engine answers"), float(self._is_up))
         memory = _mapping(_mapping(self._sections, "memory"), "total")
         drift = _mapping(self._sections, "drift")
-        for rows, section in ((_SCHEDULER, self._scheduler), (_MEMORY, memory), (_DRIFT, drift)):
+        recording = _mapping(self._sections, "recording")
+        for rows, section in (
+            (_SCHEDULER, self._scheduler),
+            (_MEMORY, memory),
+            (_DRIFT, drift),
+            (_RECORDING, recording),
+        ):
             for row in rows:
                 value = section.get(row.key)
                 if isinstance(value, (int, float)):

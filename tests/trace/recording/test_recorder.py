@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
@@ -11,9 +12,10 @@ import pytest
 
 from octavo.config import RecordingConfig
 from octavo.errors import ConfigError
-from octavo.trace.recording import open_recording, recorder, replay
+from octavo.trace.recording import arrivals, open_recording, recorder, replay
 from octavo.trace.recording.calls import Header
 from octavo.trace.recording.recorder import Recorder, open_recorder
+from octavo.trace.recording.segments import read_header, read_records
 from tests.core.harness import limits, prompt
 from tests.trace.recording.driving import RecordedRun
 
@@ -146,3 +148,29 @@ def test_the_header_has_the_clock_and_the_version(tmp_path: Path) -> None:
     writer.close()
     header = open_recording(tmp_path / "new").header
     assert header.clock == 7.0 and header.began > 1e9 and header.octavo and header.limits == limits()
+
+
+def test_a_tenant_made_of_an_api_key_gets_another_name(tmp_path: Path) -> None:
+    of_a_key = hashlib.sha256(b"sk-secret").hexdigest()
+    sizes = limits(policy="fair", tenant_weights=((of_a_key, 3.0), ("web", 2.0)), max_sequences=2)
+    run = RecordedRun(sizes)
+    for number in range(9):
+        run.admit(prompt(9, number), 8, tenant=(of_a_key, "web", "")[number % 3])
+    run.finish_all()
+    writer = Recorder(tmp_path, 1 << 20, Header("tiny", sizes, 1), lambda: 0.0)
+    feed(writer, run)
+    writer.close()
+    recording = open_recording(tmp_path)
+    assert replay(recording).is_equal
+    names = dict.fromkeys(one.tenant for one in arrivals(recording))
+    (masked,) = [name for name in names if name.startswith("key-")]
+    assert list(names) == [masked, "web", ""] and recording.header.limits.tenant_weights == (
+        (masked, 3.0),
+        ("web", 2.0),
+    )
+    assert of_a_key[:12].encode() not in b"".join(map(zlib_text, [recording.segments[0].path]))
+
+
+def zlib_text(path: Path) -> bytes:
+    """What stands in a segment, unpacked."""
+    return repr([*read_records(path), read_header(path)]).encode()

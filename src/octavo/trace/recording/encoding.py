@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
+from octavo.core.limits import Limits
 from octavo.core.plan import ROW_SAMPLE, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams, Sequence
 from octavo.trace.recording.calls import Cancel, Control, EndChoice, Ended
 from octavo.trace.recording.items import Admitted, Committed, Item, Keys, Planned
-from octavo.trace.recording.masks import ORDINARY, KeyMask, mask_ids, mask_request, stand_ins
+from octavo.trace.recording.masks import ORDINARY, KeyMask, mask_ids, mask_request, mask_tenant, stand_ins
 from octavo.trace.recording.rows import Rows
 
 # Kinds of record, first in each.
@@ -27,7 +28,7 @@ JOBS, FREES, NEW, FINISHED, PREEMPTED, READS = range(len(COLUMNS), len(COLUMNS) 
 FAILURE, LENGTHS, STOPS, LOGPROBS, BEAMS, SCORES, POOLED, ERRORS, DEAD_ENDS = range(9)
 
 _REQUEST = (
-    "request_id", "num_prompt_tokens", "arrival", "priority", "tenant", "adapter_id", "score_from", "deadline",
+    "request_id", "num_prompt_tokens", "arrival", "priority", "adapter_id", "score_from", "deadline",
     "queue_timeout", "ttft_objective", "tpot_objective", "eos_token_ids",
 )  # fmt: skip
 _REQUEST_DEFAULTS = {field.name: field.default for field in fields(Request)}
@@ -62,6 +63,11 @@ class Encoder:
         assert isinstance(item, Ended)
         return ENDED, item.now, item.reason
 
+    def masked(self, limits: Limits) -> Limits:
+        """Limits with tenants named as in the records."""
+        weights = tuple((mask_tenant(name, self._key_mask), weight) for name, weight in limits.tenant_weights)
+        return replace(limits, tenant_weights=weights)
+
     def _keys(self, keys: Keys) -> list[Any] | None:
         """Runs of keys, masked; with text too, for they are salted with what is no text."""
         return [[order, choice, first, *map(self._key_mask, run)] for order, choice, first, run in keys] or None
@@ -77,6 +83,8 @@ class Encoder:
             for name, default in _PARAMS_DEFAULTS.items()
             if (value := getattr(kept.params, name)) != default
         }
+        if request.tenant:
+            record["tenant"] = mask_tenant(request.tenant, self._key_mask)
         record["wants"] = int(request.wants)
         if is_blind:
             record["blind"] = True

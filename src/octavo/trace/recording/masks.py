@@ -8,6 +8,7 @@ but nobody can try a guess of the text, for the digests' secret is drawn for eac
 from __future__ import annotations
 
 import os
+import re
 from array import array
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from octavo.core.request import Request, SamplingParams, Span
 
 ORDINARY = -1  # stands for every id that ends nothing
 MASKED_KEY_BYTES = 8
+_OF_A_KEY = re.compile("[0-9a-f]{64}")
 _GRAMMAR = "-"  # that there is one
 
 
@@ -29,6 +31,11 @@ class KeyMask:
     def __call__(self, key: bytes) -> bytes:
         """The same digest for the same key, of MASKED_KEY_BYTES."""
         return blake2b(key, key=self._secret, digest_size=MASKED_KEY_BYTES).digest()
+
+
+def mask_tenant(name: str, key_mask: KeyMask) -> str:
+    """A tenant's name; one that was made of an API key, its SHA-256, gives way to a digest that means nothing."""
+    return f"key-{key_mask(name.encode()).hex()[:8]}" if _OF_A_KEY.fullmatch(name) else name
 
 
 def stand_ins(request: Request) -> dict[int, int]:

@@ -58,12 +58,12 @@ class Recorder:
 
     def __init__(self, folder: Path, max_bytes: int, header: Header, clock: Callable[[], float]) -> None:
         self._folder = folder
-        self._header = header
+        self._encoder = Encoder(header.has_text)
+        self._header = replace(header, limits=self._encoder.masked(header.limits))
         self._clock = clock
         self._max_bytes = max_bytes
         self._queue: deque[Item] = deque()
         self._records: list[tuple[Any, ...]] = []
-        self._encoder = Encoder(header.has_text)
         self._wake = threading.Event()
         self._is_resting = False
         self._is_orderly = False  # ended by close, not by a bound
