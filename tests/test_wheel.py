@@ -69,6 +69,8 @@ def test_wheel_holds_the_kernels_and_runs(tmp_path):
     assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "octavo/ops/libkernels.so" in names and "octavo/py.typed" in names
+    pages = {f"octavo/dashboard/static/{path.name}" for path in (ROOT / "src/octavo/dashboard/static").iterdir()}
+    assert pages <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests/", "csrc/", "tools/"))]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from octavo.dashboard.page import write_page
 
+RUNNING = "325"  # places: the made-up pool holds about 256 of them at once
 VIEWS = ("steps", "pool", "queue", "lanes", "plots")
 # Feeds frames by their own clock from the middle on, in parts of 0.2 s, and gives what the pictures cost.
 FEED = """async ([view, frames, seconds]) => {
@@ -74,7 +75,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         source, page = Path(folder) / "frames.jsonl", Path(folder) / "page.html"
         subprocess.run(
-            [sys.executable, "-m", "tools.sample_frames", str(source)], check=True, stdout=subprocess.DEVNULL
+            [sys.executable, "-m", "tools.sample_frames", str(source), "--running", RUNNING],
+            check=True,
+            stdout=subprocess.DEVNULL,
         )
         frames = [json.loads(line) for line in source.read_text().splitlines()]
         write_page(frames[:1], page)

@@ -498,12 +498,12 @@ def test_a_file_that_is_none_is_told_and_changes_nothing(page: Page, tmp_path: P
 
 
 def test_I06_the_page_fits_a_narrow_screen(browser: Browser, recorded: Recorded) -> None:
-    with watched(browser, "file://", viewport={"width": 360, "height": 720}) as (page, _):
+    with watched(browser, "file://", viewport={"width": 320, "height": 640}) as (page, _):
         show(page, recorded)
         for number in range(1, 6):
             page.click(f"#tab-{VIEWS[number - 1]}")
             drawn(page)
-            assert page.evaluate("document.documentElement.scrollWidth") <= 360, VIEWS[number - 1]
+            assert page.evaluate("document.documentElement.scrollWidth") <= 320, VIEWS[number - 1]
 
 
 def test_names_of_requests_are_text_and_nothing_else(browser: Browser, recorded: Recorded, tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ class Dashboard {
       if (dt.textContent !== name) dt.textContent = name;
       if (dd.textContent !== value) dd.textContent = value;
     });
-    const model = store.head ? `${store.head.model} · ${store.head.limits.policy}` : "";
+    const model = store.head ? [store.head.model, store.head.device, store.head.limits.policy].filter(Boolean).join(" · ") : "";
     if (byId("model").textContent !== model) byId("model").textContent = model;
     if (!byId("details").hidden) this.#detailFacts();
   }

@@ -95,7 +95,8 @@ export class Lanes {
 export function requestFacts(request, now, doing) {
   const rows = doing ? [["there", doing]] : [];
   rows.push(["tenant", request.tenant || "–"], ["prompt, cached", `${count(request.prompt)}, ${count(request.cached)}`]);
-  if (request.first >= 0) rows.push(["to the first token", seconds(request.first - request.arrival)], ["outputs", count(request.tokens)]);
+  if (request.first >= 0) rows.push(["to the first token", seconds(request.first - request.arrival)], ["outputs", count(request.tokens) + (request.maxTokens ? ` of ${count(request.maxTokens)} at most` : "")]);
+  if (request.priority) rows.push(["priority", String(request.priority)]);
   if (request.choices > 1) rows.push(["choices", count(request.choices)]);
   if (request.preemptions) rows.push(["preempted", `${count(request.preemptions)} times`]);
   rows.push(request.end >= 0 ? ["ended", `${request.finish} after ${seconds(request.end - request.arrival)}`] : ["open for", seconds(now - request.arrival)]);

@@ -2,7 +2,7 @@
 // Counts are kept as sums from the beginning, so that any span of time costs two look-ups.
 
 const LIVE_STEPS = 60_000; // kept of a live engine, about
-const FILE_STEPS = 1_000_000; // kept of a file
+const FILE_STEPS = 300_000; // kept of a file
 const MAX_REQUESTS = 20_000; // the oldest ended ones go
 const MAX_LOOKS = 2_400; // looks at the queue, and at the pool: beyond, every other one goes
 const MAX_SEGMENTS = 512; // of one request
@@ -58,9 +58,9 @@ class Columns {
   }
 }
 
-function newRequest(name, arrival, tenant, prompt, priority) {
+function newRequest([name, arrival, tenant, prompt, priority, maxTokens]) {
   return {
-    name, tenant, prompt, priority, arrival, first: NaN, end: NaN, finish: "", message: "", cached: 0, tokens: 0, position: 0,
+    name, tenant: tenant || "", prompt: prompt || 0, priority: priority || 0, maxTokens: maxTokens || 0, arrival, first: NaN, end: NaN, finish: "", message: "", cached: 0, tokens: 0, position: 0,
     preemptions: 0, kind: QUEUED, lastStep: -2, choices: 1, kinds: [QUEUED], starts: [arrival], ends: [arrival], events: [],
   };
 }
@@ -174,10 +174,10 @@ export class Store {
     this.#reach(frame.t);
   }
 
-  #arrive([name, arrival, tenant, prompt, priority]) {
-    if (this.requests.has(name)) return;
-    const request = newRequest(name, arrival, tenant || "", prompt || 0, priority || 0);
-    this.requests.set(name, request);
+  #arrive(each) {
+    if (this.requests.has(each[0])) return;
+    const request = newRequest(each);
+    this.requests.set(request.name, request);
     this.order.push(request);
     if (this.order.length > MAX_REQUESTS + 1000) this.#forget();
   }
