@@ -1,5 +1,6 @@
 """This engine's own recordings: fitted, saved, and predicted from their first third by the tool that docs name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ from tests.tiny_models import make_tiny_model
 from tools.fidelity import own_runs
 
 from octavo import LLM, SamplingParams
+from octavo.core.kv.group import GroupSpec
 from octavo.simulator.costs import cost_model
-from octavo.simulator.costs.fitted import fit_recording
+from octavo.simulator.costs.fitted import fit_recording, load_fit
+from octavo.trace.recording.reader import open_recording
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,15 @@ def test_a_recording_of_a_real_engine_is_fitted(recording: Path) -> None:
     assert sum(one.value for one in fit.device) > 0
     assert sum(one.value for one in fit.host) > 0
     assert cost_model(f"fitted:{recording}").name == "fitted:run-0"
+
+
+def test_a_fit_knows_whose_steps_it_saw_also_from_its_file(recording: Path, tmp_path: Path) -> None:
+    fit_recording(recording).save(tmp_path / "fit.json")
+    fit = load_fit(tmp_path / "fit.json")
+    limits = open_recording(recording).header.limits
+    assert fit.limits == replace(limits, groups=(GroupSpec(),))
+    assert fit.engine["device"] == "cpu"
+    assert fit.engine["depth"] == 1
 
 
 def test_the_rest_of_a_run_is_predicted_from_its_first_third(recording: Path) -> None:

@@ -9,12 +9,14 @@ Host: from there to the next plan, which an engine makes at once, be it empty.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from octavo.core.limits import Limits
 from octavo.errors import ConfigError
 from octavo.simulator.cost_model import StepShape, shape_of
 from octavo.simulator.costs.features import HOST_NAMES, KNOTS, NAMES, decode_features, features, host_features
@@ -43,7 +45,8 @@ class Fit:
 
     `held_out_bias` and `held_out_error`: a fit on the first two thirds against the rest: (sum predicted - sum
     measured) / sum measured, and the mean of |predicted - measured| / measured. `spread` is the standard deviation of
-    log(measured / predicted) over blocks of steps, in which drift is measured.
+    log(measured / predicted) over blocks of steps, in which drift is measured. `engine` says whose steps these are:
+    `model`, `device`, `depth` and `limits` (the fields of Limits; one cache group only).
     """
 
     source: str
@@ -53,6 +56,21 @@ class Fit:
     held_out_bias: float
     held_out_error: float
     spread: float
+    engine: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def limits(self) -> Limits | None:
+        """What the recorded engine's scheduler was made with; None where the fit does not say."""
+        values = self.engine.get("limits")
+        if not isinstance(values, dict):
+            return None
+        made: dict[str, Any] = {name: _tupled(value) for name, value in values.items()}
+        try:
+            return Limits(**made)
+        except TypeError as error:
+            raise ConfigError(
+                f"fit of {self.source}: its limits are not this version's ({error}); make it anew"
+            ) from error
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
@@ -71,6 +89,10 @@ class Fit:
             f"{100 * self.held_out_error:.1f} % of a step's on the mean"
         )
         return "\n".join(lines)
+
+
+def _tupled(value: object) -> object:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
 class Fitted:
@@ -177,7 +199,14 @@ def _spread(predicted: Array, seconds: Array, block: int = 32) -> float:
 
 def fit_recording(path: Path | str) -> Fit:
     """Fit the steps of a recording's folder. Raises RecordingError, or ConfigError where it is too short."""
-    return fit_steps(steps(open_recording(path)), Path(path).name)
+    recording = open_recording(path)
+    header = recording.header
+    engine: dict[str, object] = {"model": header.model, "device": header.device, "depth": header.depth}
+    if len(header.limits.num_blocks) == 1 and isinstance(header.limits.policy, str):
+        values = {entry.name: getattr(header.limits, entry.name) for entry in fields(header.limits)}
+        del values["groups"]
+        engine["limits"] = values
+    return replace(fit_steps(steps(recording), Path(path).name), engine=engine)
 
 
 def load_fit(path: Path | str) -> Fit:
