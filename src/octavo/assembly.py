@@ -120,7 +120,7 @@ def open_engine(
     if drift is not None:
         loop.watch(drift)
         loop.sections["drift"] = drift.drift.summary
-    show(loop, scheduler, config.model.served_model_name or config.model.model, capacity.device)
+    show(loop, scheduler, config.model.served_model_name or files.name, capacity.device)
     return loop, capacity
 
 
