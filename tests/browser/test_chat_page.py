@@ -509,6 +509,11 @@ def test_I06_conversations_are_kept_renamed_found_and_deleted(chat: Chat) -> Non
     assert chat.texts("#conversations .title") == ["about pears"]
     page.click("#toasts >> text=Undo")
     assert sorted(chat.texts("#conversations .title")) == ["Fruit", "about pears"]
+    page.click("#delete-all")
+    assert chat.texts("#conversations .title") == ["New conversation"] and page.locator("#empty").is_visible()
+    assert page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('octavo.chat.c.'))") == []
+    page.locator("#toasts >> text=Undo").last.click()
+    assert sorted(chat.texts("#conversations .title")) == ["Fruit", "about pears"]
 
 
 def test_I06_conversations_are_exported_and_imported(chat: Chat, tmp_path: Path) -> None:
@@ -790,6 +795,7 @@ def test_I06_a_key_is_shown_once_and_the_page_works(browser: Browser, tmp_path: 
         page.fill("input[name=key]", "secret")
         page.keyboard.press("Enter")
         page.wait_for_selector("#sign-out:visible")
+        assert page.input_value("#text") == "more" and page.locator(".message").count() == 2, "nothing is lost"
         page.click("#sign-out button")
         page.wait_for_selector("input[name=key]")
 

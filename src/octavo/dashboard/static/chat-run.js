@@ -3,9 +3,12 @@
 // Stages: waiting (sent, nothing said yet), refused (to be sent again), answering, ended.
 
 import { Assembly, ServerError } from "./chat-answer.js";
-import { chat, countdown, MAX_RETRIES, retryDelay } from "./chat-client.js";
+import { chat, countdown, explain, MAX_RETRIES, retryDelay } from "./chat-client.js";
 import { randomName } from "./chat-dom.js";
 import { seenRate, statsOf } from "./chat-stats.js";
+
+const WHY_EVERY_MS = 1000;
+const NOT_THERE = "The engine has not got it yet: its prompt is being read, or it waits for a place.";
 
 export class Run {
   #abort = new AbortController();
@@ -36,6 +39,23 @@ export class Run {
   /** Send again now what is waiting to be. */
   tryNow() {
     this.#skip();
+  }
+
+  /** Tell why it waits, anew each second, in `reasons`; or end that. */
+  async why() {
+    if (this.reasons) {
+      this.reasons = null;
+      this.onChange(this);
+      return;
+    }
+    this.reasons = ["Asking…"];
+    while (this.reasons && this.stage === "waiting") {
+      const reasons = await reasonsOf(this.requestId);
+      if (!this.reasons) break;
+      this.reasons = reasons;
+      this.onChange(this);
+      await new Promise((resolve) => setTimeout(resolve, WHY_EVERY_MS));
+    }
   }
 
   /** Do it; never throws. */
@@ -106,5 +126,14 @@ export class Run {
       answer.requestId = this.requestId;
       if (error) answer.error = { message: error.message };
     }
+  }
+}
+
+async function reasonsOf(requestId) {
+  try {
+    const said = await explain(requestId);
+    return said?.length ? said.map((one) => one.text) : [NOT_THERE];
+  } catch (error) {
+    return [error.message];
   }
 }

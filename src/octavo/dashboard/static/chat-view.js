@@ -194,7 +194,7 @@ class AssistantView {
       this.words = make("span", {});
       this.why = make("ul", { class: "why", hidden: true });
       const parts = {
-        waiting: () => [this.words, " ", button("Why does it wait?", { class: "button quiet small", "data-action": "why", "aria-expanded": "false" }, (event) => this.owner.actions.why(run, event.currentTarget)), this.why],
+        waiting: () => [this.words, " ", button("Why does it wait?", { class: "button quiet small", "data-action": "why", "aria-expanded": "false" }, (event) => tellWhy(run, event.currentTarget)), this.why],
         refused: () => [this.words, " ", button("Try now", { class: "button quiet small", "data-action": "try-now" }, () => run.tryNow())],
       };
       this.state.replaceChildren(...(parts[stage]?.() ?? []));
@@ -251,6 +251,11 @@ class AssistantView {
     const calls = callsOf(answer);
     if (isLast && calls.length && !isBusy) this.buttons.append(resultsForm(calls, (results) => owner.actions.giveResults(message, results)));
   }
+}
+
+function tellWhy(run, opener) {
+  run.why();
+  opener.setAttribute("aria-expanded", String(run.reasons !== null));
 }
 
 function resultsForm(calls, send) {

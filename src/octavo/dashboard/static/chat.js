@@ -16,7 +16,6 @@ import { Panels } from "./chat-panels.js";
 import { make } from "./chat-dom.js";
 import { loadTheme } from "./theme.js";
 
-const WHY_EVERY_MS = 1000;
 const SIGNED_IN = "octavo-signed-in"; // a cookie beside the session's own, which no script can read
 const $ = (id) => document.getElementById(id);
 
@@ -63,6 +62,7 @@ class Chat {
     $("new").addEventListener("click", () => this.begin());
     $("reset").addEventListener("click", () => this.#settingsChanged({ ...DEFAULTS }, true));
     $("export-all").addEventListener("click", () => download("conversations.json", fileOf(this.store.list())));
+    $("delete-all").addEventListener("click", () => this.#removeAll());
     $("import").addEventListener("click", () => $("file").click());
     $("file").addEventListener("change", () => this.#import());
     $("to-end").addEventListener("click", () => this.messages.toEnd());
@@ -98,7 +98,6 @@ class Chat {
         this.#answer();
       },
       explain,
-      why: (run, opener) => this.#why(run, opener),
     };
   }
 
@@ -238,13 +237,22 @@ class Chat {
     this.#keep(run.conversation);
     const { error } = run;
     if (error?.status === 401) {
-      this.store.draft = $("text").value;
+      this.#takeBack(run);
       location.reload(); // the form that asks for a key
       return;
     }
     if (error) this.settings.mark(error.param, error.message);
     const count = run.assembly.usage?.completion_tokens;
     $("live").textContent = error ? "" : `Answer ended${count ? `, ${count} tokens` : ""}`;
+  }
+
+  // What was not even begun is back in the message field when the page comes again.
+  #takeBack({ conversation, message }) {
+    const { messages } = conversation;
+    if (message.answers.length > 1 || messages.at(-1) !== message) return;
+    messages.pop();
+    if (messages.at(-1)?.role === "user") this.store.draft = messages.pop().content;
+    this.store.save(conversation);
   }
 
   #keep(conversation = this.current, hasChanged = true) {
@@ -275,28 +283,6 @@ class Chat {
     this.current.messages[index] = { role: "user", content: text };
     if (!this.#answer()) this.#keep();
     $("text").focus();
-  }
-
-  async #why(run, opener) {
-    if (run.reasons) {
-      run.reasons = null;
-      opener.setAttribute("aria-expanded", "false");
-      this.draw();
-      return;
-    }
-    opener.setAttribute("aria-expanded", "true");
-    run.reasons = ["Asking…"];
-    while (run.reasons && run.stage === "waiting") {
-      try {
-        const said = await explain(run.requestId);
-        if (!run.reasons) break;
-        run.reasons = said?.length ? said.map((one) => one.text) : ["The engine has not got it yet: its prompt is being read, or it waits for a place."];
-      } catch (error) {
-        run.reasons = [error.message];
-      }
-      this.#drawSoon(run);
-      await new Promise((resolve) => setTimeout(resolve, WHY_EVERY_MS));
-    }
   }
 
   #settingsChanged(settings, isReset = false) {
@@ -330,6 +316,20 @@ class Chat {
       this.current = this.store.list()[0] ?? newConversation(conversation.settings);
       this.open(this.current.id);
     } else this.draw();
+  }
+
+  #removeAll() {
+    const all = this.store.list();
+    for (const { id } of all) {
+      this.runs.get(id)?.stop();
+      this.store.remove(id);
+    }
+    this.current = newConversation(this.current.settings);
+    this.open(this.current.id);
+    toast("All conversations were deleted.", "Undo", () => {
+      for (const conversation of all) this.store.save(conversation, false);
+      this.open(all[0].id);
+    });
   }
 
   async #import() {
