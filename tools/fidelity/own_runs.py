@@ -1,9 +1,9 @@
 """Recorded runs of this engine, predicted from their own first third.
 
 Owns: making the runs, the fit on a part of a recording, the comparison with the rest. Does not: serve (octavo does).
-A run is `octavo bench online` with a server of its own that records. A fit sees the steps of the first third of a run's
-time; the whole run is simulated with it, from its arrivals, lengths and block keys; requests that came behind the first
-third are compared. Runs of the same workload tell how far a run is from another one.
+A run is `octavo bench online` with a server of its own that records. A fit sees the steps before two thirds of the
+requests came; the whole run is simulated with it, from arrivals, lengths and block keys, and those two thirds are
+compared. Runs of the same workload tell how far a run is from another one.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ def predict(path: Path) -> Prediction:
     recording = open_recording(path)
     asked = [one for one in arrivals(recording) if one.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)]
     start = asked[0].arrival
-    cut = start + LEARNT * (asked[-1].arrival - start)
+    learnt = int(LEARNT * len(asked))
+    cut = asked[learnt].arrival
     fit = fit_steps(_before(recording, cut - start), path.name)
     times = _simulated(recording, asked, fit)
-    rest = np.array([one.arrival > cut for one in asked])
+    rest = np.arange(len(asked)) >= learnt
     return Prediction(fit, _part(_measured(asked), rest), _part(times, rest))
 
 
