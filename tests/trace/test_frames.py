@@ -7,10 +7,12 @@ import random
 from array import array
 from base64 import b64decode
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.assembly import config_from, open_engine
 from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
@@ -361,3 +363,13 @@ def test_a_ring_is_bounded_by_what_it_holds_on_to(monkeypatch: pytest.MonkeyPatc
         ring.poll("")
     assert len(ring._ring) <= 2 * 30
     assert len(ring._tail.open) > 60
+
+
+def test_an_engine_calls_its_model_as_clients_do(tmp_path: Path) -> None:
+    path = tmp_path / "answers.json"
+    path.write_text('{"rules": [{"say": "hello"}]}')
+    for settings, name in (({}, "answers"), ({"served_model_name": "mine"}, "mine")):
+        loop, _ = open_engine(config_from(f"scripted:{path}", settings))
+        head: Any = loop.verbs["frames"]("now")
+        assert head["frames"][0]["model"] == name and str(tmp_path) not in json.dumps(head)
+        loop.stop()
