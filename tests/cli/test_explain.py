@@ -58,7 +58,7 @@ def test_the_story_of_one_that_was_preempted_and_ended() -> None:
     bench.admit("mine", 9, 12)
     bench.run()
     text = shown(bench, "mine")
-    assert text.startswith("mine ended (length) after ") and "preempted 1 times" in text
+    assert text.startswith("mine ended (length) after ") and "preempted once" in text
     assert "preempted       kv_blocks, by other, " in text and "tokens to compute again" in text
     assert "s preempted" in text and "first token after" in text and " s recompute" in text
     assert "resumed" in text and "finished        length, 12 tokens" in text
@@ -181,6 +181,6 @@ def test_the_story_goes_on_in_the_next_engine(server: FakeServer, capsys: pytest
     capsys.readouterr()
     text = out(capsys, "heir", *admin)
     assert "resumed by the engine of epoch 2, it came in epoch 1" in text
-    assert "engine   epoch 2, resumed 1 times" in text
+    assert "engine   epoch 2, resumed 1 time\n" in text
     assert cli.main(["admin", "resume", *admin]) == 0
     asking.join(30)

@@ -127,7 +127,7 @@ def test_S20_T03_a_preempted_life_says_by_whom_and_what_it_cost() -> None:
         "admitted", "preempted", "resumed", "finished",
     ]  # fmt: skip
     assert ended["seconds"]["preempted"] > 0 and ended["seconds"]["recompute"] > 0
-    assert "preempted 1 time" in ended["text"]
+    assert "preempted once" in ended["text"]
     sums_up(ended)
 
 

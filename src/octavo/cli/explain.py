@@ -57,14 +57,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _follow(args: argparse.Namespace) -> dict[str, Any]:
     """Tell each change of where it stands, until it has ended; then the last answer."""
-    last: list[str] = []
+    last: list[tuple[object, ...]] = []
     while True:
         answer = _ask(args)
         told = answer["explanations"]
-        words = [one["text"].partition("; its ")[0] for one in told]
-        if words != last and not args.json:
+        standing = [tuple(one.get(name) for name in ("state", "position", "reason", "epoch")) for one in told]
+        if standing != last and not args.json:
             print(*map(headline, told), sep="\n", flush=True)
-        last = words
+        last = standing
         if all(one["state"] in _OVER for one in told):
             return answer
         time.sleep(args.interval)

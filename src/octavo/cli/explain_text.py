@@ -56,7 +56,11 @@ def _prompt(told: Told) -> list[str]:
             lines.append(_pair("ends", f"in {told[name]:.2f} s, unless {unless} before"))
     if told.get("epoch"):
         begun = told.get("begun_in_epoch")
-        since = "" if begun is None or begun == told["epoch"] else f", resumed {told['num_resumes']} times"
+        since = (
+            ""
+            if begun is None or begun == told["epoch"]
+            else f", resumed {told['num_resumes']} time" + "s" * (told["num_resumes"] != 1)
+        )
         lines.append(_pair("engine", f"epoch {told['epoch']}{since}"))
     lines.append(_pair("tokens", _tokens(told)))
     seconds = told.get("seconds") or {}

@@ -148,7 +148,7 @@ class Explanation:
 
     def _waiting(self, is_named: bool) -> str:
         behind = f", behind {self.behind}" if is_named and self.behind is not None else ""
-        again = "" if self.state is Standing.WAITING else f" ({self.state.value} {_times(self.num_preemptions)})"
+        again = "" if self.state is Standing.WAITING else f" ({self.state.value} {times(self.num_preemptions)})"
         reason = word(self.reason) or "not looked at yet"
         place = f"waits{again} at position {self.position} of {self.num_waiting}{behind}: {reason}"
         if self.shortage is None:
@@ -162,11 +162,12 @@ class Explanation:
         work = self.work
         phase = "decoding" if self.state is Standing.DECODE else "prefilling"
         several = f" over {work.num_choices} sequences" if work.num_choices > 1 else ""
-        again = f", preempted {_times(self.num_preemptions)}" if self.num_preemptions else ""
+        again = f", preempted {times(self.num_preemptions)}" if self.num_preemptions else ""
         lacks = "" if self.shortage is None else f", {word(self.reason)}: {shortage_text(self.shortage, ())}"
         drafted = f", {work.num_accepted} of {work.num_drafted} drafts accepted" if work.num_drafted else ""
         known = f"{work.num_computed} of {work.num_known} known tokens computed"
-        return f"is {phase}: {known}{several}, {work.num_blocks} blocks held{again}{lacks}{drafted}"
+        blocks = "1 block" if work.num_blocks == 1 else f"{work.num_blocks} blocks"
+        return f"is {phase}: {known}{several}, {blocks} held{again}{lacks}{drafted}"
 
 
 def word(reason: WaitReason | None) -> str | None:
@@ -182,7 +183,8 @@ def shortage_text(shortage: Shortage, room: Sequence[Room]) -> str:
     if not shortage.unit:
         return ""
     limit = f" of {shortage.limit}" if shortage.limit else ""
-    return f"needs {shortage.needed}{limit} {shortage.unit}, {shortage.available} left"
+    unit = shortage.unit.removesuffix("s") if shortage.needed == 1 and not limit else shortage.unit
+    return f"needs {shortage.needed}{limit} {unit}, {shortage.available} left"
 
 
 def _room_text(room: Room, num_groups: int) -> str:
@@ -202,5 +204,6 @@ def _room_text(room: Room, num_groups: int) -> str:
     return ", ".join(parts) + end
 
 
-def _times(count: int) -> str:
+def times(count: int) -> str:
+    """Once, or how many times."""
     return "once" if count == 1 else f"{count} times"

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from octavo.config import StatisticsConfig
 from octavo.core.explaining import explain, explain_all
-from octavo.core.explanation import Explanation, Standing, shortage_text, word
+from octavo.core.explanation import Explanation, Standing, shortage_text, times, word
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
@@ -192,7 +192,7 @@ class Biographies:
 
     def _all(self, now: float) -> dict[str, object]:
         """Open requests: where they stand, without their lives; the first that wait and the first that run."""
-        times = self._oracle.ask()
+        foretold = self._oracle.ask()
         listed = []
         for one in explain_all(self._scheduler.state, now, MAX_LISTED):
             lacks = "" if one.shortage is None else shortage_text(one.shortage, () if one.is_first_short else one.room)
@@ -210,7 +210,7 @@ class Biographies:
                     "num_outputs": one.work.num_outputs,
                     "num_blocks": one.work.num_blocks,
                     "num_preemptions": one.num_preemptions,
-                    "next_token_s": times[one.name].seconds if one.name in times else None,
+                    "next_token_s": foretold[one.name].seconds if one.name in foretold else None,
                 }
             )
         state = self._scheduler.state
@@ -279,7 +279,7 @@ def _ended(life: Life, now: float) -> dict[str, object]:
     how = "error" if end.finish_reason is None else end.finish_reason.name.lower()
     total = life.ended_at - life.arrival
     parts = ", ".join(f"{spent:.2f} s {phase}" for phase, spent in zip(PHASES, life.seconds, strict=True) if spent > 0)
-    again = f", preempted {life.num_preemptions} times" if life.num_preemptions else ""
+    again = f", preempted {times(life.num_preemptions)}" if life.num_preemptions else ""
     because = f": {end.message}" if end.message else ""
     text = f"ended ({how}) after {total:.2f} s with {end.num_tokens} tokens{again}{f' ({parts})' if parts else ''}"
     return {

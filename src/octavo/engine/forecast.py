@@ -25,6 +25,7 @@ from octavo.core.request import FinishReason, RequestState, Status
 from octavo.core.state import State
 
 NUM_STEPS = 64  # kept of each kind
+NUM_RECENT = 16  # by which the pace of now is told
 MIN_STEPS = 4
 NUM_ANSWERS = 256
 NUM_PLAYS = 9  # four of five times what happens lies between the least and the greatest of nine draws
@@ -41,6 +42,7 @@ class Pace:
     def __init__(self) -> None:
         self._prompts: deque[tuple[int, float]] = deque(maxlen=NUM_STEPS)
         self._others: deque[tuple[int, float]] = deque(maxlen=NUM_STEPS)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT)
         self._last = -inf
 
     def add(self, plan: StepPlan, committed: float) -> None:
@@ -51,9 +53,13 @@ class Pace:
         self._last = committed
         kept = self._prompts if plan.num_query_tokens > len(plan.slots) else self._others
         kept.append((plan.num_query_tokens, committed - begun))
+        self._recent.append(kept[-1])
 
     def fit(self) -> tuple[float, float] | None:
-        """(seconds of a step, seconds more for each of its tokens); None before there were enough steps."""
+        """(seconds of a step, seconds more for each of its tokens); None before there were enough steps.
+
+        Steps with prompts may be old, and a machine's pace changes: so the first is that of the most recent steps.
+        """
         points = (*self._prompts, *self._others)
         if len(points) < MIN_STEPS:
             return None
@@ -62,6 +68,9 @@ class Pace:
         mean_s = sum(s for _, s in points) / count
         spread = sum((k - mean_k) ** 2 for k, _ in points)
         slope = sum((k - mean_k) * (s - mean_s) for k, s in points) / spread if spread else 0.0
+        recent = len(self._recent)
+        mean_k = sum(k for k, _ in self._recent) / recent
+        mean_s = sum(s for _, s in self._recent) / recent
         slope = min(max(slope, 0.0), mean_s / mean_k)  # neither a step nor a token takes less than nothing
         return mean_s - slope * mean_k, slope
 
