@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 from tools.fidelity import own_runs, vllm_runs
-from tools.fidelity.closeness import table
+from tools.fidelity.closeness import charts, table
 from tools.fidelity.published import points, summary
 
+from octavo.simulator.plots import Chart, draw_alone
 
-def vllm(names: list[str], fits: bool) -> int:
+
+def vllm(names: list[str], fits: bool, picture: Path | None) -> int:
     """Simulate the measured runs with the table, with facts alone, and (--fit) with a table that saw 100 requests."""
     if not (vllm_runs.DATA / "measured_vllm").is_dir():
         print(f"no {vllm_runs.DATA / 'measured_vllm'}: the measured runs are not here", file=sys.stderr)
@@ -22,20 +24,26 @@ def vllm(names: list[str], fits: bool) -> int:
     if unknown := [name for name in names if name not in vllm_runs.CASES]:
         print(f"no case {unknown[0]!r}; give {' or '.join(vllm_runs.CASES)}", file=sys.stderr)
         return 2
+    drawn: list[Chart] = []
     for name in names or list(vllm_runs.CASES):
         run = vllm_runs.MeasuredRun(vllm_runs.CASES[name])
         costs = run.table_costs()
+        shown = {"measured": run.measured}
         print(f"\n### {run.case.folder}, {len(run.workload)} requests, tp {run.case.tp}\n")
         for title, model in (("table", costs), ("roofline", run.roofline_costs())):
             result, predicted = run.simulate(model)
+            shown[title] = predicted
             print(table(title, predicted, run.measured))
             print(f"\n{result.replicas[0].steps} steps, {result.replicas[0].preemptions} preemptions\n")
+        drawn += charts(run.case.folder.replace("__", ", "), shown)
         if fits:
             fitted = run.fit(costs)
             _, predicted = run.simulate(fitted)
             rest = slice(vllm_runs.FITTED, None)
             title = f"table fitted on {vllm_runs.FITTED} requests ({fitted.name}), the others"
             print(table(title, vllm_runs.part(predicted, rest), vllm_runs.part(run.measured, rest)))
+    if picture is not None:
+        picture.write_text(draw_alone(drawn), encoding="utf-8")
     return 0
 
 
@@ -68,6 +76,7 @@ def main() -> int:
     runs = verbs.add_parser("vllm", help="the measured runs of vLLM")
     runs.add_argument("case", nargs="*", metavar="CASE", help=", ".join(vllm_runs.CASES))
     runs.add_argument("--fit", action="store_true", help="fit on the first 100 requests, predict the others")
+    runs.add_argument("--svg", type=Path, help="draw e2e and tpot there")
     verbs.add_parser("published", help="published measurements of datacentre GPUs")
     mine = verbs.add_parser("own", help="recorded runs of this engine; options of octavo bench online go behind --")
     mine.add_argument("folder", type=Path, help="where the recordings are, or shall be")
@@ -81,7 +90,7 @@ def main() -> int:
         return own(options.folder, options.runs, behind)
     if options.verb == "published":
         return published()
-    return vllm(options.case, options.fit)
+    return vllm(options.case, options.fit, options.svg)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """Predicted and measured times of requests side by side.
 
-Owns: Times, their comparison, and its table. Does not: simulate or measure.
+Owns: Times, their comparison, its table and charts. Does not: simulate or measure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from octavo.simulator.plots import Chart, Line
 
 Column = npt.NDArray[np.float64]
 STATISTICS: dict[str, Callable[[Column], float]] = {
@@ -57,3 +59,16 @@ def table(title: str, predicted: Times, measured: Times) -> str:
         shares = " | ".join(f"{100 * errors[word]:+.1f} %" for word in STATISTICS)
         lines.append(f"| {name} | {means[0]:.4g} s | {means[1]:.4g} s | {shares} |")
     return "\n".join(lines)
+
+
+def charts(title: str, named: Mapping[str, Times]) -> list[Chart]:
+    """How many requests took at most so long: e2e and tpot of several Times, the measured one first."""
+    made = []
+    for name, unit, scale in (("e2e", "seconds", 1.0), ("tpot", "milliseconds", 1e3)):
+        lines = []
+        for place, (called, times) in enumerate(named.items()):
+            values = np.sort(getattr(times, name)) * scale
+            points = [(float(value), 100 * (rank + 1) / len(values)) for rank, value in enumerate(values)]
+            lines.append(Line(called, points, place, is_step=True))
+        made.append(Chart(f"{title}: {name}", unit, "% of requests", lines, top=100))
+    return made
