@@ -2,8 +2,9 @@
 
 Owns: the loads, the pairs, the clock. The last line is one JSON object. Usage:
 python -m tools.recording_cost [--model smollm2] [--rows 32] [--pairs 40]
-Pairs: steps of the same scheduler pair in turns (plain, recorded), medians; a model's steps in blocks of `BLOCK` that
-are recorded or not, in turns, means of each block, and the median of the differences of neighbours.
+Pairs: steps of two schedulers in turns, plain and recorded, either first; each thread's own seconds, so that other
+programs add little. A model's steps by the wall clock, in blocks of `BLOCK` that are recorded or not, in turns: the
+median of the differences of neighbours.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from octavo.assembly import build_local, config_from
 from octavo.core.limits import Limits
 from octavo.core.plan import ROW_SAMPLE, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
+from octavo.engine.offline import OfflineEngine
 from octavo.trace.recording.calls import Header
 from octavo.trace.recording.encoding import Encoder
 from octavo.trace.recording.items import Item
@@ -43,15 +46,15 @@ def loaded(scheduler: Scheduler, rows: int) -> Scheduler:
 
 
 def step(scheduler: Scheduler) -> float:
-    """One step; the seconds of plan and commit."""
-    begun = time.perf_counter()
-    plan = scheduler.plan(begun)
-    planned = time.perf_counter()
+    """One step; this thread's own seconds of plan and commit, which other programs do not add to."""
+    now, begun = time.perf_counter(), time.thread_time()
+    plan = scheduler.plan(now)
+    planned = time.thread_time()
     count = sum(1 for flag in plan.flags if flag & ROW_SAMPLE)
     result = StepResult(array("i", [5]) * count)
-    again = time.perf_counter()
-    scheduler.commit(plan, result, again)
-    return planned - begun + time.perf_counter() - again
+    again = time.thread_time()
+    scheduler.commit(plan, result, now)
+    return planned - begun + time.thread_time() - again
 
 
 def scheduler_cost(rows: int) -> dict[str, float]:
@@ -82,12 +85,13 @@ def scheduler_cost(rows: int) -> dict[str, float]:
     records = [encoder.encode(item) for item in items[first:]]
     packed = pack_records(records)
     writer_s = time.thread_time() - begun
-    without, recorded = (statistics.median(each) for each in times)
+    without = statistics.median(times[0])
+    more = [taped_s - plain_s for plain_s, taped_s in zip(*times, strict=True)]
+    both = [(first + second) / 2 for first, second in zip(more[::2], more[1::2], strict=True)]  # in either order
     return {
         "rows": rows,
         "step_us": without * 1e6,
-        "engine_thread_us": statistics.median(b - a for a, b in zip(*times, strict=True)) * 1e6,
-        "recorded_step_us": recorded * 1e6,
+        "engine_thread_us": statistics.median(both) * 1e6,
         "writer_thread_us": writer_s / STEPS * 1e6,
         "bytes_a_step": len(packed) / STEPS,
     }
@@ -95,9 +99,6 @@ def scheduler_cost(rows: int) -> dict[str, float]:
 
 def model_cost(model: str, rows: int, pairs: int) -> dict[str, Any]:
     """Steps of a model that decodes `rows` sequences, recorded and not in turns."""
-    from octavo.assembly import LLM, build_local, config_from
-
-    del LLM
     with tempfile.TemporaryDirectory() as folder:
         settings = {"record": folder, "max_num_seqs": rows, "max_model_len": 2048}
         engine = build_local(config_from(model, settings))
@@ -105,10 +106,8 @@ def model_cost(model: str, rows: int, pairs: int) -> dict[str, Any]:
         watch = _Turns(scheduler)
         engine.loop.watch(watch)
         sampling = SamplingParams(max_tokens=2 * pairs * BLOCK + 40, temperature=0.0, ignore_eos=True)
-        from octavo.engine.offline import OfflineEngine
-
-        OfflineEngine(engine.sessions).generate([f"Tell me about {n}" for n in range(rows)], sampling)
-        engine.client.close()
+        with OfflineEngine(engine.sessions) as offline:
+            offline.generate([f"Tell me about {n}" for n in range(rows)], sampling)
     return watch.summary()
 
 
