@@ -24,7 +24,6 @@ import numpy as np
 from octavo.core.limits import Limits
 from octavo.core.policy.fair import Fair
 from octavo.core.request import FinishReason
-from octavo.simulator.cost_model import CostModel, StepShape
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.outcomes import Outcomes
 from octavo.simulator.plots import Chart, Line, draw_alone
@@ -39,22 +38,6 @@ PICTURE = ROOT / "docs" / "img" / "fairness-vtc.svg"
 WORKLOADS = {"overload": "Two clients, 1.5 and 3 requests/s", "poisson_short_long": "8 short and 1.5 long requests/s"}
 POOL_TOKENS, BLOCK_SIZE, LONGEST_PROMPT = 10_000, 16, 256
 GRID = 400
-
-
-class Stretched:
-    """A cost model whose steps take `factor` times as long."""
-
-    def __init__(self, costs: CostModel, factor: float) -> None:
-        self.name = f"{costs.name} x {factor:.3f}"
-        self._costs, self._factor = costs, factor
-
-    def step_s(self, shape: StepShape) -> float:
-        """Seconds on the device."""
-        return self._costs.step_s(shape) * self._factor
-
-    def host_s(self, shape: StepShape) -> float:
-        """Seconds on the host."""
-        return self._costs.host_s(shape) * self._factor
 
 
 @dataclass(frozen=True)
@@ -108,7 +91,7 @@ def simulated(workload: str, policy: str, factor: float, until: float = math.inf
         block_size=BLOCK_SIZE, num_blocks=(POOL_TOKENS // BLOCK_SIZE,), max_model_len=hardware.model.max_model_len,
         vocab_size=hardware.model.vocab_size, max_batch_tokens=2048, max_sequences=256, policy=policy,
     )  # fmt: skip
-    costs = Stretched(cost_model("roofline", hardware), factor)
+    costs = cost_model(f"roofline*{factor!r}", hardware)
     arrivals = open_workload(f"clients:{DATA / f'FCFS__{workload}.csv.gz'}", Shaping(end=until))
     return _by_client(simulate(arrivals, Setup(limits, costs)).outcomes)
 

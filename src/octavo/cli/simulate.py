@@ -9,22 +9,24 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.flags import UsageError, add_settings, config_from, whole
+from octavo.cli.flags import UsageError, add_settings, resolve_args, whole
 from octavo.cli.simulate_output import lines, remarks, workload_help, write_requests
 from octavo.cli.simulate_search import add_search_arguments, run_search
 from octavo.cli.simulate_watchers import Watchers
 from octavo.config import Config
 from octavo.core.limits import Limits
 from octavo.errors import ConfigError
+from octavo.settings import Resolved
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.blueprint import describe, make_limits
+from octavo.simulator.blueprint import Blueprint, describe
+from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware, cost_model
-from octavo.simulator.costs.fitted import fit_recording
+from octavo.simulator.costs.fitted import Fitted, fit_recording
 from octavo.simulator.goals import Goals, read_goals
 from octavo.simulator.report import Case, page
 from octavo.simulator.routers import ROUTERS
@@ -34,7 +36,9 @@ from octavo.simulator.workloads import Shaping, Workload, open_workload
 from octavo.simulator.workloads.shaping import TOO_LONG
 
 DEFAULT_WORKLOAD = "poisson:rate=4,lengths=azure_conv,requests=2000"
+DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100"
 MAX_POLICIES = 16
+NOTHING: Mapping[str, str] = {}
 PROGRESS_S = 0.5
 
 
@@ -55,17 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of workloads and routers [0]")
     group = parser.add_argument_group("what serves it")
-    group.add_argument(
-        "--model", default="llama-3.1-8b", metavar="M", help="a shape known by name, or a model [llama-3.1-8b]"
-    )
+    group.add_argument("--model", metavar="M", help="a shape known by name, or a model [llama-3.1-8b]")
     group.add_argument("--max-model-len", type=whole, metavar="N", help="longest prompt + output [the model's]")
-    group.add_argument("--device", default="h100", metavar="D", help="a device by name, or this [h100]")
+    group.add_argument("--device", metavar="D", help="a device by name, or this [h100]")
     group.add_argument("--tp", type=whole, default=1, metavar="N", help="devices of one replica [1]")
     group.add_argument("--cost", default="roofline", metavar="C", help="roofline, table:DIR or fitted:FILE [roofline]")
     group.add_argument(
         "--price", type=float, metavar="X", help="dollars an hour of one device [what it is often rented for]"
     )
-    group.add_argument("--depth", type=whole, default=1, metavar="N", help="plans in flight, 1 or 2 [1]")
+    group.add_argument("--depth", type=whole, metavar="N", help="plans in flight, 1 or 2 [1]")
     group.add_argument("--replicas", type=whole, default=1, metavar="N", help="engines behind a router [1]")
     group.add_argument(
         "--router", default="round_robin", choices=tuple(ROUTERS), help="who gets a request [round_robin]"
@@ -104,8 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Plan:
     """All that the flags say: the workload, one limit for each policy, and what every run shares."""
 
+    resolved: Resolved
     workload: Workload
-    hardware: Hardware
+    blueprint: Blueprint
     limits: list[Limits]
     setup: Setup
     goals: Goals
@@ -126,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     told: list[str] = []
     is_missed = False
     for limits in plan.limits:
-        watchers = Watchers(plan.hardware.model.name, args.page, args.perfetto)
+        watchers = Watchers(plan.blueprint.model, args.page, args.perfetto)
         setup = replace(plan.setup, limits=limits, make_sink=watchers.make_sink if watchers.is_wanted else None)
         done = _simulate(plan.workload, setup, limits.policy)
         facts = summarise(done, plan.goals.bounds, plan.price)
@@ -165,56 +168,78 @@ def _misses(args: argparse.Namespace, goals: Goals, done: Run, label: str, told:
 
 def make_plan(args: argparse.Namespace) -> Plan:
     """Read the flags. Raises ConfigError for what is not understood or makes no sense."""
-    config = config_from(args)
+    resolved = resolve_args(args)
+    config = resolved.config
     if args.tp < 1 or args.tp > 64:
         raise UsageError(f"--tp is {args.tp}; give 1 to 64")
     if args.price is not None and args.price < 0:
         raise UsageError(f"--price is {args.price}; give 0 or more")
     if (args.page or args.perfetto) and "," in config.scheduling.policy:
         raise UsageError("--page and --perfetto show one policy; give one, or leave them out")
-    hardware = Hardware.of(args.model, args.device, args.tp, config.cache.block_size)
-    limits = _limits(args, config, hardware)
+    blueprint, costs = _engine(args, config)
+    limits = _limits(args, resolved, blueprint)
     longest = limits[0].max_model_len
     shaping = Shaping(args.seed, args.rate_scale, args.start, args.end, args.limit, longest, args.too_long)
     workload = open_workload(args.workload or [DEFAULT_WORKLOAD], shaping)
     setup = Setup(
-        limits[0], cost_model(args.cost, hardware), args.depth, args.replicas, args.router,
+        limits[0], costs, blueprint.depth if args.depth is None else args.depth, args.replicas, args.router,
         failures=tuple(map(_read_failure, args.fail)), max_waiting=args.max_waiting,
         fast_forward=args.fast_forward, sample_s=1.0, seed=args.seed,
     )  # fmt: skip
     goals = read_goals(args.objective) if args.objective or args.search else Goals()
-    price = (hardware.device.price if args.price is None else args.price) * args.tp
-    return Plan(workload, hardware, limits, setup, goals, price)
+    price = blueprint.price if args.price is None else args.price * args.tp
+    return Plan(resolved, workload, blueprint, limits, setup, goals, price)
 
 
-def _limits(args: argparse.Namespace, config: Config, hardware: Hardware) -> list[Limits]:
-    names = [name.strip() for name in config.scheduling.policy.split(",")]
+def _engine(args: argparse.Namespace, config: Config) -> tuple[Blueprint, CostModel]:
+    """Model, device and what they cost in time; of a fit, the engine that was recorded unless another is named."""
+    if args.cost.startswith("fitted:") and args.model is None and args.device is None:
+        costs = cost_model(args.cost)
+        fit = costs.fit if isinstance(costs, Fitted) else None
+        if fit is not None and fit.limits is not None:
+            model, device, depth = (fit.engine.get(name) for name in ("model", "device", "depth"))
+            depth = depth if isinstance(depth, int) else 1
+            return Blueprint(f"{model}", f"{device}", depth, 0.0, recorded=fit.limits), costs
+        raise UsageError(f"--cost {args.cost} does not say whose engine it is; give --model and --device")
+    names = args.model or DEFAULT_MODEL, args.device or DEFAULT_DEVICE
+    hardware = Hardware.of(*names, args.tp, config.cache.block_size)
+    return Blueprint.of_hardware(hardware), cost_model(args.cost, hardware)
+
+
+def _limits(
+    args: argparse.Namespace, resolved: Resolved, blueprint: Blueprint, chosen: Mapping[str, str] = NOTHING
+) -> list[Limits]:
+    """Limits for each policy. `chosen`: settings that a search tries."""
+    scheduling = resolved.config.scheduling
+    given = {name for name, origin in resolved.origins.items() if origin != "default"} | {*chosen}
+    if "policy" not in given and blueprint.recorded is not None:
+        scheduling = replace(scheduling, policy=blueprint.recorded.policy)
+    scheduling = replace(
+        scheduling,
+        policy=chosen.get("policy", scheduling.policy),
+        max_sequences=int(chosen["max_sequences"]) if "max_sequences" in chosen else scheduling.max_sequences,
+        max_batch_tokens=int(chosen["max_batch_tokens"])
+        if "max_batch_tokens" in chosen
+        else scheduling.max_batch_tokens,
+    )
+    names = [name.strip() for name in scheduling.policy.split(",")]
     if len(names) > MAX_POLICIES or len(names) != len({*names}):
-        raise UsageError(f"--policy is {config.scheduling.policy!r}; give each of at most {MAX_POLICIES} once")
+        raise UsageError(f"--policy is {scheduling.policy!r}; give each of at most {MAX_POLICIES} once")
     weights = tuple(map(_read_weight, args.tenant_weight))
-    return [
-        make_limits(
-            hardware, replace(config.scheduling, policy=name), config.cache,
-            max_model_len=args.max_model_len, tenant_weights=weights,
-        )
+    made = [
+        blueprint.limits(replace(scheduling, policy=name), resolved.config.cache, given, args.max_model_len)
         for name in names
-    ]  # fmt: skip
+    ]
+    return [replace(one, tenant_weights=weights) for one in made] if weights else made
 
 
 def _remaker(args: argparse.Namespace, plan: Plan) -> Callable[[Limits, dict[str, str]], Limits]:
     """Limits of the settings that a search tries: the pool depends on some."""
     if len(plan.limits) > 1:
         raise UsageError("a search compares policies by --search-space policy=A|B; give --policy one")
-    config = config_from(args)
 
     def remake(limits: Limits, chosen: dict[str, str]) -> Limits:
-        scheduling = replace(
-            config.scheduling,
-            policy=chosen.get("policy", limits.policy),
-            max_sequences=int(chosen.get("max_sequences", limits.max_sequences)),
-            max_batch_tokens=int(chosen.get("max_batch_tokens", limits.max_batch_tokens)),
-        )
-        return _limits(args, replace(config, scheduling=scheduling), plan.hardware)[0]
+        return _limits(args, plan.resolved, plan.blueprint, chosen)[0]
 
     return remake
 
@@ -255,14 +280,14 @@ def _tell(args: argparse.Namespace, plan: Plan, cases: list[Case], left_out: lis
     if args.json != "-":
         print("\n".join(lines(told, noted, cases)))
     if args.html:
-        title = f"{plan.hardware.model.name} on {plan.setup.replicas} x {plan.hardware.device.name}"
+        title = f"{plan.blueprint.model} on {plan.setup.replicas} x {plan.blueprint.device}"
         _write(args.html, page(f"Simulation: {title}", cases, told, noted))
 
 
 def settings(args: argparse.Namespace, plan: Plan) -> dict[str, str]:
     """What was simulated, in words."""
     setup, shaping = plan.setup, plan.workload.shaping
-    told = {"workload": plan.workload.name, **describe(plan.hardware, plan.limits[0])}
+    told = {"workload": plan.workload.name, **describe(plan.blueprint, plan.limits[0])}
     told |= {"policy": ", ".join(limits.policy for limits in plan.limits), "cost model": setup.costs.name}
     told |= {"replicas": f"{setup.replicas}", "plans in flight": f"{setup.depth}", "seed": f"{args.seed}"}
     if setup.replicas > 1:

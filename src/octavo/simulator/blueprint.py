@@ -1,10 +1,14 @@
-"""From settings as `octavo serve` takes them, a model and devices to what the scheduler of a replica is made with.
+"""From settings as `octavo serve` takes them to what a replica is made with: for a model, or as one that was recorded.
 
 Owns: the pool's size, the defaults that depend on the device, the words that describe an engine.
 Does not: parse flags (cli), or know a model's or a device's facts (costs).
+Invariant: of a recorded engine everything stays that nobody gave anew.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from octavo.config import CacheConfig, SchedulingConfig
 from octavo.core.limits import Limits
@@ -16,15 +20,68 @@ from octavo.simulator.costs import Hardware
 CPU_DEFAULTS, GPU_DEFAULTS = (512, 32), (8192, 256)
 
 
-def make_limits(
-    hardware: Hardware,
-    scheduling: SchedulingConfig,
-    cache: CacheConfig,
-    *,
-    max_model_len: int | None = None,
-    tenant_weights: tuple[tuple[str, float], ...] = (),
+# Fields of Limits that are settings under another name.
+_RENAMED = {"enable_prefix_caching": "prefix_caching"}
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """Where the numbers of a replica come from: `hardware`, or the limits of an engine that was `recorded`.
+
+    `price` is dollars an hour for one replica.
+    """
+
+    model: str
+    device: str
+    depth: int
+    price: float
+    hardware: Hardware | None = None
+    recorded: Limits | None = None
+
+    @staticmethod
+    def of_hardware(hardware: Hardware) -> Blueprint:
+        """From facts."""
+        device = hardware.device.name if hardware.tp == 1 else f"{hardware.tp} x {hardware.device.name}"
+        return Blueprint(hardware.model.name, device, 1, hardware.device.price * hardware.tp, hardware=hardware)
+
+    def limits(
+        self, scheduling: SchedulingConfig, cache: CacheConfig, given: Collection[str], max_model_len: int | None = None
+    ) -> Limits:
+        """The numbers of one replica's scheduler. `given` names the settings that somebody gave. Raises ConfigError."""
+        if self.recorded is not None:
+            return _changed(self.recorded, scheduling, cache, given, max_model_len)
+        assert self.hardware is not None
+        return _from_hardware(self.hardware, scheduling, cache, max_model_len)
+
+
+def _changed(
+    limits: Limits, scheduling: SchedulingConfig, cache: CacheConfig, given: Collection[str], max_model_len: int | None
 ) -> Limits:
-    """The numbers of one replica's scheduler. Raises ConfigError, also where the weights leave no room."""
+    """A recorded engine's limits with what was given in their place."""
+    for name in ("block_size", "kv_cache_bytes", "memory_fraction", "host_cache_bytes"):
+        if name in given:
+            raise ConfigError(
+                f"{name} is of a model and a device, and the fit knows neither; give --model and --device"
+            )
+    changes: dict[str, object] = {}
+    for part in (scheduling, cache):
+        for name in given:
+            field = _RENAMED.get(name, name)
+            if hasattr(part, name) and hasattr(limits, field) and field not in ("policy", "num_blocks"):
+                value = getattr(part, name)
+                changes |= {} if value is None and field != "headroom" else {field: value}
+    if "policy" in given:
+        changes["policy"] = find_policy(scheduling.policy)
+    if cache.num_blocks is not None or cache.kv_cache_tokens is not None:
+        changes["num_blocks"] = (cache.num_blocks or max(1, (cache.kv_cache_tokens or 0) // limits.block_size),)
+    if max_model_len is not None:
+        changes["max_model_len"] = max_model_len
+    return replace(limits, **changes)  # type: ignore[arg-type]
+
+
+def _from_hardware(
+    hardware: Hardware, scheduling: SchedulingConfig, cache: CacheConfig, max_model_len: int | None
+) -> Limits:
     batch_tokens, sequences = CPU_DEFAULTS if hardware.device.is_measured else GPU_DEFAULTS
     max_batch_tokens = scheduling.max_batch_tokens or batch_tokens
     length = max_model_len or hardware.model.max_model_len
@@ -53,16 +110,15 @@ def make_limits(
         host_load_min_tokens=cache.host_load_min_tokens,
         composition=scheduling.composition,
         max_prefill_run=scheduling.max_prefill_run,
-        tenant_weights=tenant_weights,
     )
 
 
-def describe(hardware: Hardware, limits: Limits) -> dict[str, str]:
+def describe(blueprint: Blueprint, limits: Limits) -> dict[str, str]:
     """The engine in words, for a report."""
     blocks = limits.num_blocks[0]
     told = {
-        "model": hardware.model.name,
-        "device": hardware.device.name if hardware.tp == 1 else f"{hardware.tp} x {hardware.device.name}",
+        "model": blueprint.model,
+        "device": blueprint.device,
         "KV pool": f"{blocks:,} blocks of {limits.block_size} tokens, {blocks * limits.block_size:,} in all",
         "tokens a step": f"{limits.max_batch_tokens:,}",
         "sequences at once": f"{limits.max_sequences:,}",
