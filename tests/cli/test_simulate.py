@@ -6,11 +6,15 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from tests.simulator.costs.steps_of import LIMITS, steps_of, workload
 
 from octavo.cli import main
+from octavo.simulator.costs import Hardware, cost_model
+from octavo.simulator.costs.fitted import fit_steps
 
 SMALL = ["--workload", "poisson:rate=6,requests=60,prompt=200,output=20,tenants=2"]
 
@@ -152,6 +156,27 @@ def test_a_search_finds_the_fewest_replicas_and_says_what_it_tried(
     assert answer["replicas"] == 1 or not tried[answer["settings"], answer["replicas"] - 1]
     assert main(["simulate", *load, "--search", "--max-replicas", "1", "--objective", "ttft_p99=0.0001"]) == 1
     assert "nothing among" in capsys.readouterr().out
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> str:
+    """A fit's file, of an engine with limits of its own."""
+    steps = steps_of(cost_model("roofline", Hardware.of("smollm2-135m", "l4")), workload(40))
+    limits = {item.name: getattr(LIMITS, item.name) for item in fields(LIMITS) if item.name != "groups"}
+    engine = {"model": "tiny", "device": "cpu", "depth": 2, "limits": limits}
+    replace(fit_steps(steps, "test"), engine=engine).save(tmp_path / "fit.json")
+    return str(tmp_path / "fit.json")
+
+
+def test_a_fit_brings_its_engine_and_flags_change_it(capsys: pytest.CaptureFixture[str], fit: str) -> None:
+    first = json.loads(simulate(capsys, *SMALL, "--cost", f"fitted:{fit}", "--json", "-"))["settings"]
+    assert (first["model"], first["device"], first["plans in flight"]) == ("tiny", "cpu", "2")
+    assert first["KV pool"].startswith("400 blocks of 16") and first["sequences at once"] == "16"
+    words = ("--max-num-seqs", "4", "--policy", "fair", "--num-gpu-blocks-override", "300", "--depth", "1")
+    changed = json.loads(simulate(capsys, *SMALL, "--cost", f"fitted:{fit}", *words, "--json", "-"))["settings"]
+    assert (changed["sequences at once"], changed["policy"], changed["plans in flight"]) == ("4", "fair", "1")
+    assert changed["KV pool"].startswith("300 blocks") and changed["tokens a step"] == first["tokens a step"]
+    assert "give --model and --device" in refused(capsys, *SMALL, "--cost", f"fitted:{fit}", "--block-size", "32")
 
 
 def test_no_torch_is_loaded() -> None:
