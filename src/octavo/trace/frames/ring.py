@@ -1,6 +1,7 @@
 """The frames of a live engine: its last steps in a ring, and frames of them for whoever asks.
 
-Owns: the ring, cursors, and when the queue and the pool are looked at: when somebody asks, at most four times a second.
+Owns: the ring, cursors, and when the queue and the pool are looked at: when somebody asks, each at most four times a
+second.
 Does not: answer anybody by itself, or make anything while nobody asks but one light record a step.
 Invariants: memory is bounded by steps and by what they hold on to; an answer by steps, rows and time. All methods
 belong to the engine's thread.
@@ -22,8 +23,9 @@ MAX_STEPS = 1024  # kept
 MAX_WEIGHT = 65_536  # arrivals, decisions and new sequences kept
 MAX_POLL = 200  # steps in an answer
 MAX_POLL_ROWS = 16_384  # rows in an answer, before the last step of it
-MAX_POLL_S = 0.001  # of the engine's thread for the steps of an answer, by its clock; what is under way is done
-LOOK_S = 0.25  # between two looks at the queue and the pool
+MAX_POLL_S = 0.001  # of the engine's thread for an answer, by its clock; what is under way is done
+MIN_STEPS_S = 0.0005  # of it for the steps of an answer, whatever a look took
+LOOK_S = 0.125  # between two looks, at the queue and the pool in turn
 
 
 class FrameRing:
@@ -43,6 +45,7 @@ class FrameRing:
         self._weight = 0
         self._tail = Places()  # before the ring's first entry
         self._looked_at: float | None = None
+        self._is_pools_turn = False
 
     # --- what the loop tells
 
@@ -78,7 +81,7 @@ class FrameRing:
                 number = self._first
             if lost or not is_known:
                 frames.append(head_frame(self._source, self._scheduler.state.limits, self._tail, self._tail_time()))
-        number = self._collect(frames, number)
+        number = self._collect(frames, number, begun + MAX_POLL_S)
         return {
             "cursor": f"{self._source.life}:{number}",
             "frames": frames,
@@ -86,9 +89,9 @@ class FrameRing:
             "more": number < last,
         }
 
-    def _collect(self, frames: list[Frame], number: int) -> int:
+    def _collect(self, frames: list[Frame], number: int, until: float) -> int:
         """Add the frames from a number on, as far as one answer goes; gives the number behind them."""
-        until = self._now() + MAX_POLL_S
+        until = max(until, self._now() + MIN_STEPS_S)
         index, num_steps, num_rows = number - self._first, 0, 0
         previous = None if frames else self._record_before(index)
         while index < len(self._ring) and num_steps < MAX_POLL and num_rows < MAX_POLL_ROWS:
@@ -120,16 +123,22 @@ class FrameRing:
         return self._now()
 
     def _look(self, now: float) -> None:
-        """Enter news without a step, and look at the queue and the pool if that is due."""
+        """Enter news without a step, and look at the queue or the pool if that is due; at both if it was long ago."""
         if self._looked_at is not None and now < self._looked_at + LOOK_S:
             return
         if self._recorder.has_news:
             self._add(self._recorder.note(now))
+        is_rare = self._looked_at is None or now >= self._looked_at + 4 * LOOK_S
         self._looked_at = now
-        state = self._scheduler.state
-        if self._blocks is None:
-            self._blocks = BlockMap(state)
-        self._add((queue_frame(state, self._recorder.waiting, now), self._blocks.frame(now)))
+        state, looks = self._scheduler.state, list[Frame]()
+        self._is_pools_turn = not self._is_pools_turn
+        if is_rare or not self._is_pools_turn:
+            looks.append(queue_frame(state, self._recorder.waiting, now))
+        if is_rare or self._is_pools_turn:
+            if self._blocks is None:
+                self._blocks = BlockMap(state)
+            looks.append(self._blocks.frame(now))
+        self._add(tuple(looks))
 
     def _front(self) -> Places:
         """Who has which slot behind the ring's last entry."""
