@@ -20,7 +20,7 @@ from octavo.simulator.arrival import Arrival
 MAX_KEYS = 1_000_000  # prefix keys, and sessions, that a router remembers; the least recently used go first
 _Key = TypeVar("_Key")
 LOAD_BOUND = 1.25  # times the mean load that a replica may have and still be preferred
-FEW_REQUESTS = 4  # with no more than so many, a replica is preferred whatever the mean is
+FEW_REQUESTS = 1  # with no more than so many, a replica is preferred whatever the mean is
 
 
 class Target(Protocol):
