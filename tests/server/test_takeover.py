@@ -115,13 +115,15 @@ async def test_a_whole_answer_is_the_same_in_every_life(tmp_path: Path) -> None:
 async def test_nobody_comes_back(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
     async with life(tmp_path / "j") as first:
-        wire = Wire(first.app, CHAT, body, key())
+        wire = Wire(first.app, CHAT, body, {**key(), "X-Request-Id": "mine"})
         reading = wire.start()
         await wire.until(lambda: len(blocks(wire.text)) >= 3)
         wire.leave()
         await reading
     async with life(tmp_path / "j", orphan_timeout_s=0.2) as second:
         assert second.taken == (1, 0) and second.context.waiting.num_pending == 1
+        (name,) = second.context.directory.find("mine", "")
+        assert name.startswith("mine~"), "by the name that its client knows"
         await wire.until(lambda: second.context.runs.report()["orphaned"] == 1)
         await wire.until(lambda: second.keeper.report()["open_requests"] == 0)
         assert second.context.waiting.num_running == 0 and len(second.context.directory) == 0
