@@ -661,6 +661,32 @@ def test_I06_keys(chat: Chat) -> None:
     assert page.locator("#empty").is_visible()
 
 
+def test_I06_the_focus_stays_where_a_key_was_pressed(chat: Chat) -> None:
+    def press(selector: str) -> None:
+        chat.page.locator(selector).focus()
+        chat.page.keyboard.press("Enter")
+
+    def focused() -> str:
+        where: str = chat.page.evaluate("document.activeElement.dataset.action ?? document.activeElement.tagName")
+        return where
+
+    chat.say("one")
+    press(f'{ANSWER} [data-action="regenerate"]')
+    chat.page.wait_for_selector(".versions:has-text('2 of 2')")
+    chat.ended(0)
+    assert focused() in ("regenerate", "copy")
+    press('[data-action="previous"]')
+    assert focused() == "next", "there is nothing before the first"
+    chat.page.click("#new")
+    chat.settings()
+    chat.page.fill("#set-n", "2")
+    chat.say("several please")
+    press('[data-action="use"] >> nth=1')
+    assert focused() == "ARTICLE" and chat.page.locator(".answers.several").count() == 0
+    press('#conversations [data-action="delete"]')
+    assert chat.page.evaluate("document.activeElement.ariaCurrent") == "true"
+
+
 def test_I06_everything_is_reached_by_tab_and_has_a_name(chat: Chat) -> None:
     chat.say("markdown please")
     chat.settings()

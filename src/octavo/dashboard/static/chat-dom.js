@@ -26,6 +26,16 @@ export function button(label, attributes, act) {
   return element;
 }
 
+/** Redraw what is in a container; the focus, if it was in there, stays at the same button, or close by. */
+export function redrawn(container, redraw) {
+  const { activeElement: focused } = document;
+  const had = container.contains(focused) ? (focused.dataset.action ?? "") : null;
+  redraw();
+  if (had === null || (container.contains(document.activeElement) && document.activeElement.checkVisibility())) return;
+  const shown = [...container.querySelectorAll("button:not(:disabled)")].filter((one) => one.checkVisibility());
+  (shown.find((one) => one.dataset.action === had) ?? shown[0] ?? container.closest("[tabindex]"))?.focus();
+}
+
 /** Put a text into the clipboard; return whether that worked. Pages without TLS have the old way only. */
 export async function copyText(text) {
   try {

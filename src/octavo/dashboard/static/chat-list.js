@@ -32,7 +32,9 @@ export class ConversationList {
     const focused = document.activeElement?.closest?.("#conversations") ? document.activeElement.dataset.name : null;
     this.list.replaceChildren(...found.map((one) => this.#item(one, one.id === currentId, busy.has(one.id))));
     if (!found.length) this.list.append(make("li", { class: "muted" }, "None"));
-    if (focused) [...this.list.querySelectorAll("button")].find((one) => one.dataset.name === focused)?.focus();
+    if (!focused) return;
+    const same = [...this.list.querySelectorAll("button")].find((one) => one.dataset.name === focused);
+    (same ?? this.list.querySelector('[aria-current="true"]') ?? this.filter).focus(); // it may be gone: deleted
   }
 
   #item(conversation, isCurrent, isBusy) {

@@ -1,7 +1,7 @@
 // The messages of a conversation on the page. Owns: their elements, and that what did not change is left standing.
 // Does not: change a conversation or ask a server; it calls `actions` for that.
 
-import { button, copyButton, make } from "./chat-dom.js";
+import { button, copyButton, make, redrawn } from "./chat-dom.js";
 import { AnswerView, figures } from "./chat-answer-view.js";
 import { callsOf, shownAnswer } from "./chat-request.js";
 import { number, requestParts } from "./chat-stats.js";
@@ -80,7 +80,7 @@ class PlainView {
     const who = message.role === "tool" ? `Result of ${message.name || "a tool"}` : "You";
     this.body = make("div", { class: "text", dir: "auto" });
     this.buttons = make("div", { class: "buttons" });
-    this.element = make("article", { class: `message ${message.role}`, "aria-label": who }, make("h2", {}, who), this.body, this.buttons);
+    this.element = make("article", { class: `message ${message.role}`, tabindex: "-1", "aria-label": who }, make("h2", {}, who), this.body, this.buttons);
   }
 
   update({ isBusy }) {
@@ -96,7 +96,7 @@ class PlainView {
     this.body.replaceChildren(message.content);
     const edit = button("Edit", { class: "button quiet small", "data-action": "edit", disabled: isBusy }, () => owner.edit(message));
     const copy = copyButton("Copy", () => message.content, { class: "button quiet small", "data-action": "copy" });
-    this.buttons.replaceChildren(...(message.role === "user" ? [edit] : []), copy);
+    redrawn(this.buttons, () => this.buttons.replaceChildren(...(message.role === "user" ? [edit] : []), copy));
   }
 }
 
@@ -136,7 +136,7 @@ class AssistantView {
     this.state = make("div", { class: "state" });
     this.story = new StoryView(owner.actions.explain);
     this.buttons = make("div", { class: "buttons" });
-    this.element = make("article", { class: "message assistant", "aria-label": "Answer" }, make("div", { class: "head" }, this.who, this.versions), this.body, this.figures, this.state, this.buttons, this.story.element);
+    this.element = make("article", { class: "message assistant", tabindex: "-1", "aria-label": "Answer" }, make("div", { class: "head" }, this.who, this.versions), this.body, this.figures, this.state, this.buttons, this.story.element);
   }
 
   update({ isLast, run, isBusy }) {
@@ -150,7 +150,8 @@ class AssistantView {
       }
     } else {
       if (this.wasEditing) this.body.replaceChildren();
-      reconcile(this.body, answers.map((answer, index) => this.#answer(answer, index, answers.length, run)));
+      const elements = () => answers.map((answer, index) => this.#answer(answer, index, answers.length, run));
+      redrawn(this.body, () => reconcile(this.body, elements()));
     }
     this.wasEditing = isEditing;
     this.body.classList.toggle("several", answers.length > 1);
@@ -160,8 +161,8 @@ class AssistantView {
     const key = [isLast, isBusy, isEditing, message.picked, message.answers.length, shownAnswer(message).finish, shownAnswer(message).tokens.length > 0].join();
     if (key === this.key) return;
     this.key = key;
-    this.#showVersions(isBusy);
-    this.#showButtons(isLast, isBusy, isEditing);
+    redrawn(this.versions, () => this.#showVersions(isBusy));
+    redrawn(this.buttons, () => this.#showButtons(isLast, isBusy, isEditing));
   }
 
   #answer(answer, index, count, run) {
