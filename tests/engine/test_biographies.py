@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.core.harness import limits
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
+from tests.simulator.fakes import ConstantCosts
 
 from octavo.config import StatisticsConfig
 from octavo.core.limits import Limits
@@ -21,6 +22,8 @@ from octavo.engine.clock import ManualClock
 from octavo.engine.forecast import LEAST_AGE_S, Forecast, Lengths, Pace, forecast
 from octavo.engine.verbs import guarded
 from octavo.errors import EngineError
+from octavo.simulator.arrival import Arrival
+from octavo.simulator.run import Setup, simulate
 
 
 class Bench:
@@ -345,3 +348,25 @@ def test_the_pace_is_that_of_the_steps() -> None:
     bench.run()
     assert bench.lives._pace.fit() == pytest.approx((0.02, 0.003))
     assert Lengths().sorted() == [] and bench.lives._lengths.sorted() == [9] * 6
+
+
+def test_S20_a_simulation_tells_of_its_requests_as_a_live_engine_does() -> None:
+    kept: list[Biographies] = []
+
+    def make_sink(scheduler: Scheduler) -> Biographies:
+        kept.append(Biographies(scheduler, lambda: 0.0))
+        return kept[-1]
+
+    rng = random.Random(2)
+    arrivals = [Arrival(0.01 * number, rng.randrange(4, 30), rng.randrange(1, 20)) for number in range(40)]
+    run = simulate(arrivals, Setup(limits(num_blocks=24), ConstantCosts(), make_sink=make_sink))
+    (lives,) = kept
+    outcomes = run.outcomes
+    assert lives.num_kept == len(outcomes) == 40 and sum(outcomes.preemptions) > 0
+    by_arrival = {life.arrival: lives.answer(life.name) for life in list(lives._ended.values())}
+    for place in range(len(outcomes)):
+        told: Any = by_arrival[outcomes.arrivals[place]]
+        assert told["first_token_s"] == pytest.approx(outcomes.first_tokens[place] - outcomes.arrivals[place])
+        assert told["end"]["total_s"] == pytest.approx(outcomes.ends[place] - outcomes.arrivals[place])
+        assert told["num_preemptions"] == outcomes.preemptions[place]
+        sums_up(told)
