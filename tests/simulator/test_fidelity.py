@@ -23,6 +23,7 @@ def test_measured_runs_are_predicted_from_operator_tables_without_tuning(name: s
 
 @needs_data
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", list(vllm_runs.CASES))
 def test_a_fit_on_a_hundred_requests_predicts_the_others(name: str) -> None:
     run = vllm_runs.MeasuredRun(vllm_runs.CASES[name])
