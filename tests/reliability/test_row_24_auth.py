@@ -46,6 +46,8 @@ BAD_KEYS: list[Headers] = [
     [(b"x-api-key", KEY.encode()), (b"authorization", b"Bearer x")],
     [(b"cookie", f"authorization=Bearer {KEY}".encode())],
     [(b"proxy-authorization", f"Bearer {KEY}".encode())],
+    [(b"cookie", f"octavo-session={KEY}; octavo-signed-in=1".encode()), (b"sec-fetch-site", b"same-origin")],
+    [(b"cookie", b"__Host-octavo-session-80=" + hashlib.sha256(KEY.encode()).hexdigest().encode())],
 ]
 HOSTS: list[Headers] = [
     [],
