@@ -83,13 +83,11 @@ class Replica:
         if self._cruise is not None:
             self._cut_cruise(self._cruise, at)
         self._inbox.append(entry)
-        if self._is_retiring:
-            return
         if self._is_idle:
             self._is_idle, self.next_at = False, max(at, self._idle_since)
 
     def die(self, at: float) -> list[Open]:
-        """It is gone with all it knew; returns who was open, with what they were given, in order of arrival."""
+        """It is gone with all it knew; returns who was open, with what they were given, in the order they came to it."""
         cruise = self._cruise
         if cruise is not None:
             num_committed, num_begun = cruise.num_commits_before(at), cruise.num_turns_before(at)
@@ -297,4 +295,6 @@ class Replica:
         samples.waiting.append(len(state.waiting))
         samples.used.append(pool.num_blocks - pool.num_free)
         samples.cached.append(len(pool.free.cached))
+        samples.steps.append(state.totals.num_steps)
+        samples.tokens.append(state.totals.num_computed_tokens)
         self._next_sample = (now // step + 1) * step
