@@ -87,7 +87,7 @@ class Replica:
             self._is_idle, self.next_at = False, max(at, self._idle_since)
 
     def die(self, at: float) -> list[Open]:
-        """It is gone with all it knew; returns who was open, with what they were given, in the order they came to it."""
+        """It is gone with all it knew; returns who was open, with what they were given, in order of coming."""
         cruise = self._cruise
         if cruise is not None:
             num_committed, num_begun = cruise.num_commits_before(at), cruise.num_turns_before(at)
