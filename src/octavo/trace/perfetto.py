@@ -153,8 +153,9 @@ class PerfettoSink:
 
     def decided(self, decisions: tuple[Event, ...]) -> None:
         """Decisions, each exactly once."""
-        self._start(decisions[0].time)
-        self._recorder.decided(decisions)
+        if decisions:
+            self._start(decisions[0].time)
+            self._recorder.decided(decisions)
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
         """A plan was committed."""
