@@ -37,6 +37,7 @@ RULES: list[dict[str, Any]] = [
     {"role": "tool", "say": "It is sunny in Paris."},
     {"contains": "person", "say": '{"name": "Ann"}'},
     {"contains": "break down", "say": "half an answer and more", "fail_after": 6},
+    {"contains": "crash", "say": "on and on it goes", "crash_after": 5, "delay_ms": 5},
     {"contains": "unsure", "say": "maybe", "logprob": -2.5},
     {"contains": "You are a pirate", "where": "prompt", "say": "Arr."},
     {"contains": "letters", "say": "ä€𝄞 end"},

@@ -481,6 +481,14 @@ def test_I06_why_it_waits_is_told_and_a_full_queue_is_waited_for(browser: Browse
         assert chat.ended(1).locator(".answer > .markdown").inner_text() == "again"
 
 
+def test_I06_an_engine_that_dies_in_the_middle_of_an_answer_is_not_noticed(chat: Chat, server: RealServer) -> None:
+    before = server.pid("engine")
+    answer = chat.say("crash")
+    assert answer.locator(".answer > .markdown").inner_text() == "on and on it goes"
+    assert answer.locator(".finish").inner_text() == "ended by itself"
+    assert server.pid("engine") != before
+
+
 # --- conversations
 
 
