@@ -153,3 +153,15 @@ def test_a_distribution_rises_to_a_hundred() -> None:
     assert points[0] == (1.0, 0.0) and points[-1] == (3.0, 100.0)
     assert points == sorted(points)
     assert series.distribution(np.array([math.nan])) == []
+
+
+def test_tokens_in_a_step_are_those_between_samples_and_a_restart_counts_anew() -> None:
+    run = run_of(outcomes((0, 0, 1, 100, 10, 5)))
+    rows = ((0, 0, 0), (10, 10, 50), (50, 20, 450), (80, 5, 100), (100, 15, 130))
+    for time, steps, tokens in rows:
+        run.samples.times.append(time)
+        run.samples.replicas.append(0)
+        run.samples.steps.append(steps)
+        run.samples.tokens.append(tokens)
+    made = dict(series.batch(run, 100.0))
+    assert list(made.values()) == [5.0, 40.0, 3.0]

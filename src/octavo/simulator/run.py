@@ -125,7 +125,7 @@ class Samples:
     """Columns of samples, at the first turn of a replica after each `sample_s`, in order of time.
 
     `running` and `waiting` are requests, `used` and `cached` blocks of the leading cache group: held by running
-    requests, and kept for their prefix alone.
+    requests, and kept for their prefix alone. `steps` and `tokens` (computed) are of the replica's life so far.
     """
 
     def __init__(self) -> None:
@@ -135,6 +135,8 @@ class Samples:
         self.waiting = array("i")
         self.used = array("i")
         self.cached = array("i")
+        self.steps = array("q")
+        self.tokens = array("q")
 
     def __len__(self) -> int:
         return len(self.times)

@@ -85,6 +85,21 @@ def memory(run: Run, span: float) -> Points:
     return _points(at[seen], 100 * sums[seen] / counts[seen] / blocks)
 
 
+def batch(run: Run, span: float) -> Points:
+    """Tokens computed in a step, the mean over all replicas' steps between samples."""
+    tokens, steps = np.zeros(NUM_BUCKETS), np.zeros(NUM_BUCKETS)
+    numbers = np.asarray(run.samples.replicas)
+    for number in range(len(run.replicas)):
+        own = numbers == number
+        places = _buckets(np.asarray(run.samples.times)[own], span)[1:]
+        for sums, column in ((tokens, run.samples.tokens), (steps, run.samples.steps)):
+            grown = np.diff(np.asarray(column, float)[own])
+            np.add.at(sums, places, np.maximum(grown, 0))  # a replica that restarted counts from 0 again
+    seen = steps > 0
+    at = (np.arange(NUM_BUCKETS) + 0.5) * span / NUM_BUCKETS
+    return _points(at[seen], tokens[seen] / steps[seen])
+
+
 def service(columns: Columns, tenant: int, grid: np.ndarray) -> np.ndarray:
     """A tenant's service up to each time: prompts as they are first scheduled, twice the outputs as they come."""
     own = (columns.tenants == tenant) & (columns.starts != NEVER)
