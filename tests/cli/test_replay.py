@@ -11,10 +11,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.core.harness import limits
 from tests.core.random_config import BUILT_IN
 from tests.fake_server import FakeServer
 
@@ -23,7 +25,9 @@ from octavo.cli import main
 from octavo.cli.admin_client import ask
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.offline import OfflineEngine
-from octavo.trace.recording import arrivals, open_recording, replay, steps
+from octavo.trace.recording import arrivals, open_recording, steps
+from octavo.trace.recording import replay as replay_recording
+from octavo.trace.recording.segments import pack_header, preamble
 
 WAIT_S = 60.0
 SCRIPT = '{"rules": [{"say": "All is well, and all will be well. ", "finish": "length", "delay_ms": 2}]}'
@@ -47,11 +51,11 @@ def start(folder: Path, *flags: str) -> ScriptedServer:
     return ScriptedServer(f"scripted:{folder}/script.json", folder / "log", *record, *flags)
 
 
-def ask_many(server: FakeServer, count: int, max_tokens: int) -> list[threading.Thread]:
+def ask_many(server: FakeServer, count: int, max_tokens: int, every: int = 4) -> list[threading.Thread]:
     """So many requests at once, of several lengths and choices."""
 
     def post(number: int) -> None:
-        prompt, several = "tell " * (1 + number * 7 % 40), 1 + (number % 4 == 0)
+        prompt, several = "tell " * (1 + number * 7 % 40), 1 + (number % every == every - 1)
         body = {"prompt": prompt, "max_tokens": max_tokens + number, "n": several}
         with contextlib.suppress(OSError):
             server.post("/v1/completions", body, timeout_s=WAIT_S)
@@ -83,7 +87,7 @@ def test_an_engine_under_load_replays_for_each_policy(policy: str, folder: Path)
     offline.close()
     assert all(output.finished for output in outputs)
     recording = open_recording(folder / "rec")
-    report = replay(recording)
+    report = replay_recording(recording)
     assert report.is_equal and report.num_requests == 12 and report.num_plans > 100
     assert recording.segments[0].is_whole and recording.header.limits.policy == policy
     found = arrivals(recording)
@@ -110,14 +114,14 @@ def test_a_server_records_and_replays(folder: Path, capsys: pytest.CaptureFixtur
 
 def test_each_life_of_an_engine_that_is_killed_replays(folder: Path) -> None:
     with start(folder) as server:
-        threads = ask_many(server, 8, 400)
+        threads = ask_many(server, 8, 400, every=9)  # several choices begin anew
         wait_for_tokens(server, 300)
         os.kill(server.pid("engine"), signal.SIGKILL)
         for thread in threads:
             thread.join(WAIT_S)
         server.end()
     recording = open_recording(folder / "rec")
-    report = replay(recording)
+    report = replay_recording(recording)
     assert report.is_equal and report.num_segments == 2
     assert report.ends == ["cut off", "the engine was stopped"]
     resumed = [one for one in arrivals(recording) if one.is_resumed]
@@ -133,7 +137,7 @@ def test_a_server_that_is_killed_leaves_a_recording_that_replays(folder: Path) -
             assert time.monotonic() < end
         os.kill(server.pid("engine"), signal.SIGKILL)
         server.process.kill()
-    report = replay(open_recording(folder / "rec"))
+    report = replay_recording(open_recording(folder / "rec"))
     assert report.is_equal and report.num_plans > 10 and report.ends[0] == "cut off"
 
 
@@ -185,3 +189,16 @@ def test_a_difference_is_shown_and_is_no_success(tmp_path: Path, capsys: pytest.
 def test_no_recording_is_an_error_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path)]) == 2
     assert "holds no recording" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["theirs", "os:path"])
+def test_a_policy_that_is_not_here_is_told_of(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.trace.recording.test_segments import make_segment
+
+    path = make_segment(tmp_path)
+    segment = open_recording(path).segments[0]
+    items = path.read_bytes()[len(preamble()) + len(pack_header(segment.header)) :]
+    path.write_bytes(preamble() + pack_header(replace(segment.header, limits=limits(policy=name))) + items)
+    assert main(["replay", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "the engine ran under a policy that is not here" in told and name in told and "plug-in" in told

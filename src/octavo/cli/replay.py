@@ -14,6 +14,7 @@ from octavo.cli.terminal import say
 from octavo.cli.trace import tell
 from octavo.cli.what_if import compare, read_change, table
 from octavo.errors import ConfigError
+from octavo.simulator.recorded import need_policy
 from octavo.simulator.report import Case
 from octavo.trace.recording import Recording, ReplayReport, open_recording, replay
 
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay; 1 when a decision is another than the recorded one."""
     recording = open_recording(args.recording)
+    for segment in recording.segments:
+        need_policy(segment.header.limits.policy)
     for text in args.what_if:  # before minutes of work
         read_change(text, recording.header.limits)
     wanted = Wanted(args.page, args.perfetto)

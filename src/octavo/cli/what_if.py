@@ -146,13 +146,14 @@ def compare(recording: Recording, texts: Sequence[str], cost: str) -> tuple[list
     costs = cost_model(f"fitted:{recording.path}" if cost == "fitted" else cost)
     was = recorded_run(recording)
     cases = [Case.of("recorded", was, summarise(was))]
-    counts: dict[str, int] = {}
+    workload = open_workload([f"recording:{recording.path}"], Shaping())
+    came = list(workload)
     for change in changes:
-        workload = open_workload([f"recording:{recording.path}"], Shaping(rate_scale=change.rate_scale))
-        setup = replace(Setup(change.limits, costs, depth=min(header.depth, 2), sample_s=1.0), **change.setup)
-        done = simulate(workload.arrivals(), setup)
-        counts = counts or dict(workload.notes.counts)
+        scaled = came if change.rate_scale == 1 else [replace(one, time=one.time / change.rate_scale) for one in came]
+        setup = Setup(change.limits, costs, depth=min(header.depth, 2), sample_s=1.0)
+        done = simulate(scaled, replace(setup, **change.setup))
         cases.append(Case.of(change.label, done, summarise(done)))
+    counts = workload.notes.counts
     return cases, [*_remarks(recording, changes), *(f"{count:,} requests {words}" for words, count in counts.items())]
 
 

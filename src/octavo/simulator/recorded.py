@@ -13,6 +13,7 @@ from dataclasses import replace
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import ConfigError
+from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import StepShape
 from octavo.simulator.outcomes import NEVER, Outcomes
@@ -21,6 +22,16 @@ from octavo.trace.recording import RecordedRequest, RecordedStep, Recording, arr
 from octavo.trace.recording.calls import Admit, Plan
 
 GRID = 2.0**20  # points in a second
+
+
+def need_policy(name: str) -> None:
+    """See that a recording's policy is here, plug-ins too. Raises ConfigError saying what to do."""
+    try:
+        if not name.isidentifier():  # a file is data: it does not name modules to import
+            raise ConfigError(f"{name!r} is no policy's name")
+        find_policy(name)
+    except ConfigError as error:
+        raise ConfigError(f"the engine ran under a policy that is not here: {error}; install its plug-in") from None
 
 
 def recorded_run(recording: Recording) -> Run:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from octavo.trace.recording import open_recording, replay
+from octavo.trace.recording.calls import Admit
+from tests.core.harness import limits, prompt
 from tests.core.random_config import BUILT_IN, Hostile
-from tests.trace.recording.driving import RecordedDriver
+from tests.trace.recording.driving import RecordedDriver, RecordedRun
 
 
 def replayed(driver: RecordedDriver, folder: Path, has_text: bool = False) -> int:
@@ -86,3 +88,24 @@ def test_keys_mean_nothing_outside_their_segment(tmp_path: Path) -> None:
         calls = list(recording.segments[0].calls())
         found.append({key for call in calls for run in getattr(call, "keys", ()) for key in run.keys})
     assert found[0] and len(found[0]) == len(found[1]) and not found[0] & found[1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_with_a_grammar_replay_without_it(depth: int, tmp_path: Path) -> None:
+    run = RecordedRun(limits(), depth=depth)
+    run.admit(prompt(9), 12, grammar="start: /[a-z]+/", request_id="held")
+    run.admit(prompt(7, 1), 12, n=2)
+    run.finish_all()
+    assert replay(open_recording(run.write(tmp_path))).is_equal
+    calls = open_recording(tmp_path).segments[0].calls()
+    asked = {call.request.request_id: call.request.params.grammar for call in calls if isinstance(call, Admit)}
+    assert asked == {"held": "-", "r1": ""}
+
+
+def test_durations_only_executors_replay(tmp_path: Path) -> None:
+    run = RecordedRun(limits(num_blocks=10), durations_only=True)
+    for number in range(5):
+        run.admit(9 + number, 7, block_keys=(bytes([number % 2]) * 16,))
+        run.steps(2)
+    run.finish_all()
+    assert replay(open_recording(run.write(tmp_path))).is_equal

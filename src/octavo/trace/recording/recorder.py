@@ -38,7 +38,7 @@ _CLOSED = "the engine was stopped"
 def prepare_folder(folder: Path) -> None:
     """Make the folder of a recording, and see that it can be written to. Raises ConfigError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         trial = folder / f".trial-{os.getpid()}"
         trial.write_bytes(b"octavo")
         trial.unlink()
@@ -199,7 +199,7 @@ class Recorder:
         while True:
             path = self._folder / f"{number:04d}{SUFFIX}"
             try:
-                self._file = path.open("xb")
+                self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
             except FileExistsError:  # another engine of the same server
                 number += 1
                 continue
