@@ -3,7 +3,7 @@
 Owns: the measurement: frames of a made-up engine are fed as a live engine's are, five times a second, while the page
 draws; a picture's cost is taking in what came since the last one, and drawing.
 Does not: time the browser's own layout and painting.
-Usage: python -m tools.dashboard_cost [--seconds 10]; needs playwright and Chromium (extra `browser`).
+Usage: python -m tools.dashboard_cost [--seconds 8] [--views steps plots]; needs the extra `browser` and Chromium.
 """
 
 import argparse
@@ -49,7 +49,7 @@ FEED = """async ([view, frames, seconds]) => {
 }"""
 
 
-def measure(page: Path, frames: list[dict[str, Any]], seconds: float) -> dict[str, dict[str, float]]:
+def measure(page: Path, frames: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Costs of each view."""
     from playwright.sync_api import sync_playwright
 
@@ -57,11 +57,11 @@ def measure(page: Path, frames: list[dict[str, Any]], seconds: float) -> dict[st
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         found = {}
-        for view in VIEWS:
+        for view in args.views:
             tab = browser.new_page(viewport={"width": 1280, "height": 800})
             tab.goto(page.as_uri())
             tab.wait_for_timeout(500)
-            found[view] = tab.evaluate(FEED, [view, frames, seconds])
+            found[view] = tab.evaluate(FEED, [view, frames, args.seconds])
             tab.close()
         browser.close()
     return found
@@ -70,18 +70,19 @@ def measure(page: Path, frames: list[dict[str, Any]], seconds: float) -> dict[st
 def main() -> int:
     """Measure and print; the last line is JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=10.0)
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--views", nargs="+", choices=VIEWS, default=VIEWS)
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         source, page = Path(folder) / "frames.jsonl", Path(folder) / "page.html"
         subprocess.run(
-            [sys.executable, "-m", "tools.sample_frames", str(source), "--running", RUNNING],
+            [sys.executable, "-m", "tools.sample_frames", str(source), "--running", RUNNING, "--steps", "700"],
             check=True,
             stdout=subprocess.DEVNULL,
         )
         frames = [json.loads(line) for line in source.read_text().splitlines()]
         write_page(frames[:1], page)
-        found = measure(page, frames, seconds)
+        found = measure(page, frames, args)
     print(f"{'view':8} {'pictures':>8} {'half':>8} {'95 %':>8} {'most':>8}   running waiting")
     for view, cost in found.items():
         numbers = f"{cost['number']:8.0f} {cost['half']:5.1f} ms {cost['p95']:5.1f} ms {cost['most']:5.1f} ms"
