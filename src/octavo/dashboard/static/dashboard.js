@@ -197,10 +197,12 @@ class Dashboard {
   /** Draw what is shown; the cost of it, with that of taking in what came since the last time, is kept. */
   render(began) {
     const view = this.view, name = this.shownView;
-    this.views[name].draw(view, this.palette, began);
+    const hasWritten = this.views[name].draw(view, this.palette, began) === true;
     this.scrub.draw(view, this.palette);
     this.#clock(view);
-    if (began - this.shownTotals > TOTALS_MS) {
+    const isDue = began - this.shownTotals > TOTALS_MS;
+    if (isDue && hasWritten) this.draw(); // one text a picture: the next one has the other
+    else if (isDue) {
       this.#totals(view);
       this.shownTotals = began;
     } else if (!this.later) this.later = setTimeout(() => { this.later = 0; this.draw(); }, TOTALS_MS); // words follow, too

@@ -45,9 +45,9 @@ export class Queue {
   draw(view) {
     const store = this.app.store, look = store.lookAt(store.queues, view.to);
     const key = `${look && look.t}|${this.by}|${this.isDown}|${this.app.filter}`;
-    if (key === this.shown) return;
+    if (key === this.shown) return false;
     this.shown = key;
-    if (!look) { this.note.textContent = "No look at the queue by this time."; this.body.replaceChildren(); this.reasons.replaceChildren(); return; }
+    if (!look) { this.note.textContent = "No look at the queue by this time."; this.body.replaceChildren(); this.reasons.replaceChildren(); return true; }
     this.#reasonBars(look);
     let rows = look.top.filter(([name, tenant, reason]) => this.app.matches(name, tenant, reason));
     if (this.by >= 0) {
@@ -58,6 +58,7 @@ export class Queue {
       + (look.top.length < look.total ? `; the first ${look.top.length} are here` : "")
       + (rows.length < look.top.length ? `, ${rows.length} of them match the filter.` : ".");
     syncChildren(this.body, rows, () => this.#newRow(), (row, each) => this.#fill(row, each));
+    return true;
   }
 
   #reasonBars(look) {

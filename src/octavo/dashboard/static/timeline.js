@@ -19,7 +19,7 @@ export class Timeline {
     const { surface } = this, { context } = surface, store = this.app.store;
     surface.clear(palette);
     const width = surface.width - GUTTER - 8, free = surface.height - AXIS;
-    if (width < 50 || free < 100) return; // it is not shown yet
+    if (width < 50 || free < 100) return false; // it is not shown yet
     const room = free - 62, tokens = 6 + Math.round(room * 0.42), time = tokens + 14 + Math.round(room * 0.32);
     const bands = {
       tokens: { top: 6, bottom: tokens }, time: { top: tokens + 14, bottom: time },
@@ -41,7 +41,10 @@ export class Timeline {
     context.restore();
     this.#labels(bands, palette);
     if (surface.pointer && surface.pointer.x >= GUTTER) this.#hover(view, palette, width, free);
-    if (now - this.renewed > TABLE_S * 1000) { this.#renewTable(view, palette, from, to); this.renewed = now; }
+    if (now - this.renewed <= TABLE_S * 1000) return false;
+    this.#renewTable(view, palette, from, to);
+    this.renewed = now;
+    return true;
   }
 
   #most() { return Math.max(1, this.app.store.head?.limits.max_batch_tokens || 1); }
