@@ -8,6 +8,7 @@ import subprocess
 import sys
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.core.harness import EOS, Run, limits, prompt
@@ -160,3 +161,16 @@ def show(digests: dict[str, str]) -> str:
 
 if __name__ == "__main__":
     print(show(table()))
+
+
+def test_a_digest_without_ids_tells_decisions_apart_and_nothing_else() -> None:
+    def run(first: int, length: int = 9, **fields: Any) -> list[list[bytes]]:
+        made = Run(limits(num_blocks=8))
+        for number in range(3):
+            made.admit(prompt(length, first + number), 6, ignore_eos=True, **fields)
+        made.finish()
+        return [[plan.digest(with_ids) for plan in made.plans] for with_ids in (True, False)]
+
+    (whole, decisions), (other, same) = run(0), run(50, temperature=0.7, seed=3)
+    assert decisions == same and whole != other and not {*whole} & {*decisions}
+    assert run(0, 10)[1] != decisions

@@ -193,6 +193,32 @@ def test_K02_a_request_known_by_length_hits_by_its_keys() -> None:
     run.check_end()
 
 
+def test_K02_keys_over_the_outputs_of_a_request_known_by_length_are_found_once_they_are_made() -> None:
+    run = Run(durations_only=True)
+    keys = tuple(bytes([number]) * 16 for number in range(6))
+    first = run.admit(9, 16, block_keys=keys)  # 25 tokens; the last is never computed
+    run.step()
+    early = run.admit(18, 1, block_keys=keys[:4])
+    run.steps(2)
+    assert cached(early) == 8  # what it is to generate cannot be found before
+    run.finish_all()
+    late = run.admit(25, 1, block_keys=keys)
+    run.finish_all()
+    assert cached(first) == 0 and cached(late) == 24
+    run.check_end()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_K02_choices_of_a_request_known_by_length_share_its_prompt_alone(caching: bool) -> None:
+    run = Run(limits(prefix_caching=caching, num_blocks=12), durations_only=True)
+    keys = tuple(bytes([number]) * 16 for number in range(6))
+    both = run.admit(9, 16, n=2, block_keys=keys)
+    run.until(lambda: len(both.choices[0].token_ids) > 8)
+    tables = [sequence.tables[0] for sequence in run.scheduler.state.requests["r0"].sequences]
+    assert tables[0][:2] == tables[1][:2] and not {*tables[0][2:]} & {*tables[1][2:]}
+    run.finish()
+
+
 def test_K02_scores_cap_the_match_before_the_first_position_asked_for() -> None:
     run = Run()
     serve(run, prompt(12))
