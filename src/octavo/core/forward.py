@@ -207,7 +207,8 @@ def forward(state: State, stretch: Stretch, num_steps: int, planned: float) -> N
             if step == last:
                 effects.edits.extend((row.slot, group, len(table), block))
             table.append(block)
-        cache.resize(row)
+        row.capacity += size
+        row.hot_end = min(row.capacity, row.limit - 1)
     cache.end_plan()
     _count(state, rows, num_steps)
     _look_at_head(state)

@@ -45,6 +45,9 @@ class Want(IntFlag):
     POOL = 4  # an embedding
 
 
+_SAMPLE, _SCORE, _POOL = (want.value for want in (Want.SAMPLE, Want.SCORE, Want.POOL))
+
+
 class Status(IntEnum):
     """Where a request stands."""
 
@@ -229,9 +232,10 @@ class RequestState:
         self.spare_slots: list[int] = []  # slots of beams that do not exist yet, or no longer
         self.has_several = request.params.num_sequences > 1 or request.params.beam_width > 0
         # Looked at for every row, and a flag of an enum costs ten times as much.
-        self.samples = bool(request.wants & Want.SAMPLE)
-        self.scores = bool(request.wants & Want.SCORE)
-        self.pools = bool(request.wants & Want.POOL)
+        wants = int(request.wants)
+        self.samples = bool(wants & _SAMPLE)
+        self.scores = bool(wants & _SCORE)
+        self.pools = bool(wants & _POOL)
         self.stop_ids: frozenset[int] = frozenset()
         self.ahead_ok = True
         self.may_draft = False

@@ -20,7 +20,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.planning import Planner
 from octavo.core.queues import rerank
-from octavo.core.request import FinishReason, Request, RequestState, Sequence, Want
+from octavo.core.request import FinishReason, Request, RequestState, Sequence
 from octavo.core.speculation import add_drafts, allows
 from octavo.core.state import State
 from octavo.core.statistics import Statistics, snapshot
@@ -67,7 +67,7 @@ class Scheduler:
         """One sequence per choice; a beam search begins with one."""
         request, params = entry.request, entry.request.params
         root = Sequence(entry, 0, self.state.cache.num_groups)
-        if request.wants & Want.SAMPLE:
+        if entry.samples:
             root.limit = min(root.num_prompt + entry.max_tokens, self.state.limits.max_model_len)
         else:
             root.limit = root.num_prompt + 1
