@@ -65,7 +65,7 @@ class Scheduler:
 
     def _make_sequences(self, entry: RequestState) -> None:
         """One sequence per choice; a beam search begins with one."""
-        request, params = entry.request, entry.request.params
+        params = entry.request.params
         root = Sequence(entry, 0, self.state.cache.num_groups)
         if entry.samples:
             root.limit = min(root.num_prompt + entry.max_tokens, self.state.limits.max_model_len)
