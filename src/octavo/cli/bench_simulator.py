@@ -70,8 +70,11 @@ def run(args: argparse.Namespace) -> int:
         }
         if cost.checked:
             told["both ways equal"] = f"{cost.checked:,} requests"
-        title = f"{MODEL} on {args.replicas} x {DEVICE}, lengths {LENGTHS}, {args.rate:g} requests/s each"
-        show_facts(Console(width=110), title, told)
+        asked = {
+            "model, device": f"{MODEL}, {args.replicas} x {DEVICE}",
+            "workload": f"lengths {LENGTHS}, {args.rate:g} requests/s each",
+        }
+        show_facts(Console(width=110), "simulator", {**asked, **told})
     facts = {"bench": "simulator", "python": platform.python_version(), "setting": asdict(setting)}
     print(json.dumps({**facts, "cost": cost.as_dict()}))
     return 0
