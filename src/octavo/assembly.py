@@ -26,6 +26,7 @@ from octavo.engine.async_llm import AsyncEngine
 from octavo.engine.biographies import write_biographies
 from octavo.engine.clock import MonotonicClock
 from octavo.engine.grammars import Grammars
+from octavo.engine.limits import configured_limits, read_tenant_weights
 from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
 from octavo.engine.offline import OfflineEngine
@@ -210,45 +211,21 @@ def executor_spec(config: Config, device: str) -> ExecutorSpec:
 
 def limits(config: Config, capacity: Capacity, device: str) -> Limits:
     """The scheduler's numbers for an opened executor."""
-    scheduling, cache, speculation = config.scheduling, config.cache, config.speculation
-    return Limits(
+    speculation = config.speculation
+    sizes = Limits(
         block_size=capacity.block_size,
         num_blocks=capacity.num_blocks,
         max_model_len=capacity.max_model_len,
         vocab_size=capacity.vocab_size,
-        max_batch_tokens=scheduling.max_batch_tokens or DEVICE_DEFAULTS[device][0],
+        max_batch_tokens=config.scheduling.max_batch_tokens or DEVICE_DEFAULTS[device][0],
         max_sequences=capacity.num_slots,
         groups=capacity.groups,
-        policy=find_policy(scheduling.policy),
-        headroom=scheduling.headroom,
-        chunked_prefill=scheduling.chunked_prefill,
-        max_partial_prefills=scheduling.max_partial_prefills,
-        long_prefill_threshold=scheduling.long_prefill_threshold,
-        prefix_caching=cache.enable_prefix_caching,
-        block_sharing=cache.block_sharing,
-        max_kv_read=scheduling.max_kv_read,
-        max_bypass=scheduling.max_bypass,
-        preemption=cache.preemption,
         host_blocks=capacity.host_blocks,
-        host_load_min_tokens=cache.host_load_min_tokens,
-        separate_modalities=scheduling.separate_modalities,
-        composition=scheduling.composition,
-        max_prefill_run=scheduling.max_prefill_run,
         max_draft_tokens=speculation.speculate_max_tokens if speculation.speculate == "ngram" else 0,
         max_draft_rows=speculation.speculate_max_rows,
-        tenant_weights=tuple(_tenant_weight(spelled) for spelled in config.serving.tenant_weight),
+        tenant_weights=read_tenant_weights(config.serving.tenant_weight),
     )
-
-
-def _tenant_weight(spelled: str) -> tuple[str, float]:
-    """Read TENANT=WEIGHT. Raises ConfigError."""
-    tenant, is_pair, weight = spelled.rpartition("=")
-    try:
-        if is_pair and tenant:
-            return tenant, float(weight)
-    except ValueError:
-        pass
-    raise ConfigError(f"--tenant-weight is {spelled!r}; give TENANT=WEIGHT, such as batch=0.5")
+    return configured_limits(config.scheduling, config.cache, find_policy(config.scheduling.policy), sizes)
 
 
 def config_from(model: str, values: dict[str, Any]) -> Config:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
-from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.engine.step_times import StepTimes
@@ -19,7 +17,7 @@ from octavo.trace.frames.sink import MAX_STEPS, FrameSink, Window
 from octavo.trace.frames.spool import Spool
 from octavo.trace.perfetto import MAX_TRACKS, Clip, PerfettoSink, Place, TraceFile
 from octavo.trace.recording import Header, Recording, ReplayReport, replay
-from octavo.trace.sink import EventSink
+from octavo.trace.sink import EventSink, Several
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class _Watching:
                 scheduler, self._clip.write, times=self.times, max_tracks=1 << 40, place=place
             )  # the clip bounds them: tracks outside the window are none
             sinks.append(self._trace)
-        return _Both(sinks)
+        return Several(sinks)
 
     def end(self, views: Views) -> None:
         """Finish the last segment's."""
@@ -129,25 +127,3 @@ class _Watching:
             self._num_cut += self._frames.num_cut
         if self._trace is not None:
             self._trace.end()
-
-
-class _Both:
-    """Tells each of them."""
-
-    def __init__(self, sinks: list[EventSink]) -> None:
-        self._sinks = sinks
-
-    def admitted(self, request: Request) -> None:
-        """A request was taken."""
-        for sink in self._sinks:
-            sink.admitted(request)
-
-    def decided(self, decisions: tuple[Event, ...]) -> None:
-        """Decisions, each exactly once."""
-        for sink in self._sinks:
-            sink.decided(decisions)
-
-    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """A plan was committed."""
-        for sink in self._sinks:
-            sink.stepped(plan, outcome, events)

@@ -20,6 +20,7 @@ from octavo.cli.simulate_search import add_search_arguments, run_search
 from octavo.cli.simulate_watchers import Watchers
 from octavo.config import Config
 from octavo.core.limits import Limits
+from octavo.engine.limits import read_tenant_weights
 from octavo.errors import ConfigError
 from octavo.settings import Resolved
 from octavo.simulator.arrival import Arrival
@@ -225,7 +226,7 @@ def _limits(
     names = [name.strip() for name in scheduling.policy.split(",")]
     if len(names) > MAX_POLICIES or len(names) != len({*names}):
         raise UsageError(f"--policy is {scheduling.policy!r}; give each of at most {MAX_POLICIES} once")
-    weights = tuple(map(_read_weight, args.tenant_weight))
+    weights = read_tenant_weights(args.tenant_weight)
     made = [
         blueprint.limits(replace(scheduling, policy=name), resolved.config.cache, given, args.max_model_len)
         for name in names
@@ -340,13 +341,3 @@ def _read_failure(text: str) -> Failure:
     except ValueError:
         pass
     raise UsageError(f"--fail is {text!r}; give REPLICA@SECONDS+SECONDS, as in 0@60+30, or without + for ever")
-
-
-def _read_weight(text: str) -> tuple[str, float]:
-    tenant, equals, weight = text.rpartition("=")
-    try:
-        if equals and tenant:
-            return tenant, float(weight)
-    except ValueError:
-        pass
-    raise UsageError(f"--tenant-weight is {text!r}; give TENANT=WEIGHT, such as batch=0.5")

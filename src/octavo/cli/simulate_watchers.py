@@ -5,8 +5,6 @@ Owns: making the sinks for that replica alone, and writing what they saw. Does n
 
 from __future__ import annotations
 
-from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
-from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.errors import ConfigError
@@ -14,7 +12,7 @@ from octavo.trace.frames.encode import Frame, Source
 from octavo.trace.frames.sink import FrameSink
 from octavo.trace.frames.spool import Spool
 from octavo.trace.perfetto import PerfettoSink, TraceFile
-from octavo.trace.sink import EventSink
+from octavo.trace.sink import EventSink, Several
 
 
 class Watchers:
@@ -46,7 +44,7 @@ class Watchers:
                 raise _unwritable(self._perfetto, error) from None
             self._trace = file, PerfettoSink(scheduler, file.write)
             sinks.append(self._trace[1])
-        return _Several(sinks)
+        return Several(sinks)
 
     def write(self) -> list[str]:
         """Write what was seen, once the simulation is over; returns what of it was left out."""
@@ -70,28 +68,6 @@ class Watchers:
     def _keep(self, frame: Frame) -> None:
         self._num_cut = frame.get("cut", 0)  # the last frame says it
         self._frames.write(frame)
-
-
-class _Several:
-    """Tells each of them."""
-
-    def __init__(self, sinks: list[EventSink]) -> None:
-        self._sinks = sinks
-
-    def admitted(self, request: Request) -> None:
-        """A request was taken."""
-        for sink in self._sinks:
-            sink.admitted(request)
-
-    def decided(self, decisions: tuple[Event, ...]) -> None:
-        """Decisions were made."""
-        for sink in self._sinks:
-            sink.decided(decisions)
-
-    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """A plan was committed."""
-        for sink in self._sinks:
-            sink.stepped(plan, outcome, events)
 
 
 def _unwritable(path: str, error: OSError) -> ConfigError:

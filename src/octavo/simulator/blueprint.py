@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from octavo.config import CacheConfig, SchedulingConfig
 from octavo.core.limits import Limits
+from octavo.engine.limits import configured_limits
 from octavo.errors import ConfigError
 from octavo.plugins import find_policy
 from octavo.simulator.costs import Hardware
@@ -89,28 +90,16 @@ def _from_hardware(
         raise ConfigError(
             f"--max-model-len is {length}; {hardware.model.name} has positions for {hardware.model.max_model_len}"
         )
-    return Limits(
+    sizes = Limits(
         block_size=cache.block_size,
         num_blocks=(_num_blocks(hardware, cache, max_batch_tokens),),
         max_model_len=length,
         vocab_size=hardware.model.vocab_size,
         max_batch_tokens=max_batch_tokens,
         max_sequences=scheduling.max_sequences or sequences,
-        policy=find_policy(scheduling.policy),
-        headroom=scheduling.headroom,
-        chunked_prefill=scheduling.chunked_prefill,
-        max_partial_prefills=scheduling.max_partial_prefills,
-        long_prefill_threshold=scheduling.long_prefill_threshold,
-        prefix_caching=cache.enable_prefix_caching,
-        block_sharing=cache.block_sharing,
-        max_kv_read=scheduling.max_kv_read,
-        max_bypass=scheduling.max_bypass,
-        preemption=cache.preemption,
         host_blocks=_host_blocks(hardware, cache),
-        host_load_min_tokens=cache.host_load_min_tokens,
-        composition=scheduling.composition,
-        max_prefill_run=scheduling.max_prefill_run,
     )
+    return configured_limits(scheduling, cache, find_policy(scheduling.policy), sizes)
 
 
 def describe(blueprint: Blueprint, limits: Limits) -> dict[str, str]:

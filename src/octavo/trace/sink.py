@@ -1,10 +1,11 @@
 """Whoever watches a scheduler at work: a live engine's, a replayed recording's, a simulation's.
 
-Owns: the protocol. Does not: keep a failing watcher from disturbing a step (engine.instruments does).
+Owns: the protocol, and telling several. Does not: keep one that fails from disturbing a step (engine.instruments does).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
@@ -25,3 +26,25 @@ class EventSink(Protocol):
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
         """A plan was committed."""
         ...
+
+
+class Several:
+    """Tells each of several sinks. One that fails ends what drives it: a replay or a simulation, not an engine."""
+
+    def __init__(self, sinks: Sequence[EventSink]) -> None:
+        self._sinks = sinks
+
+    def admitted(self, request: Request) -> None:
+        """A request was taken."""
+        for sink in self._sinks:
+            sink.admitted(request)
+
+    def decided(self, decisions: tuple[Event, ...]) -> None:
+        """Decisions, each exactly once."""
+        for sink in self._sinks:
+            sink.decided(decisions)
+
+    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        """A plan was committed."""
+        for sink in self._sinks:
+            sink.stepped(plan, outcome, events)
