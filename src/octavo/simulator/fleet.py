@@ -19,8 +19,9 @@ from octavo.simulator.arrival import Arrival
 from octavo.simulator.outcomes import NEVER
 from octavo.simulator.replica import Replica
 from octavo.simulator.routers import create_router
-from octavo.simulator.run import Run, Samples, Setup
+from octavo.simulator.setup import Setup
 from octavo.simulator.tally import Open, Tally
+from octavo.simulator.totals import Run, Samples
 
 LOOK_EVERY = 1024  # events between two looks at whether to give up
 _FAILURE, _ARRIVAL, _REPLICA = 0, 1, 2

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from octavo.errors import ConfigError
 from octavo.simulator.outcomes import NEVER, Outcomes
-from octavo.simulator.run import Run
 from octavo.simulator.summary import METRICS, OBJECTIVES, POINTS, Facts, summarise
 from octavo.simulator.tally import Open, Tally
+from octavo.simulator.totals import Run
 
 STATISTICS = ("mean", *(f"p{point}" for point in POINTS), "max")
 DEFAULT_SHARE = 0.99  # of requests that meet the bounds on each, where no goodput is said

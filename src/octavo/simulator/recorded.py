@@ -17,7 +17,7 @@ from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import StepShape
 from octavo.simulator.outcomes import NEVER, Outcomes
-from octavo.simulator.run import ReplicaTotals, Run
+from octavo.simulator.totals import ReplicaTotals, Run
 from octavo.trace.recording import RecordedRequest, RecordedStep, Recording, arrivals, steps
 from octavo.trace.recording.calls import Admit, Plan
 

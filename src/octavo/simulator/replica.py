@@ -20,8 +20,9 @@ from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
 from octavo.simulator.cruise import ALONE, Cruise, Pace
 from octavo.simulator.requests import make_request
-from octavo.simulator.run import ReplicaTotals, Samples, Setup
+from octavo.simulator.setup import Setup
 from octavo.simulator.tally import Open, Tally
+from octavo.simulator.totals import ReplicaTotals, Samples
 
 MIN_TURNS = 1  # steps together that are worth it
 MIN_WAIT_S = 0.001  # as in engine.loop: an empty plan waits at least this long

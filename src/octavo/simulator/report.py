@@ -13,9 +13,9 @@ from typing import Any
 
 from octavo.simulator import plots, series
 from octavo.simulator.plots import DARK, LIGHT, RULES, Chart, Line, palette
-from octavo.simulator.run import ReplicaTotals, Run
 from octavo.simulator.series import Points
 from octavo.simulator.summary import METRICS, Columns, Facts
+from octavo.simulator.totals import ReplicaTotals, Run
 
 MAX_TENANT_LINES = 8
 MAX_ROWS = 64

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from octavo.simulator.outcomes import NEVER
-from octavo.simulator.run import Run
 from octavo.simulator.summary import Columns
+from octavo.simulator.totals import Run
 
 NUM_BUCKETS = 160
 NUM_QUANTILES = 200

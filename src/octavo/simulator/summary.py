@@ -17,7 +17,7 @@ import numpy as np
 
 from octavo.core.request import FinishReason
 from octavo.simulator.outcomes import NEVER, Outcomes
-from octavo.simulator.run import Run
+from octavo.simulator.totals import Run
 
 POINTS = (50, 90, 95, 99)
 METRICS = ("ttft", "tpot", "e2e", "queue")
