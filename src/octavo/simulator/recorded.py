@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
+from octavo.core.plan import StepPlan
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import ConfigError
@@ -51,9 +52,11 @@ def recorded_run(recording: Recording) -> Run:
     totals.requests = len(requests)
     totals.failures = len(recording.segments) - 1
     for step in steps(recording):
-        totals.busy_s += _device_s(step)
+        begun = step.plan.now if step.free_from is None else max(step.plan.now, step.free_from)
+        end = step.collected if _uses_device(step.plan) else begun
+        totals.busy_s += end - begun
         if step.next_plan is not None:
-            totals.host_s += step.next_plan - step.collected
+            totals.host_s += step.next_plan - end
     outcomes = _outcomes(requests)
     return Run(outcomes, [totals], max(outcomes.ends, default=0.0))
 
@@ -97,10 +100,9 @@ def _outcomes(requests: list[RecordedRequest]) -> Outcomes:
     return out
 
 
-def _device_s(step: RecordedStep) -> float:
-    """Seconds of a step on the device, as a simulation counts them."""
-    begun = step.plan.now if step.free_from is None else max(step.plan.now, step.free_from)
-    return step.collected - begun
+def _uses_device(plan: StepPlan) -> bool:
+    """Whether a simulation has the device work for a plan; telling an executor who ended is the host's."""
+    return bool(plan.slots or plan.copies or plan.swap_outs or plan.host_loads)
 
 
 class RecordedCosts:
@@ -118,10 +120,10 @@ class RecordedCosts:
                 begun = max(begun, snap(step.free_from, origin))
             end = snap(step.collected, origin)
             after = end if step.next_plan is None else snap(step.next_plan, origin)
-            if plan.slots or plan.copies or plan.swap_outs or plan.host_loads:
+            if _uses_device(plan):
                 self._device.append(end - begun)
                 self._host.append(after - end)
-            else:  # a simulation takes no time for such a step but the host's
+            else:
                 self._host.append(after - begun)
 
     def step_s(self, shape: StepShape) -> float:
