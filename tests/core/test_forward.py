@@ -9,13 +9,13 @@ from collections import deque
 from typing import Any
 
 import pytest
+from tests.core.random_config import BUILT_IN
 from tests.core.state_digest import state_digest, state_lines
 
 from octavo.core import invariants
 from octavo.core.forward import end_rows, forward, look_ahead
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, StepPlan, StepResult
-from octavo.core.policy import POLICIES
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 
@@ -133,7 +133,7 @@ def check_equal(engine: Engine, twin: Engine, when: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", BUILT_IN)
 def test_steps_made_as_one_lead_to_the_state_of_steps_made_one_by_one(policy: str, depth: int) -> None:
     twins = Twins()
     for seed in range(3):

@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.core.random_config import BUILT_IN
 from tests.simulator.fakes import LinearCosts, check_whole, columns, limits, workload
 
-from octavo.core.policy import POLICIES
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.outcomes import NEVER
@@ -40,7 +40,7 @@ def test_a_fleet_serves_everybody_alike_with_steps_forwarded_or_not(router: str)
         assert sum(totals.failures for totals in fast.replicas) == 4
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", BUILT_IN)
 def test_who_was_on_a_replica_that_dies_goes_on_elsewhere_with_what_it_was_given(policy: str) -> None:
     arrivals = [Arrival(0.0, 10, 30), Arrival(0.001, 10, 30)]
     setup = replace(SETUP, limits=limits(policy=policy), replicas=2, failures=(Failure(0, 0.1, None),))

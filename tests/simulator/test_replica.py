@@ -7,10 +7,10 @@ from collections import deque
 from typing import Any
 
 import pytest
+from tests.core.random_config import BUILT_IN
 from tests.simulator.fakes import ConstantCosts, Digests, LinearCosts, columns, limits, workload
 
 from octavo.core.plan import Events, StepFailure, StepPlan, StepResult
-from octavo.core.policy import POLICIES
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
@@ -88,7 +88,7 @@ def serve(arrivals: list[Arrival], setup: Setup) -> Digests:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", BUILT_IN)
 @pytest.mark.parametrize("costs", [ConstantCosts(), ConstantCosts(0.013, 0.002), LinearCosts()], ids=["s", "sh", "l"])
 def test_the_simulator_makes_the_plans_of_the_real_loop_at_its_times(policy: str, depth: int, costs: CostModel) -> None:
     arrivals = workload(60, rate=40.0, seed=depth)
@@ -112,7 +112,7 @@ def test_the_simulator_makes_the_plans_of_the_real_loop_at_its_times(policy: str
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", BUILT_IN)
 def test_steps_forwarded_together_lead_to_the_same_outcome(policy: str, depth: int) -> None:
     for seed, rate in enumerate((5.0, 40.0)):
         arrivals = workload(50, rate=rate, seed=seed)
