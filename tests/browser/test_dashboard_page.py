@@ -147,7 +147,7 @@ def test_I06_the_timeline_draws_steps_and_tells_their_numbers(page: Page, record
     assert pixels(page, "#timeline") > 5
     page.evaluate("octavo.span = 0.5; octavo.draw()")
     told = point(page, "#timeline", 0.7, 0.5)
-    number = int(re.search(r"step (\d+)", told)[1])  # type: ignore[index]
+    (number,) = map(int, re.findall(r"step (\d+)", told)[:1])
     step = next(step for step in recorded.steps if step["n"] == number)
     assert re.search(rf"decode tokens\s+{step['tok'][1]}\b", told) and "forward" in told
     page.mouse.move(5, 5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -222,7 +221,10 @@ def test_S20_the_verb_answers_over_a_live_loop() -> None:
     clock = ManualClock()
     executor = GatedExecutor()
     with Harness(executor, limits=make_limits(max_sequences=1), clock=clock) as harness:
-        ask: Callable[[str], Any] = lambda name: harness.ask(harness.loop.control, "explain", name)  # noqa: E731
+
+        def ask(name: str) -> Any:
+            return harness.ask(harness.loop.control, "explain", name)
+
         executor.gate.clear()
         harness.submit(make_request("a", max_tokens=3))
         harness.wait(lambda: executor.reached.is_set())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.core.random_config import BUILT_IN
@@ -110,15 +111,16 @@ def test_sharing_prefixes_pays_where_the_router_knows_them() -> None:
 
 
 def test_a_setup_or_workload_that_cannot_be_is_refused_by_name() -> None:
-    for changes, word in (
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"depth": 3}, "depth"),
         ({"replicas": 0}, "replicas"),
         ({"failures": (Failure(3, 1.0),)}, "replica 3"),
         ({"failures": (Failure(0, -1.0),)}, "-1.0"),
         ({"others": ((7, ReplicaSetup(limits(), LinearCosts())),)}, "replica 7"),
-    ):
+    )
+    for changes, word in wrong:
         with pytest.raises(ConfigError, match=word):
-            replace(SETUP, **changes)  # type: ignore[arg-type]
+            replace(SETUP, **changes)
     with pytest.raises(ConfigError, match="least_loaded"):
         simulate([], replace(SETUP, router="nearest"))
     with pytest.raises(ConfigError, match="sort it"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.simulator.fakes import LinearCosts, limits, workload
@@ -18,8 +19,8 @@ ARRIVALS = workload(100, rate=120.0, seed=4)
 SETUP = Setup(limits(), LinearCosts(), router="least_loaded")
 
 
-def question(goals: str, **changes: object) -> Question:
-    return replace(Question(lambda: ARRIVALS, len(ARRIVALS), SETUP, read_goals(goals), price=2.5), **changes)  # type: ignore[arg-type]
+def question(goals: str, **changes: Any) -> Question:
+    return replace(Question(lambda: ARRIVALS, len(ARRIVALS), SETUP, read_goals(goals), price=2.5), **changes)
 
 
 def reaches(goals: Goals, replicas: int) -> bool:

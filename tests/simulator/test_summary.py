@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,9 +53,9 @@ def random_outcomes(seed: int, count: int) -> Outcomes:
     return outcomes(*rows, tenants=tuple(f"t{rng.randrange(3)}" for _ in rows))
 
 
-def run_of(out: Outcomes, **totals: float) -> Run:
+def run_of(out: Outcomes, **totals: Any) -> Run:
     """A run of one replica."""
-    return Run(out, [ReplicaTotals(**totals)], max(out.ends))  # type: ignore[arg-type]
+    return Run(out, [ReplicaTotals(**totals)], max(out.ends))
 
 
 def slow_percentile(values: list[float], point: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 from octavo.config import CacheConfig, SchedulingConfig
 from octavo.core.limits import Limits
@@ -64,7 +65,7 @@ def _changed(
             raise ConfigError(
                 f"{name} is of a model and a device, and the fit knows neither; give --model and --device"
             )
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     for part in (scheduling, cache):
         for name in given:
             field = _RENAMED.get(name, name)
@@ -77,7 +78,7 @@ def _changed(
         changes["num_blocks"] = (cache.num_blocks or max(1, (cache.kv_cache_tokens or 0) // limits.block_size),)
     if max_model_len is not None:
         changes["max_model_len"] = max_model_len
-    return replace(limits, **changes)  # type: ignore[arg-type]
+    return replace(limits, **changes)
 
 
 def _from_hardware(

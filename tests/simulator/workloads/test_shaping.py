@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,9 @@ from octavo.simulator.workloads.shaping import shape
 from octavo.simulator.workloads.source import Notes
 
 
-def run(arrivals: list[Arrival], notes: Notes | None = None, **shaping: object) -> list[Arrival]:
+def run(arrivals: list[Arrival], notes: Notes | None = None, **shaping: Any) -> list[Arrival]:
     """Shape a list."""
-    return list(shape(iter(arrivals), Shaping(**shaping), notes or Notes()))  # type: ignore[arg-type]
+    return list(shape(iter(arrivals), Shaping(**shaping), notes or Notes()))
 
 
 def at(*times: float) -> list[Arrival]:

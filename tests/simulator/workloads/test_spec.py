@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,9 +98,9 @@ def test_mistakes_are_named_with_a_remedy(text: str, words: str) -> None:
     ("field", "value"),
     [("rate_scale", 0), ("start", -1), ("end", 0), ("limit", 0), ("max_len", 1), ("too_long", "cut")],
 )
-def test_a_shaping_that_makes_no_sense_is_refused(field: str, value: object) -> None:
+def test_a_shaping_that_makes_no_sense_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{field} is {value!r}; give"):
-        Shaping(**{field: value})  # type: ignore[arg-type]
+        Shaping(**{field: value})
 
 
 def test_numbers_are_written_as_settings_are() -> None:

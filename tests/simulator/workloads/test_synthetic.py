@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice, pairwise
 from statistics import fmean, pstdev
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,9 @@ from octavo.simulator.arrival import Arrival
 from octavo.simulator.workloads import Shaping, open_workload
 
 
-def take(text: str | list[str], **shape: object) -> list[Arrival]:
+def take(text: str | list[str], **shape: Any) -> list[Arrival]:
     """All arrivals of a workload."""
-    return list(open_workload(text, Shaping(**shape)))  # type: ignore[arg-type]
+    return list(open_workload(text, Shaping(**shape)))
 
 
 def gaps(arrivals: list[Arrival]) -> list[float]:
