@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo import settings
 from octavo.artifacts.model_spec import ModelSpec, read_model_spec
@@ -24,7 +24,7 @@ from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.async_llm import AsyncEngine
 from octavo.engine.biographies import write_biographies
-from octavo.engine.clock import MonotonicClock
+from octavo.engine.clock import Clock, MonotonicClock
 from octavo.engine.grammars import Grammars
 from octavo.engine.limits import configured_limits, read_tenant_weights
 from octavo.engine.local_client import LocalClient
@@ -40,14 +40,13 @@ from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, MemoryPl
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.plugins import find_policy
-from octavo.simulator.costs.drift import DriftSink
-from octavo.simulator.costs.fitted import load_fit
 from octavo.text.scripted_text import ScriptedText
 from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
-from octavo.trace.recording import Header
-from octavo.trace.recording.recorded_scheduler import RecordedScheduler
-from octavo.trace.recording.recorder import Recorder, open_recorder
+
+if TYPE_CHECKING:
+    from octavo.simulator.costs.drift import DriftSink
+    from octavo.trace.recording.recorder import Recorder
 
 # By kind of device: tokens in a step, sequences.
 DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}
@@ -99,16 +98,15 @@ def open_engine(
     Raises ConfigError, CapacityError, ModelFileError.
     """
     find_policy(config.scheduling.policy)  # before the model is loaded for nothing
-    drift = None if config.statistics.drift_baseline is None else DriftSink(load_fit(config.statistics.drift_baseline))
+    drift = _read_baseline(config)
     files = files or find_files(config)
     # An OpenMP library keeps a team of threads for each thread that ever used it, and stops spinning altogether
     # when there are more of them than cores: steps were a fifth slower. So what opens the executor ends here.
     with ThreadPoolExecutor(1, "octavo-open") as pool:
         executor, device, capacity = pool.submit(_open_executor, config, files, is_own_process).result()
     sizes = limits(config, capacity, device)
-    recorder = _open_recorder(config, sizes, capacity)
     clock = MonotonicClock()
-    scheduler = Scheduler(sizes) if recorder is None else RecordedScheduler(sizes, recorder.put, clock.now)
+    scheduler, recorder = _open_scheduler(config, sizes, capacity, clock)
     load = load_tokenizer or partial(_load_tokenizer, config, files)
     vocabulary = Vocabulary(load, capacity.vocab_size)
     grammars = Grammars(GrammarBank(vocabulary)) if capacity.has_masks else Grammars()
@@ -125,10 +123,26 @@ def open_engine(
     return loop, capacity
 
 
-def _open_recorder(config: Config, sizes: Limits, capacity: Capacity) -> Recorder | None:
-    """A recorder, if one is asked for. Raises ConfigError."""
-    if config.recording.record is None:
+def _read_baseline(config: Config) -> DriftSink | None:
+    """What steps are compared with, if anything. Raises ConfigError."""
+    if config.statistics.drift_baseline is None:
         return None
+    from octavo.simulator.costs.drift import DriftSink  # as below: a tenth of a cold start where nobody asks for it
+    from octavo.simulator.costs.fitted import load_fit
+
+    return DriftSink(load_fit(config.statistics.drift_baseline))
+
+
+def _open_scheduler(
+    config: Config, sizes: Limits, capacity: Capacity, clock: Clock
+) -> tuple[Scheduler, Recorder | None]:
+    """A scheduler, and what records its calls if that is asked for. Raises ConfigError."""
+    if config.recording.record is None:
+        return Scheduler(sizes), None
+    from octavo.trace.recording import Header
+    from octavo.trace.recording.recorded_scheduler import RecordedScheduler
+    from octavo.trace.recording.recorder import open_recorder
+
     kept = ("cache", "scheduling", "execution", "speculation")
     values = {
         setting.key: getattr(getattr(config, setting.part), setting.name)
@@ -142,7 +156,8 @@ def _open_recorder(config: Config, sizes: Limits, capacity: Capacity) -> Recorde
         device=capacity.device,
         settings={key: value for key, value in values.items() if value is not None},
     )
-    return open_recorder(config.recording, header, MonotonicClock().now)
+    recorder = open_recorder(config.recording, header, clock.now)
+    return RecordedScheduler(sizes, recorder.put, clock.now), recorder
 
 
 def _load_tokenizer(config: Config, files: ModelFiles) -> Tokenizer:
