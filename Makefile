@@ -16,7 +16,7 @@ QUICK_FIGURES = $(abspath $(VENV))/reliability-quick.jsonl
 # One thread in tests: two-thread regions stall when the machine is shared.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup run serve test test-all reliability browser lint docs site browser clients bench wheel clean
+.PHONY: setup run serve test test-all reliability lint docs site browser clients bench wheel clean
 
 setup: $(STAMP)
 

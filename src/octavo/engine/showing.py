@@ -5,17 +5,14 @@ Owns: the wiring. Does not: make frames (trace.frames), or let one that cannot b
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
-from octavo.errors import EngineError
+from octavo.engine.verbs import guarded
 from octavo.trace.frames.encode import Source
 from octavo.trace.frames.ring import FrameRing
-
-_LOG = logging.getLogger(__name__)
 
 
 def show(loop: EngineLoop, scheduler: Scheduler, model: str, device: str = "") -> FrameRing:
@@ -25,13 +22,6 @@ def show(loop: EngineLoop, scheduler: Scheduler, model: str, device: str = "") -
         scheduler, Source("live", model, began, secrets.token_hex(4), device), loop.clock.now, loop.step_times
     )
 
-    def frames(cursor: str) -> object:
-        try:
-            return ring.poll(cursor)
-        except Exception as error:  # the instrument shell
-            _LOG.exception("frames cannot be made")
-            return EngineError(f"frames cannot be made: {type(error).__name__}: {error}")
-
     loop.watch(ring)
-    loop.verbs["frames"] = frames
+    loop.verbs["frames"] = guarded("frames", lambda cursor: ring.poll(cursor))
     return ring

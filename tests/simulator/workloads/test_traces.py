@@ -228,7 +228,7 @@ def test_a_bench_workloads_equal_prompts_share_their_keys(tmp_path: Path) -> Non
 )
 def test_K03_mooncakes_hit_rates_come_out_of_the_reader(num_blocks: int, rate: float) -> None:
     path = public_file("mooncake/conversation_trace.jsonl.gz")
-    keys = [[key.to_bytes(16, "little") for key in one.keys] for one in read("mooncake", path, ",round=up")]  # type: ignore[union-attr]
+    keys = [[int(key).to_bytes(16, "little") for key in one.keys] for one in read("mooncake", path, ",round=up")]
     found, asked = replay(keys, num_blocks)
     assert round(found / asked, 3) == rate
 
