@@ -56,7 +56,7 @@ CORE_LIBRARY = {
 }  # fmt: skip
 CORE_BANNED_CALLS = {"open", "print", "input", "eval", "exec", "compile", "__import__", "hash", "id", "globals"}
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 6
 MAX_DOCSTRING_LINES = 12
