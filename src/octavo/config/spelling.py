@@ -1,0 +1,67 @@
+"""Which known name a misspelled word means, and the message about an unknown word.
+
+Owns: the distance, its cutoff, the words of the message. Does not: know any names (callers pass them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_EDIT_SHARE = 3  # one edit for this many characters
+_MAX_EDITS = 3
+_MIN_PREFIX = 4
+_LISTED = 12  # names that a message lists where none is near
+
+
+def near_names(word: str, names: Iterable[str], most: int = 2) -> list[str]:
+    """Return the names that `word` probably means, best first: few typing errors, other word order, or an abbreviation.
+
+    Case, leading dashes, and `_` for `-` do not count. An abbreviation of more than `most` names means none of them.
+    """
+    folded = _fold(word)
+    exact, typed, begun = [], [], []
+    for name in dict.fromkeys(names):
+        known = _fold(name)
+        if sorted(known.split("-")) == sorted(folded.split("-")):
+            exact.append(name)
+        elif (distance := _distance(folded, known)) <= min(_MAX_EDITS, len(folded) // _EDIT_SHARE):
+            typed.append((distance, name))
+        elif min(len(folded), len(known)) >= _MIN_PREFIX and (known.startswith(folded) or folded.startswith(known)):
+            begun.append(name)
+    typed.sort(key=lambda pair: pair[0])
+    least = typed[0][0] if typed else 0
+    near = exact or [name for distance, name in typed if distance == least]
+    return (near or (begun if len(begun) <= most else []))[:most]
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return "did you mean 'x'?", or "" when no name is near."""
+    near = near_names(word, names)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def unknown(kind: str, word: str, names: Iterable[str], remedy: str = "") -> str:
+    """Return the message about an unknown word: what it is, then the near name, else `remedy`, else the names."""
+    names = list(dict.fromkeys(names))
+    listed = f"give one of {', '.join(names)}" if 0 < len(names) <= _LISTED else ""
+    end = did_you_mean(word, names) or remedy or listed
+    return f"unknown {kind} {word!r}" + (f"; {end}" if end else "")
+
+
+def _fold(word: str) -> str:
+    return word.lstrip("-").replace("_", "-").lower()
+
+
+def _distance(first: str, second: str) -> int:
+    """Return the number of insertions, deletions, substitutions and swaps of neighbours between two words."""
+    before: list[int] = []
+    last = list(range(len(second) + 1))
+    for i, a in enumerate(first, 1):
+        row = [i]
+        for j, b in enumerate(second, 1):
+            cost = min(last[j] + 1, row[-1] + 1, last[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == second[j - 2] and b == first[i - 2]:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before, last = last, row
+    return last[-1]
