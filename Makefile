@@ -16,7 +16,7 @@ QUICK_FIGURES = $(abspath $(VENV))/reliability-quick.jsonl
 # One thread in tests: two-thread regions stall when the machine is shared.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup run serve test test-all reliability lint docs site browser clients bench wheel clean
+.PHONY: setup run serve test test-slow test-all first-steps reliability lint docs site browser clients bench wheel clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,14 @@ test: lint
 	rm -f $(QUICK_FIGURES)
 	SCORECARD_FILE=$(QUICK_FIGURES) $(ONE_THREAD) $(PYTHON) -m pytest -q -n 2 --dist loadfile -m 'not slow' --durations=10 $(PYTEST_FLAGS)
 
+# What `make test` leaves out: every exactness combination, the first steps, the pages, the wheel, real workloads.
+test-slow: lint
+	$(ONE_THREAD) $(PYTHON) -m pytest -q -n 2 --dist loadfile -m slow --durations=10 $(PYTEST_FLAGS)
+
+# Every command of docs/first-steps.md, run as it is written.
+first-steps: setup
+	$(ONE_THREAD) $(PYTHON) -m pytest -q tests/test_first_steps.py $(PYTEST_FLAGS)
+
 test-all: lint
 	$(ONE_THREAD) $(PYTHON) -m pytest -q --durations=20 $(PYTEST_FLAGS)
 
@@ -61,7 +69,7 @@ reliability: setup
 	RELIABILITY=1 SCORECARD_FILE=$(FIGURES) $(ONE_THREAD) $(PYTHON) -m pytest -q --timeout 1800 tests/reliability $(PYTEST_FLAGS); \
 		status=$$?; $(PYTHON) tools/reliability.py $(FIGURES) "$$(nproc) cores, $$(uname -m), $$(date -u +%F)."; exit $$status
 
-# The pages in a real browser: the system's Chromium, none is fetched.
+# The pages in a real browser: the system's Chromium, or CHROMIUM=path; none is fetched.
 browser: setup
 	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --editable '.[browser]'
 	$(ONE_THREAD) $(PYTHON) -m pytest -q tests/browser $(PYTEST_FLAGS)
@@ -79,11 +87,6 @@ site: setup
 # these, and nothing is written.
 clients: setup
 	$(PYTHON) tools/clients/runner.py $(CLIENTS)
-
-# The pages in a real browser: needs Chromium (or CHROMIUM=path); none is fetched.
-browser: setup
-	$(PYTHON) -m pip install --quiet $(PIP_FLAGS) --editable '.[browser]'
-	$(ONE_THREAD) $(PYTHON) -m pytest -q tests/browser $(PYTEST_FLAGS)
 
 bench: setup
 	$(VENV)/bin/octavo bench offline --model '$(MODEL)'
