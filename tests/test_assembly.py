@@ -114,6 +114,26 @@ def test_L01_a_batch_gives_each_prompt_what_it_gets_alone(llm: LLM) -> None:
     assert all(len(o.outputs[0].token_ids) == 8 for o in together)
 
 
+def test_P01_each_request_of_a_batch_has_its_own_parameters(llm: LLM) -> None:
+    (plain,) = llm.generate("hello", GREEDY)
+    first = plain.outputs[0].token_ids[0]
+    allowed = [id for id in (5, 9, 17) if id != first]
+    params = [
+        GREEDY,
+        SamplingParams(temperature=1.0, top_k=1, max_tokens=8, ignore_eos=True),
+        SamplingParams(temperature=1.0, top_p=1e-6, max_tokens=8, ignore_eos=True),
+        SamplingParams(temperature=0.0, allowed_token_ids=tuple(allowed), max_tokens=8, ignore_eos=True),
+        SamplingParams(temperature=0.0, logit_bias={first: -100.0}, max_tokens=1, ignore_eos=True),
+        SamplingParams(temperature=0.0, logit_bias={allowed[0]: 100.0}, max_tokens=4, ignore_eos=True),
+        SamplingParams(temperature=1.0, min_p=1.0, max_tokens=8, ignore_eos=True),
+    ]
+    ids = [output.outputs[0].token_ids for output in llm.generate(["hello"] * len(params), params)]
+    greedy = plain.outputs[0].token_ids
+    assert ids[0] == ids[1] == ids[2] == ids[6] == greedy
+    assert set(ids[3]) <= set(allowed) and len(ids[3]) == 8
+    assert ids[4] != [first] and ids[5] == [allowed[0]] * 4
+
+
 def test_P02_a_seed_repeats_itself_whatever_runs_beside_it(llm: LLM) -> None:
     seeded = SamplingParams(temperature=1.0, max_tokens=8, seed=11, ignore_eos=True)
     other = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
@@ -145,7 +165,7 @@ def test_P04_one_beam_is_greedy_and_several_come_best_first(llm: LLM) -> None:
     assert len({tuple(choice.token_ids) for choice in beams.outputs}) == 3
 
 
-def test_logprobs_and_chat(llm: LLM) -> None:
+def test_I01_logprobs_and_chat(llm: LLM) -> None:
     (output,) = llm.generate("hello", SamplingParams(temperature=0.0, max_tokens=3, logprobs=2, ignore_eos=True))
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None and len(logprobs) == 3
@@ -155,7 +175,7 @@ def test_logprobs_and_chat(llm: LLM) -> None:
     assert "user" in llm.text.tokenizer.decode(answer.prompt_token_ids, False)
 
 
-def test_async_llm_answers_several_at_once(tiny: Path) -> None:
+def test_I01_async_llm_answers_several_at_once(tiny: Path) -> None:
     async def main() -> list[list[int]]:
         async with AsyncLLM(str(tiny), **SMALL) as llm:
             outputs = await asyncio.gather(*(llm.generate(text, GREEDY) for text in ("a", "b", "a")))

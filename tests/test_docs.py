@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import re
+import sys
 
 import pytest
 
@@ -21,7 +22,9 @@ TARGET = re.compile(r"\bmake ([a-z][a-z-]*)")
 specification = importlib.util.spec_from_file_location("behaviours", ROOT / "tools" / "behaviours.py")
 assert specification is not None and specification.loader is not None
 behaviours = importlib.util.module_from_spec(specification)
+sys.modules["behaviours"] = behaviours  # where its dataclass looks for itself
 specification.loader.exec_module(behaviours)
+Claim = behaviours.Claim
 
 
 def spans(text: str) -> list[str]:
@@ -123,31 +126,91 @@ def test_names_of_tests_claim_rows():
     assert behaviours.rows_of("test_something_else") == []
 
 
-def test_skipped_and_failing_tests_prove_nothing(tmp_path):
+def folder_of(tmp_path, **files):
+    """A folder of tests with these files."""
     folder = tmp_path / "tests"
     folder.mkdir()
-    (folder / "test_a.py").write_text(
-        "def test_S01_a(): ...\n"
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def test_skipped_and_failing_tests_prove_nothing(tmp_path):
+    folder = folder_of(
+        tmp_path,
+        test_a="def test_S01_a(): ...\n"
         "@pytest.mark.skip\ndef test_S02_b(): ...\n"
         "@pytest.mark.xfail(reason='x')\ndef test_S03_c(): ...\n"
         "@pytest.mark.skipif(NO_GPU, reason='x')\ndef test_S04_d(): ...\n"
         "class TestMore:\n    async def test_bug_02_e(self): ...\n"
-        "def helper_test_S05_f(): ...\n"
+        "def helper_test_S05_f(): ...\n",
     )
-    assert behaviours.tests_by_row(folder) == {
-        "S01": ["tests/test_a.py:test_S01_a"],
-        "S04": ["tests/test_a.py:test_S04_d"],
-        "bug 02": ["tests/test_a.py:test_bug_02_e"],
+    assert behaviours.claims_by_row(folder) == {
+        "S01": [Claim("tests/test_a.py:test_S01_a", False)],
+        "S04": [Claim("tests/test_a.py:test_S04_d", False)],
+        "bug 02": [Claim("tests/test_a.py:test_bug_02_e", False)],
     }
 
 
+def test_a_test_is_end_to_end_by_what_it_uses_through_helpers_fixtures_and_other_files(tmp_path):
+    folder = folder_of(
+        tmp_path,
+        conftest="from octavo.server.app import create_app\n@fixture\ndef app(): return create_app()\n",
+        helper="from octavo import LLM\nfrom octavo.core.scheduler import Scheduler\n"
+        "def engine():\n    return LLM('m')\ndef fake():\n    return Scheduler()\n",
+        test_a="from tests.helper import engine, fake\n"
+        "from octavo.executors.torch_executor import TorchExecutor\n"
+        "def opened(): return TorchExecutor()\n"
+        "def test_S01_by_a_helper_of_another_file(): engine()\n"
+        "def test_S02_fake(): fake()\n"
+        "def test_S03_by_a_function_of_this_file(): opened()\n"
+        "def test_S04_by_a_fixture(app): ...\n"
+        "def test_S05_alone(): ...\n"
+        "class TestMore:\n    def test_S06_in_a_class(self): engine()\n",
+    )
+    claims = behaviours.claims_by_row(folder)
+    assert [claims[f"S0{number}"][0].is_end_to_end for number in range(1, 7)] == [True, False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "note, claims, scored, state",
+    [
+        ("", [], "", "open"),
+        ("", [False], "", "scheduler's interface"),
+        ("", [False, True], "", "end to end"),
+        ("", [True], "misses", "misses"),
+        ("", [True], "in part", "in part"),
+        ("", [True], "holds", "end to end"),
+        ("open: the half of it", [True], "", "open"),
+        ("scheduler's interface: nothing sets it", [True], "", "scheduler's interface"),
+        ("scheduler's interface: nothing sets it", [], "", "open"),
+        ("end to end: a process", [False], "holds", "end to end"),
+        ("end to end: a process", [False], "misses", "misses"),
+    ],
+)
+def test_a_row_is_as_far_as_its_tests_its_note_and_its_scorecard_allow(note, claims, scored, state):
+    assert behaviours.state_of(note, [Claim("x", reaches) for reaches in claims], scored) == state
+
+
+def test_no_row_of_the_page_says_more_than_the_scorecard():
+    scorecard = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "behaviours.md").read_text(encoding="utf-8")
+    scored = dict(behaviours.SCORED.findall(scorecard))
+    shown = dict(re.findall(r"^\| (R\d\d) \|[^|]*\|[^|]*\| ([^|]+) \|", page, re.MULTILINE))
+    assert len(scored) == 32 and scored.keys() == shown.keys()
+    for row, state in scored.items():
+        if state != "holds":
+            assert shown[row].startswith(state.partition(":")[0]), row
+
+
 def test_a_row_that_does_not_exist_is_an_error():
-    table = {"scheduling": {"S01": ["a", "HF"]}, "bugs": {"01": ["b", "HF"]}}
+    table = {"scheduling": {"S01": ["a", "HF"]}, "bugs": {"01": ["b", "HF", "end to end: why"]}}
     with pytest.raises(ValueError, match="S99"):
-        behaviours.render(table, {"S99": ["tests/x.py:test_S99_"]})
-    text = behaviours.render(table, {"bug 01": ["tests/x.py:test_bug_01_"]})
-    assert "| S01 | a | HF | open |" in text and "| 01 | b | HF | proven |" in text
-    assert "Proven: 1 of 2." in text
+        behaviours.render(table, {"S99": [Claim("tests/x.py:test_S99_", True)]})
+    text = behaviours.render(table, {"bug 01": [Claim("tests/x.py:test_bug_01_", False)]})
+    assert "| S01 | a | HF | open |  |  |" in text
+    assert "| 01 | b | HF | end to end: why |  | `tests/x.py:test_bug_01_` |" in text
+    assert "Of 2 rows: end to end 1, scheduler's interface 0, open 1." in text
 
 
 def test_the_tool_runs_as_a_program(capsys):

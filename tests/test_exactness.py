@@ -73,7 +73,7 @@ def _params(num_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("scenario", ["batched", "chunks of 7", "second time, from the prefix cache"])
-def test_X04_six_prompts_equal_transformers(model: tuple[Executor, Capacity], scenario: str) -> None:
+def test_X03_X04_S01_S02_K02_six_prompts_equal_transformers(model: tuple[Executor, Capacity], scenario: str) -> None:
     executor, capacity = model
     changes, rounds = SCENARIOS[scenario]
     entries = [GOLDEN[index] for index in FEW]
@@ -91,7 +91,7 @@ def test_X04_six_prompts_equal_transformers_alone(model: tuple[Executor, Capacit
         assert_equal([GOLDEN[index]["output"][:12]], got)
 
 
-def test_X04_six_prompts_equal_transformers_preempted_again_and_again(model: tuple[Executor, Capacity]) -> None:
+def test_X04_S07_six_prompts_equal_transformers_preempted_again_and_again(model: tuple[Executor, Capacity]) -> None:
     executor, capacity = model
     entries = [GOLDEN[index] for index in FEW]
     longest = max(len(e["prompt"]) for e in entries) + FEW_TOKENS

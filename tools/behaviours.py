@@ -1,11 +1,11 @@
-"""Write docs/behaviours.md: what the engine must do, and which test proves each row.
+"""Write docs/behaviours.md: what the engine must do, which tests are named after each row, and how far they reach.
 
-Owns: reading docs/behaviours.toml, finding tests by name without running them, and the page.
-Does not: judge whether a test proves what its name says, or run tests.
+Owns: docs/behaviours.toml, the tests' names, what each test reaches (read from the source, nothing runs), the page.
+Does not: judge whether a test asserts what its name says, or run tests.
 
-A test named test_S07_... proves row S07, test_S07_K01_... both; test_bug_17_... guards against bug 17;
-test_R27_... and test_row_27_... prove row 27 of the reliability scorecard.
-Tests that are skipped outright or expected to fail prove nothing. Usage: python tools/behaviours.py [--check]
+test_S07_... is named after row S07, test_S07_K01_... after both, test_bug_17_... after bug 17, test_R27_... and
+test_row_27_... after row 27 of the scorecard. Skipped tests and expected failures count for nothing.
+Usage: python tools/behaviours.py [--check]
 """
 
 import ast
@@ -13,31 +13,129 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLAIM = re.compile(r"(?:bug_(\d{1,2})|row_(0[1-9]|[12]\d|3[0-2])|([SKEPLTXIR]\d\d))_")
+SCORED = re.compile(r"^\| (R\d\d) \|[^|]*\| ([^|]+) \|", re.MULTILINE)
+END_TO_END, INTERFACE, OPEN = "end to end", "scheduler's interface", "open"
+# What a test that proves a row end to end uses: the executor that computes, an HTTP application, a process behind a
+# socket, the command line, a browser.
+DOORS = (
+    "octavo.LLM", "octavo.AsyncLLM", "octavo.assembly.build_local", "octavo.executors.torch_executor",
+    "octavo.server.app.create_app", "octavo.cli.main", "octavo.engine.keeper.EngineKeeper",
+    "octavo.engine.socket_client.SocketClient", "tests.fake_server.FakeServer", "tests.fake_server.RealServer",
+    "playwright.sync_api",
+)  # fmt: skip
 HEADING = """# Behaviours and their proofs
 
-Made by `tools/behaviours.py` from `docs/behaviours.toml` and the names of the tests; `make docs` makes it again.
-A row is proven when a test is named after it. "Whose" names the systems that do it: HF transformers continuous
-batching, V1 vLLM V1, CF CacheFlow, MR mistral.rs, AS AstrAI; + marks what goes beyond them.
+Made by `tools/behaviours.py` from `docs/behaviours.toml`, the tests, and the states of `docs/reliability.md`;
+`make docs` makes it again. A row has one of these states:
+
+- **end to end**: a test named after it passes through the executor that computes, the HTTP application, a socket to
+  an engine process, the command line or a browser.
+- **scheduler's interface**: the tests named after it use a fake executor or none: they prove what the scheduler (or
+  another part by itself) decides, not that an engine acts on it.
+- **open**: no test is named after it, or the note says what is missing.
+- A row of the scorecard (R) that does not hold in `docs/reliability.md` has its state there: misses, in part, not run.
+
+"Whose" names the systems that do it: HF transformers continuous batching, V1 vLLM V1, CF CacheFlow, MR mistral.rs,
+AS AstrAI; + marks what goes beyond them.
 """
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def tests_by_row(folder: Path) -> dict[str, list[str]]:
-    """Map each row ("S07") and bug ("bug 17") to the tests named after it, as file:name, in order."""
-    found: dict[str, list[str]] = {}
-    for path in sorted(folder.rglob("test_*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for name in _live_tests(tree.body):
+@dataclass(frozen=True)
+class Claim:
+    """A test named after a row, as file:name, and whether it reaches a door."""
+
+    test: str
+    is_end_to_end: bool
+
+
+class TestSources:
+    """The tests' folder as a graph: what a definition names, over fixtures and the helpers of other files."""
+
+    __test__ = False
+
+    def __init__(self, folder: Path) -> None:
+        self.trees: dict[str, ast.Module] = {}
+        self._definitions: dict[str, dict[str, ast.stmt]] = {}
+        self._imports: dict[str, dict[str, str]] = {}
+        self._used: dict[tuple[str, str], set[tuple[str, str]]] = {}
+        for path in sorted(folder.rglob("*.py")):
+            name = ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__")
+            self.trees[name] = ast.parse(path.read_text(encoding="utf-8"))
+            self._definitions[name] = dict(_definitions(self.trees[name]))
+            self._imports[name] = dict(_imports(self.trees[name]))
+
+    def reaches_door(self, module: str, name: str) -> bool:
+        """Return True if a top-level definition uses a door, by itself or through what it uses."""
+        seen, rest = set(), {(module, name)}
+        while rest:
+            place = rest.pop()
+            if ".".join(place).startswith(DOORS):
+                return True
+            seen.add(place)
+            if place not in self._used:
+                self._used[place] = set(self._used_by(*place))
+            rest |= self._used[place] - seen
+        return False
+
+    def _used_by(self, module: str, name: str) -> Iterator[tuple[str, str]]:
+        if name in (own := self._definitions.get(module, {})):
+            for node in ast.walk(own[name]):
+                if isinstance(node, ast.Name):
+                    yield module, node.id
+                elif isinstance(node, ast.arg):  # perhaps a fixture
+                    yield module, node.arg
+        elif name in (imports := self._imports.get(module, {})):
+            owner, _, leaf = imports[name].rpartition(".")
+            yield owner, leaf
+        elif module in self.trees and (fixture := self._conftest_of(module, name)):
+            yield fixture, name
+
+    def _conftest_of(self, module: str, name: str) -> str | None:
+        parts = module.split(".")
+        places = (".".join([*parts[:count], "conftest"]) for count in range(len(parts) - 1, 0, -1))
+        return next((place for place in places if name in self._definitions.get(place, {})), None)
+
+
+def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    for node in tree.body:
+        if isinstance(node, Definition):
+            yield node.name, node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                yield from ((part.id, node) for part in ast.walk(target) if isinstance(part, ast.Name))
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.asname or alias.name, alias.name) for alias in node.names)
+
+
+def claims_by_row(folder: Path) -> dict[str, list[Claim]]:
+    """Map each row ("S07") and bug ("bug 17") to the tests named after it, in order."""
+    found: dict[str, list[Claim]] = {}
+    sources = TestSources(folder)
+    for module, tree in sources.trees.items():
+        if not module.rpartition(".")[2].startswith("test_"):
+            continue
+        for top, name in _live_tests(tree.body):
             for row in rows_of(name):
-                found.setdefault(row, []).append(f"{path.relative_to(folder.parent).as_posix()}:{name}")
+                claim = Claim(f"{module.replace('.', '/')}.py:{name}", sources.reaches_door(module, top))
+                found.setdefault(row, []).append(claim)
     return found
 
 
 def rows_of(test_name: str) -> list[str]:
-    """Rows and bugs that a test's name claims, one after the other behind `test_`."""
+    """Rows and bugs that a test's name claims, one after the other after `test_`."""
     rows, rest = [], test_name.removeprefix("test_")
     while claim := CLAIM.match(rest):
         bug, scorecard_row, row = claim.groups()
@@ -46,42 +144,66 @@ def rows_of(test_name: str) -> list[str]:
     return rows
 
 
-def _live_tests(body: list[ast.stmt]) -> Iterator[str]:
+def _live_tests(body: list[ast.stmt], top: str = "") -> Iterator[tuple[str, str]]:
+    """The top-level name that holds each test (its class, or itself), and the test's name."""
     for node in body:
         if isinstance(node, ast.ClassDef) and not _is_muted(node):
-            yield from _live_tests(node.body)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
-            yield from [] if _is_muted(node) else [node.name]
+            yield from _live_tests(node.body, top or node.name)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            yield from [] if _is_muted(node) else [(top or node.name, node.name)]
 
 
-def _is_muted(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+def _is_muted(node: Definition) -> bool:
     marks = (ast.unparse(decorator) for decorator in node.decorator_list)
     return any(re.match(r"pytest\.mark\.(skip\b|xfail\b)", mark) for mark in marks)
 
 
-def render(table: dict[str, dict[str, list[str]]], tests: dict[str, list[str]]) -> str:
+def state_of(note: str, claims: list[Claim], scored: str) -> str:
+    """The state of a row: its note's where that has one, the scorecard's where the row does not hold there."""
+    for state in (OPEN, INTERFACE):
+        if note.startswith(f"{state}:"):
+            return state if claims else OPEN
+    if not claims:
+        return OPEN
+    if scored and scored != "holds":
+        return scored
+    is_whole = note.startswith(f"{END_TO_END}:") or any(claim.is_end_to_end for claim in claims)
+    return END_TO_END if is_whole else INTERFACE
+
+
+def render(
+    table: dict[str, dict[str, list[str]]], claims: dict[str, list[Claim]], scored: dict[str, str] | None = None
+) -> str:
     """The page. Raises ValueError for a test named after a row that does not exist."""
     known = {f"bug {row}" if section == "bugs" else row for section, rows in table.items() for row in rows}
-    if strangers := sorted(set(tests) - known):
-        raise ValueError(f"tests are named after rows that do not exist: {', '.join(strangers)}: {tests[strangers[0]]}")
-    proven = len(tests)
-    parts = [HEADING, f"Proven: {proven} of {len(known)}.\n"]
+    if strangers := sorted(set(claims) - known):
+        tests = ", ".join(claim.test for stranger in strangers for claim in claims[stranger])
+        raise ValueError(f"tests are named after rows that do not exist ({', '.join(strangers)}): {tests}")
+    parts, states = [], []
     for section, rows in table.items():
         prefix = "bug " if section == "bugs" else ""
         title = "Bugs that must be impossible" if prefix else section.capitalize()
-        parts.append(f"## {title}\n\n| id | what | whose | state | tests |\n|---|---|---|---|---|")
-        for row, (what, whose) in rows.items():
-            names = tests.get(prefix + row, [])
-            shown = "<br>".join(f"`{name}`" for name in names)
-            parts.append(f"| {row} | {what} | {whose} | {'proven' if names else 'open'} | {shown} |")
+        parts.append(f"## {title}\n\n| id | what | whose | state | tests end to end | other tests |\n{'|---' * 6}|")
+        for row, (what, whose, *notes) in rows.items():
+            found, note = claims.get(prefix + row, []), "".join(notes)
+            states.append(state := state_of(note, found, (scored or {}).get(row, "")))
+            shown = f"{state}{note and ': ' + note.partition(': ')[2]}"
+            parts.append(f"| {row} | {what} | {whose} | {shown} | {_names(found, True)} | {_names(found, False)} |")
         parts.append("")
-    return "\n".join(parts)
+    rest = sorted(set(states) - {END_TO_END, INTERFACE})
+    counts = ", ".join(f"{state} {states.count(state)}" for state in (END_TO_END, INTERFACE, *rest))
+    return "\n".join([HEADING, f"Of {len(known)} rows: {counts}.\n", *parts])
+
+
+def _names(claims: list[Claim], is_end_to_end: bool) -> str:
+    return "<br>".join(f"`{claim.test}`" for claim in claims if claim.is_end_to_end is is_end_to_end)
 
 
 def page() -> str:
     """The page as this tree makes it."""
     table = tomllib.loads((ROOT / "docs" / "behaviours.toml").read_text(encoding="utf-8"))
-    return render(table, tests_by_row(ROOT / "tests"))
+    scored = dict(SCORED.findall((ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")))
+    return render(table, claims_by_row(ROOT / "tests"), {row: state.partition(":")[0] for row, state in scored.items()})
 
 
 def main(arguments: list[str]) -> int:

@@ -75,6 +75,7 @@ class Setting:
     low: float | None
     high: float | None
     is_secret: bool
+    is_hidden: bool
 
     @property
     def key(self) -> str:
@@ -159,7 +160,7 @@ def _derive() -> tuple[Setting, ...]:
             table.append(
                 Setting(
                     item.name, part, kind, is_optional, item.default, meta["help"], flags,
-                    meta["choices"], meta["low"], meta["high"], meta["secret"],
+                    meta["choices"], meta["low"], meta["high"], meta["secret"], meta["hidden"],
                 )
             )  # fmt: skip
     return tuple(table)

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from octavo import cli
+from octavo.cli.catalogue import catalogue
 from octavo.cli.flags import Parser, UsageError, add_settings, config_from, settings_given
 from octavo.errors import InvariantError
 from octavo.settings import SETTINGS
@@ -109,6 +110,24 @@ def test_every_setting_has_its_flags() -> None:
     known = set(parser._option_string_actions)
     assert all(flag in known for setting in SETTINGS for flag in setting.flags)
     assert "--no-enable-prefix-caching" in known
+
+
+def test_a_hidden_setting_is_read_and_listed_nowhere(capsys) -> None:
+    hidden = [setting for setting in SETTINGS if setting.is_hidden]
+    assert [setting.key for setting in hidden] == ["separate-modalities"]
+    assert settings_given(_parse("--separate-modalities")) == {"separate_modalities": True}
+    parser = Parser(prog="octavo test")
+    add_settings(parser)
+    assert "modalities" not in parser.format_help()
+    with pytest.raises(UsageError) as caught:
+        _parse("--separate-modalitie")
+    assert "--separate-modalities" not in str(caught.value).replace("--separate-modalitie ", "")
+    spellings = {word for command in catalogue(cli.COMMANDS) for flag in command.flags for word in flag.spellings}
+    assert "--max-prefill-run" in spellings and "--separate-modalities" not in spellings
+    assert cli.main(["config", "show"]) == 0
+    assert "modalities" not in capsys.readouterr().out
+    assert cli.main(["config", "show", "--separate-modalities"]) == 0
+    assert "separate-modalities" in capsys.readouterr().out
 
 
 def test_only_given_flags_count() -> None:

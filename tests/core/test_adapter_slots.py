@@ -18,7 +18,7 @@ def test_the_base_model_takes_no_slot() -> None:
     assert slots.num_used == 0
 
 
-def test_requests_of_one_adapter_share_its_slot_until_the_last_leaves() -> None:
+def test_X05_requests_of_one_adapter_share_its_slot_until_the_last_leaves() -> None:
     slots = AdapterSlots(1)
     slots.take(7)
     assert slots.fits(7) and not slots.fits(8)

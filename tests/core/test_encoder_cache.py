@@ -37,7 +37,7 @@ def plan(cache: EncoderCache) -> tuple[list[bytes], list[bytes]]:
         (8, 9, 9, []),  # begins behind it
     ],
 )
-def test_E01_an_item_is_encoded_whole_by_the_first_range_that_touches_it(
+def test_E01_X06_an_item_is_encoded_whole_by_the_first_range_that_touches_it(
     start: int, count: int, granted: int, jobs: list[bytes]
 ) -> None:
     cache = EncoderCache(10, 10)

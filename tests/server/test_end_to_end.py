@@ -147,7 +147,7 @@ async def test_cached_tokens_and_the_engines_series_are_shown() -> None:
         assert (await harness.get("/readyz")).status_code == 200
 
 
-async def test_what_the_engine_refuses_is_a_400_and_what_is_given_up_a_408() -> None:
+async def test_S11_S21_what_the_engine_refuses_is_a_400_and_what_is_given_up_a_408() -> None:
     async with served() as (harness, _):
         response = await harness.complete(prompt="a" * 600)
         error = response.json()["error"]

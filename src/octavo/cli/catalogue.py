@@ -47,7 +47,7 @@ def parser_of(name: str, commands: Commands) -> Parser:
 def catalogue(commands: Commands) -> Iterator[Command]:
     """Every command."""
     for name, (_, text) in commands.items():
-        actions = parser_of(name, commands)._actions
+        actions = [action for action in parser_of(name, commands)._actions if action.help is not argparse.SUPPRESS]
         flags = tuple(_flag(action) for action in actions if action.option_strings)
         words = [action for action in actions if not action.option_strings]
         choices = tuple(str(choice) for action in words for choice in action.choices or ())

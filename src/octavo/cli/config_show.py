@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print them."""
     resolved = resolve_args(args)
-    shown = [s for s in SETTINGS if not args.changed or resolved.origins[s.name] != "default"]
+    is_given = {s.name: resolved.origins[s.name] != "default" for s in SETTINGS}
+    shown = [s for s in SETTINGS if is_given[s.name] or not (args.changed or s.is_hidden)]
     rows = [(s.key, _value(s, resolved), resolved.origins[s.name]) for s in shown]
     if args.sampling:
         rows += [row for row in _sampling(resolved) if not args.changed or row[2] != "default"]

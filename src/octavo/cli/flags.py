@@ -51,7 +51,8 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             word = unknown[0].split("=")[0]
-            flags = [flag for action in self._actions for flag in action.option_strings]
+            listed = (action for action in self._actions if action.help is not argparse.SUPPRESS)
+            flags = [flag for action in listed for flag in action.option_strings]
             near = get_close_matches(word, flags, n=1) if word.startswith("-") else []
             raise UsageError(
                 f"{word} is not understood; {f'did you mean {near[0]}?' if near else f'see {self.prog} --help'}"
@@ -99,7 +100,7 @@ def _add(group: Any, setting: Setting) -> None:
     is_silent = setting.default in (None, (), False) or "default" in setting.help
     default = "" if is_silent else " [on]" if setting.default is True else f" [{setting.default}]"
     options: dict[str, Any] = {"dest": _DEST + setting.name, "default": argparse.SUPPRESS}
-    options["help"] = (setting.help + default).replace("%", "%%")
+    options["help"] = argparse.SUPPRESS if setting.is_hidden else (setting.help + default).replace("%", "%%")
     if setting.kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif setting.kind is tuple:

@@ -96,7 +96,7 @@ def _settings() -> dict[str, Setting]:
     found = {}
     for setting in SETTINGS:
         name = "prefix_caching" if setting.name == "enable_prefix_caching" else setting.name
-        if setting.part in _PARTS and name in names:
+        if setting.part in _PARTS and name in names and not setting.is_hidden:
             found.update({key.replace("-", "_"): setting for key in (*setting.keys, name)})
     return found
 

@@ -176,7 +176,7 @@ class SchedulingConfig:
         within=(1, None),
     )
     separate_modalities: bool = option(
-        False, "keep requests with media and without in steps of their own", "--separate-modalities"
+        False, "keep requests with media and without in steps of their own", "--separate-modalities", hidden=True
     )
 
 

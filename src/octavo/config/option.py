@@ -16,7 +16,11 @@ def option(
     choices: tuple[str, ...] = (),
     within: tuple[float | None, float | None] = (None, None),
     secret: bool = False,
+    hidden: bool = False,
 ) -> Any:
-    """Define a setting: default, help, flags (the first is its name in files too), what is allowed, bounds included."""
-    metadata = {"help": text, "flags": flags, "choices": choices, "low": within[0], "high": within[1], "secret": secret}
-    return field(default=default, metadata=metadata)
+    """Define a setting: default, help, flags (the first is its name in files too), what is allowed, bounds included.
+
+    A hidden one is accepted and not listed: it has no effect yet.
+    """
+    metadata = {"help": text, "flags": flags, "choices": choices, "low": within[0], "high": within[1]}
+    return field(default=default, metadata=metadata | {"secret": secret, "hidden": hidden})
