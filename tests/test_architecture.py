@@ -297,7 +297,7 @@ def test_the_front_imports_without_torch():
         (purity_faults, "octavo.core.x", "def f(p):\n    return open(p)"),
         (size_faults, "octavo.x", "def f(a, b, c, d, e, f, g): ..."),
         (size_faults, "octavo.x", "def f():\n" + "    x = 1\n" * 70),
-        (size_faults, "octavo.x", "x = 1\n" * 401),
+        (size_faults, "octavo.x", "x = 1\n" * 601),
         (docstring_faults, "octavo.x", "x = 1"),
         (construct_faults, "octavo.x", "import pickle"),
         (construct_faults, "octavo.x", "import torch\nw = torch.load('w')"),
