@@ -67,11 +67,33 @@ def test_settings_are_known_by_field_and_by_flag() -> None:
         ({"max_model_len": "abc"}, "'abc'; give a whole number"),
         ({"max_num_seqs": 4, "max_sequences": 5}, "given twice"),
         ({"num_blocks": 4, "kv_cache_tokens": 5}, "both set"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported; an engine runs on one device"),
+        ({"trust_remote_code": True}, "trust_remote_code=True is not supported; no code of a repository is ever run"),
+        ({"speculative_config": {"method": "ngram"}}, "give speculate='ngram'"),
+        ({"quantization": "awq"}, "quantization is 'awq'; give one of auto, none, int8, int4"),
     ],
 )
 def test_wrong_settings_are_named(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from("m", values)
+
+
+def test_vllms_arguments_are_taken_where_they_mean_something() -> None:
+    given = {
+        "dtype": "half", "max_model_len": 2048, "gpu_memory_utilization": 0.9, "max_num_seqs": 16,
+        "max_num_batched_tokens": 4096, "enable_prefix_caching": False, "seed": 7, "quantization": None,
+        "kv_cache_dtype": "auto", "block_size": 32, "enable_chunked_prefill": True, "revision": "main",
+    }  # fmt: skip
+    ignored = {"tensor_parallel_size": 1, "enforce_eager": True, "trust_remote_code": False, "tokenizer": None}
+    config = config_from("m", {**given, **ignored})
+    assert (config.model.dtype, config.model.max_model_len, config.model.quantization) == ("float16", 2048, "auto")
+    assert (config.scheduling.max_sequences, config.scheduling.max_batch_tokens) == (16, 4096)
+    assert (config.cache.enable_prefix_caching, config.cache.memory_fraction, config.cache.block_size) == (
+        False,
+        0.9,
+        32,
+    )
+    assert (config.execution.seed, config.model.revision) == (7, "main")
 
 
 def test_an_unknown_model_is_a_typed_error() -> None:
@@ -178,7 +200,7 @@ def test_I01_logprobs_and_chat(llm: LLM) -> None:
 def test_I01_async_llm_answers_several_at_once(tiny: Path) -> None:
     async def main() -> list[list[int]]:
         async with AsyncLLM(str(tiny), **SMALL) as llm:
-            outputs = await asyncio.gather(*(llm.generate(text, GREEDY) for text in ("a", "b", "a")))
+            outputs = await asyncio.gather(*(llm.complete(text, GREEDY) for text in ("a", "b", "a")))
             deltas = [delta async for delta in llm.stream("a", GREEDY)]
             return [o.outputs[0].token_ids for o in outputs] + [[i for d in deltas for i in d.token_ids]]
 

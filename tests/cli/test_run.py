@@ -13,7 +13,7 @@ import pytest
 from octavo.artifacts.resolve import find_wheel_model
 from octavo.cli.flags import UsageError
 from octavo.cli.run import Asked, closing_line, prompt_ids, read_words, sampling_params, stream
-from octavo.core.request import FinishReason
+from octavo.core.request import FinishReason, SamplingParams
 from octavo.engine.sessions import TextDelta, Usage
 from octavo.errors import EngineError, InvalidRequestError
 from octavo.text.text_model import TextModel
@@ -96,7 +96,7 @@ def _args(**given):
 
 
 def test_flags_beat_the_models_config_beats_the_default() -> None:
-    assert sampling_params(_args(), {}).temperature == 0.7
+    assert sampling_params(_args(), {}) == SamplingParams(max_tokens=9)
     model = {"temperature": 0.2, "top_p": 0.9}
     assert (sampling_params(_args(), model).temperature, sampling_params(_args(), model).top_p) == (0.2, 0.9)
     params = sampling_params(_args(temperature=0.0, top_k=5), model)

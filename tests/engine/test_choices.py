@@ -59,7 +59,7 @@ def ends_of(deltas: list[TextDelta]) -> dict[int, list[FinishReason]]:
 @DEPTHS
 async def test_P03_each_choice_is_its_own_oracles(depth: int) -> None:
     async with running(lazy(depth), depth=depth) as sessions:
-        output = await AsyncEngine(sessions).generate([5, 6, 7], sampled(n=4))
+        output = await AsyncEngine(sessions).complete([5, 6, 7], sampled(n=4))
     assert [choice.index for choice in output.outputs] == [0, 1, 2, 3] and output.finished
     for choice in output.outputs:
         wanted = oracle([5, 6, 7], 12, VOCAB_SIZE, (), sampled(n=4), choice=choice.index)
@@ -109,9 +109,9 @@ async def test_P05_a_stop_string_cuts_one_choice_and_frees_it(depth: int) -> Non
 async def test_P03_best_of_returns_the_n_of_highest_mean_logprob() -> None:
     async with running() as sessions:
         engine = AsyncEngine(sessions)
-        every = await engine.generate([5, 6, 7], sampled(n=5, best_of=5, logprobs=0))
-        best = await engine.generate([5, 6, 7], sampled(n=2, best_of=5))
-        shown = await engine.generate([5, 6, 7], sampled(n=2, best_of=5, logprobs=2))
+        every = await engine.complete([5, 6, 7], sampled(n=5, best_of=5, logprobs=0))
+        best = await engine.complete([5, 6, 7], sampled(n=2, best_of=5))
+        shown = await engine.complete([5, 6, 7], sampled(n=2, best_of=5, logprobs=2))
 
     def mean(choice: Any) -> float:
         return sum(entry.logprob for entry in choice.logprobs) / len(choice.token_ids)
@@ -133,7 +133,7 @@ async def test_P03_best_of_is_not_streamed() -> None:
             await anext(engine.stream([5], sampled(n=1, best_of=2)))
         assert caught.value.param == "best_of"
         with pytest.raises(InvalidRequestError, match="stream"):
-            await engine.generate([5], sampled(n=1, best_of=2), on_delta=lambda delta: None)
+            await engine.complete([5], sampled(n=1, best_of=2), on_delta=lambda delta: None)
         deltas = [delta async for delta in engine.stream([5], sampled(n=2, best_of=2))]
         assert set(ends_of(deltas)) == {0, 1}
 
@@ -146,7 +146,7 @@ async def test_P04_beams_are_the_oracles_and_stream_at_the_end(depth: int, early
     )
     async with running(lazy(depth), depth=depth) as sessions:
         engine = AsyncEngine(sessions)
-        output = await engine.generate([5, 6, 7], params)
+        output = await engine.complete([5, 6, 7], params)
         deltas = [delta async for delta in engine.stream([5, 6, 7], params)]
         statistics: Any = await sessions.client.statistics()
     wanted = beam_oracle([5, 6, 7], 12, VOCAB_SIZE, (EOS,), params)
@@ -178,7 +178,7 @@ async def test_L03_a_cancelled_request_ends_all_its_choices_and_keeps_what_came(
 async def test_L01_a_callback_that_raises_ends_all_choices_of_its_request() -> None:
     async with running() as sessions:
         engine = AsyncEngine(sessions)
-        output = await engine.generate([5], sampled(n=2), on_delta=lambda delta: {}[delta.choice])
+        output = await engine.complete([5], sampled(n=2), on_delta=lambda delta: {}[delta.choice])
     assert [choice.finish_reason for choice in output.outputs] == ["error", "error"]
     assert all("KeyError" in (choice.message or "") for choice in output.outputs)
 
@@ -195,7 +195,7 @@ async def test_S11_too_many_choices_are_refused_before_anything_is_allocated() -
             assert caught.value.param == name
         statistics: Any = await sessions.client.statistics()
         assert statistics["loop"]["open_requests"] == 0
-        assert len((await AsyncEngine(sessions).generate([5], sampled(n=4))).outputs) == 4
+        assert len((await AsyncEngine(sessions).complete([5], sampled(n=4))).outputs) == 4
 
 
 def test_P03_batches_mix_numbers_of_choices() -> None:
@@ -254,9 +254,9 @@ async def test_K02_keys_of_a_long_prompt_are_the_same(monkeypatch: pytest.Monkey
     prompt = list(range(5, 25))
     async with running() as sessions:
         engine = AsyncEngine(sessions)
-        await engine.generate(prompt, sampled(max_tokens=2))
+        await engine.complete(prompt, sampled(max_tokens=2))
         monkeypatch.undo()
-        again = await engine.generate(prompt, sampled(max_tokens=2))
+        again = await engine.complete(prompt, sampled(max_tokens=2))
     assert again.num_cached_tokens >= 16
 
 
@@ -264,7 +264,7 @@ async def test_K02_keys_made_in_front_hit_what_the_engine_made() -> None:
     """A second turn: its prompt holds blocks that the first turn generated, whose keys the scheduler made."""
     async with running() as sessions:
         engine = AsyncEngine(sessions)
-        first = await engine.generate([5, 6, 7], sampled(max_tokens=14))
+        first = await engine.complete([5, 6, 7], sampled(max_tokens=14))
         prompt = [5, 6, 7, *first.outputs[0].token_ids, 9]
-        second = await engine.generate(prompt, sampled(max_tokens=2))
+        second = await engine.complete(prompt, sampled(max_tokens=2))
     assert second.num_cached_tokens == 16

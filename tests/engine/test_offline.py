@@ -53,10 +53,10 @@ def test_a_single_prompt_may_take_any_form(llm: OfflineEngine, prompt: Any) -> N
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("stop", "Par"),  # taken apart, it would stop at "P", "a" or "r"
-        ("stop", None),
+        ("stop", 5),
+        ("bad_words_ids", "Par"),  # taken apart, it would be three words
         ("stop_token_ids", 5),
-        ("logit_bias", {5: 1.0}),
+        ("stop_token_ids", {5: 1.0}),
         ("logit_bias", [5]),
         ("logit_bias", [(5, 1.0, 2.0)]),
     ],
@@ -65,6 +65,90 @@ def test_a_lone_value_where_a_tuple_belongs_is_refused_by_name(field: str, value
     with pytest.raises(InvalidRequestError, match="give a tuple of") as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
+
+
+def test_other_forms_of_lists_are_taken() -> None:
+    params = SamplingParams(stop="Par", stop_token_ids=None, logit_bias={5: 1.0}, bad_words_ids=None)  # type: ignore
+    assert (params.stop, params.stop_token_ids, params.logit_bias, params.bad_words_ids) == (
+        ("Par",),
+        (),
+        ((5, 1.0),),
+        (),
+    )
+    assert SamplingParams(stop=None) == SamplingParams()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "remedy"),
+    [
+        ("guided_decoding", "give grammar=grammar_from"),
+        ("bad_words", "give their token ids as bad_words_ids"),
+        ("max_new_tokens", "give max_tokens"),
+        ("tempreature", "give max_tokens, min_tokens, temperature, "),
+    ],
+)
+def test_an_unknown_field_says_what_to_give(llm: OfflineEngine, field: str, remedy: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"SamplingParams has no field {field}; {remedy}"):
+        SamplingParams(**{field: 1})
+    with pytest.raises(InvalidRequestError, match=f"no field {field}; {remedy}"):
+        llm.generate("Hi", {field: 1})
+
+
+def test_each_line_of_vllms_quickstart(llm: OfflineEngine) -> None:
+    prompts = ["Hi", "yo", "Say"]
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+    outputs = llm.generate(prompts, sampling_params)
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.prompt == prompt and output.finished and output.request_id
+        assert output.prompt_token_ids and output.outputs[0].token_ids and output.outputs[0].text
+        assert output.outputs[0].index == 0 and output.outputs[0].finish_reason in ("stop", "length")
+        assert output.outputs[0].stop_reason is None and output.outputs[0].logprobs is None
+    messages_list = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    assert len(llm.chat(messages_list, sampling_params)) == 3
+    assert len(llm.generate(prompts=prompts, sampling_params=sampling_params, use_tqdm=False)) == 3
+    assert len(llm.chat(messages=messages_list[0], sampling_params=sampling_params, use_tqdm=False)) == 1
+
+
+def test_parameters_may_be_a_dict_one_for_all_or_a_list(llm: OfflineEngine) -> None:
+    given = {"max_tokens": 3, "seed": 3, "ignore_eos": True}
+    (plain,) = llm.generate("Hi", given)
+    the_same = SamplingParams(temperature=0.0, top_k=3, **given)  # type: ignore[arg-type]  # the model's own, and these
+    assert plain.outputs[0].token_ids == answer([43, 72], the_same)
+    both = llm.generate(["Hi", "yo"], [{"max_tokens": 2, "ignore_eos": True}, GREEDY])
+    assert [len(output.outputs[0].token_ids) for output in both] == [2, 6]
+    assert llm.generate("Hi", params=GREEDY)[0].outputs == llm.generate("Hi", sampling_params=GREEDY)[0].outputs
+    with pytest.raises(InvalidRequestError, match="sampling_params is a str; give SamplingParams"):
+        llm.generate("Hi", "greedy")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="are one argument"):
+        llm.generate("Hi", GREEDY, params=GREEDY)
+
+
+def test_a_text_is_a_conversation(llm: OfflineEngine) -> None:
+    (one,) = llm.chat("Hi", GREEDY)
+    assert llm.text.tokenizer.decode(one.prompt_token_ids) == "user:Hi;"
+    assert [llm.text.tokenizer.decode(each.prompt_token_ids) for each in llm.chat(["Hi", "yo"], GREEDY)] == [
+        "user:Hi;", "user:yo;"
+    ]  # fmt: skip
+    assert "".join(delta.text for delta in llm.stream_chat("Hi", GREEDY)) == one.outputs[0].text
+    for wrong in (5, [5], [["Hi"]]):
+        with pytest.raises(InvalidRequestError, match="messages must be a text or a list"):
+            llm.chat(wrong, GREEDY)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"lora_request": object()}, r"generate\(\) has no argument lora_request; adapters are not supported"),
+        ({"prompt_token_ids": [[5]]}, 'give {"prompt_token_ids": '),
+        ({"temperature": 0.5}, r"generate\(\) has no argument temperature; see help\(LLM.generate\)"),
+    ],
+)
+def test_an_unknown_argument_says_what_to_do(llm: OfflineEngine, argument: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate("Hi", GREEDY, **argument)
+    assert llm.generate("Hi", GREEDY, lora_request=None)[0].finished
+    with pytest.raises(InvalidRequestError, match="prompts is a NoneType; give a text"):
+        llm.generate(None)  # type: ignore[arg-type]
 
 
 def test_no_prompts_no_answers(llm: OfflineEngine) -> None:
@@ -104,7 +188,7 @@ def test_a_refused_prompt_names_its_place_and_cancels_the_rest(llm: OfflineEngin
     assert caught.value.__notes__ == ["this was prompt 1 of 3"]
     statistics: Any = llm.statistics()
     assert statistics["loop"]["open_requests"] == 0
-    with pytest.raises(InvalidRequestError, match="2 params for 1"):
+    with pytest.raises(InvalidRequestError, match="2 sampling_params for 1"):
         llm.generate("Hi", [GREEDY, GREEDY])
     for wrong in ({"text": "Hi"}, [b"Hi"], [None]):
         with pytest.raises(InvalidRequestError):
@@ -125,7 +209,7 @@ def test_bug_33_one_failing_request_is_an_answer_and_the_others_go_on() -> None:
         outputs = llm.generate([[i] for i in range(35, 45)], GREEDY)
     reasons = [output.outputs[0].finish_reason for output in outputs]
     assert reasons == ["length"] * 5 + ["error"] + ["length"] * 4
-    assert "boom" in (outputs[5].outputs[0].message or "") and not outputs[5].finished
+    assert "boom" in (outputs[5].outputs[0].message or "") and outputs[5].finished
     assert all(o.outputs[0].token_ids == answer(o.prompt_token_ids) for i, o in enumerate(outputs) if i != 5)
 
 
@@ -171,8 +255,23 @@ def test_an_engine_left_behind_is_closed_when_collected() -> None:
 
 def test_no_bar_without_a_terminal(llm: OfflineEngine, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["Hi", "yo"], GREEDY, progress=True)
+    llm.generate(["Hi", "yo"], GREEDY, use_tqdm=True)
     assert capsys.readouterr().err == ""
     assert "octavo.engine.progress" in sys.modules  # imported by this test only
+
+
+@pytest.mark.parametrize(
+    ("argument", "is_shown"), [({}, True), ({"use_tqdm": False}, False), ({"progress": False}, False)]
+)
+def test_use_tqdm_is_the_bar(
+    llm: OfflineEngine, monkeypatch: pytest.MonkeyPatch, argument: dict[str, bool], is_shown: bool
+) -> None:
+    shown = []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress, "Console", lambda stderr: shown.append(stderr) or progress_console(io.StringIO()))
+    llm.generate("Hi", GREEDY, **argument)  # type: ignore[arg-type]
+    llm.chat("Hi", GREEDY, **argument)  # type: ignore[arg-type]
+    assert shown == [True, True] * is_shown
 
 
 def test_the_bar_counts_answers_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

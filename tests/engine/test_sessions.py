@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -111,12 +112,40 @@ async def test_L03_leaving_a_stream_cancels() -> None:
         assert statistics["scheduler"]["finished"]["cancelled"] == 1
 
 
+async def test_generate_gives_the_answer_so_far_as_vllms_does() -> None:
+    async with running() as sessions:
+        engine = AsyncEngine(sessions)
+        params = greedy(max_tokens=6, ignore_eos=True, n=2, logprobs=0, seed=3)
+        whole = await engine.complete([5, 6, 7], params)
+        seen = [output async for output in engine.generate([5, 6, 7], params, "mine")]
+        assert {output.request_id for output in seen} == {"mine"} and len(seen) >= 2
+        assert [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
+        assert seen[-1].outputs == whole.outputs and seen[-1].prompt_token_ids == [5, 6, 7]
+        assert seen[0].metrics is None and seen[-1].metrics is not None
+        for before, after in pairwise(seen):
+            for old, new in zip(before.outputs, after.outputs, strict=True):
+                assert new.token_ids[: len(old.token_ids)] == old.token_ids and new.text.startswith(old.text)
+        (best,) = [output async for output in engine.generate([5], greedy(max_tokens=3, best_of=2))]
+        assert best.finished and len(best.outputs) == 1
+
+
+async def test_leaving_generate_cancels_the_request() -> None:
+    async with running() as sessions:
+        engine = AsyncEngine(sessions)
+        outputs = engine.generate("Say:", {"max_tokens": 100, "ignore_eos": True})
+        assert not (await anext(outputs)).finished
+        await outputs.aclose()
+        statistics: Any = await engine.statistics()
+        assert statistics["loop"]["open_requests"] == 0
+        assert statistics["scheduler"]["finished"]["cancelled"] == 1
+
+
 async def test_a_cancelled_task_cancels_its_request() -> None:
     executor = GatedExecutor()
     executor.gate.clear()
     async with running(executor) as sessions:
         engine = AsyncEngine(sessions)
-        task = asyncio.create_task(engine.generate("Say:", greedy(max_tokens=100)))
+        task = asyncio.create_task(engine.complete("Say:", greedy(max_tokens=100)))
         await asyncio.to_thread(executor.reached.wait, 20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -202,7 +231,7 @@ async def test_bug_8_a_second_batch_on_a_live_engine_loses_nothing() -> None:
         engine = AsyncEngine(sessions)
         for _ in range(2):
             params = greedy(max_tokens=6, ignore_eos=True)
-            outputs = await asyncio.gather(*(engine.generate([3 + i, 5], params) for i in range(8)))
+            outputs = await asyncio.gather(*(engine.complete([3 + i, 5], params) for i in range(8)))
             assert all(len(o.outputs[0].token_ids) == 6 and o.finished for o in outputs)
 
 
@@ -291,8 +320,8 @@ async def test_L01_a_callback_that_raises_ends_only_its_request() -> None:
             raise KeyError("mine")
 
         bad, good = await asyncio.gather(
-            engine.generate([3, 4], greedy(max_tokens=40, ignore_eos=True), on_delta=burst),
-            engine.generate([5, 6], greedy(max_tokens=40, ignore_eos=True), on_delta=lambda delta: None),
+            engine.complete([3, 4], greedy(max_tokens=40, ignore_eos=True), on_delta=burst),
+            engine.complete([5, 6], greedy(max_tokens=40, ignore_eos=True), on_delta=lambda delta: None),
         )
         assert bad.outputs[0].finish_reason == "error" and "KeyError" in (bad.outputs[0].message or "")
         assert good.outputs[0].finish_reason == "length" and len(good.outputs[0].token_ids) == 40
@@ -305,14 +334,14 @@ def test_a_client_outlives_its_event_loop() -> None:
     sessions = make_sessions()
     engine = AsyncEngine(sessions)
     for _ in range(3):
-        output = asyncio.run(engine.generate([3], greedy(max_tokens=4)))
+        output = asyncio.run(engine.complete([3], greedy(max_tokens=4)))
         assert len(output.outputs[0].token_ids) == 4
 
     async def abandon() -> None:
         await sessions.submit([3], greedy(max_tokens=100), request_id="left")
 
     asyncio.run(abandon())
-    output = asyncio.run(engine.generate([3], greedy(max_tokens=4)))
+    output = asyncio.run(engine.complete([3], greedy(max_tokens=4)))
     assert len(output.outputs[0].token_ids) == 4
     asyncio.run(engine.close())
 
@@ -320,7 +349,7 @@ def test_a_client_outlives_its_event_loop() -> None:
 async def test_logprobs_and_prompt_logprobs_reach_the_answer() -> None:
     async with running() as sessions:
         engine = AsyncEngine(sessions)
-        output = await engine.generate(ids_of("Hello"), greedy(max_tokens=3, prompt_logprobs=1))
+        output = await engine.complete(ids_of("Hello"), greedy(max_tokens=3, prompt_logprobs=1))
         assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
         assert [entry.token_id for entry in output.prompt_logprobs[1:] if entry] == ids_of("Hello")[1:]
 

@@ -460,7 +460,7 @@ def test_T03_quantiles_of_a_histogram_are_near(seed: int) -> None:
 async def test_T05_an_engine_is_asked_saved_and_reset_through_its_client(tmp_path: Path) -> None:
     engine = Watched()
     async with AsyncEngine(Sessions(LocalClient(engine.loop), make_text())) as llm:
-        await llm.generate([5, 6, 7], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+        await llm.complete([5, 6, 7], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
         figures: Any = await llm.statistics()
         assert figures["collected"]["requests"]["num_ended"] == 1
         await llm.save_statistics(tmp_path / "figures.jsonl")

@@ -106,7 +106,6 @@ async def _answer(
     if is_raw and args.system is not None:
         await engine.client.close()
         raise UsageError("this model has no chat template, so --system cannot be given; leave it out")
-    args.temperature = sampling_params(args, engine.text.spec.generation).temperature
     async with answering(engine, config) as call:
         prompts = read_prompts(source, args, is_raw)
         async for line, tokens in _in_order(call, prompts, args.open or 2 * engine.capacity.num_slots):

@@ -20,14 +20,15 @@ from octavo.assembly import LocalEngine, build_local
 from octavo.cli.flags import UsageError, add_settings, config_from, whole
 from octavo.cli.terminal import loading, warn_limits
 from octavo.core.request import FinishReason, SamplingParams
+from octavo.core.sampling_params import sampling_defaults
 from octavo.errors import EngineError
 
 if TYPE_CHECKING:
     from octavo.engine.sessions import Session, Usage
     from octavo.text.text_model import TextModel
 
-TEMPERATURE = 0.7  # where the model's own generation config says nothing
 MAX_TOKENS = 512
+_GIVEN = ("temperature", "top_p", "top_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,7 @@ def add_answer_arguments(group: argparse._ArgumentGroup, max_tokens: int | None 
     most = max_tokens if max_tokens is not None else "as many as fit"
     flags = ("--max-tokens", "--n-predict", "-n")
     group.add_argument(*flags, type=whole, default=max_tokens, metavar="N", help=f"tokens at most [{most}]")
-    group.add_argument(
-        "--temperature", "--temp", type=float, metavar="X", help=f"0 = greedy [the model's, else {TEMPERATURE}]"
-    )
+    group.add_argument("--temperature", "--temp", type=float, metavar="X", help="0 = greedy [the model's, else 1]")
     group.add_argument("--top-p", type=float, metavar="X", help="nucleus [the model's, else 1]")
     group.add_argument("--top-k", type=int, metavar="N", help="most likely tokens [the model's, else all]")
     group.add_argument("--system", metavar="TEXT", help="system message")
@@ -110,15 +109,10 @@ def read_words(words: Sequence[str], raw: bool, system: str | None, stdin: TextI
     return Asked(prompt, model, raw, system)
 
 
-def sampling_params(args: argparse.Namespace, generation: Mapping[str, object]) -> SamplingParams:
-    """Flags, else the model's generation config, else this command's defaults. Raises InvalidRequestError."""
-    chosen: dict[str, float] = {"temperature": TEMPERATURE}
-    for name in ("temperature", "top_p", "top_k"):
-        given = getattr(args, name)
-        value = given if given is not None else generation.get(name)
-        if isinstance(value, (int, float)):
-            chosen[name] = value
-    return SamplingParams(max_tokens=args.max_tokens, **chosen)  # type: ignore[arg-type]  # checked by SamplingParams
+def sampling_params(args: argparse.Namespace, generation: Mapping[str, float]) -> SamplingParams:
+    """Return what flags ask for, else the model's generation config, else the defaults. Raises InvalidRequestError."""
+    given = {name: value for name in _GIVEN if (value := getattr(args, name)) is not None}
+    return SamplingParams(**{**sampling_defaults(generation), **given, "max_tokens": args.max_tokens})
 
 
 def prompt_ids(text: TextModel, asked: Asked) -> Sequence[int]:

@@ -6,9 +6,9 @@ Owns: the fields and their checks. Does not: sample, or know a vocabulary (see a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from octavo.errors import InvalidRequestError
 
@@ -64,7 +64,7 @@ _REAL: dict[str, tuple[float, float, str]] = {
     "dry_base": (1.0, 100.0, "give a number from 1 to 100"),
     "length_penalty": (-100.0, 100.0, "give a number from -100 to 100"),
 }
-# Lists: field -> what they hold. A str or a dict would be taken apart.
+# Lists: field -> what they hold. None is an empty one; of `stop` one string, of `logit_bias` a dict is taken too.
 _ENTRIES = {
     "logit_bias": "(token id, bias) pairs",
     "stop": "strings",
@@ -74,6 +74,35 @@ _ENTRIES = {
     "dry_breaker_ids": "token ids",
     "shown_special_ids": "token ids",
 }
+
+# What other libraries call a field, or have and this one does not: name -> what to give instead.
+_ELSEWHERE = {
+    "structured_outputs": "give grammar=grammar_from(json_schema=...)",
+    "guided_decoding": "give grammar=grammar_from(json_schema=...)",
+    "response_format": "give grammar=grammar_from(json_schema=...)",
+    "bad_words": "give their token ids as bad_words_ids",
+    "use_beam_search": "give beam_width",
+    "max_new_tokens": "give max_tokens",
+    "max_completion_tokens": "give max_tokens",
+    "stop_sequences": "give stop",
+    "do_sample": "give temperature, 0 for greedy",
+    "repeat_penalty": "give repetition_penalty",
+}
+# What a model's generation config says about sampling.
+MODEL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(generation: Mapping[str, float]) -> dict[str, Any]:
+    """Return the sampling fields that a model's generation config sets; all others keep SamplingParams' defaults.
+
+    The command line, the HTTP interfaces and the library all take what a request leaves out from here.
+    Raises InvalidRequestError when a value is out of range.
+    """
+    defaults: dict[str, Any] = {name: generation[name] for name in MODEL_FIELDS if generation.get(name) is not None}
+    if "top_k" in defaults:
+        defaults["top_k"] = int(defaults["top_k"])
+    SamplingParams(**defaults)
+    return defaults
 
 
 def _are_ids(values: Sequence[Any]) -> bool:
@@ -94,6 +123,7 @@ class SamplingParams:
     `bad_words_ids`: sequences of ids that must not be completed; `allowed_token_ids`: the only ids that may be
     sampled (empty = all). `dry_*`: the DRY penalty against repeating what came before: an id that would prolong
     a repetition of `dry_allowed_length` or more tokens loses dry_multiplier * dry_base ** (length - allowed).
+    `stop` may be one string, `logit_bias` a dict; None is an empty list everywhere.
     `n` choices are returned; with `best_of` > n so many are made and the n of highest mean log-probability kept.
     `beam_width` > 0 is beam search: n of so many beams are returned, `length_penalty` and `early_stopping`
     (True, False or "never") as in transformers. `shown_special_ids` are in the text although special tokens are
@@ -135,6 +165,14 @@ class SamplingParams:
     shown_special_ids: tuple[int, ...] = ()
     grammar: str = ""
 
+    def __new__(cls, *_: object, **fields: object) -> Self:
+        """Refuse unknown fields with what to give instead; Python's own error would only name them."""
+        for name in fields:
+            if name not in cls.__dataclass_fields__:
+                remedy = _ELSEWHERE.get(name, f"give {', '.join(cls.__dataclass_fields__)}")
+                raise InvalidRequestError(f"SamplingParams has no field {name}; {remedy}", name)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         for name, (low, high, remedy) in _WHOLE.items():
             value = getattr(self, name)
@@ -146,13 +184,26 @@ class SamplingParams:
         for name, (least, greatest, remedy) in _REAL.items():
             value = getattr(self, name)
             check(_is_number(value) and least <= value <= greatest, name, value, remedy)
-        for name, entries in _ENTRIES.items():
-            value = getattr(self, name)
-            check(isinstance(value, (tuple, list)), name, value, f"give a tuple of {entries}")
+        self._set_lists()
         self._check_lists()
         self._check_choices()
         if self.grammar != "":
             self._check_grammar()
+
+    def _set_lists(self) -> None:
+        """Bring the other accepted forms of lists into the one that is kept."""
+        for name, entries in _ENTRIES.items():
+            value: object = getattr(self, name)
+            if isinstance(value, (tuple, list)):
+                continue
+            if value is None:
+                value = ()
+            elif name == "stop" and isinstance(value, str):
+                value = (value,)
+            elif name == "logit_bias" and isinstance(value, Mapping):
+                value = tuple(value.items())
+            check(isinstance(value, tuple), name, value, f"give a tuple of {entries}")
+            object.__setattr__(self, name, value)
 
     def _check_lists(self) -> None:
         remedy = "give token ids of the model's vocabulary"

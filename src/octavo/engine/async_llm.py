@@ -9,21 +9,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Self, cast
 
 from octavo.core.request import FinishReason, SamplingParams, Want
-from octavo.engine.results import EmbeddingOutput, RequestOutput, embedded, whole
+from octavo.core.sampling_params import sampling_defaults
+from octavo.engine.results import EmbeddingOutput, GrowingOutput, RequestOutput, embedded, whole
 from octavo.engine.sessions import Prompt, Session, Sessions, TextDelta, check_stream
 from octavo.errors import InvalidRequestError
 from octavo.metrics.export import Table, save_json_lines
 
 AnyPrompt = Prompt | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
+AnyParams = SamplingParams | Mapping[str, Any] | None
 OnDelta = Callable[[TextDelta], None]
 _NOTHING_SAMPLED = SamplingParams(seed=0)  # so that it draws no seed: those of later requests stay
-_SAMPLING_FIELDS = frozenset(entry.name for entry in fields(SamplingParams))
 
 
 class AsyncEngine:
@@ -35,24 +36,38 @@ class AsyncEngine:
     @property
     def default_params(self) -> SamplingParams:
         """What is used where no params are given: the model's own generation config."""
-        generation: dict[str, Any] = dict(self.sessions.text.spec.generation)
-        if "top_k" in generation:
-            generation["top_k"] = int(generation["top_k"])
-        return SamplingParams(**{name: value for name, value in generation.items() if name in _SAMPLING_FIELDS})
+        return SamplingParams(**sampling_defaults(self.sessions.text.spec.generation))
 
     async def generate(
+        self, prompt: AnyPrompt, sampling_params: AnyParams = None, request_id: str | None = None, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt, giving the answer so far whenever it grew; the last one has `finished` set.
+
+        `async for output in llm.generate("Hello", params, "my-id")`. Leaving the loop early (and closing it) cancels
+        the request. Of best_of > n only the end is given. Options are those of Sessions.submit.
+        """
+        text, session = await self._open(prompt, sampling_params, {**options, "request_id": request_id})
+        growing = GrowingOutput(session, text)
+        try:
+            async for delta in session:
+                if growing.add(delta):
+                    yield growing.output()
+        finally:
+            await session.cancel()
+
+    async def complete(
         self,
         prompt: AnyPrompt,
-        params: SamplingParams | None = None,
+        sampling_params: AnyParams = None,
         *,
         on_delta: OnDelta | None = None,
         **options: Any,
     ) -> RequestOutput:
-        """Continue a prompt; options are those of Sessions.submit. Cancelled with the task that awaits it.
+        """Return the whole answer; options are those of Sessions.submit. Cancelled with the task that awaits it.
 
         `on_delta` sees every delta as it comes; if it raises, this request ends with an error, and only it.
         """
-        text, session = await self._open(prompt, params, options, is_streamed=on_delta is not None)
+        text, session = await self._open(prompt, sampling_params, options, is_streamed=on_delta is not None)
         try:
             deltas = await session.collect() if on_delta is None else await _watched(session, on_delta)
         finally:
@@ -69,13 +84,13 @@ class AsyncEngine:
             await session.cancel()
 
     async def stream(
-        self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Any
+        self, prompt: AnyPrompt, sampling_params: AnyParams = None, **options: Any
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt, delta by delta; leaving the loop early (and closing it) cancels the request.
 
         Choices come interleaved, beams at the end. Raises InvalidRequestError for best_of > n.
         """
-        _, session = await self._open(prompt, params, options, is_streamed=True)
+        _, session = await self._open(prompt, sampling_params, options, is_streamed=True)
         try:
             async for delta in session:
                 yield delta
@@ -84,32 +99,42 @@ class AsyncEngine:
 
     async def chat(
         self,
-        messages: Messages,
-        params: SamplingParams | None = None,
+        messages: str | Messages,
+        sampling_params: AnyParams = None,
         *,
         template: Mapping[str, Any] | None = None,
         on_delta: OnDelta | None = None,
         **options: Any,
     ) -> RequestOutput:
-        """Answer a conversation through the model's chat template; `template` has arguments for it."""
-        return await self.generate(self.chat_prompt(messages, template), params, on_delta=on_delta, **options)
+        """Answer a conversation, or one message of a user, through the model's chat template.
+
+        `template` has arguments for it.
+        """
+        prompt = self.chat_prompt(messages, template)
+        return await self.complete(prompt, sampling_params, on_delta=on_delta, **options)
 
     async def stream_chat(
         self,
-        messages: Messages,
-        params: SamplingParams | None = None,
+        messages: str | Messages,
+        sampling_params: AnyParams = None,
         *,
         template: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation, delta by delta."""
-        async with aclosing(self.stream(self.chat_prompt(messages, template), params, **options)) as deltas:
+        prompt = self.chat_prompt(messages, template)
+        async with aclosing(self.stream(prompt, sampling_params, **options)) as deltas:
             async for delta in deltas:
                 yield delta
 
-    def chat_prompt(self, messages: Messages, template: Mapping[str, Any] | None = None) -> Sequence[int]:
-        """Ids of a conversation."""
-        ids: Sequence[int] = self.sessions.text.prompt_ids_from_messages([*map(dict, messages)], **(template or {}))
+    def chat_prompt(self, messages: str | Messages, template: Mapping[str, Any] | None = None) -> Sequence[int]:
+        """Return the ids of a conversation. Raises InvalidRequestError."""
+        listed: Messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        if not isinstance(listed, Sequence) or not all(isinstance(message, Mapping) for message in listed):
+            raise InvalidRequestError(
+                'messages must be a text or a list such as [{"role": "user", "content": "Hello"}]', "messages"
+            )
+        ids: Sequence[int] = self.sessions.text.prompt_ids_from_messages([*map(dict, listed)], **(template or {}))
         return ids
 
     async def statistics(self) -> Mapping[str, object]:
@@ -140,13 +165,25 @@ class AsyncEngine:
         await self.close()
 
     async def _open(
-        self, prompt: AnyPrompt, params: SamplingParams | None, options: Mapping[str, Any], is_streamed: bool
+        self, prompt: AnyPrompt, given: AnyParams, options: Mapping[str, Any], is_streamed: bool = False
     ) -> tuple[str | None, Session]:
+        params = self.read_params(given)
         text, ids = self._read_prompt(prompt)
-        params = params or self.default_params
         if is_streamed:
             check_stream(params)
         return text, await self.sessions.submit(ids, params, **options)
+
+    def read_params(self, given: object) -> SamplingParams:
+        """Return the parameters in force: a SamplingParams as it is; a dict's fields over the model's own defaults.
+
+        Raises InvalidRequestError.
+        """
+        if isinstance(given, SamplingParams):
+            return given
+        if given is None or isinstance(given, Mapping):
+            return SamplingParams(**{**sampling_defaults(self.sessions.text.spec.generation), **(given or {})})
+        kind = type(given).__name__
+        raise InvalidRequestError(f"sampling_params is a {kind}; give SamplingParams(...) or a dict", "sampling_params")
 
     def _read_prompt(self, prompt: AnyPrompt) -> tuple[str | None, Sequence[int]]:
         """The text, if the prompt is given as text, and its ids."""

@@ -16,7 +16,7 @@ from os import PathLike
 from typing import Any, Self, TypeVar
 
 from octavo.core.request import SamplingParams
-from octavo.engine.async_llm import AnyPrompt, AsyncEngine, Messages
+from octavo.engine.async_llm import AnyParams, AnyPrompt, AsyncEngine, Messages
 from octavo.engine.results import EmbeddingOutput, RequestOutput
 from octavo.engine.sessions import Sessions, TextDelta
 from octavo.errors import InvalidRequestError, RequestError
@@ -25,7 +25,18 @@ from octavo.metrics.export import Table
 _T = TypeVar("_T")
 _P = TypeVar("_P")
 _Answer = TypeVar("_Answer", bound=RequestOutput | EmbeddingOutput)
-Params = SamplingParams | Sequence[SamplingParams] | None
+Params = AnyParams | Sequence[AnyParams]
+_TEMPLATE_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools")
+# Other arguments that vLLM's methods have: what to do instead. None is taken as left out.
+_ELSEWHERE = {
+    "lora_request": "adapters are not supported",
+    "priority": "give it to AsyncLLM.generate, or serve with --policy priority",
+    "prompt_token_ids": 'give {"prompt_token_ids": [...]} as the prompt',
+    "tokenization_kwargs": 'give {"prompt_token_ids": [...]} as the prompt',
+    "chat_template": 'give it to LLM(..., chat_template="FILE")',
+    "chat_template_content_format": "messages hold text",
+    "mm_processor_kwargs": "messages hold text",
+}
 Advance = Callable[[RequestOutput | EmbeddingOutput], None]
 
 
@@ -42,56 +53,70 @@ class OfflineEngine:
     def generate(
         self,
         prompts: AnyPrompt | Sequence[AnyPrompt],
-        params: Params = None,
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
         *,
-        progress: bool = True,
-        use_tqdm: bool | None = None,
         on_delta: Callable[[int, TextDelta], None] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Continue each prompt: text, ids, or {"prompt": ...} / {"prompt_token_ids": ...}; one or a list of them.
 
-        Returns one answer per prompt, in input order. `params` may be one per prompt. The bar shows on a
-        terminal only (`use_tqdm` is another name for `progress`). `on_delta(index, delta)` runs in another
-        thread; if it raises, that answer ends with an error. A refused prompt raises RequestError, and the
+        Returns one answer per prompt, in input order. `sampling_params` is a SamplingParams, or a dict of its fields
+        over the model's own defaults; one for all prompts or a list with one for each. `params` is another name for
+        it. `use_tqdm` (or `progress`) shows a progress bar, on a terminal only. `on_delta(index, delta)` runs in
+        another thread; if it raises, that answer ends with an error. A refused prompt raises RequestError, and the
         others are cancelled; a request that fails later is an answer with finish_reason "error".
         """
-        return self._run_all(_as_list(prompts), params, progress if use_tqdm is None else use_tqdm, on_delta)
+        given, shown = _named("generate", sampling_params, use_tqdm, others)
+        return self._run_all(_as_list(prompts), given, shown, on_delta)
 
     def chat(
         self,
-        messages: Messages | Sequence[Messages],
-        params: Params = None,
+        messages: str | Messages | Sequence[str | Messages],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
         *,
-        progress: bool = True,
-        use_tqdm: bool | None = None,
         template: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, through the model's chat template, in input order."""
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Sequence[Messages] = [messages] if one else messages  # type: ignore[assignment, list-item]
-        prompts = [self._engine.chat_prompt(conversation, template) for conversation in conversations]
-        return self._run_all(prompts, params, progress if use_tqdm is None else use_tqdm, None)
+        """Answer one conversation or a list of them, through the model's chat template, in input order.
 
-    def embed(self, prompts: AnyPrompt | Sequence[AnyPrompt], *, progress: bool = True) -> list[EmbeddingOutput]:
+        A conversation is a list of messages, or a text: one message of a user. `template` (or `chat_template_kwargs`)
+        has arguments for the template, `tools`, `add_generation_prompt` and `continue_final_message` among them, which
+        may also be given by name. Otherwise as generate.
+        """
+        arguments = {**(template or {}), **(others.pop("chat_template_kwargs", None) or {})}
+        arguments |= {name: others.pop(name) for name in _TEMPLATE_OPTIONS if name in others}
+        given, shown = _named("chat", sampling_params, use_tqdm, others)
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        is_one = not is_list or (len(messages) > 0 and isinstance(messages[0], Mapping))
+        conversations: Sequence[Any] = [messages] if is_one else messages
+        prompts = [self._engine.chat_prompt(conversation, arguments) for conversation in conversations]
+        return self._run_all(prompts, given, shown, None)
+
+    def embed(
+        self, prompts: AnyPrompt | Sequence[AnyPrompt], use_tqdm: bool = True, **others: Any
+    ) -> list[EmbeddingOutput]:
         """Give each prompt's vector (docs/embeddings.md), in input order; prompts are those of generate.
 
         The first one that is refused or fails raises its error, and the others are cancelled.
         """
+        _, shown = _named("embed", None, use_tqdm, others)
         listed = _as_list(prompts)
         if not listed:
             return []
-        with _bar(len(listed), progress) as advance:
+        with _bar(len(listed), shown) as advance:
             return self._wait(_all(self._engine.embed, listed, advance))
 
-    def stream(self, prompt: AnyPrompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+    def stream(self, prompt: AnyPrompt, sampling_params: AnyParams = None) -> Iterator[TextDelta]:
         """Continue one prompt, delta by delta; leaving the loop early cancels the request."""
-        return self._iterate(self._engine.stream(prompt, params))
+        return self._iterate(self._engine.stream(prompt, sampling_params))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, template: Mapping[str, Any] | None = None
+        self, messages: str | Messages, sampling_params: AnyParams = None, template: Mapping[str, Any] | None = None
     ) -> Iterator[TextDelta]:
         """Answer one conversation, delta by delta."""
-        return self._iterate(self._engine.stream_chat(messages, params, template=template))
+        return self._iterate(self._engine.stream_chat(messages, sampling_params, template=template))
 
     @property
     def text(self) -> Any:
@@ -133,13 +158,13 @@ class OfflineEngine:
         self,
         prompts: Sequence[AnyPrompt],
         params: Params,
-        progress: bool,
+        is_shown: bool,
         on_delta: Callable[[int, TextDelta], None] | None,
     ) -> list[RequestOutput]:
-        each = _spread(params, len(prompts))
+        each = [self._engine.read_params(one) for one in _spread(params, len(prompts))]
         if not prompts:
             return []
-        with _bar(len(prompts), progress) as advance:
+        with _bar(len(prompts), is_shown) as advance:
             return self._wait(_gather(self._engine, prompts, each, advance, on_delta))
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -172,13 +197,13 @@ class OfflineEngine:
 async def _gather(
     engine: AsyncEngine,
     prompts: Sequence[AnyPrompt],
-    params: Sequence[SamplingParams | None],
+    params: Sequence[SamplingParams],
     advance: Advance,
     on_delta: Callable[[int, TextDelta], None] | None,
 ) -> list[RequestOutput]:
     def answer(index: int) -> Awaitable[RequestOutput]:
         watch = None if on_delta is None else lambda delta: on_delta(index, delta)
-        return engine.generate(prompts[index], params[index], on_delta=watch)
+        return engine.complete(prompts[index], params[index], on_delta=watch)
 
     return await _all(answer, range(len(prompts)), advance)
 
@@ -206,19 +231,42 @@ async def _all(answer: Callable[[_P], Awaitable[_Answer]], prompts: Sequence[_P]
         raise
 
 
-def _spread(params: Params, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
+def _named(method: str, params: Params, use_tqdm: object, others: dict[str, Any]) -> tuple[Params, bool]:
+    """Return the sampling parameters and whether a bar is shown, whichever of their names they were given by.
+
+    Raises InvalidRequestError for any other argument, with what to give instead.
+    """
+    if (alias := others.pop("params", None)) is not None:
+        if params is not None:
+            raise InvalidRequestError("sampling_params and params are one argument; give one of them", "params")
+        params = alias
+    is_shown = bool(others.pop("progress", use_tqdm))
+    for name, value in others.items():
+        if name not in _ELSEWHERE:
+            raise InvalidRequestError(f"{method}() has no argument {name}; see help(LLM.{method})", name)
+        if value is not None:
+            raise InvalidRequestError(f"{method}() has no argument {name}; {_ELSEWHERE[name]}", name)
+    return params, is_shown
+
+
+def _spread(params: object, count: int) -> list[object]:
+    """Return one entry per prompt; a list gives one to each, anything else is for all."""
+    if not isinstance(params, (list, tuple)):
         return [params] * count
     if len(params) != count:
-        raise InvalidRequestError(f"{len(params)} params for {count} prompts; give one, or one for each", "params")
+        message = f"{len(params)} sampling_params for {count} prompts; give one, or one for each"
+        raise InvalidRequestError(message, "sampling_params")
     return list(params)
 
 
 def _as_list(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
     """A single prompt is a text, a mapping, or a list that begins with a token id; anything else is a list of them."""
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        kind = type(prompts).__name__
+        raise InvalidRequestError(f"prompts is a {kind}; give a text, token ids, or a list of them", "prompts")
+    return [prompts] if len(prompts) > 0 and isinstance(prompts[0], int) else list(prompts)  # type: ignore[list-item, arg-type]
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -248,8 +296,8 @@ async def _close_all(engine: AsyncEngine) -> None:
     await loop.shutdown_default_executor()
 
 
-def _bar(total: int, progress: bool) -> AbstractContextManager[Advance]:
-    if not (progress and sys.stderr.isatty()):
+def _bar(total: int, is_shown: bool) -> AbstractContextManager[Advance]:
+    if not (is_shown and sys.stderr.isatty()):
         return nullcontext(lambda _: None)
     from octavo.engine.progress import BatchBar  # rich costs 50 ms to import: only where it shows
 

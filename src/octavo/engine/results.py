@@ -1,13 +1,14 @@
 """Whole answers, as LLM and AsyncLLM return them.
 
-Owns: RequestOutput, CompletionOutput, EmbeddingOutput, and how deltas add up to them. Does not: run anything.
+Owns: RequestOutput, CompletionOutput, EmbeddingOutput, and how deltas add up to them, at the end or step by step.
+Does not: run anything.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.core.plan import TokenLogprobs
 from octavo.engine.deltas import TextDelta, Usage, by_choice, joined
@@ -50,8 +51,8 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice ended by itself: at its end, a stop, or its length."""
-        return all(output.finish_reason in ("stop", "length") for output in self.outputs)
+        """Return True if every choice has ended, for whatever reason; `finish_reason` says which."""
+        return bool(self.outputs) and all(output.finish_reason is not None for output in self.outputs)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -87,6 +88,39 @@ def whole(session: Session, prompt: str | None, deltas: Sequence[TextDelta]) -> 
     return RequestOutput(
         session.request_id, prompt, list(session.prompt_token_ids), outputs, usage, _prompt_logprobs(session)
     )
+
+
+class GrowingOutput:
+    """The answer to one prompt while it grows: add its deltas, and ask for the answer so far."""
+
+    def __init__(self, session: Session, prompt: str | None) -> None:
+        self._session = session
+        self._prompt = prompt
+        self._usage: Usage | None = None
+        has_logprobs = session.params.logprobs is not None
+        self._has_logprobs = has_logprobs
+        self._outputs = [
+            CompletionOutput(index, "", [], None, logprobs=[] if has_logprobs else None)
+            for index in range(session.params.n)
+        ]
+
+    def add(self, delta: TextDelta) -> bool:
+        """Take the next delta; return False if it holds only log-probabilities of the prompt."""
+        if delta.prompt_logprobs is not None:
+            return False
+        known, new = self._outputs[delta.choice], _completion(delta, self._has_logprobs)
+        logprobs = [*(known.logprobs or ()), *(new.logprobs or ())] if self._has_logprobs else None
+        self._outputs[delta.choice] = replace(
+            new, text=known.text + new.text, token_ids=known.token_ids + new.token_ids, logprobs=logprobs
+        )
+        self._usage = delta.usage or self._usage
+        return True
+
+    def output(self) -> RequestOutput:
+        """Return the answer so far; `metrics` come with the last one."""
+        ids = list(self._session.prompt_token_ids)
+        scores = _prompt_logprobs(self._session)
+        return RequestOutput(self._session.request_id, self._prompt, ids, list(self._outputs), self._usage, scores)
 
 
 def _completion(choice: TextDelta, has_logprobs: bool) -> CompletionOutput:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from octavo.core.sampling_params import sampling_defaults
 from octavo.metrics.engine import cache_info
 from octavo.metrics.requests import RequestMetrics
 from octavo.server.admission import Admission
@@ -26,7 +27,7 @@ from octavo.server.keys import KeyRing
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
 from octavo.server.logins import Logins
-from octavo.server.params import ParamsReader, model_defaults
+from octavo.server.params import ParamsReader
 from octavo.server.prompts import PromptReader
 from octavo.server.replay_outputs import one_by_one
 from octavo.server.responses.background import Background
@@ -130,7 +131,7 @@ def build_context(
         directory=Directory(config.statistics.explain_kept),
         tool=tool,
         prompts=PromptReader(text, max_len, tool, dialect),
-        params=ParamsReader(model_defaults(text.spec.generation), text.tokenizer, limits.max_choices),
+        params=ParamsReader(sampling_defaults(text.spec.generation), text.tokenizer, limits.max_choices),
         dialect=dialect,
         responses=ResponseStore(config.responses),
         background=Background(runs, lifecycle),

@@ -1,6 +1,6 @@
 """From a body to SamplingParams: the one place where HTTP names meet the engine's.
 
-Owns: names, defaults from the model's generation config, the bound on choices.
+Owns: names, the bound on choices.
 Does not: repeat SamplingParams' ranges, or check ids against the vocabulary (Sessions does).
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from octavo.core.request import SamplingParams
+from octavo.core.sampling_params import MODEL_FIELDS
 from octavo.engine.sessions import check_stream
 from octavo.errors import InvalidRequestError
 from octavo.server.bodies.chat import ChatBody
@@ -22,19 +23,9 @@ from octavo.server.words import DRY_BREAKERS, Encoder, bad_word_ids, breaker_ids
 
 B = TypeVar("B", bound=SamplingBody)
 HERE_CHARACTERS, HERE_WORDS, HERE_IDS = 512, 8, 256  # what is read in the event loop takes a millisecond at most
-_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _DRY = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range")
-_AS_ASKED = (*_FROM_MODEL, *_DRY, "typical_p", "min_tokens", "presence_penalty", "frequency_penalty", "seed")
+_AS_ASKED = (*MODEL_FIELDS, *_DRY, "typical_p", "min_tokens", "presence_penalty", "frequency_penalty", "seed")
 _OF_BEAMS: Mapping[str, object] = {"length_penalty": 1.0, "early_stopping": False}  # and what asks for nothing
-
-
-def model_defaults(generation: Mapping[str, float]) -> dict[str, Any]:
-    """The sampling fields that a model's generation config sets. Raises InvalidRequestError when out of range."""
-    defaults: dict[str, Any] = {name: generation[name] for name in _FROM_MODEL if generation.get(name) is not None}
-    if "top_k" in defaults:
-        defaults["top_k"] = int(defaults["top_k"])
-    SamplingParams(**defaults)
-    return defaults
 
 
 def spellings(body: SamplingBody) -> dict[str, str]:
