@@ -60,9 +60,7 @@ def rounds_to_bfloat16():
 def error_of(packed, x_TE, out_TF):
     """Return the largest difference from a float64 reference of the same arithmetic, relative to its largest value."""
     seen_TE = x_TE.bfloat16().float() if packed.kind == WeightKind.BFLOAT16 and rounds_to_bfloat16() else x_TE
-    expected = packed_linear.linear_reference(
-        seen_TE, packed.dequantize(), torch.from_numpy(packed.bias), packed.kind
-    )
+    expected = packed_linear.linear_reference(seen_TE, packed.dequantize(), torch.from_numpy(packed.bias), packed.kind)
     return (out_TF - expected).abs().max() / expected.abs().max()
 
 

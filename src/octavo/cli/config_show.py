@@ -13,10 +13,8 @@ from octavo.artifacts.model_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
 from octavo.cli.flags import add_settings, resolve_args
 from octavo.core.request import SamplingParams
+from octavo.core.sampling_params import MODEL_FIELDS, sampling_defaults
 from octavo.settings import SETTINGS, Resolved, Setting
-
-# What the server takes from a model's generation config (server.params).
-_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +48,10 @@ def run(args: argparse.Namespace) -> int:
 def _sampling(resolved: Resolved) -> Iterator[tuple[str, object, str]]:
     """What a request gets that leaves these fields out. The model's files are found, and their headers read."""
     model = resolved.config.model
-    own = read_model_spec(resolve_model(model.model, model.revision)).generation
-    for name in _FROM_MODEL:
-        value = own.get(name)
-        origin = "default" if value is None else f"generation config of {model.model}"
-        yield f"sampling.{name}", getattr(SamplingParams(), name) if value is None else value, origin
+    own = sampling_defaults(read_model_spec(resolve_model(model.model, model.revision)).generation)
+    for name in MODEL_FIELDS:
+        origin = f"generation config of {model.model}" if name in own else "default"
+        yield f"sampling.{name}", own.get(name, getattr(SamplingParams(), name)), origin
 
 
 def _value(setting: Setting, resolved: Resolved) -> object:
