@@ -20,7 +20,7 @@ from octavo.server.bodies.anthropic import (
     ToolChoice,
 )
 from octavo.server.bodies.anthropic_blocks import IGNORED_BLOCK
-from tests.server.fakes import FakeClient, Harness, assert_unknown
+from tests.server.fakes import FakeClient, Harness, assert_ignored
 from tests.source_tree import ROOT
 
 PLAYED = FakeClient().tokenizer
@@ -83,7 +83,7 @@ async def test_each_field_is_honoured_refused_or_ignored(field: str) -> None:
     assert sum(kinds) <= 1, f"{field} must be in one of the body, the refused and the ignored fields"
     harness = Harness()
     if not any(kinds):
-        assert_unknown(await ask(harness, **{field: 3}), field)
+        assert_ignored(await ask(harness, **{field: 3}), field)
         return
     if field in REFUSED_MESSAGES:
         response = await ask(harness, **{field: "not neutral"})

@@ -1,4 +1,4 @@
-"""Every field of OpenAI's and of docs' list is honoured, refused by name, or documented as ignored."""
+"""Every field of OpenAI's and of docs' list is honoured, refused by name, or ignored: documented, or told."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,8 @@ from octavo.core.request import Request
 from octavo.server.bodies.chat import REFUSED_CHAT, ChatBody
 from octavo.server.bodies.checks import IGNORED
 from octavo.server.bodies.completion import REFUSED_COMPLETION, CompletionBody
-from tests.server.fakes import FakeClient, Harness, assert_unknown
+from octavo.server.bodies.field_table import HINTS, MEANINGFUL
+from tests.server.fakes import FakeClient, Harness, assert_ignored
 
 SERVING = """
     messages n best_of max_tokens max_completion_tokens min_tokens temperature top_p top_k min_p typical_p
@@ -27,7 +28,9 @@ CHAT_FIELDS = """
     continue_final_message add_generation_prompt
 """
 CHAT_ONLY = set(CHAT_FIELDS.split())
-COMPLETION_ONLY = {"best_of", "prompt", "suffix"}
+COMPLETION_ONLY = {"best_of", "prompt"}
+TAKEN = set(ChatBody.model_fields) | set(CompletionBody.model_fields)
+REFUSED = {name: each.neutral for name, each in MEANINGFUL.items() if name not in TAKEN}
 ENDPOINTS: dict[str, tuple[Any, Any, Any, set[str]]] = {
     "chat": (ChatBody, REFUSED_CHAT, chat_params, COMPLETION_ONLY),
     "complete": (CompletionBody, REFUSED_COMPLETION, completion_create_params, CHAT_ONLY),
@@ -129,7 +132,8 @@ IGNORED_VALUES = {"metadata": {"a": "b"}, "store": True}
 def known_fields(endpoint: str) -> set[str]:
     body, refused, module, not_here = ENDPOINTS[endpoint]
     openai = set(module.CompletionCreateParamsBase.__annotations__)
-    return (openai | set(SERVING.split()) | set(body.model_fields) | set(refused) | set(IGNORED)) - not_here
+    ours = set(SERVING.split()) | set(body.model_fields) | set(refused) | set(REFUSED) | set(HINTS) | set(IGNORED)
+    return (openai | ours) - not_here
 
 
 CASES = [(endpoint, field) for endpoint in ENDPOINTS for field in sorted(known_fields(endpoint))]
@@ -137,13 +141,16 @@ CASES = [(endpoint, field) for endpoint in ENDPOINTS for field in sorted(known_f
 
 @pytest.mark.parametrize(("endpoint", "field"), CASES)
 async def test_each_field_is_honoured_refused_or_ignored(endpoint: str, field: str) -> None:
-    body, refused, _, _ = ENDPOINTS[endpoint]
+    body, own, _, _ = ENDPOINTS[endpoint]
+    refused = own | REFUSED
     kinds = [field in body.model_fields, field in refused, field in IGNORED]
     assert sum(kinds) <= 1, f"{field} must be in one of the body, the refused and the ignored fields"
     harness = Harness()
     post = getattr(harness, endpoint)
     if not any(kinds):
-        assert_unknown(await post(**{field: 3}), field)
+        assert_ignored(await post(**{field: 3}), field)
+        for neutral in (*HINTS.get(field, ()), None):
+            assert "x-octavo-ignored" not in (await post(**{field: neutral})).headers
         return
     if field in refused:
         response = await post(**{field: UNLIKE_ANY_NEUTRAL.get(field, "not neutral")})

@@ -6,16 +6,19 @@ from typing import Any
 import pytest
 from openai.types.responses import response_create_params
 
+from octavo.config import Config, ServingConfig
 from octavo.server.bodies.responses import IGNORED_RESPONSES, NOT_HERE, REFUSED_RESPONSES, ResponsesBody
 from octavo.server.bodies.sampling import SamplingBody
-from tests.server.fakes import FakeClient, Harness, assert_unknown
+from tests.server.fakes import FakeClient, Harness, assert_ignored
 from tests.server.response_events import read_events
 from tests.server.test_fields import HONOURED as HONOURED_ELSEWHERE
+from tests.server.test_fields import REFUSED as REFUSED_EVERYWHERE
 from tests.server.test_fields import Check, answer, params
 
 PATH = "/v1/responses"
 OPENAI = set(response_create_params.ResponseCreateParamsBase.__annotations__) | {"stream"}
-FIELDS = OPENAI | set(ResponsesBody.model_fields) | set(REFUSED_RESPONSES) | set(NOT_HERE) | set(IGNORED_RESPONSES)
+REFUSED = REFUSED_EVERYWHERE | REFUSED_RESPONSES
+FIELDS = OPENAI | set(ResponsesBody.model_fields) | set(REFUSED) | set(NOT_HERE) | set(IGNORED_RESPONSES)
 PLAYED = FakeClient().tokenizer
 GET_TIME = {"type": "function", "name": "get_time", "description": "the time", "parameters": {"type": "object"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -68,11 +71,11 @@ async def post(harness: Harness, **fields: Any) -> Any:
 @pytest.mark.parametrize("field", sorted(FIELDS))
 async def test_each_field_is_honoured_refused_or_ignored(field: str) -> None:
     is_taken = field in ResponsesBody.model_fields and field not in NOT_HERE
-    kinds = [is_taken, field in REFUSED_RESPONSES, field in NOT_HERE, field in IGNORED_RESPONSES]
+    kinds = [is_taken, field in REFUSED, field in NOT_HERE, field in IGNORED_RESPONSES]
     assert sum(kinds) <= 1, f"{field} must be in one of the body, the refused and the ignored fields"
     harness = Harness()
     if not any(kinds):
-        assert_unknown(await post(harness, **{field: 3}), field)
+        assert_ignored(await post(harness, **{field: 3}), field)
         return
     if field in ELSEWHERE:
         return
@@ -80,7 +83,7 @@ async def test_each_field_is_honoured_refused_or_ignored(field: str) -> None:
         assert (await post(harness, **{field: 3})).status_code == 200
         return
     if not is_taken:
-        neutral = {**REFUSED_RESPONSES, **NOT_HERE}[field]
+        neutral = {**REFUSED, **NOT_HERE}[field]
         response = await post(harness, **{field: VALUES.get(field, "not neutral")})
         assert (response.status_code, response.json()["error"]["param"]) == (400, field)
         assert response.json()["error"]["code"] == "unsupported_field"
@@ -99,13 +102,11 @@ def test_every_sampling_field_is_taken_or_named_as_missing() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown field": ({"surprise": 1}, "surprise"),
     "no input": ({"input": None}, "input"),
     "an empty input": ({"input": []}, "input"),
     "a number as input": ({"input": 5}, "input"),
     "an unknown item": ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
     "an item that is no object": ({"input": ["x"]}, "input[0]"),
-    "an unknown field of an item": ({"input": [{"role": "user", "content": "a", "b": 1}]}, "input[0].b"),
     "an unknown role": ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
     "an image": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
@@ -126,15 +127,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a reference to nothing": ({"input": [{"type": "item_reference", "id": "msg_no"}]}, "input"),
     "an unknown inclusion": ({"include": ["file_search_call.results"]}, "include[0]"),
-    "a built-in tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-    "a tool's unknown field": ({"tools": [{**GET_TIME, "x": 1}]}, "tools[0].x"),
+    "a built-in tool that is required": (
+        {"tools": [GET_TIME, {"type": "web_search"}], "tool_choice": "required"},
+        "tools[1].type",
+    ),
     "a tool's name": ({"tools": [{**GET_TIME, "name": "a b"}]}, "tools[0].name"),
     "two tools of one name": ({"tools": [GET_TIME, GET_TIME]}, "tools[1].name"),
     "a choice of nothing": ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
     "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
     "a choice of a built-in": ({"tools": [GET_TIME], "tool_choice": {"type": "web_search"}}, "tool_choice"),
-    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity"),
-    "a format's unknown field": ({"text": {"format": {"type": "text", "x": 1}}}, "text.format.x"),
     "a schema that is missing": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     "a schema of another kind": (
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": 5}}},
@@ -149,8 +150,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too few tokens": ({"max_output_tokens": -1}, "max_output_tokens"),
     "too many log-probabilities": ({"top_logprobs": 21}, "top_logprobs"),
     "too hot": ({"temperature": -1}, "temperature"),
-    "obfuscation": ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-    "an unknown option of streams": ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
     "many metadata": ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
     "long metadata": ({"metadata": {"a": "x" * 513}}, "metadata.a"),
     "a long label": ({"user": "x" * 513}, "user"),
@@ -170,6 +169,37 @@ async def test_a_mistake_is_told_with_its_field(name: str) -> None:
     assert error["param"] == param, error
     assert param.split("[")[0].split(".")[0] in error["message"]
     assert "message" in error and not harness.engine.requests
+
+
+IGNORED: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown field": ({"surprise": 1}, "surprise"),
+    "what Codex sends with each request": ({"client_metadata": {"x": "y"}}, "client_metadata"),
+    "an unknown field of an item": ({"input": [{"role": "user", "content": "a", "b": 1}]}, "input[].b"),
+    "a built-in tool": ({"tools": [GET_TIME, {"type": "web_search"}]}, "tools[].type.web_search"),
+    "a built-in tool alone": ({"tools": [{"type": "local_shell"}], "tool_choice": "auto"}, "tools[].type.local_shell"),
+    "a tool's unknown field": ({"tools": [{**GET_TIME, "x": 1}]}, "tools[].x"),
+    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    "a format's unknown field": ({"text": {"format": {"type": "text", "x": 1}}}, "text.format.x"),
+    "obfuscation": (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+    ),
+    "an unknown option of streams": ({"stream": True, "stream_options": {"zap": True}}, "stream_options.zap"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IGNORED)
+async def test_what_is_not_known_is_ignored_and_told(name: str) -> None:
+    fields, told = IGNORED[name]
+    harness = Harness()
+    assert_ignored(await post(harness, **fields), told)
+    assert len(harness.engine.requests) == 1
+    strict = Harness(config=Config(serving=ServingConfig(strict_fields=True)))
+    response = await post(strict, **fields)
+    assert (
+        response.status_code == 400
+        and response.json()["error"]["param"].replace("[0]", "[]").replace("[1]", "[]") == told
+    )
 
 
 async def test_a_stream_option_that_asks_for_nothing_is_taken() -> None:

@@ -377,9 +377,9 @@ def calling(**fields: Any) -> dict[str, Any]:
         ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
         ({"tools": [tool(parameters={"title": "x" * 70_000})]}, "tools[0].function.parameters"),
         ({"tools": [tool(description="x" * 70_000)]}, "tools[0].function.description"),
-        ({"tools": [tool(returns="x")]}, "tools[0].function.returns"),
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}], "tool_choice": "required"}, "tools[0].type"),
+        ({"tools": [*TOOLS, {"type": "web_search"}], "tool_choice": "required"}, f"tools[{len(TOOLS)}].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": NAMED}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [7]}, "tools[0]"),
         ({"tools": [tool(name=f"f{i}") for i in range(129)]}, "tools"),
@@ -406,7 +406,6 @@ def calling(**fields: Any) -> dict[str, Any]:
         (calling(id=None), "messages[1].tool_calls[0].id"),
         (calling(function={"name": "f", "arguments": {}}), "messages[1].tool_calls[0].function.arguments"),
         (calling(function={"name": "f", "arguments": "{"}), "messages[1].tool_calls"),
-        (calling(extra=1), "messages[1].tool_calls[0].extra"),
     ],
 )  # fmt: skip
 async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:

@@ -27,6 +27,11 @@ class ServingConfig:
         "TENANT=WEIGHT, its share under the fair policy; the tenant of an --api-key is its SHA-256 in hex; give several",
         "--tenant-weight",
     )
+    strict_fields: bool = option(
+        False,
+        "refuse requests with fields that are not known here (default: ignore them and say so in X-Octavo-Ignored)",
+        "--strict-fields",
+    )
     insecure: bool = option(False, "allow an address other than loopback without a key", "--insecure")
     in_process: bool = option(False, "run the engine inside the API process (no crash protection)", "--in-process")
     standby: bool = option(

@@ -46,6 +46,9 @@ _COUNTERS = {
     ),
     "finished": Name("octavo_requests_finished", "requests that ran to an end", labels=("finished_reason",)),
     "failed": Name("octavo_requests_failed", "requests answered with an error", labels=("code",)),
+    "ignored": Name(
+        "octavo_ignored_fields", "fields of requests that were ignored, by known name or other", labels=("field",)
+    ),
     "http": Name("octavo_http_responses", "HTTP responses", labels=("status",)),
 }
 _SUCCESS = Name("vllm:request_success", "requests that ended, by how", labels=("finished_reason",))
@@ -189,6 +192,10 @@ class RequestMetrics:
     def failed(self, code: str) -> None:
         """Count a request that was answered with an error."""
         self.counters["failed"].add(1, code)
+
+    def ignored_field(self, label: str) -> None:
+        """Count a field of a request that was ignored; `label` is one of a fixed set of names."""
+        self.counters["ignored"].add(1, label)
 
     def responded(self, status: int) -> None:
         """Count an HTTP response by its status."""

@@ -102,7 +102,13 @@ def create_app(
     app.add_middleware(AuthMiddleware, keys=context.keys, logins=context.logins)
     if web.allowed_origins:
         app.add_middleware(PreflightMiddleware)
-    app.add_middleware(ShellMiddleware, limits=context.limits, lifecycle=context.lifecycle, metrics=context.metrics)
+    app.add_middleware(
+        ShellMiddleware,
+        limits=context.limits,
+        lifecycle=context.lifecycle,
+        metrics=context.metrics,
+        has_strict_fields=config.serving.strict_fields,
+    )
     if web.allowed_origins:
         app.add_middleware(CorsMiddleware, web=web)
     if web.root_path:

@@ -18,7 +18,7 @@ PREFLIGHT = "octavo.preflight"  # the headers of the answer, in the scope of a r
 MAX_ASKED_HEADERS = 1024  # characters that a preflight may ask for
 MAX_AGE_S = 600
 _METHODS = "GET, POST, DELETE, OPTIONS"
-_EXPOSED = "X-Request-Id, Retry-After, X-Should-Retry"
+_EXPOSED = "X-Request-Id, Retry-After, X-Should-Retry, X-Octavo-Ignored"
 Pairs = list[tuple[bytes, bytes]]
 
 

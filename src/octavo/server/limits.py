@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from octavo.server.bodies.ignored import IGNORED_FIELDS, collecting
 from octavo.server.faults import ApiError
 from octavo.server.json_reader import JsonLimits, parse_object
 from octavo.server.offload import parse_off_loop
@@ -53,12 +54,15 @@ class HttpLimits:
 async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[str, object]], T]) -> T:
     """Read a body that must be one strict JSON object, and have it checked. Raises ApiError.
 
-    What is long is parsed and checked on another thread.
+    A long body is parsed and checked on another thread. Fields that are ignored are noted in the request's scope.
     """
     body = await read_body(request, limits, limits.max_body_bytes)
-    if len(body) > OFF_LOOP_BYTES:
-        return await parse_off_loop(lambda: check(parse_object(body, limits.json)), len(body))
-    return check(parse_object(body, limits.json))
+
+    def read() -> T:
+        with collecting(request.scope[IGNORED_FIELDS]):
+            return check(parse_object(body, limits.json))
+
+    return await parse_off_loop(read, len(body)) if len(body) > OFF_LOOP_BYTES else read()
 
 
 async def read_body(request: Request, limits: HttpLimits, max_bytes: int) -> bytes:

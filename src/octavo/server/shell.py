@@ -1,7 +1,7 @@
 """Shell: the outermost layer around every request.
 
-Owns: arrival time, the request id, header limits, counting open requests and responses, and the last catch:
-what nobody expected becomes a 500 that tells nothing. Does not: log bodies or headers.
+Owns: arrival time, the request id, header limits, counting open requests and responses, telling which fields were
+ignored, and the last catch: what nobody expected becomes a 500 that tells nothing. Does not: log bodies or headers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.metrics.requests import RequestMetrics
+from octavo.server.bodies.ignored import HEADER, IGNORED_FIELDS, IgnoredFields
 from octavo.server.faults import ApiError, bad_field, internal_error
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits, check_headers
@@ -23,6 +24,7 @@ REQUEST_ID = "octavo.request_id"
 GIVEN_ID = "octavo.given_id"
 METER = "octavo.meter"  # of the request's key, once it was looked at
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the logs and metrics of proxies call this
+MAX_LOGGED_FIELDS = 256
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _log = logging.getLogger(__name__)
 
@@ -30,11 +32,20 @@ _log = logging.getLogger(__name__)
 class ShellMiddleware:
     """Wraps the whole app."""
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits, lifecycle: Lifecycle, metrics: RequestMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: HttpLimits,
+        lifecycle: Lifecycle,
+        metrics: RequestMetrics,
+        has_strict_fields: bool = False,
+    ) -> None:
         self._app = app
         self._limits = limits
         self._lifecycle = lifecycle
         self._metrics = metrics
+        self._has_strict_fields = has_strict_fields
+        self._logged: set[str] = set()  # ignored fields, each of which is logged once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; nothing is raised beyond here but what the server itself must see."""
@@ -42,6 +53,7 @@ class ShellMiddleware:
             await self._app(scope, receive, send)
             return
         scope[ARRIVAL] = time.monotonic()
+        ignored = scope[IGNORED_FIELDS] = IgnoredFields(self._has_strict_fields)
         refusal = _name(scope) or check_headers(scope["headers"], self._limits)
         has_started = False
         status = CLIENT_CLOSED_REQUEST  # of a client that left before there was any
@@ -56,6 +68,9 @@ class ShellMiddleware:
                 meter = scope.get(METER)
                 if meter is not None:
                     message["headers"] += meter.headers(time.monotonic())
+                if ignored.paths:
+                    message["headers"].append((HEADER.lower().encode(), ", ".join(ignored.paths).encode()))
+                    self._tell(ignored)
             await send(message)
 
         with self._lifecycle.opened():
@@ -75,6 +90,13 @@ class ShellMiddleware:
             finally:
                 seconds = time.monotonic() - scope[ARRIVAL]
                 self._metrics.http.responded(_handler(scope), scope["method"], status, seconds)
+
+    def _tell(self, ignored: IgnoredFields) -> None:
+        for path, label in zip(ignored.paths, ignored.labels, strict=True):
+            self._metrics.ignored_field(label)
+            if path not in self._logged and len(self._logged) < MAX_LOGGED_FIELDS:
+                self._logged.add(path)
+                _log.warning("field %s of a request was ignored: this server does not know it (logged once)", path)
 
 
 def _handler(scope: Scope) -> str:

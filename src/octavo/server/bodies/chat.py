@@ -5,11 +5,13 @@ Owns: messages and the fields around them. Does not: render or parse anything.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
+from octavo.server.bodies.field_errors import shown_value
 from octavo.server.bodies.sampling import SamplingBody, sift_stream_options
 from octavo.server.bodies.tools import (
     MAX_CALL_ID_CHARACTERS,
@@ -25,24 +27,26 @@ from octavo.server.faults import bad_field
 
 MAX_MESSAGES = 2048
 
-REFUSED_CHAT: Refused = {
-    "echo": (False,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "verbosity": (),
-    "web_search_options": (),
-    "moderation": (),
-    "service_tier": ("auto", "default"),
-    "prompt_cache_options": (),
+REFUSED_CHAT: Refused = {"echo": (False,)}
+IGNORED_IN_MESSAGES: Mapping[str, str] = {
+    "annotations": "they say nothing to a model",
+    "cache_control": "prefixes are found by their content",
+    "refusal": "its text is taken as what the assistant said",  # by _with_refusal
 }
-_REFUSED_MESSAGE: Refused = {
-    "function_call": (),
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
+IGNORED_IN_PARTS: Mapping[str, str] = {
+    "cache_control": IGNORED_IN_MESSAGES["cache_control"],
+    "prompt_cache_breakpoint": IGNORED_IN_MESSAGES["cache_control"],
+    "annotations": IGNORED_IN_MESSAGES["annotations"],
+}
+_PART_KINDS = {  # parts that are no text -> what they would bring
+    "image_url": "images",
+    "image": "images",
+    "input_image": "images",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "videos",
+    "file": "files",
+    "input_file": "files",
 }
 _PLAIN = {"role", "content"}
 _OF_ROLES = {"tool_calls": "assistant", "reasoning": "assistant", "tool_call_id": "tool"}
@@ -159,10 +163,40 @@ def _sift_message(message: dict[str, object], where: str) -> dict[str, object]:
     """The message with checked calls, and with its reasoning under one name."""
     if "reasoning" in message or "reasoning_content" in message:
         message = _with_reasoning(message, where)
-    kept = sift(message, _REFUSED_MESSAGE, Message, where)
+    kept = sift(_with_refusal(message, where), {}, Message, where, IGNORED_IN_MESSAGES)
+    content = kept.get("content")
+    if isinstance(content, list):
+        kept["content"] = [_sift_part(part, f"{where}content[{i}]") for i, part in enumerate(content)]
     if "tool_calls" in kept:
         kept["tool_calls"] = sift_calls(kept["tool_calls"], f"{where}tool_calls")
     return kept
+
+
+def _sift_part(part: object, where: str) -> object:
+    """One content part; a refusal is what the assistant said. Raises ApiError for what is no text."""
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        rest = {name: value for name, value in part.items() if name != "refusal"}
+        part = {**rest, "type": "text", "text": part["refusal"]}
+    elif isinstance(kind, str) and kind in _PART_KINDS:
+        message = f"{where}.type is {kind!r}; this server does not accept {_PART_KINDS[kind]}"
+        raise bad_field(f"{where}.type", message, "unsupported_field")
+    return sift(part, {}, TextPart, f"{where}.", IGNORED_IN_PARTS)
+
+
+def _with_refusal(message: dict[str, object], where: str) -> dict[str, object]:
+    """The message with its refusal as a part of its content, where it was not said there."""
+    refusal, content = message.get("refusal"), message.get("content")
+    if refusal is None or refusal == "":
+        return message
+    if not isinstance(refusal, str):
+        raise bad_field(f"{where}refusal", f"{where}refusal is {shown_value(refusal)}; give a string")
+    if message.get("role") != "assistant":
+        raise bad_field(f"{where}refusal", f"{where}refusal belongs to messages of the role 'assistant'")
+    said = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+    return {**message, "content": [*said, {"type": "refusal", "refusal": refusal}]}
 
 
 def _with_reasoning(message: dict[str, object], where: str) -> dict[str, object]:
@@ -172,7 +206,7 @@ def _with_reasoning(message: dict[str, object], where: str) -> dict[str, object]
     if given:
         (name, value), *others = given
         if not isinstance(value, str):
-            raise bad_field(where + name, f"{where}{name} is a {type(value).__name__}; give a string")
+            raise bad_field(where + name, f"{where}{name} is {shown_value(value)}; give a string")
         if others and others[0][1] != value:
             raise bad_field(where + others[0][0], f"{where}reasoning and reasoning_content differ; give one of them")
         message["reasoning"] = value

@@ -1,18 +1,22 @@
-"""Checking a body: what is left out, what is refused by name, what is ignored, and messages that name the field.
+"""Checking a body: which fields are taken, refused by name or ignored, and messages that name the field.
 
 Owns: sifting and validating any body, and what the API description says of it. Does not: know one body's fields.
-Invariant: every field is honoured (declared in a body), refused by name, or documented as ignored; nothing is dropped.
+Invariant: every field is honoured (declared in a body), refused by name (it would change what the answer means),
+documented as ignored, or ignored and told (bodies.ignored).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from octavo.server.faults import ApiError, bad_field
+from octavo.server.bodies.field_errors import place_of, refusal_of
+from octavo.server.bodies.field_table import HINTS, MEANINGFUL
+from octavo.server.bodies.ignored import HEADER, are_unknown_refused, ignore
+from octavo.server.faults import bad_field
 
 Refused = Mapping[str, tuple[object, ...]]  # field -> the values with which it asks for nothing; null always does
 IGNORED: Mapping[str, str] = {
@@ -32,6 +36,7 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=BaseModel)
+_MAX_PASSES = 8  # of validation, each without the unknown fields that the one before found
 
 
 def read(body: type[B], fields: dict[str, object], refused: Refused) -> B:
@@ -39,9 +44,15 @@ def read(body: type[B], fields: dict[str, object], refused: Refused) -> B:
     return validate(body, sift(fields, refused, body))
 
 
-def sift_if_object(value: object, refused: Refused, body: type[BaseModel], where: str) -> object:
+def sift_if_object(
+    value: object,
+    refused: Refused,
+    body: type[BaseModel],
+    where: str,
+    ignored: Mapping[str, str] | None = None,
+) -> object:
     """`sift` of what is an object; anything else as it is, for validation to refuse."""
-    return sift(value, refused, body, where) if isinstance(value, dict) else value
+    return sift(value, refused, body, where, ignored) if isinstance(value, dict) else value
 
 
 def sift(
@@ -51,28 +62,45 @@ def sift(
     where: str = "",
     ignored: Mapping[str, str] | None = None,
 ) -> dict[str, object]:
-    """Take out ignored fields, nulls and refused fields that ask for nothing; refuse the others by name.
+    """Return the fields that `body` declares and that are not null; refuse or ignore the others.
 
-    `where` is what comes before a field's name in a message; parts of a body ignore nothing unless told.
+    `where` is what comes before a field's name in a message; parts of a body ignore nothing silently unless told.
+    `refused` are fields of this body beside those of MEANINGFUL. Raises ApiError.
     """
     if ignored is None:
         ignored = {} if where else IGNORED
     known = _known(body)
     kept: dict[str, object] = {}
     for name, value in fields.items():
-        shown = where + name[:64]
         if name in known:
             if value is not None:
                 kept[name] = value
-        elif name in refused:
-            if value is not None and not any(
-                type(value) is type(neutral) and value == neutral for neutral in refused[name]
-            ):
-                message = f"{shown}: this server does not support it; leave it out"
-                raise bad_field(shown, message, "unsupported_field")
         elif name not in ignored:
-            raise bad_field(shown, f"{shown} is not a field that this endpoint knows", "unknown_field")
+            _leave_out(name, value, refused, where + name[:64])
     return kept
+
+
+def _leave_out(name: str, value: object, refused: Refused, shown: str) -> None:
+    """Ignore a field that is not declared. Raises ApiError where it changes the meaning of an answer."""
+    meaningful = MEANINGFUL.get(name)
+    if name in refused:
+        _refuse_unless(value, refused[name], shown, "")
+    elif meaningful is not None:
+        _refuse_unless(value, meaningful.neutral, shown, f" ({meaningful.means})")
+    elif name in HINTS:
+        if value is not None and not _is_one_of(value, HINTS[name]):
+            ignore(shown, is_known=True)
+    elif value is not None or are_unknown_refused():
+        ignore(shown)
+
+
+def _refuse_unless(value: object, neutral: tuple[object, ...], shown: str, why: str) -> None:
+    if value is not None and not _is_one_of(value, neutral):
+        raise bad_field(shown, f"{shown}: this server does not support it{why}; leave it out", "unsupported_field")
+
+
+def _is_one_of(value: object, values: tuple[object, ...]) -> bool:
+    return any(type(value) is type(each) and value == each for each in values)
 
 
 @cache
@@ -81,49 +109,40 @@ def _known(body: type[BaseModel]) -> frozenset[str]:
 
 
 def validate(body: type[B], fields: Mapping[str, object], where: str = "") -> B:
-    """Check types and lengths. Raises ApiError naming the field, `where` in front of its name."""
-    try:
-        return body.model_validate(fields)
-    except ValidationError as error:
-        raise _refusal(error, fields, where) from None
+    """Check types and lengths. Raises ApiError naming the field, `where` in front of its name.
+
+    Unknown fields of parts that were not sifted are ignored here, and taken out of `fields`.
+    """
+    for _ in range(_MAX_PASSES):
+        try:
+            return body.model_validate(fields)
+        except ValidationError as error:
+            if any(each["type"] != "extra_forbidden" for each in error.errors(include_url=False)):
+                raise refusal_of(error, fields, where) from None
+            extra = [each["loc"] for each in error.errors(include_url=False)]
+        for loc in extra:
+            _drop(loc, fields, where)
+    raise bad_field(where.removesuffix(".") or None, "the body has too many unknown fields; leave them out")
 
 
-def _refusal(error: ValidationError, fields: Mapping[str, object], where: str) -> ApiError:
-    first, *others = error.errors(include_url=False, include_context=False)
-    is_missing = first["type"] == "missing"
-    place = _place(first["loc"], fields, is_missing)
-    param = where + place if place else where.removesuffix(".")
-    if is_missing:
-        return bad_field(param, f"{param} is missing", "missing_field")
-    told = [first["msg"], *(other["msg"] for other in others if _place(other["loc"], fields, False) == place)]
-    message = ", or: ".join(dict.fromkeys(told)).replace("Value error, ", "")
-    return bad_field(param, f"{param} is {_shown(first['input'])}; {message}")
-
-
-def _place(loc: tuple[int | str, ...], fields: Mapping[str, object], is_missing: bool) -> str:
-    """A field's path as the client wrote it: without the names of a union's members, which are in no body."""
-    param = ""
-    node: object = fields
-    for index, part in enumerate(loc):
-        if isinstance(part, int):
-            param += f"[{part}]"
-            node = node[part] if isinstance(node, list) and part < len(node) else None
-        elif (isinstance(node, dict) and part in node) or (is_missing and index == len(loc) - 1):
-            param += f".{part}" if param else part
-            node = node.get(part) if isinstance(node, dict) else None
-    return param or (str(loc[0]) if loc else "")
-
-
-def _shown(value: object) -> str:
-    shown = repr(value) if not isinstance(value, (dict, list)) else f"a {type(value).__name__} of {len(value)}"
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+def _drop(loc: tuple[int | str, ...], fields: Any, where: str) -> None:
+    shown = where + place_of(loc, fields, False)
+    *path, name = loc
+    node = fields
+    for part in path:
+        is_there = part in node if isinstance(node, dict) else isinstance(part, int)
+        node = node[part] if is_there else node  # else it is the name of a union's member
+    _leave_out(str(name), node.pop(name), {}, shown)
 
 
 def field_notes(refused: Refused, ignored_fields: Mapping[str, str] = IGNORED) -> str:
     """What the API description says of fields that do nothing here."""
     ignored = "; ".join(f"`{name}` ({reason})" for name, reason in ignored_fields.items())
-    names = ", ".join(f"`{name}`" for name in refused)
-    return f"Taken and ignored: {ignored}.\n\nNot supported yet, refused unless left at their neutral value: {names}."
+    names = ", ".join(f"`{name}`" for name in (*refused, *MEANINGFUL))
+    return (
+        f"Taken and ignored: {ignored}.\n\nNot supported, refused unless left at their neutral value: {names}.\n\n"
+        f"Any other field is ignored, and named in the answer's header `{HEADER}`; --strict-fields refuses it."
+    )
 
 
 def inline_schema(body: type[BaseModel]) -> dict[str, object]:
@@ -138,6 +157,6 @@ def inline_schema(body: type[BaseModel]) -> dict[str, object]:
             return node
         if "$ref" in node:
             return placed(definitions[node["$ref"].rsplit("/", 1)[-1]])
-        return {key: placed(value) for key, value in node.items()}
+        return {key: placed(value) for key, value in node.items() if (key, value) != ("additionalProperties", False)}
 
     return {str(key): placed(value) for key, value in schema.items()}

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from octavo.server.bodies.checks import Refused, read
 from octavo.server.bodies.sampling import SamplingBody, sift_stream_options
 
-REFUSED_COMPLETION: Refused = {"suffix": ("",)}
+REFUSED_COMPLETION: Refused = {}
 
 
 def _is_id(value: object) -> bool:

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from octavo.server.bodies.checks import Body, Refused, sift, validate
+from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
 from octavo.server.bodies.response_items import Item, checked, read_items
 from octavo.server.bodies.sampling import SamplingBody
-from octavo.server.bodies.tools import MAX_TOOLS
+from octavo.server.bodies.tools import IGNORED_IN_TOOLS, MAX_TOOLS, without_hosted
 from octavo.server.faults import bad_field
 
 MAX_METADATA = 16
@@ -23,15 +23,9 @@ MAX_METADATA_CHARACTERS = 512
 MAX_LABEL_CHARACTERS = 512
 
 REFUSED_RESPONSES: Refused = {
-    "conversation": (),
     "prompt": (),
     "background_options": ({"completion_window": "soonest"},),
-    "context_management": ([],),
-    "moderation": (),
-    "image": (),
     "access_programs": (),
-    "service_tier": ("auto", "default"),
-    "prompt_cache_options": (),
 }
 # Fields of the other bodies that have no place here.
 NOT_HERE: Refused = {
@@ -47,7 +41,6 @@ IGNORED_RESPONSES: Mapping[str, str] = {
     "prompt_cache_retention": "the prefix cache evicts by use",
     "max_tool_calls": "counts calls of built-in tools, of which there are none",
 }
-_REFUSED_STREAM_OPTIONS: Refused = {"include_obfuscation": (False,)}
 _REFUSED_REASONING: Refused = {"context": ("auto",), "mode": ("standard",)}
 _REFUSED_TOOL: Refused = {
     "async": (False,),
@@ -163,7 +156,7 @@ def read_responses(fields: dict[str, object]) -> ResponsesBody:
     if options is not None:
         if not isinstance(options, dict):
             raise bad_field("stream_options", f"stream_options is a {type(options).__name__}; give an object")
-        sift(options, _REFUSED_STREAM_OPTIONS, Body, "stream_options.")
+        sift(options, {}, Body, "stream_options.")
     here = sift(here, REFUSED_RESPONSES, ResponsesBody, ignored=IGNORED_RESPONSES)
     if "input" in here:
         here["input"] = read_items(here["input"])
@@ -180,7 +173,7 @@ def _sift_parts(fields: dict[str, object]) -> None:
     """Look at the fields of parts, so that what is not supported is refused by its name."""
     text = fields.get("text")
     if isinstance(text, dict):
-        text = sift(text, {"verbosity": ("medium",)}, TextConfig, "text.")
+        text = sift(text, {}, TextConfig, "text.")
         asked = text.get("format")
         if isinstance(asked, dict):
             text["format"] = _format(asked)
@@ -190,7 +183,8 @@ def _sift_parts(fields: dict[str, object]) -> None:
         fields["reasoning"] = sift(reasoning, _REFUSED_REASONING, ReasoningConfig, "reasoning.")
     tools = fields.get("tools")
     if isinstance(tools, list):
-        fields["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools[: MAX_TOOLS + 1])]
+        usable = without_hosted(tools, "function", fields.get("tool_choice"))
+        fields["tools"] = [_tool(tool, f"tools[{index}].") for index, tool in usable]
     if "tool_choice" in fields:
         fields["tool_choice"] = _choice(fields["tool_choice"])
 
@@ -217,10 +211,4 @@ def _choice(value: object) -> object:
 
 
 def _tool(value: object, where: str) -> object:
-    if not isinstance(value, dict):
-        return value
-    kind = value.get("type")
-    if isinstance(kind, str) and kind != "function":
-        message = f"{where}.type is {kind[:64]!r}; this server runs no tools itself: give function tools"
-        raise bad_field(f"{where}.type", message, "unsupported_field")
-    return sift(value, _REFUSED_TOOL, FunctionTool, f"{where}.")
+    return sift_if_object(value, _REFUSED_TOOL, FunctionTool, where, IGNORED_IN_TOOLS)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
-from octavo.server.bodies.checks import Body, Refused, sift
+from octavo.server.bodies.checks import Body, sift
 from octavo.server.bodies.served import ServedFields
 from octavo.server.bodies.structure import StructureFields
 
@@ -22,8 +22,6 @@ MAX_BREAKERS = 64
 MAX_WORD_CHARACTERS = 256
 MAX_ALLOWED_IDS = 65_536
 MAX_PROMPT_SCORES = 1_048_576  # log-probabilities of prompts in one answer, 50 MB of JSON
-# Refused unless the value is one of these, with which it asks for nothing. (null always counts as left out.)
-_REFUSED_STREAM_OPTIONS: Refused = {"include_obfuscation": (False,)}
 
 
 def _listed(value: object) -> object:
@@ -102,4 +100,4 @@ def sift_stream_options(fields: dict[str, object]) -> dict[str, object]:
     options = fields.get("stream_options")
     if not isinstance(options, dict):
         return fields
-    return {**fields, "stream_options": sift(options, _REFUSED_STREAM_OPTIONS, StreamOptions, "stream_options.")}
+    return {**fields, "stream_options": sift(options, {}, StreamOptions, "stream_options.")}

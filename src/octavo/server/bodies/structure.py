@@ -22,12 +22,7 @@ MAX_WHITESPACE_CHARACTERS = 64
 MAX_FORMAT_NAME_CHARACTERS = 256
 MAX_FORMAT_DESCRIPTION_CHARACTERS = 16_384
 
-_REFUSED_FORMAT: Refused = {}
-_REFUSED_OUTPUTS: Refused = {
-    "structural_tag": (),
-    "disable_fallback": (True, False),  # there is nothing to fall back to
-    "disable_additional_properties": (False,),
-}
+_REFUSED_OUTPUTS: Refused = {"disable_additional_properties": (False,)}
 
 
 def schema_text(value: object) -> str:
@@ -110,7 +105,7 @@ class StructuredOutputs(Body):
 
 
 def _sift_format(value: object) -> object:
-    return sift_if_object(value, _REFUSED_FORMAT, ResponseFormat, "response_format.")
+    return sift_if_object(value, {}, ResponseFormat, "response_format.")
 
 
 def _sift_outputs(value: object) -> object:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
 from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object
+from octavo.server.bodies.ignored import ignore
 from octavo.server.bodies.structure import schema_text
 from octavo.server.faults import bad_field
 
@@ -21,7 +22,7 @@ MAX_CALL_ID_CHARACTERS = 256
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"  # OpenAI takes 64, Anthropic 128
 NO_PARAMETERS = '{"type": "object", "properties": {}}'
 
-_REFUSED_TOOL: Refused = {"custom": ()}
+IGNORED_IN_TOOLS = {"cache_control": "prefixes are found by their content"}
 _REFUSED_CALL: Refused = {"custom": ()}
 IGNORED_IN_CALLS = {"index": "calls are taken in their order"}
 IGNORED_IN_CALLED = {"parsed_arguments": "the arguments' own text is taken"}
@@ -100,7 +101,9 @@ def _choice(value: object) -> object:
         return {"mode": value}
     try:
         match value:
-            case {"type": "function", "function": {"name": str(name), **rest}, **others} if not rest and not others:
+            case {"type": "function", "function": {"name": str(name), **rest}, **others}:
+                for unknown in (*(f"function.{key}" for key in rest), *others):
+                    ignore(f"tool_choice.{unknown}")
                 return {"mode": "named", "names": [name]}
             case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]}}:
                 return {"mode": mode, "names": [tool["function"]["name"] for tool in tools]}
@@ -150,16 +153,35 @@ def sift_tools(fields: dict[str, object]) -> dict[str, object]:
     tools = fields.get("tools")
     if not isinstance(tools, list):
         return fields
-    return {**fields, "tools": [_sift_tool(tool, f"tools[{i}].") for i, tool in enumerate(tools[: MAX_TOOLS + 1])]}
+    usable = without_hosted(tools, "function", fields.get("tool_choice"))
+    return {**fields, "tools": [_sift_tool(tool, f"tools[{i}].") for i, tool in usable]}
+
+
+def without_hosted(tools: list[Any], usable: str, choice: object) -> list[tuple[int, Any]]:
+    """The tools with their indices, without those that a server would run itself (of another type than `usable`).
+
+    Those are ignored and told where the model is free not to call them. Raises ApiError where one must be called.
+    """
+    kept: list[tuple[int, Any]] = []
+    for index, tool in enumerate(tools[: MAX_TOOLS + 1]):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if not isinstance(kind, str) or kind == usable:
+            kept.append((index, tool))
+        elif choice != "required":  # an object names what it requires, and is refused unless that is a function
+            ignore(f"tools[{index}].type.{kind[:64]}", is_known=True)
+        else:
+            where = f"tools[{index}].type"
+            message = f"{where} is {kind[:64]!r}; this server runs no tools itself: give tools of type {usable!r}"
+            raise bad_field(where, f"{message}, or tool_choice 'auto'", "unsupported_field")
+    return kept
 
 
 def _sift_tool(tool: object, where: str) -> object:
-    if isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "function":
-        message = f"{where}type is {tool['type'][:64]!r}; this server takes tools of type 'function'"
-        raise bad_field(f"{where}type", message, "unsupported_field")
-    tool = sift_if_object(tool, _REFUSED_TOOL, Tool, where)
+    tool = sift_if_object(tool, {}, Tool, where, IGNORED_IN_TOOLS)
     if isinstance(tool, dict) and "function" in tool:
-        tool["function"] = sift_if_object(tool["function"], {}, FunctionDefinition, f"{where}function.")
+        tool["function"] = sift_if_object(
+            tool["function"], {}, FunctionDefinition, f"{where}function.", IGNORED_IN_TOOLS
+        )
     return tool
 
 
