@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from octavo.config import Config, ServingConfig
+from octavo.server.bodies.anthropic import MessagesBody
+from octavo.server.bodies.chat import ChatBody
+from octavo.server.bodies.completion import CompletionBody
+from octavo.server.bodies.embedding import EmbeddingBody
 from octavo.server.bodies.field_table import HINTS, KNOWN_NAMES, MEANINGFUL
 from octavo.server.bodies.ignored import MAX_PATH_CHARACTERS, MAX_PATHS
+from octavo.server.bodies.ollama import OllamaChatBody
+from octavo.server.bodies.responses import ResponsesBody
 from octavo.server.limits import OFF_LOOP_BYTES
 from octavo.server.shell import MAX_LOGGED_FIELDS
 from tests.server.fakes import Harness, assert_ignored
@@ -124,17 +130,16 @@ async def test_each_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize("field", sorted(MEANINGFUL))
 async def test_a_field_that_changes_the_meaning_is_refused_on_every_api(field: str) -> None:
     harness = Harness()
-    bodies = {
-        "/v1/chat/completions": {"messages": [USER]},
-        "/v1/completions": {"prompt": "hi"},
-        "/v1/responses": {"input": "hi"},
-        "/v1/embeddings": {"input": "hi"},
-        "/v1/messages": {"messages": [USER], "max_tokens": 3},
-        "/api/chat": {"messages": [USER], "stream": False},
+    bodies: dict[str, tuple[dict[str, Any], Any]] = {
+        "/v1/chat/completions": ({"messages": [USER]}, ChatBody),
+        "/v1/completions": ({"prompt": "hi"}, CompletionBody),
+        "/v1/responses": ({"input": "hi"}, ResponsesBody),
+        "/v1/embeddings": ({"input": "hi"}, EmbeddingBody),
+        "/v1/messages": ({"messages": [USER], "max_tokens": 3}, MessagesBody),
+        "/api/chat": ({"messages": [USER], "stream": False}, OllamaChatBody),
     }
-    own = {("/api/chat", "format"), ("/v1/messages", "context_management")}  # known there
-    for path, body in bodies.items():
-        if (path, field) not in own:
+    for path, (body, model) in bodies.items():
+        if field not in model.model_fields and (path, field) != ("/v1/messages", "context_management"):
             response = await harness.request("POST", path, json={**body, field: {"not": "neutral"}})
             assert response.status_code == 400, (path, response.text)
             assert f"{field}: this server does not support it" in response.text, (path, response.text)
