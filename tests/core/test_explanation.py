@@ -172,6 +172,21 @@ def test_S20_a_preempted_request_says_that_it_was() -> None:
     run.finish()
 
 
+def test_S20_a_request_put_back_after_a_failed_step_is_not_called_preempted() -> None:
+    run = Run()
+    run.admit(prompt(8, 1), 4)
+    run.step()
+    plan = run.plan()
+    assert plan is not None
+    run.fail(plan)
+    one = told(run, "r0")
+    assert one.num_preemptions == 0
+    assert one.text().startswith("r0 waits (put back after a failure) at position 1 of 1: ")
+    figures = run.scheduler.statistics()
+    assert (figures.num_preemptions, figures.num_requeued) == (0, 1)
+    run.finish()
+
+
 def test_S20_whoever_was_not_looked_at_yet_is_told_so() -> None:
     run = Run()
     run.admit(prompt(4, 1), 4, deadline=9.0, queue_timeout=2.0)

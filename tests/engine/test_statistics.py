@@ -84,6 +84,7 @@ def test_T01_figures_of_steps_add_up_to_the_totals() -> None:
         assert sum(column(steps, name)) == totals[total], name
     assert totals["num_preemptions"] > 0
     assert sum(column(steps, "new_sequences")) == totals["num_admitted"] + totals["num_preemptions"]
+    assert totals["num_requeued"] == 0
     assert sum(column(steps, "prefill_tokens")) > sum(column(steps, "prefill_rows")) > 0
     assert max(column(steps, "running")) >= 2 and max(column(steps, "waiting")) >= 2
     assert 0 < max(column(steps, "blocks_used")) <= 17
@@ -231,7 +232,7 @@ def test_T03_figures_of_one_request() -> None:
     found.admitted(Request("a", array("i", [1, 2, 3]), arrival=10.0))
     found.decided([event(EventKind.ADMITTED, "a", 12.0)])
     found.tokens(["a"], 13.0)
-    found.decided([event(EventKind.PREEMPTED, "a", 13.0), event(EventKind.SWAPPED, "a", 13.0)])
+    found.decided([event(EventKind.PREEMPTED, "a", 13.0, by="b"), event(EventKind.SWAPPED, "a", 13.0)])
     found.decided([event(EventKind.RESUMED, "a", 14.0)])
     found.tokens(["b"], 15.0)
     found.tokens(["a"], 16.0)

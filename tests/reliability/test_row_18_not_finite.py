@@ -121,7 +121,7 @@ def test_row_18_blocks_that_go_bad_once(decoder: str, folder: Path, score: Score
             executor.before_step = spoil
             got = harness.serve(requests)
             num_same += num_equal(want, got, BITS[decoder])
-            num_put_back += harness.scheduler.statistics().num_preemptions
+            num_put_back += harness.scheduler.statistics().num_requeued
             if seed % 2 == 0:  # with one plan in flight a step is looked at before the next one spoils something
                 num_poisoned += cache.num_poisoned
             assert set(harness.reasons(requests)) == {FinishReason.LENGTH}

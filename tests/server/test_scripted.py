@@ -94,6 +94,15 @@ async def test_a_failure_is_an_error_event_behind_what_was_said(client: httpx.As
     assert said == "half" and "error" in found[-2] and found[-1] == "[DONE]"
 
 
+async def test_a_request_put_back_after_a_failure_is_no_preemption(client: httpx.AsyncClient) -> None:
+    for _ in range(3):
+        assert (await chat(client, "fail")).status_code == 500
+    lines = dict(line.rsplit(" ", 1) for line in (await client.get("/metrics")).text.splitlines() if line[:1] != "#")
+    found = {name.split("{")[0]: float(value) for name, value in lines.items()}
+    assert found["octavo_requests_requeued_total"] == 3
+    assert found["octavo_preemptions_total"] == found["vllm:num_preemptions_total"] == 0
+
+
 async def test_embeddings_are_the_same_for_the_same_text(client: httpx.AsyncClient) -> None:
     body = {"input": ["hello", "hello", "another"]}
     vectors = [entry["embedding"] for entry in (await client.post("/v1/embeddings", json=body)).json()["data"]]

@@ -117,7 +117,7 @@ def test_times_out_of_the_batch_go_with_the_end_and_are_bounded() -> None:
     arrival = make_request("a").arrival
     events = [Event(EventKind.ADMITTED, "a", arrival + 1, 1)]
     for turn in range(MAX_PREEMPTIONS_TOLD + 5):
-        events.append(Event(EventKind.PREEMPTED, "a", arrival + 2 + turn, 2))
+        events.append(Event(EventKind.PREEMPTED, "a", arrival + 2 + turn, 2, by="b"))
         events.append(Event(EventKind.RESUMED, "a", arrival + 2.5 + turn, 3))
     events.append(Event(EventKind.FINISHED, "a", arrival + 99, 4, finish_reason=FinishReason.LENGTH))
     (end,) = outbox.decided(events).ends

@@ -148,7 +148,10 @@ class Explanation:
 
     def _waiting(self, is_named: bool) -> str:
         behind = f", behind {self.behind}" if is_named and self.behind is not None else ""
-        again = "" if self.state is Standing.WAITING else f" ({self.state.value} {times(self.num_preemptions)})"
+        again = ""
+        if self.state is not Standing.WAITING:
+            cause = f"{self.state.value} {times(self.num_preemptions)}"
+            again = f" ({cause})" if self.num_preemptions else " (put back after a failure)"
         reason = word(self.reason) or "not looked at yet"
         place = f"waits{again} at position {self.position} of {self.num_waiting}{behind}: {reason}"
         if self.shortage is None:

@@ -54,7 +54,8 @@ class Totals:
     num_output_tokens: int = 0
     num_drafted_tokens: int = 0  # verified
     num_accepted_tokens: int = 0  # of those, given out
-    num_preemptions: int = 0
+    num_preemptions: int = 0  # for lack of room
+    num_requeued: int = 0  # put back after a failed row or step
     num_admitted: int = 0
     num_swapped_out_tokens: int = 0
     num_swapped_in_tokens: int = 0
@@ -250,6 +251,7 @@ class State:
     ) -> None:
         """Put a running request back at its place in the waiting order; its outputs and counters stay.
 
+        `by` is the request that needs the room; None after a failed row or step, which is not counted as a preemption.
         With `may_swap`, and where the configuration and the host tier allow it, its KV moves to the host.
         """
         num_tokens = sum(sequence.num_scheduled for sequence in request.sequences)
@@ -258,7 +260,7 @@ class State:
         request.status = Status.WAITING
         request.is_decoding = False
         request.is_swapped = is_swapped
-        request.num_preemptions += by is not None  # a failed step is not the pool's doing
+        request.num_preemptions += by is not None
         request.num_bypassed = 0
         request.lack = request.seen = None
         request.wait_reason = -1
@@ -270,7 +272,8 @@ class State:
         rerank(request, self.judge)
         self.waiting.add(request)
         self.preempted_ids.append(request.name)
-        self.totals.num_preemptions += 1
+        self.totals.num_preemptions += by is not None
+        self.totals.num_requeued += by is None
         self.judge.tell("preempted", request)
         recompute = 0 if is_swapped else num_tokens
         self.tell(EventKind.PREEMPTED, request, now, reason=reason, num_tokens=recompute, by=by)

@@ -37,6 +37,7 @@ class Statistics:
     num_failed_steps: int
     num_admitted: int
     num_preemptions: int
+    num_requeued: int
     num_computed_tokens: int
     num_prompt_tokens: int
     num_output_tokens: int
@@ -76,6 +77,7 @@ def snapshot(state: State) -> Statistics:
         num_failed_steps=totals.num_failed_steps,
         num_admitted=totals.num_admitted,
         num_preemptions=totals.num_preemptions,
+        num_requeued=totals.num_requeued,
         num_computed_tokens=totals.num_computed_tokens,
         num_prompt_tokens=totals.num_prompt_tokens,
         num_output_tokens=totals.num_output_tokens,

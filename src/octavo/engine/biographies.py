@@ -127,7 +127,7 @@ class Biographies:
                     life.cached_tokens = event.cached_tokens
             elif kind == EventKind.PREEMPTED:
                 life.turn(_PREEMPTED, event.time)
-                life.num_preemptions += 1
+                life.num_preemptions += event.by is not None  # else a row or step failed
                 life.num_recomputed += event.num_tokens
                 self._silent.pop(life.name, None)
             elif kind == EventKind.FINISHED:

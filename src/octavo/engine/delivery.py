@@ -99,9 +99,9 @@ class _Open:
         self.out_since: float | None = None
         self.preempted: tuple[tuple[float, float], ...] = ()
 
-    def leave(self, time: float) -> None:
-        """It is out of the batch."""
-        self.num_preemptions += 1
+    def leave(self, time: float, is_preempted: bool) -> None:
+        """It is out of the batch, preempted or put back after a failed row or step."""
+        self.num_preemptions += is_preempted
         self.out_since = time
 
     def come_back(self, time: float) -> None:
@@ -184,7 +184,7 @@ class Outbox:
                 entry.queue_s = max(0.0, event.time - entry.arrival)
                 self._starts.append(Start(event.request_id, entry.queue_s, event.cached_tokens))
             elif event.kind == EventKind.PREEMPTED:
-                entry.leave(event.time)
+                entry.leave(event.time, is_preempted=event.by is not None)
             elif event.kind == EventKind.RESUMED:
                 entry.come_back(event.time)
             elif event.kind == EventKind.CHOICE_FINISHED:

@@ -88,7 +88,7 @@ class RequestRecords:
                 entry.queue_s = max(0.0, event.time - entry.arrival)
                 self.histograms["queue_s"].observe(entry.queue_s)
             elif kind == EventKind.PREEMPTED:  # a swap is told beside it
-                entry.num_preemptions += 1
+                entry.num_preemptions += event.by is not None  # else a row or step failed
             elif kind == EventKind.FINISHED:
                 self._ends.append(event)
 

@@ -221,7 +221,7 @@ export class Store {
     for (const each of frame.in || []) this.#arrive(each);
     for (const [kind, name, fields] of frame.ev || []) {
       const request = this.requests.get(name);
-      if (kind === "preempted" || kind === "swapped") this.sums.preempted += 1;
+      if (kind === "preempted" && fields.by !== undefined) this.sums.preempted += 1; // else a row or step failed
       if (!request) continue;
       if (request.events.length === MAX_EVENTS) request.events.splice(1, 1);
       request.events.push([kind, fields]);
@@ -236,8 +236,8 @@ export class Store {
         this.sums.cachedTokens += request.cached;
         this.sums.promptTokens += request.prompt;
       }
-    } else if (kind === "preempted") { request.preemptions += 1; this.#segment(request, PREEMPTED, time); }
-    else if (kind === "swapped") { request.preemptions += 1; this.#segment(request, SWAPPED, time); }
+    } else if (kind === "preempted") { request.preemptions += fields.by !== undefined; this.#segment(request, PREEMPTED, time); }
+    else if (kind === "swapped") this.#segment(request, SWAPPED, time); // told beside its preemption
     else if (kind === "finished") this.#finish(request, time, fields.finish || "", fields.n || 0, fields.message || "");
   }
 
