@@ -134,9 +134,9 @@ async def test_row_24_nobody_gets_in_without_a_key(tmp_path: Path, score: Score)
 async def test_row_24_the_open_routes_and_the_right_key_do_get_in(tmp_path: Path, score: Score) -> None:
     played = harness(tmp_path)
     right = [(b"authorization", f"Bearer {KEY}".encode())]
-    opened = [await status_of(played.app, "GET", path, []) for path in ("/livez", "/readyz")]
+    opened = [await status_of(played.app, "GET", path, []) for path in ("/livez", "/readyz", "/health")]
     keyed = [await status_of(played.app, "GET", path, right) for path in ("/health", "/metrics", "/docs", "/v1/models")]
-    score.share("open routes and the right key answer 200", [*opened, *keyed].count(200), 6)
+    score.share("open routes and the right key answer 200", [*opened, *keyed].count(200), 7)
 
 
 def test_row_24_a_new_route_without_a_policy_fails(score: Score, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,11 +44,12 @@ def concrete(path: str) -> str:
     return path.replace("{model_id:path}", "tiny").replace("{request_id}", "r")
 
 
-def test_every_route_has_a_policy_and_only_three_are_open() -> None:
+def test_every_route_has_a_policy_and_only_four_are_open() -> None:
     harness = Harness()
     paths = {route.path for route in harness.app.routes}  # type: ignore[attr-defined]
     assert paths == set(POLICIES)
     assert {path for path, access in POLICIES.items() if access is Access.OPEN} == {"/livez", "/readyz", "/login"}
+    assert {path for path, access in POLICIES.items() if access is Access.STATUS} == {"/health"}
     posts = {route.path for route in harness.app.routes if "POST" in (getattr(route, "methods", None) or ())}
     posts -= {"/login", "/logout"}
     posts -= {"/v1/requests/{request_id}/cancel", "/v1/messages/count_tokens"}  # makes no work
@@ -113,6 +114,22 @@ async def test_open_routes_are_open_and_without_keys_all_are() -> None:
     assert (await harness.get("/livez")).status_code == 200
     assert (await harness.get("/readyz?verbose=1")).status_code == 200
     assert (await Harness().get("/v1/models")).status_code == 200
+
+
+async def test_healths_bare_status_is_public_and_its_details_need_a_key() -> None:
+    harness = Harness(config=keyed(KEY))
+    right = {"authorization": f"Bearer {KEY}"}
+    for headers in BAD_HEADERS:
+        response = await harness.get("/health", headers=headers)
+        assert (response.status_code, response.json()) == (200, {"status": "ready"}), headers
+    assert (await harness.get("/health", headers=right)).json()["model"] == "tiny"
+    for path in ("/health/", "//health", "/health/x", "/%68ealth"):
+        assert (await harness.get(path)).status_code == 401, path
+    harness.context.lifecycle.refuse()
+    stranger, holder = await harness.get("/health"), await harness.get("/health", headers=right)
+    assert (stranger.status_code, stranger.json()) == (503, {"status": "draining"})
+    assert holder.status_code == 503 and holder.json()["error"]["code"] == holder.json()["status"] == "draining"
+    assert stranger.headers["retry-after"] == holder.headers["retry-after"]
 
 
 async def test_websockets_are_closed() -> None:

@@ -84,6 +84,7 @@ async def test_I06_a_watcher_gets_the_head_what_is_kept_and_what_comes(played: H
     task = wire.start()
     await wire.until(lambda: steps_of(wire) == [0, 1, 2])
     assert frames_of(wire)[0] == {"k": "head"}
+    assert (await played.get("/health")).json()["open_requests"] == 0, "a watcher is no request"
     headers = dict(wire.sent[0]["headers"])
     assert headers[b"content-type"].startswith(b"text/event-stream") and headers[b"cache-control"] == b"no-cache"
     engine.number = 6

@@ -22,7 +22,7 @@ def body(**fields: Any) -> dict[str, Any]:
 async def assert_idle(harness: Harness) -> None:
     await asyncio.sleep(0.001)  # a dropped async generator is closed by the loop
     assert harness.context.lifecycle.num_open == 0
-    assert harness.context.waiting.num_pending == 0
+    assert harness.context.waiting.num_pending == harness.context.waiting.num_requests == 0
     left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     assert not left, left
 
@@ -156,6 +156,22 @@ async def test_readiness_asks_the_engine() -> None:
     for path in ("/readyz", "/health"):
         response = await harness.get(path)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
+
+
+async def test_health_counts_what_is_queued_or_generates_and_nothing_else() -> None:
+    harness = Harness()
+    for _ in range(3):
+        assert (await harness.get("/health")).json()["open_requests"] == 0, "not the question itself"
+    harness.engine.is_held = True
+    wires = [Wire(harness.app, CHAT, body(stream=stream)) for stream in (False, True)]
+    tasks = [wire.start() for wire in wires]
+    await wires[0].until(lambda: len(harness.engine.requests) == 2)
+    assert (await harness.get("/health")).json()["open_requests"] == 2
+    for request in list(harness.engine.requests):
+        harness.engine.answer(request)
+    await asyncio.gather(*tasks)
+    assert (await harness.get("/health")).json()["open_requests"] == 0
+    await assert_idle(harness)
 
 
 async def test_readiness_follows_what_the_keeper_of_the_engine_says() -> None:

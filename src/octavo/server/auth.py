@@ -29,13 +29,14 @@ class Access(Enum):
     """Who gets in."""
 
     OPEN = "anyone"
+    STATUS = "anyone for the bare status, holders of a key for the details"
     KEY = "holders of a key, when keys are set"
 
 
 POLICIES: dict[str, Access] = {
     "/livez": Access.OPEN,
     "/readyz": Access.OPEN,
-    "/health": Access.KEY,
+    "/health": Access.STATUS,
     "/metrics": Access.KEY,
     "/docs": Access.KEY,
     "/openapi.json": Access.KEY,
@@ -105,10 +106,14 @@ def given_key(scope: Scope) -> bytes | None:
     return key.strip() if scheme.lower() == b"bearer" and len(values) == 1 else None
 
 
-def _is_open(scope: Scope) -> bool:
+def _open_policy(scope: Scope) -> Access | None:
+    """The policy of a path that needs no key, in its exact spelling; else None."""
     path: str = scope["path"]
     raw: bytes = scope.get("raw_path") or path.encode()
-    return POLICIES.get(path) is Access.OPEN and raw.split(b"?", 1)[0] == path.encode() and not scope.get("root_path")
+    if raw.split(b"?", 1)[0] != path.encode() or scope.get("root_path"):
+        return None
+    policy = POLICIES.get(path)
+    return policy if policy in (Access.OPEN, Access.STATUS) else None
 
 
 def login_form(status: int, message: str, next_page: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -147,13 +152,18 @@ class AuthMiddleware:
             scope.get(KEY), KeyInfo
         ):  # called from inside (batches.inner_call): a client sets no such thing
             await self._app(scope, receive, send)
-        elif self._keys.is_empty or _is_open(scope):
-            scope[KEY] = NOBODY
-            await self._app(scope, receive, send)
-        elif self._lets_in(scope):
+        elif self._is_allowed(scope):
             await self._app(scope, receive, send)
         else:
             await _refusal(scope)(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        """Decide, and note in the scope whose request it is: NOBODY's where no key is needed and none was valid."""
+        policy = Access.OPEN if self._keys.is_empty else _open_policy(scope)
+        if policy is not Access.OPEN and self._lets_in(scope):
+            return True
+        scope[KEY] = NOBODY
+        return policy is not None
 
     def _lets_in(self, scope: Scope) -> bool:
         """Find the holder: by the key that is given, right or wrong; by a session only where none is."""

@@ -79,6 +79,7 @@ class Seat:
             self._room.num_running -= self.num_started * self.width
             self.grow(-self._held)
             self._is_open = False
+            self._room.num_requests -= 1
             self.num_waiting = self.num_started = 0
 
 
@@ -88,6 +89,7 @@ class WaitingRoom:
     def __init__(self, num_slots: int = 0, num_kv_tokens: int = 0) -> None:
         self.num_slots = num_slots or _UNKNOWN_SLOTS
         self.num_kv_tokens = num_kv_tokens
+        self.num_requests = 0  # HTTP requests with a seat
         self.num_running = 0  # sequences with a token
         self.num_tokens_held = 0  # by those
         self.new_share = 1.0  # of prompt tokens, those that take KV room of their own
@@ -99,6 +101,7 @@ class WaitingRoom:
     def enter(self, key: str, priority: int, num_prompts: int, width: int) -> Seat:
         """Take a seat; the caller says what to expect of it next."""
         seat = Seat(self, key, priority, num_prompts, width)
+        self.num_requests += 1
         self.move(seat, num_prompts)
         return seat
 

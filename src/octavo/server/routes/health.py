@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from octavo.errors import EngineError
+from octavo.server.auth import KEY
 from octavo.server.context import Context, context_of
 from octavo.server.faults import RETRY_ENGINE_S, ApiError
+from octavo.server.keys import NOBODY
 
 PROBE_TIMEOUT_S = 2.0
 
@@ -27,14 +30,24 @@ async def ready(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Like /readyz, with the model, the number of open requests, and how the journal is."""
+    """Return the status; where keys are set, a key's holder alone sees the model, the open requests and the journal.
+
+    `open_requests` counts requests that are queued or generate, not this one.
+    """
     context = context_of(request)
-    await _check_ready(context)
+    has_details = context.keys.is_empty or request.scope[KEY] is not NOBODY
+    try:
+        await _check_ready(context)
+    except ApiError as error:
+        body = {"status": error.code, **(error.body() if has_details else {})}
+        return _json(body, error.status, error.headers())
+    if not has_details:
+        return _json({"status": "ready"})
     return _json(
         {
             "status": "ready",
             "model": context.model,
-            "open_requests": context.lifecycle.num_open,
+            "open_requests": context.waiting.num_requests,
             "journal": context.runs.report()["journal"],
         }
     )
@@ -57,8 +70,9 @@ async def _check_ready(context: Context) -> None:
         raise ApiError(503, message, code="engine_unavailable", retry_after_s=RETRY_ENGINE_S) from None
 
 
-def _json(body: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json", headers={"cache-control": "no-store"})
+def _json(body: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    sent = {"cache-control": "no-store", **(headers or {})}
+    return Response(msgspec.json.encode(body), status, sent, media_type="application/json")
 
 
 def add_routes(app: FastAPI) -> None:
