@@ -37,7 +37,13 @@ _SCHEDULER = (
     _Row("num_steps", "octavo_steps", "steps committed", is_total=True),
     _Row("num_failed_steps", "octavo_steps_failed", "steps that failed", is_total=True),
     _Row("num_admitted", "octavo_admissions", "requests that began to run", is_total=True),
-    _Row("num_preemptions", "octavo_preemptions", "preemptions for lack of room", ("vllm:num_preemptions",), is_total=True),
+    _Row(
+        "num_preemptions",
+        "octavo_preemptions",
+        "preemptions for lack of room",
+        ("vllm:num_preemptions",),
+        is_total=True,
+    ),
     _Row("num_requeued", "octavo_requests_requeued", "requests put back after a failed row or step", is_total=True),
     _Row("num_computed_tokens", "octavo_computed_tokens", "token positions computed", is_total=True),
     _Row(
