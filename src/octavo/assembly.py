@@ -119,7 +119,7 @@ def open_engine(
     if drift is not None:
         loop.watch(drift)
         loop.sections["drift"] = drift.drift.summary
-    show(loop, scheduler, config.model.served_model_name or files.name, capacity.device)
+    show(loop, scheduler, config.model.shown_name(files.name), capacity.device)
     return loop, capacity
 
 
@@ -150,7 +150,7 @@ def _open_scheduler(
         if setting.part in kept
     }
     header = Header(
-        model=config.model.served_model_name or config.model.model,
+        model=config.model.shown_name(config.model.model),
         limits=sizes,
         depth=config.execution.depth,
         device=capacity.device,

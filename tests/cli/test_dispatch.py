@@ -12,9 +12,9 @@ import pytest
 
 from octavo import cli
 from octavo.cli.catalogue import catalogue
-from octavo.cli.flags import Parser, UsageError, add_settings, config_from, settings_given
+from octavo.cli.flags import Parser, UsageError, add_settings, config_from, respell, settings_given
 from octavo.errors import InvariantError
-from octavo.settings import SETTINGS
+from octavo.settings import SETTINGS, load_config
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
@@ -139,6 +139,13 @@ def test_only_given_flags_count() -> None:
         "api_key": ["a", "b"],
         "max_model_len": "8K",
     }
+
+
+def test_served_names_are_words_behind_one_flag_or_repeated() -> None:
+    assert settings_given(_parse("--served-model-name", "a", "b", "-a", "c")) == {"served_model_name": ["a", "b", "c"]}
+    args = _parse("-a", "a", "b")
+    assert settings_given(_parse(*respell(args))) == {"served_model_name": ["a", "b"]}
+    assert load_config({}, {"OCTAVO_SERVED_MODEL_NAME": "a, b"}).model.served_model_name == ("a", "b")
 
 
 def test_positional_model_and_flag_must_agree(monkeypatch) -> None:

@@ -18,6 +18,7 @@ from octavo.errors import ConfigError
 from octavo.settings import SETTINGS, Resolved, Setting, load, whole_number
 
 _DEST = "setting:"  # keeps settings apart from a command's own arguments
+_TAKES_WORDS = {"served_model_name"}  # the flag takes all words that follow it, as vLLM's does; others are repeated
 _TITLES = {
     "model": "model",
     "cache": "KV cache",
@@ -104,7 +105,8 @@ def _add(group: Any, setting: Setting) -> None:
     if setting.kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif setting.kind is tuple:
-        options |= {"action": "append", "metavar": "TEXT"}
+        words = {"action": "extend", "nargs": "+"} if setting.name in _TAKES_WORDS else {"action": "append"}
+        options |= {**words, "metavar": "TEXT"}
     elif setting.choices:
         options["metavar"] = "{" + ",".join(setting.choices) + "}"
     else:

@@ -15,7 +15,7 @@ import socket
 import time
 
 from octavo.cli.api_task import COMMAND, ApiTask
-from octavo.cli.flags import add_settings, config_from
+from octavo.cli.flags import UsageError, add_settings, resolve_args
 from octavo.cli.servers import Home, Record, find_servers, own_home
 from octavo.cli.systemd import notify
 from octavo.config import Config
@@ -37,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; 0 after a clean drain (docs/operating.md lists the other statuses)."""
-    config = config_from(args, model=args.model)
+    resolved = resolve_args(args, model=args.model)
+    config = resolved.config
+    if len(config.model.served_model_name) > 1 and resolved.origins["model"] == "default":
+        names = " ".join(config.model.served_model_name)  # the last may have been meant as MODEL
+        raise UsageError(f"MODEL is missing; give it first: octavo serve MODEL --served-model-name {names}")
     check_endpoint(config.telemetry.otlp_traces_endpoint)
     set_up_log(config.telemetry.log_format, config.telemetry.log_level, "supervisor")
     check_web(config.web)
@@ -77,4 +81,4 @@ def _run_here(task: ApiTask, listener: socket.socket) -> int:
 
 
 def _name(config: Config) -> str:
-    return config.model.served_model_name or config.model.model
+    return config.model.shown_name(config.model.model)

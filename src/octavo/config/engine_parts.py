@@ -31,8 +31,12 @@ class ModelConfig:
     offline: bool = option(
         False, "try no network: use what is on this machine (HF_HUB_OFFLINE=1 says the same)", "--offline"
     )
-    served_model_name: str | None = option(
-        None, "name under which clients address the model", "--served-model-name", "--alias", "-a"
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names under which clients address the model; the first is in answers to requests that name none",
+        "--served-model-name",
+        "--alias",
+        "-a",
     )
     dtype: str = option("auto", "type of weights and activations", "--dtype", choices=DTYPES)
     quantization: str = option(
@@ -71,6 +75,10 @@ class ModelConfig:
         "--reasoning-parser",
         choices=REASONING_PARSERS,
     )
+
+    def shown_name(self, default: str) -> str:
+        """The first name under which it is served, else the default."""
+        return self.served_model_name[0] if self.served_model_name else default
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,14 @@ EngineStatistics = Callable[[], Awaitable[Mapping[str, object]]]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Everything that a route needs beside its request. `fine_sessions` give their outputs token by token."""
+    """Everything that a route needs beside its request.
+
+    `models` are the names of the one model that is served. `fine_sessions` give their outputs token by token.
+    """
 
     sessions: Sessions
     text: TextModel
-    model: str
+    models: tuple[str, ...]
     created: int
     max_model_len: int
     engine_statistics: EngineStatistics
@@ -78,11 +81,19 @@ class Context:
     cache_info: Mapping[str, str] = field(default_factory=dict)  # how the KV pool is set up, for metrics
     explain_kept: str = ""  # which ended requests can be explained, in words
 
-    def check_model(self, asked: str | None) -> None:
-        """Refuse a model that is not served here (404)."""
-        if asked is not None and asked != self.model:
-            message = f"no model {asked[:128]!r} is served here; this server has: {self.model}"
+    @property
+    def model(self) -> str:
+        """The model's first name: in metrics, and in answers to requests that name none."""
+        return self.models[0]
+
+    def check_model(self, asked: str | None) -> str:
+        """Return the name to answer with, which is the one asked for. Refuse a name that is not served (404)."""
+        if asked is None:
+            return self.model
+        if asked not in self.models:
+            message = f"no model {asked[:128]!r} is served here; this server has: {', '.join(self.models)}"
             raise ApiError(404, message, code="model_not_found", param="model")
+        return asked
 
     def check_admitting(self) -> None:
         """Refuse new work while loading or draining (503)."""
@@ -101,7 +112,7 @@ def build_context(
     lifecycle: Lifecycle,
 ) -> Context:
     """Put the parts together."""
-    model = config.model.served_model_name or text.name
+    models = tuple(dict.fromkeys(config.model.served_model_name)) or (text.name,)
     waiting = _waiting_room(config, sessions)
     keys = KeyRing.of(config.serving)
     tool = ToolProcess()
@@ -112,7 +123,7 @@ def build_context(
     return Context(
         sessions=sessions,
         text=text,
-        model=model,
+        models=models,
         created=int(time.time()),
         max_model_len=max_len,
         engine_statistics=engine_statistics,
@@ -121,7 +132,7 @@ def build_context(
         keys=keys,
         logins=Logins(keys),
         feed=Feed(sessions.client, keys, lifecycle, limits),
-        metrics=RequestMetrics(model),
+        metrics=RequestMetrics(models[0]),
         fine_sessions=one_by_one(sessions),
         runs=runs,
         waiting=waiting,

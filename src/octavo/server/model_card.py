@@ -33,12 +33,12 @@ def moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def anthropic_card(context: Context) -> Json:
+def anthropic_card(context: Context, name: str) -> Json:
     """The model as Anthropic's list has it."""
     return {
         "type": "model",
-        "id": context.model,
-        "display_name": context.model,
+        "id": name,
+        "display_name": name,
         "created_at": moment(context.created),
         "lifecycle": "active",
         "max_input_tokens": context.max_model_len,
@@ -46,11 +46,11 @@ def anthropic_card(context: Context) -> Json:
     }
 
 
-def ollama_card(context: Context) -> Json:
-    """The model as Ollama's list has it. `digest` tells models apart by name, for nothing hashes their files."""
+def ollama_card(context: Context, name: str) -> Json:
+    """The model as Ollama's list has it. `digest` tells models apart by their first name, for nothing hashes their files."""
     return {
-        "name": context.model,
-        "model": context.model,
+        "name": name,
+        "model": name,
         "modified_at": moment(context.created),
         "size": _weight_bytes(context),
         "digest": hashlib.sha256(context.model.encode()).hexdigest(),
@@ -58,29 +58,29 @@ def ollama_card(context: Context) -> Json:
     }
 
 
-def ollama_running(context: Context) -> Json:
+def ollama_running(context: Context, name: str) -> Json:
     """The model as Ollama's list of loaded ones has it."""
-    card = ollama_card(context)
+    card = ollama_card(context, name)
     del card["modified_at"]
     is_on_cpu = context.sessions.capacity is None or context.sessions.capacity.device == "cpu"
     size_vram = 0 if is_on_cpu else card["size"]
     return {**card, "expires_at": _NEVER, "size_vram": size_vram, "context_length": context.max_model_len}
 
 
-def ollama_show(context: Context) -> Json:
+def ollama_show(context: Context, name: str) -> Json:
     """Everything about the model that Ollama's clients look for."""
     spec, family = context.text.spec, context.text.spec.family
     template = context.text.chat_template
     source = "" if template is None else template.source
     return {
-        "modelfile": f"# served by octavo\nFROM {context.model}\n",
+        "modelfile": f"# served by octavo\nFROM {name}\n",
         "parameters": "\n".join(f"{name} {value:g}" for name, value in sorted(spec.generation.items())),
         "template": source,
         "modified_at": moment(context.created),
         "details": _details(context),
         "model_info": {
             "general.architecture": family,
-            "general.basename": context.model,
+            "general.basename": name,
             "general.parameter_count": num_parameters(spec),
             f"{family}.context_length": context.max_model_len,
             f"{family}.embedding_length": spec.hidden_size,

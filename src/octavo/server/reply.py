@@ -141,6 +141,7 @@ async def _begin(request: Request, context: Context, task: Task, run: Run | None
     given = request.scope[GIVEN_ID]
     name = given or task.name or f"{task.kind}-{request.scope[REQUEST_ID]}"
     wish = _wish(request, task)
+    model = context.check_model(task.body.model)
     with ExitStack() as undo:
         trace = open_trace(request, context, name, task.params)
         send_at_end(trace, context, undo)
@@ -154,7 +155,7 @@ async def _begin(request: Request, context: Context, task: Task, run: Run | None
             asked = replace(_asked(request, context, task, engine_id(given, name), prompts), trace=trace)
             if task.read_grammar is not None:
                 asked = replace(asked, params=replace(asked.params, grammar=await task.read_grammar()))
-            form = task.make_form((name, int(time.time()), context.model), sum(map(len, prompts)))
+            form = task.make_form((name, int(time.time()), model), sum(map(len, prompts)))
             undo.callback(context.directory.add(wish.key.tenant, name, asked.session_ids))
             if run is not None:
                 context.runs.announce(run, form, asked.session_ids)

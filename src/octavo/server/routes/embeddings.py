@@ -45,7 +45,7 @@ async def embeddings(request: Request) -> Response:
     """Give a vector for each text."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_embedding)
-    context.check_model(body.model)
+    model = context.check_model(body.model)
     size = context.text.spec.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise bad_field("dimensions", f"dimensions is {body.dimensions}; this model's vectors have {size}")
@@ -61,7 +61,7 @@ async def embeddings(request: Request) -> Response:
             {"object": "embedding", "index": index, "embedding": packed(vector) if is_packed else vector.tolist()}
             for index, vector in enumerate(vectors)
         ]
-        head = {"id": found.name, "object": "list", "created": int(time.time()), "model": context.model}
+        head = {"id": found.name, "object": "list", "created": int(time.time()), "model": model}
         return msgspec.json.encode({**head, "data": data, "usage": _usage(found)})
 
     return await _respond(answer, found)
@@ -71,7 +71,7 @@ async def score(request: Request) -> Response:
     """Compare texts: one with several, or each with its own."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_score)
-    context.check_model(body.model)
+    model = context.check_model(body.model)
     params = [*_named("text_1", body.text_1), *_named("text_2", body.text_2)]
     found = await embed(request, "score", body, _inputs(context, body, [*body.text_1, *body.text_2], params))
     firsts, seconds = found.vectors[: len(body.text_1)], found.vectors[len(body.text_1) :]
@@ -81,7 +81,7 @@ async def score(request: Request) -> Response:
             {"index": index, "object": "score", "score": similarity(firsts[one], seconds[other])}
             for index, (one, other) in enumerate(body.pairs)
         ]
-        head = {"id": found.name, "object": "list", "created": int(time.time()), "model": context.model}
+        head = {"id": found.name, "object": "list", "created": int(time.time()), "model": model}
         return msgspec.json.encode({**head, "data": data, "usage": _usage(found)})
 
     return await _respond(answer, found)
@@ -91,7 +91,7 @@ async def rerank(request: Request) -> Response:
     """Order documents by their likeness to a query, the most alike first."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_rerank)
-    context.check_model(body.model)
+    model = context.check_model(body.model)
     params = ["query", *_named("documents", body.documents, is_list=True)]
     found = await embed(request, "rerank", body, _inputs(context, body, [body.query, *body.documents], params))
     has_documents = request.scope["path"] != _V2 if body.return_documents is None else body.return_documents
@@ -101,7 +101,7 @@ async def rerank(request: Request) -> Response:
         results = [(similarity(query, vector), index) for index, vector in enumerate(vectors)]
         results.sort(key=lambda result: (-result[0], result[1]))
         shown = [_result(value, index, body if has_documents else None) for value, index in results]
-        head = {"id": found.name, "model": context.model, "usage": _usage(found)}
+        head = {"id": found.name, "model": model, "usage": _usage(found)}
         return msgspec.json.encode({**head, "results": shown[: body.top_n or None]})
 
     return await _respond(answer, found)

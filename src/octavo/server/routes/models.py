@@ -12,9 +12,9 @@ from octavo.server.model_card import anthropic_card
 ANTHROPIC_VERSION = "anthropic-version"  # the header by which Anthropic's clients are known
 
 
-def _card(context: Context) -> dict[str, object]:
+def _card(context: Context, name: str) -> dict[str, object]:
     return {
-        "id": context.model,
+        "id": name,
         "object": "model",
         "created": context.created,
         "owned_by": "octavo",
@@ -25,21 +25,22 @@ def _card(context: Context) -> dict[str, object]:
 
 
 async def list_models(request: Request) -> Response:
-    """List the one model that is served."""
+    """List the model that is served, under each of its names."""
     context = context_of(request)
+    names = context.models
     if ANTHROPIC_VERSION in request.headers:
-        card = anthropic_card(context)
-        body: dict[str, object] = {"data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
+        cards = [anthropic_card(context, name) for name in names]
+        body: dict[str, object] = {"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
     else:
-        body = {"object": "list", "data": [_card(context)]}
+        body = {"object": "list", "data": [_card(context, name) for name in names]}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 async def get_model(request: Request) -> Response:
     """Describe the served model; another name is 404."""
     context = context_of(request)
-    context.check_model(request.path_params["model_id"])
-    card = anthropic_card(context) if ANTHROPIC_VERSION in request.headers else _card(context)
+    name = context.check_model(request.path_params["model_id"])
+    card = anthropic_card(context, name) if ANTHROPIC_VERSION in request.headers else _card(context, name)
     return Response(msgspec.json.encode(card), media_type="application/json")
 
 

@@ -41,9 +41,9 @@ async def chat(request: Request) -> Response:
     """Answer a conversation; one without messages asks for the model to be loaded, which it is."""
     context = context_of(request)
     body, asked = await read_json(request, context.limits, lambda fields: _chat_asked(fields, context.dialect))
-    context.check_model(model_of(body))
+    model = context.check_model(model_of(body))
     if asked is None:
-        return _loaded(context, {"message": {"role": "assistant", "content": ""}})
+        return _loaded(model, {"message": {"role": "assistant", "content": ""}})
     try:
         return await reply(request, await chat_task(context, asked, "ollama", "chat", {"is_chat": True}))
     except ApiError as error:
@@ -54,9 +54,9 @@ async def generate(request: Request) -> Response:
     """Answer a prompt; an empty one asks for the model to be loaded, which it is."""
     context = context_of(request)
     body, asked = await read_json(request, context.limits, lambda fields: _generate_asked(fields, context.dialect))
-    context.check_model(model_of(body))
+    model = context.check_model(model_of(body))
     if asked is None:
-        return _loaded(context, {"response": ""})
+        return _loaded(model, {"response": ""})
     try:
         if isinstance(asked, CompletionBody):
             task = await _raw_task(context, asked)
@@ -101,8 +101,8 @@ async def _raw_task(context: Context, body: CompletionBody) -> Task:
     )
 
 
-def _loaded(context: Context, said: dict[str, object]) -> Response:
-    body = {**head(context.model, int(time.time())), **said, "done": True, "done_reason": "load"}
+def _loaded(model: str, said: dict[str, object]) -> Response:
+    body = {**head(model, int(time.time())), **said, "done": True, "done_reason": "load"}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 

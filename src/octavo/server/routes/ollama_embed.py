@@ -33,12 +33,12 @@ async def embed_texts(request: Request) -> Response:
     """Give a vector for each text, scaled to length 1."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_embed)
-    context.check_model(model_of(body))
+    model = context.check_model(model_of(body))
     size = context.text.spec.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise bad_field("dimensions", f"dimensions is {body.dimensions}; this model's vectors have {size}")
     if not body.input:  # a way to have the model loaded, which it is
-        return Response(msgspec.json.encode({"model": context.model, "embeddings": []}), media_type="application/json")
+        return Response(msgspec.json.encode({"model": model, "embeddings": []}), media_type="application/json")
     params = ["input"] if len(body.input) == 1 else [f"input[{index}]" for index in range(len(body.input))]
     keep = context.max_model_len if body.truncate else None
     found = await embed(request, "embed", body, Inputs(body.input, params, keep=keep, keeps_start=True))
@@ -48,7 +48,7 @@ async def embed_texts(request: Request) -> Response:
         length = body.dimensions or size
         vectors = [vector if length == size else shortened(vector, length) for vector in found.vectors]
         return {
-            "model": context.model,
+            "model": model,
             "embeddings": [vector.tolist() for vector in vectors],
             "total_duration": total_ns,
             "load_duration": 0,

@@ -51,20 +51,22 @@ async def version(request: Request) -> Response:
 
 
 async def tags(request: Request) -> Response:
-    """List the one model that is served."""
-    return _json({"models": [ollama_card(context_of(request))]})
+    """List the model that is served, under each of its names."""
+    context = context_of(request)
+    return _json({"models": [ollama_card(context, name) for name in context.models]})
 
 
 async def running(request: Request) -> Response:
-    """List the one model that is loaded."""
-    return _json({"models": [ollama_running(context_of(request))]})
+    """List the model that is loaded, under each of its names."""
+    context = context_of(request)
+    return _json({"models": [ollama_running(context, name) for name in context.models]})
 
 
 async def show(request: Request) -> Response:
     """Describe the served model; another name is 404."""
     context = context_of(request)
-    context.check_model((await _named(request)).asked)
-    return _json(ollama_show(context))
+    name = context.check_model((await _named(request)).asked)
+    return _json(ollama_show(context, name))
 
 
 async def pull(request: Request) -> Response:
