@@ -92,7 +92,7 @@ def test_a_dead_engine_is_replaced(model) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--served-model-name", "mine", "smollm2"], "MODEL is missing; give it first: octavo serve MODEL --served-mod"),
+        (["--served-model-name", "mine", "smollm2"], "MODEL is missing; give it first: octavo serve MODEL "),
         (["--host", "1.2.3.4"], "--host is '1.2.3.4' and there is no --api-key"),
         (["nosuch"], "no model 'nosuch' here"),
     ],

@@ -47,7 +47,7 @@ def anthropic_card(context: Context, name: str) -> Json:
 
 
 def ollama_card(context: Context, name: str) -> Json:
-    """The model as Ollama's list has it. `digest` tells models apart by their first name, for nothing hashes their files."""
+    """The model as Ollama's list has it. `digest` is of the first name: nothing hashes the files."""
     return {
         "name": name,
         "model": name,
