@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from octavo import machine
+from octavo.errors import CapacityError
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc and /sys")
 
@@ -91,3 +92,38 @@ def test_features_and_caches(tmp_path) -> None:
 def test_machine_and_settings_load_no_torch() -> None:
     code = "import sys, octavo.machine, octavo.settings; sys.exit('torch' in sys.modules or 'yaml' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": "src"}).returncode == 0
+
+
+def test_a_limit_of_addresses_bounds_the_memory(tmp_path) -> None:
+    limits = "Limit                     Soft Limit           Hard Limit           Units\n"
+    files = {
+        "proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable: 8000000 kB",
+        "proc/self/limits": f"{limits}Max address space         1536000000           unlimited            bytes\n",
+        "proc/self/statm": "1000 500 100 1 0 300 0",
+    }
+    used = 1000 * os.sysconf("SC_PAGE_SIZE")
+    assert machine.usable_memory(_tree(tmp_path, files)) == (1536000000, 1536000000 - used)
+    files["proc/self/limits"] = f"{limits}Max address space         unlimited            unlimited            bytes\n"
+    assert machine.usable_memory(_tree(tmp_path, files)) == (9000000 * 1024, 8000000 * 1024)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 1.41 GiB"),
+        OSError(12, "Cannot allocate memory"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        RuntimeError("can't start new thread"),
+    ],
+)
+def test_a_lack_of_memory_is_told_with_sizes_and_remedy(error) -> None:
+    told = r"^tiny needs about 2\.9 GiB of memory and a KV cache, and \d+\.\d GiB were free to this process; "
+    with pytest.raises(CapacityError, match=told), machine.needing_memory("tiny", 2 << 30):
+        raise error
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(OSError, match="No such file"), machine.needing_memory("tiny", 0):
+        raise FileNotFoundError(2, "No such file")
+    with pytest.raises(ModuleNotFoundError, match="numpie"), machine.needing_torch():
+        raise ModuleNotFoundError("No module named 'numpie'", name="numpie")

@@ -11,11 +11,12 @@ import difflib
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from octavo import settings
+from octavo import machine, settings
 from octavo.artifacts.model_spec import ModelSpec, read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.artifacts.script import read_script
@@ -66,12 +67,17 @@ class LocalEngine:
 def build_local(config: Config) -> LocalEngine:
     """Open an engine in this process. Close its client when done. Raises what open_engine and load_text raise."""
     files = find_files(config)
-    with ThreadPoolExecutor(1) as pool:  # the tokenizer loads while torch does
+    with opening(files), ThreadPoolExecutor(1) as pool:  # the tokenizer loads while torch does
         loading = pool.submit(load_text, config, files)
         loop, capacity = open_engine(config, files, lambda: loading.result().tokenizer)
         text = loading.result()
     client = LocalClient(loop)
     return LocalEngine(loop, client, Sessions(client, text, config.execution.seed, capacity=capacity), text, capacity)
+
+
+def opening(files: ModelFiles) -> AbstractContextManager[None]:
+    """Raise CapacityError with sizes and remedy where opening these files in the block runs out of memory."""
+    return machine.needing_memory(files.name, sum(path.stat().st_size for path in files.weights))
 
 
 def find_files(config: Config) -> ModelFiles:
@@ -80,8 +86,9 @@ def find_files(config: Config) -> ModelFiles:
 
 
 def load_text(config: Config, files: ModelFiles) -> TextModel:
-    """Load tokenizer and template. Raises ModelFileError."""
-    return TextModel.load(files, config.model.chat_template)
+    """Load tokenizer and template. Raises ModelFileError, CapacityError."""
+    with opening(files):
+        return TextModel.load(files, config.model.chat_template)
 
 
 def open_engine(
@@ -102,7 +109,7 @@ def open_engine(
     files = files or find_files(config)
     # An OpenMP library keeps a team of threads for each thread that ever used it, and stops spinning altogether
     # when there are more of them than cores: steps were a fifth slower. So what opens the executor ends here.
-    with ThreadPoolExecutor(1, "octavo-open") as pool:
+    with opening(files), ThreadPoolExecutor(1, "octavo-open") as pool:
         executor, device, capacity = pool.submit(_open_executor, config, files, is_own_process).result()
     sizes = limits(config, capacity, device)
     clock = MonotonicClock()
@@ -173,10 +180,11 @@ def _open_executor(config: Config, files: ModelFiles, is_own_process: bool) -> t
 
 
 def create_executor(config: Config, files: ModelFiles, spec: ModelSpec) -> tuple[Executor, str]:
-    """The executor for the configured device, and the device's kind. Loads torch."""
+    """The executor for the configured device, and the device's kind. Loads torch. Raises ConfigError without it."""
     limit_spinning()
-    from octavo.executors.loading import choose_device
-    from octavo.executors.torch_executor import TorchExecutor  # torch: only where a model runs
+    with machine.needing_torch():
+        from octavo.executors.loading import choose_device
+        from octavo.executors.torch_executor import TorchExecutor  # torch: only where a model runs
 
     device = choose_device(config.execution.device)
     return TorchExecutor(files, spec, config.execution, config.model), device.type
@@ -199,8 +207,9 @@ def plan_memory(config: Config) -> MemoryPlan:
     if files.kind == "scripted":
         raise ConfigError("a scripted model has no weights and no KV pool to plan for; name a model")
     limit_spinning()
-    from octavo.executors.loading import choose_device
-    from octavo.executors.memory_plan import plan_memory as plan
+    with machine.needing_torch():
+        from octavo.executors.loading import choose_device
+        from octavo.executors.memory_plan import plan_memory as plan
 
     device = choose_device(config.execution.device)
     return plan(files, config.execution, config.model, executor_spec(config, device.type))

@@ -1,20 +1,35 @@
 """What this process may use of the machine: cores, memory, CPU features, caches. Standard library only.
 
-Owns: reading affinity, cgroup limits (v1 and v2), /proc and /sys on Linux, sysctl on macOS.
+Owns: reading affinity, limits (of the process, of cgroups v1 and v2), /proc and /sys on Linux, sysctl on macOS; the
+errors that say that torch or memory is missing.
 Does not: import torch, choose thread counts or pool sizes (assembly does), or measure speed (bench).
 Invariant: every answer is at least 1 core and 1 byte; what cannot be read is left out, never guessed high.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.errors import CapacityError, ConfigError
+
 ROOT = Path("/")
+INSTALL_TORCH = "pip install 'octavo[torch]'"
+NO_TORCH = (
+    f"torch is not installed: {INSTALL_TORCH} (on Linux without a GPU, a smaller one: "
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu)"
+)
+_TORCH_BYTES = 900 << 20  # address space of Python, torch and its threads, measured
+# What libraries say when there is no memory for their code, threads or arrays.
+_NO_MEMORY = ("allocate memory", "failed to map segment", "can't start new thread", "bad_alloc")
+_GIB = 2**30
 # What the CPU kernels dispatch on, in /proc/cpuinfo's words (x86-64, then arm64).
 _FEATURES = (
     "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx_vnni",
@@ -82,7 +97,49 @@ def usable_memory(root: Path = ROOT) -> tuple[int, int]:
             total = limit
             cached = _statistic(folder / "memory.stat", "inactive_file")
             available = min(available, max(1, limit - used + cached))
+    if (limit := _address_limit(root)) is not None:
+        pages = _text(root / "proc/self/statm").split() or ["0"]
+        total, available = min(total, limit), min(available, limit - int(pages[0]) * os.sysconf("SC_PAGE_SIZE"))
     return max(1, total), max(1, min(available, total))
+
+
+@contextmanager
+def needing_torch() -> Iterator[None]:
+    """Raise ConfigError with the command that installs torch where an import in the block does not find it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ConfigError(NO_TORCH) from None
+
+
+@contextmanager
+def needing_memory(name: str, weight_bytes: int) -> Iterator[None]:
+    """Raise CapacityError with sizes and remedy where opening a model in the block runs out of memory."""
+    free = usable_memory()[1]
+    try:
+        yield
+    except (MemoryError, OSError, ImportError, RuntimeError) as error:
+        is_short = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+        if not is_short and not any(words in str(error) for words in _NO_MEMORY):
+            raise
+        needed = (weight_bytes + _TORCH_BYTES) / _GIB
+        is_limited = _address_limit(ROOT) is not None
+        remedy = "raise the limit (ulimit -v)" if is_limited else "end other programs, or raise the container's limit"
+        raise CapacityError(
+            f"{name} needs about {needed:.1f} GiB of memory and a KV cache, and {free / _GIB:.1f} GiB were free to "
+            f"this process; {remedy}"
+        ) from error
+
+
+def _address_limit(root: Path) -> int | None:
+    """Return the bytes of addresses that this process may have (ulimit -v), None where they are not limited."""
+    for line in _text(root / "proc/self/limits").splitlines():
+        words = line.removeprefix("Max address space").split()
+        if line.startswith("Max address space") and words[0].isdigit():
+            return int(words[0])
+    return None
 
 
 def _affinity() -> tuple[int, ...]:

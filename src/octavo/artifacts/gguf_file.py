@@ -10,6 +10,7 @@ because that needs 1.5 s for a vocabulary of 49,152 (measured); this needs under
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import struct
@@ -78,6 +79,8 @@ class GGUFFile:
                     raise ModelFileError(path, f"has {size} bytes; even an empty GGUF file has 24")
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise  # the file is not at fault
             raise ModelFileError(path, f"cannot be read ({error.strerror or error})") from error
         metadata, tensors = _HeaderReader(path, data).read()
         return cls(path, MappingProxyType(metadata), MappingProxyType(tensors), data)

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 
 from octavo.cli.flags import Parser, UsageError
 from octavo.errors import InvariantError, OctavoError
+from octavo.machine import needing_torch
 
 # command words -> (module with add_arguments and run, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; give its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        with needing_torch():
+            return _dispatch(words)
     except InvariantError:
         raise
     except OctavoError as error:

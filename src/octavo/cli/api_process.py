@@ -28,6 +28,7 @@ from octavo.engine.journal import open_journal
 from octavo.engine.ledger import LedgerObserver
 from octavo.engine.parent import end_with_parent
 from octavo.errors import OctavoError
+from octavo.machine import needing_memory
 from octavo.server.event_loop import new_event_loop
 from octavo.trace.log_lines import set_up_log, tell
 
@@ -60,7 +61,8 @@ def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = Kep
         set_up_log(task.config.telemetry.log_format, task.config.telemetry.log_level, "api")
         end_with_parent()
         listener = socket.socket(fileno=args.listener)
-        return run(task, Place(listener, lambda word: _tell(args.status, word)), start_engine)
+        with needing_memory("octavo serve", 0):
+            return run(task, Place(listener, lambda word: _tell(args.status, word)), start_engine)
     except OctavoError as error:
         tell(f"error: {error}")
         return EXIT_ERROR

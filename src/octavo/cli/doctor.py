@@ -114,9 +114,7 @@ def _torch(here: machine.Machine) -> Finding:
             "torch", "fail", f"cannot be loaded: {error}", "reinstall it: pip install --force-reinstall torch"
         )
     if torch is None:
-        return Finding(
-            "torch", "fail", "not installed", "pip install 'octavo[torch]' (or the CPU build of torch alone)"
-        )
+        return Finding("torch", "fail", "not installed", machine.NO_TORCH.removeprefix("torch is not installed: "))
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     detail = f"{torch.__version__}, {torch.get_num_threads()} threads"
     if (major, minor) < (2, 11):
