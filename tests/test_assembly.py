@@ -145,8 +145,8 @@ def test_P01_each_request_of_a_batch_has_its_own_parameters(llm: LLM) -> None:
         SamplingParams(temperature=1.0, top_k=1, max_tokens=8, ignore_eos=True),
         SamplingParams(temperature=1.0, top_p=1e-6, max_tokens=8, ignore_eos=True),
         SamplingParams(temperature=0.0, allowed_token_ids=tuple(allowed), max_tokens=8, ignore_eos=True),
-        SamplingParams(temperature=0.0, logit_bias={first: -100.0}, max_tokens=1, ignore_eos=True),
-        SamplingParams(temperature=0.0, logit_bias={allowed[0]: 100.0}, max_tokens=4, ignore_eos=True),
+        SamplingParams(temperature=0.0, logit_bias=((first, -100.0),), max_tokens=1, ignore_eos=True),
+        SamplingParams(temperature=0.0, logit_bias=((allowed[0], 100.0),), max_tokens=4, ignore_eos=True),
         SamplingParams(temperature=1.0, min_p=1.0, max_tokens=8, ignore_eos=True),
     ]
     ids = [output.outputs[0].token_ids for output in llm.generate(["hello"] * len(params), params)]

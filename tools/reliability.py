@@ -1,68 +1,151 @@
-"""Write docs/reliability.md from the figures of a run of the scorecard.
+"""Write docs/reliability.md from the figures of one run of the scorecard.
 
-Owns: the page. Does not: run tests or judge figures (tests/reliability/scorecard.py does).
-Usage: python tools/reliability.py FIGURES.jsonl "MACHINE, AND HOW IT WAS RUN"
+Owns: the page, and the line about the run: its date, commit and machine. Does not: run tests or judge figures
+(tests/reliability/scorecard.py does).
+Usage: python tools/reliability.py --begin FIGURES.jsonl, the run, python tools/reliability.py FIGURES.jsonl
 """
 
 import json
+import os
+import platform
+import re
+import subprocess
 import sys
 import tomllib
 from collections import defaultdict
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reliability.md"
+MISSING = ("open", "not run")  # names of notes about what a row lacks
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 HEAD = """# Reliability
 
 An accepted request gets one answer; each token position is delivered once; an engine's death is a pause; one bad
 request ends alone; nothing grows without a bound; nobody gets in without a key. How: [design](design.md).
 
 ## Scorecard
-`make reliability` runs every row and writes this table; `make test` runs small doses of most. A count or a share that
-misses its goal fails the run; so does a time, under `make reliability` only.
+`make reliability` runs every row and writes this table from that one run; `make test` runs small doses of most. A count
+or a share that misses its goal fails the run; so does a time, under `make reliability` only. Where a row measures the
+same figure several times, the worst is shown, with how many there were.
 """
+Figure = dict[str, Any]
 
 
-def render(figures: list[dict[str, object]], machine: str) -> str:
-    """The page. A row without a figure is open."""
+def run_facts() -> Figure:
+    """When, of which commit and on which machine a run begins."""
+    return {
+        "date": datetime.now(UTC).strftime("%F %H:%M UTC"),
+        "commit": commit(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": _cpu_name(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def commit() -> str:
+    """The commit that is checked out, "+ changes" where tracked files differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + (
+        " + changes" if git("diff", "HEAD", "--stat") else ""
+    )
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return f"{found[1]}, {platform.machine()}" if found else platform.machine()
+
+
+def render(figures: list[Figure], run: Figure, tested: set[str]) -> str:
+    """The page. `tested` are the rows that have tests: without a figure they were not run, the others are open."""
     rows = tomllib.loads((ROOT / "docs" / "behaviours.toml").read_text(encoding="utf-8"))["reliability"]
-    by_row: dict[str, list[dict[str, object]]] = defaultdict(list)
+    by_row: dict[str, list[Figure]] = defaultdict(list)
     for figure in figures:
         by_row[str(figure["row"])].append(figure)
-    held = sum(state_of(by_row[row]) == "holds" for row in rows)
-    lines = [HEAD, f"{machine}\n", f"Rows that hold: {held} of {len(rows)}.\n"]
+    states = {row: state_of(by_row[row], row in tested) for row in rows}
+    held = list(states.values()).count("holds")
+    lines = [HEAD, f"One run, begun {run['date']}, commit {run['commit']}, {run['cores']} cores ({run['cpu']}),"]
+    lines.append(f"load average {run['load']} at its begin.{run.get('note', '')}\n")
+    lines.append(f"Rows that hold: {held} of {len(rows)}.\n")
     lines.append("| row | what | state | figures (goal) |\n|---|---|---|---|")
-    for row, (what, _) in rows.items():
-        shown = "<br>".join(_shown(figure) for figure in by_row[row])
-        lines.append(f"| {row} | {what} | {state_of(by_row[row])} | {shown} |")
+    for row, (what, *_) in rows.items():
+        lines.append(f"| {row} | {what} | {states[row]} | {'<br>'.join(shown(by_row[row]))} |")
     return "\n".join(lines) + "\n"
 
 
-def state_of(figures: list[dict[str, object]]) -> str:
-    """holds, misses, in part (holds where shown, and something is said to be missing) or open."""
+def state_of(figures: list[Figure], is_tested: bool = True) -> str:
+    """holds, misses, in part and what is missing (the rest holds), not run, or open."""
     judged = [figure["holds"] for figure in figures if figure["holds"] is not None]
+    missing = list(dict.fromkeys(figure["value"] for figure in figures if figure["name"] in MISSING))
     if not judged:
-        return "open"
+        return "not run" if is_tested else "open"
     if not all(judged):
         return "misses"
-    return "in part" if any(figure["name"] == "open" for figure in figures) else "holds"
+    return f"in part: {'; '.join(missing)}" if missing else "holds"
 
 
-def _shown(figure: dict[str, object]) -> str:
-    if figure["name"] == "open":
-        return f"open: {figure['value']}"
-    goal = f" ({figure['goal']})" if figure["goal"] else ""
-    return f"{figure['name']}: {figure['value']}{goal}{'' if figure['holds'] is not False else ' **misses**'}"
+def shown(figures: list[Figure]) -> list[str]:
+    """The row's figures by what was run, one for each name and goal: of several the worst."""
+    groups: dict[tuple[str, str, str], list[Figure]] = defaultdict(list)
+    for figure in figures:
+        if figure["name"] not in MISSING:
+            groups[(figure.get("what", ""), figure["name"], figure["goal"])].append(figure)
+    lines, last = [], ""
+    for (what, name, goal), group in groups.items():
+        if what != last:
+            lines.append(f"**{what or 'otherwise'}**")
+            last = what
+        value, count = worst(group), len(group)
+        several = f", the worst of {count}" if goal and count > 1 else ""
+        missed = " **misses**" if any(figure["holds"] is False for figure in group) else ""
+        lines.append(f"{name}: {value}{f' ({goal}{several})' if goal else ''}{missed}")
+    return lines
 
 
-def main() -> int:
-    """Read the figures, keep what stands below the table, write the page."""
-    figures = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
+def worst(group: list[Figure]) -> str:
+    """The value furthest from the goal; values without a goal are all told."""
+    goal = group[0]["goal"]
+    if not goal:
+        return "; ".join(dict.fromkeys(figure["value"] for figure in group))
+    is_better_more = goal == "all" or goal.startswith(">=")
+    return str((min if is_better_more else max)(group, key=lambda figure: _measure(figure["value"]))["value"])
+
+
+def _measure(value: str) -> float:
+    numbers = [float(number) for number in NUMBER.findall(value)]
+    if " of " in value and len(numbers) == 2:
+        return numbers[0] / numbers[1] if numbers[1] else 1.0
+    return numbers[0] if numbers else 0.0
+
+
+def tested_rows(folder: Path) -> set[str]:
+    """Rows that tests of the scorecard are named after."""
+    texts = (path.read_text(encoding="utf-8") for path in folder.glob("test_row_*.py"))
+    names = [name for text in texts for name in re.findall(r"def test_(row_\w+)\(", text)]
+    return {f"R{number}" for name in names for number in re.findall(r"row_(\d\d)_", name)}
+
+
+def main(arguments: list[str]) -> int:
+    """Note the begin of a run; or read its figures, keep what follows the table, and write the page."""
+    if arguments[0] == "--begin":
+        Path(arguments[1]).write_text(json.dumps({"run": run_facts()}) + "\n", encoding="utf-8")
+        return 0
+    first, *figures = [json.loads(line) for line in Path(arguments[0]).read_text(encoding="utf-8").splitlines()]
+    run = first["run"]
+    if (now := commit()) != run["commit"]:
+        run["note"] = f" The tree changed meanwhile, to {now}."
     old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     _, mark, rest = old.partition("\n## Beside others\n")
-    PAGE.write_text(render(figures, sys.argv[2]) + mark + rest, encoding="utf-8")
+    page = render(figures, run, tested_rows(ROOT / "tests" / "reliability"))
+    PAGE.write_text(page + mark + rest, encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -66,6 +66,8 @@ def test_objectives() -> None:
     assert objectives.are_met({"ttft": 0.5, "tpot": 0.05, "e2e": 9})
     assert not objectives.are_met({"ttft": 0.6, "tpot": 0.05, "e2e": 9})
     assert Objectives.read([]).are_met({"ttft": 9, "tpot": 9, "e2e": 9})
+    for name in ("ttft", "tpot"):  # a time that is not known keeps no bound
+        assert not objectives.are_met({"ttft": 0.5, "tpot": 0.05, "e2e": 9, name: math.nan})
     for words in (["ttft"], ["x:1"], ["ttft:-1"], ["ttft:a"], ["ttft:1", "ttft:2"], ["e2e:inf"]):
         with pytest.raises(ConfigError, match="--goodput"):
             Objectives.read(words)

@@ -12,7 +12,7 @@ from octavo.core import invariants
 from octavo.core.kv.keys import prompt_keys
 from octavo.core.kv.pool import BlockPool
 from octavo.core.plan import EventKind, StepPlan
-from octavo.core.request import Request, Want
+from octavo.core.request import Request, SamplingParams, Span, Want
 from octavo.errors import ConfigError, InvariantError
 
 
@@ -143,6 +143,36 @@ def test_K02_a_preempted_request_finds_its_own_blocks_again() -> None:
     run.finish_all()
     assert second.of_kind(EventKind.PREEMPTED)
     assert second.of_kind(EventKind.RESUMED)[0].cached_tokens > 0
+    run.finish()
+
+
+def test_K02_a_media_item_counts_by_its_content_and_its_place() -> None:
+    """The placeholders are the same ids everywhere, so nothing but the key tells the blocks apart."""
+    ids = [9] * 16
+
+    def keys(*spans: Span) -> tuple[bytes, ...]:
+        return prompt_keys(Request("a", array("i", ids), SamplingParams(), spans=spans), 4)
+
+    at = {start: keys(Span(start, 2, b"item")) for start in range(4, 8)}
+    assert len({found[0] for found in at.values()}) == 1  # before the item
+    assert len({found[1] for found in at.values()}) == 4  # the same item, elsewhere in the block
+    assert keys(Span(4, 2, b"other"))[1] != at[4][1] != keys()[1]
+    # The second half of an item is not its first half.
+    assert keys(Span(2, 4, b"item"))[1] != keys(Span(4, 4, b"item"))[1]
+    assert keys(Span(3, 4, b"item"))[1] != keys(Span(2, 4, b"item"))[1]
+
+
+def test_K02_the_same_media_at_another_place_is_not_hit() -> None:
+    sizes = {"encoder_budget": 8, "encoder_cache": 24}
+    run = Run(limits(**sizes))
+    first = run.admit([9] * 12, 3, spans=(Span(4, 2, b"item"),))
+    run.finish_all()
+    for start, hit in ((4, 11), (5, 4)):
+        record = run.admit([9] * 12, 3, spans=(Span(start, 2, b"item"),))
+        run.step()
+        assert cached(record) == hit, start
+        run.finish_all()
+    assert cached(first) == 0
     run.finish()
 
 

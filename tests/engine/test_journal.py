@@ -6,6 +6,7 @@ import asyncio
 import errno
 import threading
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from octavo.engine import journal as journal_module
 from octavo.engine.delivery import ChoiceEnd, Delivery, End, Start
 from octavo.engine.journal import Journal
 from octavo.engine.journal_files import Clock, Disk, numbered, recover
-from octavo.engine.journal_records import Began, Head
+from octavo.engine.journal_records import Appended, Began, Head, Opened, packed
 from octavo.engine.journal_state import JournalState
 from octavo.engine.ledger import Ledger
+from octavo.engine.wire import Submit
 from octavo.errors import ConfigError
 
 HASH = b"h" * 32
@@ -271,6 +273,29 @@ def test_a_hole_between_segments_leaves_requests_open_with_what_came_before(tmp_
     assert contents(later) == {"a": ({0: [5]}, None)}
     later.appended(tokens("a", (0, 1, 6)))
     assert contents(later) == {"a": ({0: [5, 6]}, None)}, "it is resumed, and takes ids again"
+    later.close()
+
+
+def test_records_that_fit_nothing_are_counted_and_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = reopened(tmp_path)
+    start(journal)
+    journal.close()
+    clean = reopened(tmp_path)
+    assert not clean.warnings
+    clean.close()
+    one = array("i", [0]).tobytes()
+    stray = [
+        Opened(77, 0, 9, Submit.of(0, replace(make_request("stray"), block_keys=None))),  # of a run that never began
+        Appended(1.0, one + one, one, one, one, None),  # columns of unequal lengths
+    ]
+    with live_segment(tmp_path).open("ab") as file:
+        file.write(b"".join(packed(record) for record in stray))
+    later = reopened(tmp_path)
+    assert later.state.num_faults == 2
+    assert any(warning.startswith("2 records do not fit") for warning in later.warnings)
+    assert "2 records do not fit" in caplog.text
     later.close()
 
 

@@ -18,7 +18,10 @@ _FILE = os.environ.get("SCORECARD_FILE")  # lines of JSON are added to this file
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured value of a row. `holds` is None where it is only told, or what is missing was said."""
+    """One measured value of a row, and of what, where a row measures the same of several things.
+
+    `holds` is None where it is only told, or what is missing was said.
+    """
 
     row: str
     test: str
@@ -26,13 +29,15 @@ class Figure:
     value: str
     goal: str
     holds: bool | None
+    what: str = ""
 
 
 def figures_in_file() -> list[Figure]:
     """Those written so far, by every process of this run; none where no file was named."""
     if _FILE is None or not Path(_FILE).exists():
         return []
-    return [Figure(**json.loads(line)) for line in Path(_FILE).read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in Path(_FILE).read_text(encoding="utf-8").splitlines()]
+    return [Figure(**line) for line in lines if "run" not in line]  # the first is about the run
 
 
 class Score:
@@ -42,6 +47,11 @@ class Score:
         self.figures: list[Figure] = []
         self._rows = rows
         self._test = test
+        self._what = ""
+
+    def of(self, what: str) -> None:
+        """Say what the figures from here on are of, such as "default model, standby"."""
+        self._what = what
 
     def count(self, name: str, value: int, most: int = 0) -> None:
         """A count that must not be above `most`."""
@@ -71,13 +81,22 @@ class Score:
         """Something of the row that is not shown, and why."""
         self._note("open", what, "", None)
 
+    def failed(self, reason: str) -> None:
+        """The test ended with an error that is no figure: the row misses."""
+        if all(figure.holds is not False for figure in self.figures):
+            self._note("failed", reason, "", False)
+
+    def not_run(self, reason: str) -> None:
+        """The test was skipped."""
+        self._note("not run", reason, "", None)
+
     def dose(self, quick: T, whole: T) -> T:
         """How much is done: little in `make test`, all in `make reliability`."""
         return whole if IS_WHOLE else quick
 
     def _note(self, name: str, value: str, goal: str, holds: bool | None) -> None:
         for row in self._rows or ["-"]:
-            figure = Figure(row, self._test, name, value, goal, holds)
+            figure = Figure(row, self._test, name, value, goal, holds, self._what)
             self.figures.append(figure)
             if _FILE is not None:
                 with Path(_FILE).open("a", encoding="utf-8") as file:

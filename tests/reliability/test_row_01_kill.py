@@ -78,6 +78,7 @@ def tell(score: Score, keeper: EngineKeeper, gaps: list[float], most: float) -> 
 
 
 async def test_row_01_streams_go_on_over_killed_engines(score: Score) -> None:
+    score.of("fixed-time engine, cold")
     async with keeping("slow") as keeper:
         streams, errors, gaps = await kill_under(
             keeper, lambda n: make_request(f"r{n}", max_tokens=80), score.dose(2, 20), random.Random(1), 0.2
@@ -90,6 +91,7 @@ async def test_row_01_streams_go_on_over_killed_engines(score: Score) -> None:
 
 
 async def test_row_01_a_standby_takes_over(score: Score, monkeypatch: pytest.MonkeyPatch) -> None:
+    score.of("fixed-time engine, standby")
     async with keeping("slow", standby=True) as keeper:
         await until(lambda: bool(keeper.report()["has_standby"]))
         streams, errors, gaps = await kill_under(
@@ -111,6 +113,7 @@ async def test_row_01_the_default_model(score: Score, standby: bool, monkeypatch
     times are judged: the gap is mostly the time to compute again what 32 streams had."""
     if IS_WHOLE:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    score.of(f"default model, {'standby' if standby else 'cold'}")
     values = {"max_model_len": 512, "kv_cache_tokens": 32768, "standby": standby}
     params = SamplingParams(max_tokens=48, temperature=0.0, seed=1, ignore_eos=True)
     rng = random.Random(3)

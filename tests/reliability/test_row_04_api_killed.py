@@ -96,7 +96,8 @@ def test_row_04_clients_continue_when_the_api_is_killed(tmp_path: Path, score: S
         assert server.end() == 0, server.text
     kept = recover(folder, f"{model}@", Clock.now()).state
     begun = [run.began.key for run in kept.runs.values()]
-    score.tell(f"kills ({sync})", restarts)
+    score.of(f"journal-sync {sync}")
+    score.tell("kills", restarts)
     score.tell("connections a request", round(sum(c.num_connections for c in faulted) / len(faulted), 2))
     score.count("lost", sum(not client.is_done for client in faulted))
     score.count("executed twice", sum(len(c.ids) > 1 for c in faulted) + len(begun) - len(set(begun)))

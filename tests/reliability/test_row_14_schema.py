@@ -2,10 +2,13 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
+import schemathesis
+from fastapi import FastAPI, Request
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.reliability.scorecard import IS_WHOLE, Score
@@ -13,41 +16,84 @@ from tests.reliability.test_row_14_fuzz import faults_of
 from tests.server.fakes import Harness
 
 PARTS = {"method", "url", "json", "data", "params", "headers", "content"}
+MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
+
+
+@dataclass
+class Answers:
+    """What came back: the statuses, wrong answers, and bodies taken against the description."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
+
+    def add(self, name: str, mode: Any, response: httpx.Response) -> None:
+        self.statuses[response.status_code] += 1
+        self.wrong += [f"{name}: {fault}" for fault in faults_of(response)]
+        if mode is schemathesis.GenerationMode.NEGATIVE and response.status_code < 400:
+            self.taken.append(f"{name}: {response.request.content[:200]!r}")
+
+    def judge(self, score: Score) -> None:
+        """Note all figures, then fail for each that misses."""
+        print("\n".join([*self.wrong[:20], *self.taken[:20]]))
+        score.tell("requests from the API description", sum(self.statuses.values()))
+        told = " ".join(f"{status}: {number}" for status, number in sorted(self.statuses.items()))
+        score.tell("their statuses", told)
+        score.count("5xx to them", sum(number for status, number in self.statuses.items() if status >= 500))
+        score.count("wrong answers to them", len(self.wrong))
+        score.count("taken though the description says otherwise", len(self.taken))
+        assert self.statuses[400] and self.statuses[200]
 
 
 @pytest.mark.timeout(1500)
 def test_row_14_the_api_description_tells_no_lies(score: Score) -> None:
     """Bodies that fit the description are served or refused by name, those that do not are refused."""
-    schemathesis = pytest.importorskip("schemathesis")
     harness = Harness()
-    statuses: Counter[int] = Counter()
-    wrong: list[str] = []
-    taken: list[str] = []  # against the description
     with asyncio.Runner() as runner:
-        schema = schemathesis.openapi.from_dict(runner.run(harness.get("/openapi.json")).json())
-        for result in schema.get_all_operations():
-            operation = result.ok()
-            for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
-                if not operation.body and (not IS_WHOLE or mode is schemathesis.GenerationMode.NEGATIVE):
-                    continue  # there is little that could be wrong
-
-                name = f"{operation.label} {mode.name}"
-                for case in _cases(operation.as_strategy(generation_mode=mode), score.dose(5, 400)):
-                    response = _send(runner, harness, case)
-                    if response is None:
-                        continue
-                    statuses[response.status_code] += 1
-                    wrong.extend(f"{name}: {fault}" for fault in faults_of(response))
-                    if mode is schemathesis.GenerationMode.NEGATIVE and response.status_code < 400:
-                        taken.append(f"{name}: {response.request.content[:200]!r}")
+        answers = answers_of(harness.app, runner, score.dose(5, 400))
         runner.run(harness.context.tool.close())
-    print("\n".join([*wrong[:20], *taken[:20]]))
-    score.tell("requests from the API description", sum(statuses.values()))
-    score.tell("their statuses", " ".join(f"{status}: {number}" for status, number in sorted(statuses.items())))
-    score.count("5xx to them", sum(number for status, number in statuses.items() if status >= 500))
-    score.count("wrong answers to them", len(wrong))
-    score.tell("taken though the description says otherwise", len(taken))
-    assert statuses[400] and statuses[200]
+    answers.judge(score)
+
+
+def test_a_route_that_breaks_or_takes_anything_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.reliability.scorecard._FILE", None)
+    body = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
+    described = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
+
+    async def breaks(request: Request) -> None:
+        raise ValueError("as a client library would")
+
+    async def takes_all(request: Request) -> dict[str, str]:
+        return {}
+
+    with asyncio.Runner() as runner:
+        for path, endpoint, fault in (("/breaks", breaks, "5xx to them"), ("/all", takes_all, "taken though")):
+            app = FastAPI()
+            app.add_api_route("/openapi.json", app.openapi, include_in_schema=False)
+            app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=described)
+            with pytest.raises(AssertionError, match=fault):
+                answers_of(app, runner, 5).judge(Score(["R14"], "here"))
+
+
+def answers_of(app: FastAPI, runner: asyncio.Runner, count: int) -> Answers:
+    """Ask `count` right and wrong requests of each operation. An exception in the application is a 500."""
+    answers = Answers()
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+
+    async def send(request: httpx.Request) -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await client.send(request)
+
+    description = runner.run(send(httpx.Request("GET", "http://test/openapi.json"))).json()
+    for result in schemathesis.openapi.from_dict(description).get_all_operations():
+        operation = result.ok()
+        for mode in MODES:
+            if not operation.body and (not IS_WHOLE or mode is schemathesis.GenerationMode.NEGATIVE):
+                continue  # there is little that could be wrong
+            for case in _cases(operation.as_strategy(generation_mode=mode), count):
+                if (request := _spelled(case)) is not None:
+                    answers.add(f"{operation.label} {mode.name}", mode, runner.run(send(request)))
+    return answers
 
 
 def _cases(strategy: Any, count: int) -> list[Any]:
@@ -65,12 +111,12 @@ def _cases(strategy: Any, count: int) -> list[Any]:
     return found
 
 
-def _send(runner: asyncio.Runner, harness: Harness, case: Any) -> httpx.Response | None:
-    """The answer; None where the client cannot spell the request."""
+def _spelled(case: Any) -> httpx.Request | None:
+    """The request; None where the client cannot spell it."""
     parts = {name: value for name, value in case.as_transport_kwargs(base_url="http://test").items() if name in PARTS}
     if isinstance(parts.get("data"), bytes | str):
         parts["content"] = parts.pop("data")
     try:
-        return runner.run(harness.request(parts.pop("method"), parts.pop("url"), **parts))
+        return httpx.Request(parts.pop("method"), parts.pop("url"), **parts)
     except (httpx.InvalidURL, UnicodeEncodeError, TypeError, ValueError):
         return None

@@ -305,3 +305,49 @@ def test_the_largest_numbers_fit_their_columns() -> None:
     columns.put(0, params, choice=0, num_prompt=5, eos_token_ids=EOS)
     rows = SamplingRows(np.array([0]), np.array([1000]))
     assert columns.top_k[0] >= 10**6 and columns.bars(rows).tolist() == [True]
+
+
+def tied_rows(vocab_size: int, num_above: int, num_tied: int, count: int) -> torch.Tensor:
+    """Logits with `num_above` distinct best, then `num_tied` equal ones at random ids, the rest far below."""
+    generator = torch.Generator().manual_seed(num_tied)
+    rows = []
+    for _ in range(count):
+        row = torch.full((vocab_size,), -9.0)
+        ids = torch.randperm(vocab_size, generator=generator)
+        row[ids[:num_above]] = torch.linspace(2.0, 1.0, num_above)
+        row[ids[num_above : num_above + num_tied]] = 0.5
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("num_above", [0, 10, 63, 64])
+@pytest.mark.parametrize(("top_k", "top_p"), [(64, 1.0), (64, 0.9), (70, 1.0), (0, 0.4), (0, 0.75)])
+def test_P01_ties_at_the_edge_of_the_best_64_go_to_the_lowest_ids(num_above: int, top_k: int, top_p: float) -> None:
+    """The best 64 are looked at first; which of equal logits are among them is open: such rows are looked at again."""
+    count = 24
+    logits = tied_rows(1000, num_above, 200, count)
+    uniform = np.linspace(0.0, 1.0 - 2**-40, count)
+    ones = np.ones(count)
+    cuts = Cuts(
+        ones.astype(np.float32), np.full(count, -np.inf, np.float32), np.full(count, top_k), ones * top_p, ones, uniform
+    )
+    got = draw(logits, cuts).tolist()
+    for row, u, id in zip(logits, uniform, got, strict=True):
+        weights, order = weigh((row - row.max())[None])[0], row.sort(descending=True, stable=True).indices
+        sorted_weights = weights[order]
+        if top_k:
+            sorted_weights[top_k:] = 0.0
+        before = sorted_weights.cumsum(0) - sorted_weights
+        sorted_weights[before >= top_p * sorted_weights.sum()] = 0.0
+        cumulative = sorted_weights.cumsum(0)
+        place = int(torch.searchsorted(cumulative, u * cumulative[-1:], right=True))
+        assert id == int(order[place])
+
+
+def test_P04_candidates_that_tie_at_the_edge_of_the_best_64_are_those_of_the_lowest_ids() -> None:
+    for num_needed, num_above in ((63, 0), (63, 40), (50, 10), (20, 10)):
+        rows = tied_rows(1000, num_above, 200, 8)
+        values, ids = sorted_candidates(rows, num_needed)
+        right = rows.sort(dim=1, descending=True, stable=True)
+        assert torch.equal(ids[:, :num_needed], right.indices[:, :num_needed])
+        assert torch.equal(values[:, :num_needed], right.values[:, :num_needed])

@@ -84,6 +84,14 @@ def test_latencies_are_those_of_their_definitions() -> None:
     assert facts["preemptions"] == {"count": 1, "requests": 1, "most": 1, "restarts": 0}
 
 
+def test_a_request_without_a_first_token_misses_its_objective_and_one_of_one_token_has_no_pace_to_miss() -> None:
+    outs = outcomes((1, 2, NEVER, 13, 10, 11), (2, 3, 4, 14, 10, 11), (3, 4, 5, 5, 10, 1))
+    unknown = summarise(run_of(outs), {"ttft": 99.0})["goodput"]
+    assert unknown["requests"] == 2, "the first of them has no time to its first token"
+    pace = summarise(run_of(outs), {"tpot": 99.0})["goodput"]
+    assert pace["requests"] == 3
+
+
 def test_what_it_costs() -> None:
     out = outcomes((0, 0, 1, 1800, 1000, 500))
     facts = summarise(run_of(out, busy_s=900, steps=10, computed_tokens=1500), price_per_hour=4.0)

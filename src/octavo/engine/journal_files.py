@@ -205,6 +205,11 @@ def recover(folder: Path, model: str, clock: Clock) -> Recovery:
     for index, (path, read) in enumerate(contents):
         if segments[index][0] >= first:
             _apply(path, read, result, (model, clock), is_last=index == len(contents) - 1)
+    if result.state.num_faults:
+        result.warnings.append(
+            f"{result.state.num_faults} records do not fit what came before them and are left out; requests that they "
+            "belong to keep what they had, and are computed again from there"
+        )
     return result
 
 
