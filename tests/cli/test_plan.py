@@ -65,6 +65,17 @@ def test_it_is_told_in_words_and_as_json(tiny: Path, capsys: Any) -> None:
     assert plan["kv_pool_bytes"] == 640 * plan["kv_bytes_per_token"]
 
 
+def test_a_pool_that_is_shorter_than_the_model_does_not_fit(tiny: Path, capsys: Any) -> None:
+    words = ["plan", str(tiny), "--kv-cache-tokens", "100", "-c", "128"]
+    assert main(words) == 1
+    said = capsys.readouterr().out
+    assert "does not fit: it holds 96 tokens, and one request of full length has 128" in said
+    assert "--max-model-len 96" in said
+    assert main([*words, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+    assert main(["plan", str(tiny), "--kv-cache-tokens", "100", "-c", "96"]) == 0
+
+
 def test_what_does_not_fit_is_told_with_the_numbers(tiny: Path, capsys: Any) -> None:
     assert main(["plan", str(tiny), "--kv-cache-memory-bytes", "900T"]) == 1
     assert "does not fit: the pool was given" in capsys.readouterr().out

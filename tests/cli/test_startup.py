@@ -78,6 +78,13 @@ def test_limits_not_given_are_remarked() -> None:
     assert "this model holds 1024" in next(iter(limit_remarks(load_config({"max_model_len": 1025}), CAPACITY)))
 
 
+def test_a_pool_that_is_shorter_than_the_model_is_remarked() -> None:
+    small = replace(CAPACITY, usable_len=992)
+    (remark,) = limit_remarks(load_config({}), small)
+    assert "can use 992 tokens" in remark and "not 1,024" in remark and "--max-model-len 992" in remark
+    assert list(limit_remarks(load_config({}), replace(CAPACITY, usable_len=1024))) == []
+
+
 def _statistics(computed, produced, running=1, hits=0):
     values = {"num_computed_tokens": computed, "num_output_tokens": produced, "num_running": running, "num_waiting": 0}
     return {

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.errors import CapacityError
-from octavo.executors.pool_sizing import PoolSizing, describe_groups
+from octavo.executors.pool_sizing import PoolSizing, describe_groups, usable_len
 from octavo.executors.protocol import ExecutorSpec
 
 MIB = 2**20
@@ -19,6 +19,15 @@ def choose(available_bytes: int = 1000 * MIB, is_host: bool = True, max_model_le
     sizing = PoolSizing(spec, (GroupSpec(block_bytes=MIB),), max_model_len)
     (num_blocks,) = sizing.device_blocks(available_bytes, is_host)
     return num_blocks
+
+
+@pytest.mark.parametrize("kind", [GroupKind.FULL, GroupKind.SLIDING])
+def test_the_usable_length_is_the_longest_that_fits(kind: GroupKind) -> None:
+    group = GroupSpec(kind, 8 if kind == GroupKind.SLIDING else 0)
+    spec = ExecutorSpec(max_sequences=1, max_batch_tokens=6, block_size=4)
+    for num_blocks in range(1, 12):
+        fitting = [n for n in range(1, 33) if group.peak_blocks(n, 6, 4) <= num_blocks]
+        assert usable_len((group,), (num_blocks,), spec, 32) == max(fitting)
 
 
 def test_K11_each_way_of_giving_a_size() -> None:

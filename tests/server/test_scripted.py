@@ -103,6 +103,27 @@ async def test_a_request_put_back_after_a_failure_is_no_preemption(client: httpx
     assert found["octavo_preemptions_total"] == found["vllm:num_preemptions_total"] == 0
 
 
+async def test_a_pool_that_is_shorter_than_the_model_is_what_every_card_tells(tmp_path: Path) -> None:
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps(RULES))
+    config = config_from(f"scripted:{path}", {"kv_cache_tokens": 1000})
+    engine = build_local(config)
+    app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] == 992
+        listed = await http.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+        assert listed.json()["data"][0]["max_input_tokens"] == 992
+        assert (await http.get("/api/ps")).json()["models"][0]["context_length"] == 992
+        assert (await http.post("/tokenize", json={"prompt": "a"})).json()["max_model_len"] == 992
+        assert (await http.get("/tokenizer_info")).json()["model_max_length"] == 992
+        refused = await http.post("/v1/completions", json={"prompt": "a" * 1000, "max_tokens": 1})
+        assert refused.status_code == 400 and "992" in refused.json()["error"]["message"]
+        answered = await http.post("/v1/completions", json={"prompt": "a" * 990, "max_tokens": 2})
+        assert answered.status_code == 200 and answered.json()["usage"]["prompt_tokens"] == 990
+    await app.state.context.tool.close()
+    await engine.client.close()
+
+
 async def test_embeddings_are_the_same_for_the_same_text(client: httpx.AsyncClient) -> None:
     body = {"input": ["hello", "hello", "another"]}
     vectors = [entry["embedding"] for entry in (await client.post("/v1/embeddings", json=body)).json()["data"]]

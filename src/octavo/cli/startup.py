@@ -25,6 +25,11 @@ def limit_remarks(config: Config, capacity: Capacity) -> Iterator[str]:
     asked = config.model.max_model_len
     if asked is not None and asked > capacity.max_model_len:
         yield f"--max-model-len is {asked}, this model holds {capacity.max_model_len} tokens; that is used"
+    if 0 < capacity.usable_len < capacity.max_model_len:
+        yield (
+            f"a request can use {capacity.usable_len:,} tokens, which is what the KV pool holds, and not "
+            f"{capacity.max_model_len:,}; enlarge the pool, or give --max-model-len {capacity.usable_len}"
+        )
     yield from capacity.notes
 
 

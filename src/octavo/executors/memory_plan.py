@@ -17,7 +17,7 @@ from octavo.config import ExecutionConfig, ModelConfig
 from octavo.errors import CapacityError
 from octavo.executors.cache_groups import group_layers, layer_windows, within
 from octavo.executors.loading import DecoderChoice, dtype_named
-from octavo.executors.pool_sizing import PoolSizing
+from octavo.executors.pool_sizing import PoolSizing, usable_len
 from octavo.executors.protocol import ExecutorSpec, MemoryPlan
 from octavo.models.native_weights import native_weight_bytes
 from octavo.nn.weights import open_weights
@@ -41,6 +41,12 @@ def plan_memory(files: ModelFiles, execution: ExecutionConfig, model: ModelConfi
         num_blocks = sizing.device_blocks(max(0, free - weight_bytes - wanted.host_bytes * is_host), is_host)
     except CapacityError as error:
         shortfall = str(error)
+    longest = usable_len(groups, num_blocks, wanted, max_len)
+    if shortfall is None and longest < max_len:
+        shortfall = (
+            f"it holds {num_blocks[0] * wanted.block_size:,} tokens, and one request of full length has {max_len:,}; "
+            f"enlarge the pool, or give --max-model-len {longest}"
+        )
     return MemoryPlan(
         device=str(choice.device),
         dtype=str(choice.dtype).removeprefix("torch."),

@@ -9,6 +9,7 @@ A number of blocks or tokens that a user gives means the leading group: the firs
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -132,6 +133,16 @@ class PoolSizing:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._bytes(self._blocks_of(middle)) <= budget else (low, middle - 1)
         return self._blocks_of(low)
+
+
+def usable_len(groups: Sequence[GroupSpec], num_blocks: Sequence[int], spec: ExecutorSpec, max_model_len: int) -> int:
+    """Return how many tokens one sequence can have in a pool of these blocks, at most `max_model_len`."""
+
+    def fits(num_tokens: int) -> bool:
+        needs = (group.peak_blocks(num_tokens, spec.max_batch_tokens, spec.block_size) for group in groups)
+        return all(need <= count for need, count in zip(needs, num_blocks, strict=True))
+
+    return bisect_left(range(1, max_model_len + 1), True, key=lambda num_tokens: not fits(num_tokens))
 
 
 def describe_groups(groups: Sequence[GroupSpec], num_blocks: Sequence[int], block_size: int) -> tuple[str, ...]:

@@ -44,6 +44,7 @@ class Capacity:
     `host_blocks` has one entry per group too, or none without a host tier. The first group is the leading one.
     `quantization` is the code that most weights are in ("none": they are of `dtype`, as is the cache by default).
     `has_masks`: rows can be held to grammars (see supply); no other executor is given requests that have one.
+    `usable_len`: tokens that one request can use, fewer than `max_model_len` where the pool is smaller (0: not known).
     `linear_flops_per_token`, `weight_bytes` and `kv_bytes_per_token` give the memory floor of a step.
     """
 
@@ -63,6 +64,7 @@ class Capacity:
     host_blocks: tuple[int, ...] = ()
     quantization: str = "none"
     has_masks: bool = False
+    usable_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from octavo.core.plan import (
     TokenLogprobs,
 )
 from octavo.errors import EngineError
+from octavo.executors.pool_sizing import usable_len
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
 from octavo.grammar.masks import Masks
 
@@ -115,9 +116,10 @@ class ScriptedExecutor:
         asked = [spec.num_blocks, _blocks(spec.pool_bytes, size * TOKEN_BYTES), _blocks(spec.pool_tokens, size)]
         num_blocks = next((count for count in asked if count is not None), POOL_TOKENS // size)
         host_blocks = (spec.host_bytes // (size * TOKEN_BYTES),) if spec.host_bytes else ()
+        groups, blocks = (GroupSpec(block_bytes=size * TOKEN_BYTES),), (max(1, num_blocks),)
         return Capacity(
-            groups=(GroupSpec(block_bytes=size * TOKEN_BYTES),),
-            num_blocks=(max(1, num_blocks),),
+            groups=groups,
+            num_blocks=blocks,
             block_size=size,
             num_slots=spec.max_sequences,
             max_model_len=max_len,
@@ -127,6 +129,7 @@ class ScriptedExecutor:
             kv_bytes_per_token=TOKEN_BYTES,
             host_blocks=host_blocks,
             has_masks=True,
+            usable_len=usable_len(groups, blocks, spec, max_len),
         )
 
     def submit(self, plan: StepPlan) -> Ticket:

@@ -28,7 +28,7 @@ from octavo.errors import ConfigError, EngineError
 from octavo.executors.batch_inputs import StepInputs, build_inputs
 from octavo.executors.cache_groups import CacheGroups, allocate, group_layers, layer_windows, within
 from octavo.executors.loading import AnyDecoder, DecoderChoice, dtype_named
-from octavo.executors.pool_sizing import PoolSizing, describe_groups
+from octavo.executors.pool_sizing import PoolSizing, describe_groups, usable_len
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
 from octavo.executors.slots import Slots
 from octavo.executors.step_outputs import Candidates, StepOutputs, are_finite, pool_rows, score_rows
@@ -108,6 +108,7 @@ class TorchExecutor:
             host_blocks=host_blocks,
             quantization=loaded.quantization,
             has_masks=True,
+            usable_len=usable_len(groups, num_blocks, spec, decoder.max_model_len),
         )
 
     def _allocate(

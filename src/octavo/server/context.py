@@ -119,7 +119,7 @@ def build_context(
     runs = Runs(config.retry, text.tokenizer)
     template = None if text.chat_template is None else text.chat_template.source
     dialect = read_dialect(template, config.model.tool_call_parser, config.model.reasoning_parser)
-    max_len = min(text.spec.max_model_len, config.model.max_model_len or text.spec.max_model_len)
+    max_len = _max_len(config, text, sessions)
     return Context(
         sessions=sessions,
         text=text,
@@ -152,6 +152,13 @@ def build_context(
         cache_info=_cache_info(config, sessions),
         explain_kept=f"the last {config.statistics.explain_kept}, for {config.statistics.explain_kept_s:g} s",
     )
+
+
+def _max_len(config: Config, text: TextModel, sessions: Sessions) -> int:
+    """How many tokens a request can use: what the model holds, less where the KV pool holds less."""
+    lengths = [text.spec.max_model_len, config.model.max_model_len]
+    lengths.append(None if sessions.capacity is None else sessions.capacity.usable_len)
+    return min(length for length in lengths if length)
 
 
 def _waiting_room(config: Config, sessions: Sessions) -> WaitingRoom:
