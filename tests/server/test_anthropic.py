@@ -266,7 +266,14 @@ async def test_a_retry_with_a_key_reads_the_same_answer() -> None:
         ({"stop_sequences": ["" * 3]}, "stop_sequences[0]"),
         ({"temperature": -1}, "temperature is -1"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type is 'web_search_20250305'"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "any"}},
+            "tools[0].type is 'web_search_20250305'",
+        ),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "tool", "name": "bash"}},
+            "there are no tools",
+        ),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name is 'a b'"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema is missing"),
         ({"thinking": {"type": "sometimes"}}, "thinking.type is 'sometimes'"),

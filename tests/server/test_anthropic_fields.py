@@ -20,6 +20,7 @@ from octavo.server.bodies.anthropic import (
     ToolChoice,
 )
 from octavo.server.bodies.anthropic_blocks import IGNORED_BLOCK
+from octavo.server.bodies.field_table import HINTS
 from tests.server.fakes import FakeClient, Harness, assert_ignored
 from tests.source_tree import ROOT
 
@@ -105,7 +106,7 @@ async def test_each_field_is_honoured_refused_or_ignored(field: str) -> None:
 def test_counting_knows_the_same_fields() -> None:
     theirs = set(message_count_tokens_params.MessageCountTokensParams.__annotations__)
     theirs |= set(beta_count_params.MessageCountTokensParams.__annotations__)
-    assert theirs <= set(CountBody.model_fields) | set(REFUSED_MESSAGES) | set(IGNORED_MESSAGES)
+    assert theirs - set(HINTS) <= set(CountBody.model_fields) | set(REFUSED_MESSAGES) | set(IGNORED_MESSAGES)
     assert not CountBody.model_fields["max_tokens"].is_required()
 
 
@@ -128,7 +129,7 @@ def test_the_parts_know_their_fields() -> None:
     from octavo.server.bodies import anthropic as ours
     from octavo.server.bodies import anthropic_blocks as blocks
 
-    assert keys(tool_param.ToolParam) == set(Tool.model_fields) | set(ours._REFUSED_TOOL) | set(ours._IGNORED_TOOL)
+    assert keys(tool_param.ToolParam) - set(HINTS) == set(Tool.model_fields) | set(ours._IGNORED_TOOL)
     assert keys(tool_choice_tool_param.ToolChoiceToolParam) == set(ToolChoice.model_fields)
     thinking = keys(thinking_config_enabled_param.ThinkingConfigEnabledParam)
     assert thinking == set(Thinking.model_fields) | set(ours._IGNORED_THINKING)
@@ -174,6 +175,6 @@ def test_the_page_tells_of_every_field_that_is_not_honoured() -> None:
 
     page = (ROOT / "docs" / "anthropic-ollama.md").read_text(encoding="utf-8")
     tables: list[Any] = [IGNORED_MESSAGES, REFUSED_MESSAGES, IGNORED_BLOCK, messages._IGNORED_TOOL]
-    tables += [messages._REFUSED_TOOL, ollama.IGNORED_OLLAMA, ollama.REFUSED_GENERATE, ollama.IGNORED_OPTIONS]
+    tables += [ollama.IGNORED_OLLAMA, ollama.REFUSED_GENERATE, ollama.IGNORED_OPTIONS]
     tables += [ollama.REFUSED_OPTIONS, ollama.Options.model_fields]
     assert [name for table in tables for name in table if f"`{name}`" not in page] == []

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from octavo.server.context import Context
-from tests.server.fakes import TEMPLATE, FakeClient, Harness, make_text
+from tests.server.fakes import TEMPLATE, FakeClient, Harness, assert_ignored, make_text
 from tests.server.test_anthropic import ask, client_of, refused, stream_events
 
 TOOLS: list[Any] = [
@@ -258,3 +258,47 @@ async def test_what_a_coding_agent_sends_is_taken() -> None:
     counted = {name: body[name] for name in ("model", "system", "tools", "thinking", "output_config", "messages")}
     count = await harness.request("POST", "/v1/messages/count_tokens?beta=true", json=counted, headers=headers)
     assert count.json()["input_tokens"] == events[0][1]["message"]["usage"]["input_tokens"]
+
+
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+
+
+@pytest.mark.parametrize("choice", [None, {"type": "auto"}, {"type": "none"}, {"type": "tool", "name": "get_time"}])
+async def test_tools_that_a_server_would_run_are_left_out_and_told(choice: Any) -> None:
+    harness, plain = Harness(), Harness()
+    chosen = {} if choice is None else {"tool_choice": choice}
+    response = await ask(harness, tools=[SEARCH, *TOOLS], **chosen)
+    assert_ignored(response, "tools[].type.web_search_20250305")
+    assert (await ask(plain, tools=TOOLS, **chosen)).status_code == 200
+    assert harness.prompt == plain.prompt
+    alone = await ask(harness, tools=[SEARCH])
+    assert_ignored(alone, "tools[].type.web_search_20250305")
+
+
+async def test_cache_control_is_taken_wherever_it_stands() -> None:
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    text = {"type": "text", "text": "a"}
+    call = {"type": "tool_use", "id": "c", "name": "get_time", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c"}
+    document = {"type": "document", "source": {"type": "content", "content": [text]}, "title": "t"}
+
+    def body(mark: Any) -> dict[str, Any]:
+        inner = [{**text, **mark}]
+        return {
+            "system": [{**text, **mark}],
+            "tools": [{**tool, **mark} for tool in TOOLS],
+            "messages": [
+                {"role": "user", "content": [{**document, "source": {"type": "content", "content": inner}, **mark}]},
+                {"role": "assistant", "content": [{**call, **mark}]},
+                {"role": "user", "content": [{**result, "content": inner, **mark}, {**text, **mark}]},
+            ],
+            "seed": 1,
+            **mark,
+        }
+
+    marked, plain = Harness(), Harness()
+    response = await ask(marked, **body(mark))
+    assert response.status_code == 200, response.text
+    assert "x-octavo-ignored" not in response.headers
+    assert (await ask(plain, **body({}))).status_code == 200
+    assert marked.prompt == plain.prompt

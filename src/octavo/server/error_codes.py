@@ -31,6 +31,7 @@ CODES: Mapping[str, Code] = {
     "batches_off": Code((400,), "files and batches are off; the server was started without `--batch-dir`"),
     "storage_full": Code((400,), "no more files, or bytes of them, are kept here; delete some"),
     "unknown_field": Code((400,), "a field that the endpoint does not know; `param` names it"),
+    "thread_unsupported_request": Code((400,), "`thread` of Anthropic's interface; send the whole conversation"),
     "missing_field": Code((400,), "a field that must be there is not"),
     "unsupported_field": Code((400,), "a known field, or a value of it, that is not supported yet"),
     "invalid_value": Code((400,), "a field is of the wrong kind or out of its range", errors.InvalidRequestError),

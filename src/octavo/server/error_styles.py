@@ -23,6 +23,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     503: "overloaded_error",
 }
 
+NO_THREADS = "thread_unsupported_request"  # Anthropic's tool runners then send whole conversations
 _TOO_LONG = ("context_length_exceeded", "cannot_be_scheduled")
 
 
@@ -38,6 +39,8 @@ def anthropic_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]
     if error.code in _TOO_LONG and error.param == "messages":  # agents know these words, and shorten their conversation
         message = f"prompt is too long: {message}"
     body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+    if error.code == NO_THREADS:
+        body["error"]["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
     request_id = scope.get("octavo.request_id")  # shell.REQUEST_ID, which lies above this module
     return body if request_id is None else {**body, "request_id": request_id}
 

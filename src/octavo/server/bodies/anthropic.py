@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field
 
 from octavo.server.bodies.chat import MAX_MESSAGES
-from octavo.server.bodies.checks import Body, Refused, sift, validate
+from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
 from octavo.server.bodies.sampling import MAX_STOP_CHARACTERS, MAX_STOPS
 from octavo.server.bodies.served import ServedFields
+from octavo.server.bodies.tools import without_hosted
+from octavo.server.error_styles import NO_THREADS
 from octavo.server.faults import bad_field
 
 MAX_SYSTEM_BLOCKS = 256
@@ -23,12 +25,8 @@ _OUR_OWN = "an addition of this server"
 REFUSED_MESSAGES: Refused = {
     "container": (),
     "mcp_servers": ([],),
-    "inference_geo": (),
     "compaction": (),
-    "fallbacks": ([],),
-    "fallback_credit_token": (),
-    "thread": (),
-    "speed": ("standard",),
+    "thread": (),  # by _refuse_thread
 }
 IGNORED_MESSAGES: Mapping[str, str] = {
     "metadata": "nothing is stored, so there is nothing to label",
@@ -41,7 +39,6 @@ IGNORED_MESSAGES: Mapping[str, str] = {
     "user_profile_id": "nothing here depends on it",
     "workspace_id": "there are no workspaces",
 }
-_REFUSED_TOOL: Refused = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 _IGNORED_TOOL: Mapping[str, str] = {
     "cache_control": IGNORED_MESSAGES["cache_control"],
     "eager_input_streaming": "arguments are always streamed as they come",
@@ -50,7 +47,6 @@ _IGNORED_TOOL: Mapping[str, str] = {
 _IGNORED_THINKING: Mapping[str, str] = {
     "budget_tokens": "thinking counts towards max_tokens, and has no budget of its own",
 }
-_REFUSED_OUTPUT: Refused = {"task_budget": ()}
 
 
 class Tool(Body):
@@ -135,24 +131,24 @@ def read_count(fields: dict[str, object]) -> CountBody:
 
 
 def _sifted(fields: dict[str, object], body: type[MessagesBody]) -> dict[str, object]:
+    _refuse_thread(fields)
     kept = sift(fields, REFUSED_MESSAGES, body, ignored=IGNORED_MESSAGES)
     tools, thinking, output, choice = (kept.get(name) for name in ("tools", "thinking", "output_config", "tool_choice"))
     if isinstance(tools, list):
-        kept["tools"] = [_sift_tool(tool, f"tools[{i}].") for i, tool in enumerate(tools)]
+        mode = "required" if isinstance(choice, dict) and choice.get("type") == "any" else choice
+        usable = without_hosted(tools, "custom", mode)
+        kept["tools"] = [sift_if_object(tool, {}, Tool, f"tools[{i}].", _IGNORED_TOOL) for i, tool in usable]
     if isinstance(thinking, dict):
         kept["thinking"] = sift(thinking, {}, Thinking, "thinking.", _IGNORED_THINKING)
     if isinstance(output, dict):
-        kept["output_config"] = sift(output, _REFUSED_OUTPUT, OutputConfig, "output_config.")
+        kept["output_config"] = sift(output, {}, OutputConfig, "output_config.")
     if isinstance(choice, dict):
         kept["tool_choice"] = sift(choice, {}, ToolChoice, "tool_choice.")
     return kept
 
 
-def _sift_tool(tool: object, where: str) -> object:
-    if not isinstance(tool, dict):
-        return tool
-    kind = tool.get("type")
-    if isinstance(kind, str) and kind != "custom":
-        message = f"{where}type is {kind[:64]!r}; this server runs none itself, give custom ones"
-        raise bad_field(f"{where}type", message, "unsupported_field")
-    return sift(tool, _REFUSED_TOOL, Tool, where, _IGNORED_TOOL)
+def _refuse_thread(fields: dict[str, object]) -> None:
+    """Refuse a conversation kept by the server so that Anthropic's tool runners send the whole one instead."""
+    if fields.get("thread") is not None:
+        message = "thread: this server keeps no conversations; leave it out, and send all messages"
+        raise bad_field("thread", message, NO_THREADS)

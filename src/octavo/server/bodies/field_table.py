@@ -65,6 +65,13 @@ HINTS: Mapping[str, tuple[object, ...]] = {
     "prompt_cache_options": (),
     "include_obfuscation": (False,),
     "disable_fallback": (True, False),
+    "speed": ("standard",),
+    "inference_geo": (),
+    "fallbacks": ([],),
+    "fallback_credit_token": (),
+    "task_budget": (),
+    "defer_loading": (False,),
+    "allowed_callers": (["direct"],),
 }
 
 _SENT = """
