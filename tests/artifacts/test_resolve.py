@@ -1,11 +1,14 @@
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
+import httpx
 import pytest
 
 from octavo.artifacts import hub, pull, resolve
-from octavo.artifacts.resolve import ModelFiles, find_wheel_model, resolve_model
+from octavo.artifacts.gguf_choice import ORDER
+from octavo.artifacts.resolve import SHORT_NAMES, ModelFiles, find_wheel_model, resolve_model
 from octavo.errors import ModelFileError, UnknownModelError
 
 
@@ -54,19 +57,125 @@ def test_places_without_a_model(tmp_path):
     with pytest.raises(ModelFileError, match="holds neither"):
         resolve_model(str(tmp_path))
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ModelFileError, match="is no model"):
+    with pytest.raises(ModelFileError, match="not a GGUF file; give"):
         resolve_model(str(tmp_path / "pytorch_model.bin"))
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm3", "./none", "/none/there.gguf", "none.gguf", "a/b/c", "", "folder/none.gguf"]
+    ("name", "message"),
+    [
+        ("smolm2", "unknown model 'smolm2'; did you mean 'smollm2'?"),
+        ("qwen3:0.6", "unknown model 'qwen3:0.6'; did you mean 'qwen3:0.6b'?"),
+        ("llama3.2", "unknown model 'llama3.2'; did you mean 'llama3.2:1b' or 'llama3.2:3b'?"),
+        ("phi4:mini", "unknown model 'phi4:mini'; give a name from octavo list, .* such as Qwen/Qwen3-0.6B"),
+        ("a/b/c", "unknown model 'a/b/c'; give a name from octavo list"),
+        (" ", "unknown model ' '; give a name from octavo list"),
+        ("./none", "unknown model './none'; there is no such file or folder; give .* a .gguf file"),
+        ("/none/there.gguf", "unknown model '/none/there.gguf'; there is no such file or folder"),
+        ("folder/none.gguf", "unknown model 'folder/none.gguf'; there is no such file or folder"),
+        ("tiny.Q8.gguf", "unknown model 'tiny.Q8.gguf'; did you mean 'tiny.Q8_0.gguf'?"),
+    ],
 )
-def test_names_that_can_be_nothing_get_the_remedy(name, monkeypatch, tmp_path):
+def test_names_that_can_be_nothing_get_the_remedy(name, message, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    if name == "":
-        name = " "
-    with pytest.raises(UnknownModelError, match=r"smollm2.*\.gguf"):
+    (tmp_path / "tiny.Q8_0.gguf").touch()
+    with pytest.raises(UnknownModelError, match=message.replace("?", r"\?")):
         resolve_model(name)
+
+
+class TestGgufRepositories:
+    """Repositories of GGUF files alone, on a hub that is a folder."""
+
+    @pytest.fixture(autouse=True)
+    def hub(self, monkeypatch, tmp_path):
+        self.names = ["config.json", "m-Q8_0.gguf", "m-Q4_K_M.gguf", "m-IQ2_XS.gguf", "mmproj-m-f16.gguf"]
+        self.asked = []
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+
+        def snapshot(repository, *, revision, allow_patterns, local_files_only):
+            root = tmp_path / "snapshot"
+            for name in self.names if not local_files_only else []:
+                if any(fnmatch(name, pattern) for pattern in allow_patterns):
+                    (root / name).parent.mkdir(parents=True, exist_ok=True)
+                    (root / name).touch()
+            self.asked.append((repository, *allow_patterns))
+            root.mkdir(exist_ok=True)
+            return str(root)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+        monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda api, repository, revision: self.names)
+
+    @pytest.mark.parametrize(
+        ("name", "file"),
+        [
+            ("owner/name", "m-Q4_K_M.gguf"),
+            ("owner/name:Q8_0", "m-Q8_0.gguf"),
+            ("hf.co/owner/name:q8_0", "m-Q8_0.gguf"),
+            ("https://huggingface.co/owner/name", "m-Q4_K_M.gguf"),
+            ("owner/name:latest", "m-Q4_K_M.gguf"),
+            ("owner/name:m-IQ2_XS.gguf", "m-IQ2_XS.gguf"),
+        ],
+    )
+    def test_a_quantisation_is_chosen_or_given(self, name, file):
+        files = resolve_model(name)
+        assert (files.name, files.kind, files.weights[0].name) == ("owner/name", "gguf", file)
+        assert self.asked[-1] == ("owner/name", file)
+
+    def test_the_order_is_the_documented_one(self):
+        chosen = []
+        self.names = [f"m-{label}.gguf" for label in reversed(ORDER)]
+        while self.names:
+            name = resolve_model("owner/name").weights[0].name
+            chosen.append(name.removeprefix("m-").removesuffix(".gguf"))
+            self.names.remove(name)
+        assert tuple(chosen) == ORDER
+
+    def test_split_files_come_whole(self):
+        self.names = [f"Q8_0/m-Q8_0-0000{index}-of-00002.gguf" for index in (1, 2)]
+        files = resolve_model("owner/name:Q8_0")
+        assert [path.name for path in files.weights] == ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"]
+        self.names.pop()
+        with pytest.raises(UnknownModelError, match=r"lacks Q8_0/m-Q8_0-00002-of-00002\.gguf, a part of"):
+            resolve_model("owner/name")
+
+    @pytest.mark.parametrize(
+        ("name", "names", "message"),
+        [
+            ("o/n:Q9_0", None, "'o/n' has no Q9_0; it has IQ2_XS, Q4_K_M, Q8_0; give o/n:Q4_K_M"),
+            ("o/n:IQ2_XS", None, "IQ2_XS is not supported; 'o/n' has IQ2_XS, Q4_K_M, Q8_0; give o/n:Q4_K_M"),
+            ("o/n", ["m-IQ2_XS.gguf"], "'o/n' has IQ2_XS; of these none is supported (Q4_K_M, "),
+            ("o/n", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "several Q8_0 files; name one: o/n:a-Q8_0.gguf, b-Q8_0.gguf"),
+            ("o/n", ["pytorch_model.bin"], "'o/n' holds neither .safetensors files with config.json nor GGUF models"),
+        ],
+    )
+    def test_what_cannot_be_chosen_says_what_is_there(self, name, names, message):
+        self.names = names or self.names
+        with pytest.raises(UnknownModelError) as caught:
+            resolve_model(name)
+        assert message in str(caught.value)
+
+    def test_one_file_needs_no_quantisation_in_its_name(self):
+        self.names = ["model.gguf"]
+        assert resolve_model("owner/name").weights[0].name == "model.gguf"
+
+    def test_without_a_network_the_cached_files_are_chosen_from(self, monkeypatch):
+        def fail(*_, **__):
+            raise httpx.ConnectError("[Errno -2] Name or service not known")
+
+        resolve_model("owner/name:Q8_0")
+        monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", fail)
+        assert resolve_model("owner/name").weights[0].name == "m-Q8_0.gguf"
+        assert resolve_model("owner/name", is_offline=True).weights[0].name == "m-Q8_0.gguf"
+        monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+        told = "^cannot get 'owner/name': no network: the Hugging Face hub cannot be reached"
+        with pytest.raises(UnknownModelError, match=told):
+            resolve_model("owner/name")
+
+    def test_short_names_are_repositories(self, monkeypatch):
+        self.names = ["config.json", "model.safetensors"]
+        for short, repository in SHORT_NAMES.items():
+            assert resolve_model(short).name == repository
+        assert resolve_model("Qwen3:0.6B").name == "Qwen/Qwen3-0.6B"
 
 
 def test_a_repository_that_is_not_cached_offline():

