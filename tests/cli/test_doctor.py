@@ -98,7 +98,7 @@ def test_the_bundled_model_is_found(capsys, name) -> None:
 
 def test_unknown_model_is_one_line(capsys) -> None:
     assert cli.main(["pull", "nosuch"]) == 2
-    assert capsys.readouterr().err.startswith("error: no model 'nosuch' here")
+    assert capsys.readouterr().err.startswith("error: unknown model 'nosuch'; give a name from octavo list")
 
 
 def test_weight_cache_shows_place_and_size(monkeypatch, tmp_path) -> None:

@@ -94,7 +94,7 @@ def test_a_dead_engine_is_replaced(model) -> None:
     [
         (["--served-model-name", "mine", "smollm2"], "MODEL is missing; give it first: octavo serve MODEL "),
         (["--host", "1.2.3.4"], "--host is '1.2.3.4' and there is no --api-key"),
-        (["nosuch"], "no model 'nosuch' here"),
+        (["nosuch"], "unknown model 'nosuch'; give a name from octavo list"),
     ],
 )
 def test_mistakes_are_told_in_one_line(capfd, words, message) -> None:
