@@ -167,7 +167,7 @@ class TestGgufRepositories:
         assert resolve_model("owner/name").weights[0].name == "m-Q8_0.gguf"
         assert resolve_model("owner/name", is_offline=True).weights[0].name == "m-Q8_0.gguf"
         monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-        told = "^cannot get 'owner/name': no network: the Hugging Face hub cannot be reached"
+        told = "^no network: could not reach the hub for 'owner/name'; give a local folder"
         with pytest.raises(UnknownModelError, match=told):
             resolve_model("owner/name")
 

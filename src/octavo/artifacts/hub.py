@@ -76,9 +76,13 @@ def _why(repository: str, revision: str | None, error: Exception) -> str:
     chain: BaseException | None = error
     while chain is not None and not isinstance(chain, (httpx.TransportError, errors.OfflineModeIsEnabled)):
         chain = chain.__cause__ or chain.__context__
-    what = f"cannot get {_at(repository, revision)}"
+    at = _at(repository, revision)
     if chain is not None:
-        return f"{what}: no network: the Hugging Face hub cannot be reached; give a local folder or .gguf file"
+        return (
+            f"no network: could not reach the hub for {at}; give a local folder or .gguf file, or "
+            "try again with a network"
+        )
+    what = f"cannot get {at}"
     if isinstance(error, errors.GatedRepoError):
         return f"{what}: ask for access at https://huggingface.co/{repository}, then run hf auth login or set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
