@@ -62,7 +62,7 @@ def test_settings_are_known_by_field_and_by_flag() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_modellen": 5}, "max_modellen is no setting; did you mean max_model_len"),
+        ({"max_modellen": 5}, "unknown setting 'max_modellen'; did you mean 'max_model_len'"),
         ({"zzz": 5}, "zzz is no setting; octavo config show"),
         ({"max_model_len": "abc"}, "'abc'; give a whole number"),
         ({"max_num_seqs": 4, "max_sequences": 5}, "given twice"),

@@ -7,7 +7,6 @@ Does not: compute, decide or serve. Importing it loads no torch; opening an engi
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from octavo.artifacts.model_spec import ModelSpec, read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.artifacts.script import read_script
 from octavo.config import Config
+from octavo.config.spelling import unknown
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.async_llm import AsyncEngine
@@ -298,9 +298,7 @@ def config_from(model: str, values: dict[str, Any]) -> Config:
         if value is None or (name not in fields and _is_vllm(name, value)):
             continue
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "; octavo config show lists them"
-            raise ConfigError(f"{name} is no setting{hint}")
+            raise ConfigError(unknown("setting", name, fields, "octavo config show lists them"))
         if fields[name] in flags:
             raise ConfigError(f"{fields[name]} is given twice, once as {name}; give it once")
         flags[fields[name]] = value

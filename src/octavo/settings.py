@@ -7,7 +7,6 @@ Invariant: every error names the setting as it was spelled, the value, and what 
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 import typing
@@ -33,6 +32,7 @@ from octavo.config import (
     TelemetryConfig,
     WebConfig,
 )
+from octavo.config.spelling import did_you_mean, unknown
 from octavo.errors import ConfigError
 
 PREFIX = "OCTAVO_"
@@ -104,9 +104,13 @@ class Setting:
         result = read(value)
         if self.choices:
             result = _SYNONYMS.get(str(result).lower(), str(result).lower())
+        if self.choices and result not in self.choices:
+            raise ConfigError(unknown(spelled, str(value), self.choices, self.remedy()))
         if result is None or not self._allows(result):
+            if self.is_secret and isinstance(value, (list, tuple)) and "" in value:
+                raise ConfigError(f"{spelled} is empty")
             shown = "***" if self.is_secret else repr(value)
-            raise ConfigError(f"{spelled} is {shown}; {self.remedy()}{_near(str(value), self.choices)}")
+            raise ConfigError(f"{spelled} is {shown}; {self.remedy()}")
         return result
 
     def remedy(self) -> str:
@@ -126,8 +130,6 @@ class Setting:
         return f"give {noun}{f' of at least {self.low}' if self.low is not None else ''}{example}"
 
     def _allows(self, value: Any) -> bool:
-        if self.choices and value not in self.choices:
-            return False
         if self.kind not in (int, float):
             return True
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
@@ -209,6 +211,8 @@ def read_config_file(path: Path) -> Mapping[str, object]:
     """Read .toml as TOML, anything else as YAML. Raises ConfigError naming the file and the reason."""
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"config file not found: {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"config file {path} cannot be read ({reason}); give a YAML or TOML file") from None
@@ -219,7 +223,7 @@ def read_config_file(path: Path) -> Mapping[str, object]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"config file {path} holds a {type(content).__name__}; give 'name: value' lines")
+        raise ConfigError(f"config file {path} is not a list of settings; give 'name: value' lines")
     return content
 
 
@@ -235,7 +239,7 @@ def _read_yaml(text: str) -> object:
 def _flag_of(name: str) -> str:
     setting = next((setting for setting in SETTINGS if setting.name == name), None)
     if setting is None:
-        raise ConfigError(f"{name} is no setting{_near(name, [setting.name for setting in SETTINGS])}")
+        raise ConfigError(unknown("setting", name, [setting.name for setting in SETTINGS]))
     return setting.flags[0]
 
 
@@ -248,8 +252,8 @@ def _from_environ(environ: Mapping[str, str], remarks: list[str]) -> dict[str, t
         setting = variables.get(variable)
         if setting is not None:
             _add(found, setting, environ[variable], variable)
-        elif near := _near(variable, list(variables)):
-            remarks.append(f"{variable} is no setting and has no effect{near}")
+        elif near := did_you_mean(variable, variables):
+            remarks.append(f"unknown variable {variable!r} has no effect; {near}")
     return found
 
 
@@ -263,7 +267,7 @@ def _from_file(file: Mapping[str, object], path: str) -> dict[str, tuple[object,
         for name, entry in entries:
             dashed = str(name).replace("_", "-")
             if dashed not in _BY_KEY:
-                raise ConfigError(f"{path}: {name} is no setting{_near(dashed, list(_BY_KEY))}")
+                raise ConfigError(f"{path}: {unknown('setting', str(name), _BY_KEY, 'octavo config show lists them')}")
             _add(found, _BY_KEY[dashed], entry, f"{path}: {name}")
     return found
 
@@ -272,11 +276,6 @@ def _add(found: dict[str, tuple[object, str]], setting: Setting, value: object, 
     if setting.name in found:
         raise ConfigError(f"{found[setting.name][1]} and {spelled} are one setting; give one of them")
     found[setting.name] = (value, spelled)
-
-
-def _near(word: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(names), n=2, cutoff=0.7)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _read_bool(value: object) -> bool | None:

@@ -6,6 +6,7 @@ import json
 import sys
 from array import array
 from types import ModuleType
+from typing import Any
 
 import pytest
 from tests.bench import fake_vllm
@@ -161,15 +162,20 @@ def test_prompts_differ_from_the_first_id_on() -> None:
 # -- the command
 
 
-def test_last_line_is_one_json_object(capsys) -> None:
+def _report(capsys, *words: str) -> dict[str, Any]:
+    assert cli.main(["bench", "scheduler", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_tables_or_json(capsys) -> None:
     words = ["--load", "decode", "policies", "--running", "2", "--waiting", "0", "3", "--steps", "3", "--profile"]
-    assert cli.main(["bench", "scheduler", *words]) == 0
-    out = capsys.readouterr().out
-    report = json.loads(out.splitlines()[-1])
+    report = _report(capsys, *words)
     assert [cost["waiting"] for cost in report["costs"]] == [0, 3] * (1 + len(POLICIES))
     assert [entry["policy"] for entry in report["profiles"]] == list(POLICIES)
     assert report["admit_target_us"] == 30
-    assert "core/planning.py" in out
+    assert cli.main(["bench", "scheduler", *words]) == 0
+    out = capsys.readouterr().out
+    assert "core/planning.py" in out and "{" not in out
 
 
 def test_json_alone_is_one_line(capsys) -> None:
@@ -193,10 +199,10 @@ def test_what_is_asked_must_be_possible(words: list[str], text: str, capsys) -> 
 
 def test_without_vllm_the_report_says_that_it_was_not_measured(capsys, monkeypatch) -> None:
     monkeypatch.setattr(vllm_scheduler, "is_installed", lambda: False)
-    assert cli.main(["bench", "scheduler", "--load", "decode", "--running", "2", "--waiting", "0", "--steps", "3"]) == 0
-    *_, legend, last = capsys.readouterr().out.splitlines()
-    assert "vllm is not installed here" in legend
-    assert "not measured" in json.loads(last)["peer"]
+    words = ["--load", "decode", "--running", "2", "--waiting", "0", "--steps", "3"]
+    assert cli.main(["bench", "scheduler", *words]) == 0
+    assert "vllm is not installed here" in capsys.readouterr().out.splitlines()[-1]
+    assert "not measured" in _report(capsys, *words)["peer"]
 
 
 def test_a_vllm_of_another_build_is_told_and_ours_is_measured_all_the_same(capsys, monkeypatch) -> None:
@@ -205,8 +211,7 @@ def test_a_vllm_of_another_build_is_told_and_ours_is_measured_all_the_same(capsy
     empty.__path__ = []  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", empty)
     words = ["--load", "decode", "--running", "2", "--waiting", "0", "1", "--steps", "3"]
-    assert cli.main(["bench", "scheduler", *words]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = _report(capsys, *words)
     assert [cost["scheduler"] for cost in report["costs"]] == ["octavo", "octavo"]
     assert "could not be built (ModuleNotFoundError" in report["peer"]
 
@@ -221,7 +226,7 @@ def test_the_peer_is_stepped_in_turn_and_filled_as_ours_is(capsys, monkeypatch) 
     words = ["--load", "decode", "edges", "--running", "2", "--waiting", "0", "1", "--steps", "3"]
     assert cli.main(["bench", "scheduler", *words]) == 0
     out = capsys.readouterr().out
-    report = json.loads(out.splitlines()[-1])
+    report = _report(capsys, *words)
     pairs = [("octavo", "decode"), ("vllm", "decode")] * 2 + [("octavo", "edges")] * 2
     assert [(cost["scheduler"], cost["load"]) for cost in report["costs"]] == pairs
     assert "measured in turn" in report["peer"] and "measured in turn" in out

@@ -113,7 +113,7 @@ def test_it_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--url", "http://h", "--socket", "s", "x"], "give one"),
+        (["--url", "http://h", "--socket", "s", "x"], "each name a server; give one"),
         (["--url", "http://h"], "give its ID"),
         (["--follow"], "give its ID"),
         (["x", "--interval", "0"], "--interval is 0"),

@@ -150,7 +150,7 @@ def test_a_folder_that_cannot_be_written_to_keeps_the_server_from_starting(folde
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("polcy=fair", "did you mean policy"),
+        ("polcy=fair", "did you mean 'policy'"),
         ("policy=fairest", "policy is 'fairest'"),
         ("max_sequences", "give NAME=VALUE"),
         ("max_sequences=0", "max-num-seqs of --what-if is '0'"),

@@ -93,11 +93,11 @@ def test_ps_shows_one_that_does_not_answer_yet(capsys: pytest.CaptureFixture[str
     ("words", "message"),
     [
         (["admin", "status"], "no server of this user runs here"),
-        (["admin", "fly"], "argument VERB: invalid choice: 'fly'"),
+        (["admin", "fly"], "unknown VERB 'fly'; "),
         (["admin", "status", "--socket", "/none"], "no answer on the admin socket /none"),
         (["chaos"], "no server of this user runs here"),
-        (["chaos", "--url", "http://192.0.2.1:8000", "--socket", "/none"], "--url is 'http://192.0.2.1:8000'"),
-        (["chaos", "--url", "http://example.org", "--socket", "/none"], "--url is 'http://example.org'"),
+        (["chaos", "--url", "http://192.0.2.1:8000"], "--url is 'http://192.0.2.1:8000'"),
+        (["chaos", "--url", "http://example.org"], "--url is 'http://example.org'"),
         (["chaos", "--kill-engine", "each", "5s"], "--kill-engine is 'each 5s'"),
         (["chaos", "--kill-engine", "every", "0.1s"], "--kill-engine is every 0.1 s"),
         (["chaos", "--stop-engine", "often"], "--stop-engine is 'often'"),
@@ -117,4 +117,6 @@ def test_several_servers_must_be_told_apart(capsys: pytest.CaptureFixture[str]) 
         first.record(record())
         second.record(record("http://127.0.0.1:2", 2.0))
         assert cli.main(["admin", "status"]) == 2
-    assert "2 servers run here; choose one with --socket PATH" in capsys.readouterr().err
+    pid = os.getpid()
+    known = f"tiny (pid {pid}, port 1), tiny (pid {pid}, port 2)"
+    assert capsys.readouterr().err == f"error: 2 servers run here; give a PORT: {known}\n"

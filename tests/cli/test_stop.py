@@ -12,9 +12,9 @@ import pytest
 from tests.fake_server import FakeServer
 from tests.tiny_models import make_tiny_model
 
-from octavo.cli import main, stop
+from octavo.cli import main
 from octavo.cli.flags import UsageError
-from octavo.cli.servers import Record
+from octavo.cli.servers import Record, choose
 
 SERVERS = [
     Record(11, "http://127.0.0.1:8000", "one", "/a", 0.0),
@@ -32,19 +32,19 @@ def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(("which", "pid"), [("one", 11), ("12", 12), ("8002", 13), ("http://127.0.0.1:8001", 12)])
 def test_a_server_is_known_by_name_process_and_port(which: str, pid: int) -> None:
-    assert stop.choose(SERVERS, which).pid == pid
+    assert choose(SERVERS, which).pid == pid
 
 
 def test_what_is_not_clear_is_asked_back() -> None:
-    assert stop.choose(SERVERS[:1], None).pid == 11
+    assert choose(SERVERS[:1], None).pid == 11
     for servers, which, said in (
-        (SERVERS, None, "3 servers are meant"),
-        (SERVERS, "two", "2 servers are meant; give the process or the port"),
-        (SERVERS, "three", "no server here is three; running are one"),
+        (SERVERS, None, "3 servers run here; give a PORT"),
+        (SERVERS, "two", "2 servers have that name; give a PORT: two"),
+        (SERVERS, "three", r"unknown server 'three'; running: one \(pid 11, port 8000\), two"),
         ([], None, "no server of this user runs here"),
     ):
         with pytest.raises(UsageError, match=said):
-            stop.choose(servers, which)
+            choose(servers, which)
 
 
 def test_I05_a_server_is_stopped_behind_its_open_requests(tmp_path: Path, capsys: Any) -> None:

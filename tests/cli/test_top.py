@@ -191,7 +191,7 @@ def test_a_server_that_does_not_answer_but_runs_is_waited_for(monkeypatch: pytes
     [
         (["--interval", "0"], "--interval is 0; give 0.1 to 60 seconds"),
         (["--interval", "nan"], "--interval is nan; give 0.1 to 60 seconds"),
-        (["x", "--socket", "/y"], "--socket /y says which server; leave x out"),
+        (["x", "--socket", "/y"], "--socket /y and x each name a server; give one of them"),
         (["--socket", "/none", "--once"], "no answer on the admin socket /none"),
         (["nobody"], "no server"),
     ],

@@ -73,17 +73,19 @@ def quick_probe(monkeypatch):
     monkeypatch.setattr("octavo.machine._largest_cache", lambda root: 0)
 
 
-def test_bench_offline_ends_with_one_json_object(model, capsys, quick_probe, tmp_path) -> None:
+def test_bench_offline_prints_tables_or_one_json_object(model, capsys, quick_probe, tmp_path) -> None:
     path = tmp_path / "w.json"
     path.write_text(
         json.dumps(
             [[{"prompt_token_ids": [5, 6, 7], "max_tokens": 4}] * 3, [{"prompt_token_ids": [5], "max_tokens": 2}]]
         )
     )
-    assert cli.main(["bench", "offline", model, "--workload", str(path), "--runs", "2", *COMMON]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any("memory floor" in line for line in lines)
-    report = json.loads(lines[-1])
+    words = ["bench", "offline", model, "--workload", str(path), "--runs", "2", *COMMON]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "memory floor" in out and "{" not in out
+    assert cli.main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert (report["requests"], report["prompt_tokens"], report["output_tokens"]) == (4, 10, 14)
     assert (report["dtype"], report["device"], report["threads"]) == ("float32", "cpu", 1)
     assert len(report["runs_output_tokens_per_s"]) == 2
@@ -109,7 +111,9 @@ def test_bench_latency_measures_each_number_of_rows(model, capsys, quick_probe) 
     words = ["--rows", "1", "3", "--input-len", "6", "--output-len", "4", "--runs", "1"]
     assert cli.main(["bench", "latency", model, *words, *COMMON]) == 0
     out = capsys.readouterr().out
-    report = json.loads(out.splitlines()[-1])
+    assert "{" not in out
+    assert cli.main(["bench", "latency", model, *words, *COMMON, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert [point["at_once"] for point in report["points"]] == [1, 3]
     assert all(point["ttft_ms"] > 0 and point["step_ms"] > 0 for point in report["points"])
     assert "floor reached" in out

@@ -91,7 +91,7 @@ class Target:
         except ValueError:
             parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--base-url is {self.base_url!r}; give the server's, such as http://127.0.0.1:8000")
+            raise ConfigError(f"--url is {self.base_url!r}; give a server's URL, such as http://127.0.0.1:8000")
         is_tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
         return parts.hostname, port or (443 if is_tls else 80), is_tls, path

@@ -11,9 +11,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from octavo.cli.flags import Parser, UsageError
+from octavo.config.spelling import unknown
 from octavo.errors import InvariantError, OctavoError
 from octavo.machine import needing_torch
 
@@ -49,6 +49,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completions": ("octavo.cli.completions", "print a script that completes commands and flags in a shell"),
     "config show": ("octavo.cli.config_show", "show the settings in force and where each comes from"),
 }
+# Other programs' words -> ours.
+RENAMED_COMMANDS = {
+    "start": "serve", "server": "serve", "api": "serve", "up": "serve", "launch": "serve", "complete": "run",
+    "ask": "run", "ls": "list", "models": "list", "tags": "list", "download": "pull", "fetch": "pull", "kill": "stop",
+    "shutdown": "stop", "status": "ps", "benchmark": "bench", "show": "plan", "info": "plan", "check": "doctor",
+    "remove": "rm", "delete": "rm", "run-batch": "batch",
+}  # fmt: skip
 _USAGE = """usage: octavo COMMAND [options]
 
 {commands}
@@ -113,10 +120,12 @@ def _find(words: list[str]) -> tuple[str | None, list[str]]:
         print(_usage(words[0] + " "), end="")
         raise SystemExit(0 if len(words) > 1 else 2)
     if family:
-        raise UsageError(f"octavo {words[0]} has no {words[1]}; give one of {', '.join(n.split()[1] for n in family)}")
-    near = get_close_matches(words[0], COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else "see octavo --help"
-    raise UsageError(f"{words[0]} is no command; {hint}")
+        raise UsageError(unknown(f"{words[0]} command", words[1], [name.split()[1] for name in family]))
+    firsts = [name.split()[0] for name in COMMANDS]
+    meant = RENAMED_COMMANDS.get(words[0])
+    if meant in firsts:
+        raise UsageError(unknown("command", words[0], (), f"did you mean {meant!r}?"))
+    raise UsageError(unknown("command", words[0], firsts, "see octavo --help"))
 
 
 def _usage(prefix: str = "") -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from octavo.cli.admin_client import ask, find_socket
+from octavo.cli.admin_client import ask
+from octavo.cli.flags import UsageError
+from octavo.cli.servers import add_server_arguments, named_server
 
 VERBS = {  # verb -> what it does
     "status": "processes, epoch, restarts and open requests, as JSON",
@@ -23,17 +25,21 @@ VERBS = {  # verb -> what it does
     "kill_engine": "kill the engine process, for a drill; requests go on in the next",
 }
 
+_WITH_ARGUMENT = ("frames", "top", "drain", "cancel", "explain")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     known = "; ".join(f"{verb}: {text}" for verb, text in VERBS.items())
     parser.add_argument("verb", choices=VERBS, metavar="VERB", help=known)
     parser.add_argument("argument", nargs="?", default="", metavar="ARG", help="what a verb needs: the id, or now")
-    parser.add_argument("--socket", metavar="PATH", help="the server's admin socket [the only server's here]")
+    add_server_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the answer: text as it is, anything else as JSON."""
-    answer = ask(find_socket(args.socket), args.verb, args.argument)
+    if args.argument and args.verb not in _WITH_ARGUMENT:
+        raise UsageError(f"{args.verb} takes no {args.argument!r}; choose a server with --server NAME|PID|PORT")
+    answer = ask(named_server(args).admin, args.verb, args.argument)
     print(answer if isinstance(answer, str) else json.dumps(answer, indent=2))
     return 0

@@ -1,6 +1,6 @@
 """Asking a running server over its admin socket.
 
-Owns: finding the socket, one question and its answer. Does not: know the verbs.
+Owns: one question and its answer. Does not: find the socket (servers does), or know the verbs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.cli.servers import find_servers
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import OctavoError
 
 TIMEOUT_S = 65.0  # above the server's own bound
 _READ_BYTES = 1 << 16
@@ -27,19 +26,6 @@ class _Answer(msgspec.Struct):
     error: str | None = None
 
 
-def find_socket(given: str | None) -> str:
-    """The socket given, else the only server's. Raises ConfigError."""
-    if given:
-        return given
-    servers = find_servers()
-    if len(servers) == 1:
-        return servers[0].admin
-    if not servers:
-        raise ConfigError("no server of this user runs here; start one with octavo serve, or give --socket PATH")
-    known = ", ".join(f"{server.admin} ({server.url})" for server in servers)
-    raise ConfigError(f"{len(servers)} servers run here; choose one with --socket PATH: {known}")
-
-
 def ask(path: str, verb: str, argument: str = "", timeout_s: float = TIMEOUT_S) -> Any:
     """Ask one question. Raises AdminError."""
     line = msgspec.json.encode({"verb": verb, "argument": argument}) + b"\n"
@@ -50,7 +36,8 @@ def ask(path: str, verb: str, argument: str = "", timeout_s: float = TIMEOUT_S) 
             connection.sendall(line)
             answer = msgspec.json.decode(_read_line(connection), type=_Answer)
     except (OSError, msgspec.MsgspecError) as error:
-        raise AdminError(f"no answer on the admin socket {path} ({error})") from None
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise AdminError(f"no answer on the admin socket {path} ({reason.lower()})") from None
     if answer.error is not None:
         raise AdminError(answer.error)
     return answer.ok

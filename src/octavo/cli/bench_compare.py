@@ -51,12 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-requests", type=int, metavar="N", help="only the first N of each group")
     group.add_argument("--max-groups", type=int, metavar="N", help="only the first N groups")
     group.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each peer at each workload [3]")
-    group.add_argument("--json", action="store_true", help="print only the JSON line")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_settings(parser, ("model", "cache", "scheduling", "execution"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print tables, and as the last line one JSON object; 1 where a peer failed."""
+    """Compare, print tables or one JSON object; 1 where a peer failed."""
     check_at_least(args, 1, "rounds")
     if not args.workload:
         raise UsageError("no --workload is given; give one or more files, such as a.json b.json@1")
@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     for standing in comparison.standings:
         if standing.error:
             say(f"{standing.peer.name} was left out: {standing.error}")
-    print(json.dumps(report))
+    if args.json:
+        print(json.dumps(report))
     return 1 if any(standing.error for standing in comparison.standings) else 0
 
 

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N", help="rows of a step")
     parser.add_argument("--threads", type=int, default=usable_cores(), metavar="N", help="threads [all cores]")
     parser.add_argument("--budget", type=float, default=0.2, metavar="S", help="seconds that one time may take [0.2]")
-    parser.add_argument("--json", action="store_true", help="print only the JSON line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def linear_tables(module: Any, sizes: Sizes) -> list[KernelTable]:
@@ -77,7 +77,7 @@ TABLES: dict[str, Callable[[Any, Sizes], list[KernelTable]]] = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a table a kernel, and as the last line one JSON object."""
+    """Measure, and print a table a kernel or one JSON object."""
     check_at_least(args, 1, "rows", "threads")
     if not 0 < args.budget <= 60:
         raise UsageError(f"--budget is {args.budget:g}; give seconds above 0, at most 60")
@@ -97,5 +97,6 @@ def run(args: argparse.Namespace) -> int:
             show_rows(console, table.title, table.columns, table.rows)
             console.print()
     report = {"bench": "kernel", "threads": args.threads, "cpu": look().cpu_name}
-    print(json.dumps({**report, "tables": [table.as_dict() for table in tables]}))
+    if args.json:
+        print(json.dumps({**report, "tables": [table.as_dict() for table in tables]}))
     return 0

@@ -46,19 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens of each prompt [128]")
     group.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens produced for each [128]")
     group.add_argument("--runs", type=int, default=3, metavar="N", help="passes; the median one is reported [3]")
-    group.add_argument("--json", action="store_true", help="print only the JSON line")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a table, and as the last line one JSON object."""
+    """Measure, and print a table or one JSON object."""
     check_at_least(args, 1, "rows", "input_len", "output_len", "runs")
     shapes = [Shape(rows, args.input_len, args.output_len) for rows in args.rows]
     opened = open_for(args, shapes)
     points = measure_all(opened, shapes, args.runs)
     if not args.json:
         show_points(opened, [("Requests of one length at once", points)])
-    print(json.dumps({**report_head("latency", opened), "points": [point.as_dict() for point in points]}))
+    if args.json:
+        print(json.dumps({**report_head("latency", opened), "points": [point.as_dict() for point in points]}))
     return 0
 
 

@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="what to run [smollm2]")
     group = add_workload(parser)
     group.add_argument("--runs", type=int, default=1, metavar="N", help="passes; the median one is reported [1]")
-    group.add_argument("--json", action="store_true", help="print only the JSON line")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables, and as the last line one JSON object."""
+    """Measure, and print tables or one JSON object."""
     check_at_least(args, 1, "num_prompts", "input_len", "output_len", "runs")
     config = config_from(args, model=args.model)
     workload = read_workload(Path(args.workload)) if args.workload else None
@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     report = make_report(measured)
     if not args.json:
         show_report(Console(), report)
-    print(json.dumps(report))
+    if args.json:
+        print(json.dumps(report))
     return 0
 
 

@@ -32,6 +32,7 @@ from octavo.bench.server_process import ServerProcess
 from octavo.bench.workload import draw_workload, read_workload
 from octavo.cli.bench_arguments import add_workload, check_at_least, token_progress
 from octavo.cli.flags import UsageError, add_settings, respell, settings_given
+from octavo.cli.servers import add_server_arguments, named_url
 from octavo.cli.terminal import loading, say
 from octavo.errors import EngineError
 
@@ -41,10 +42,10 @@ _MODEL_LINE = r"^model     (?P<model>\S+).*?, (?P<dtype>\w+), (?P<device>[\w:]+)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="what to serve, without --base-url [smollm2]")
-    group = parser.add_argument_group("server")
-    group.add_argument("--base-url", metavar="URL", help="a running server with OpenAI's interface [one is started]")
-    group.add_argument("--served-model", metavar="NAME", help="its name of the model [the first of /v1/models]")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="what to serve where no server is named [smollm2]")
+    group = parser.add_argument_group("a server that runs")
+    add_server_arguments(group, default="none: one is started")
+    group.add_argument("--served-model", metavar="NAME", help="its name of the model [the first that it lists]")
     group.add_argument("--extra-body", metavar="JSON", default="{}", help="merged into every body; null leaves one out")
     group = add_workload(parser)
     group.add_argument("--text", metavar="FILE", help="a prompt a line instead; outputs as --output-len says")
@@ -61,32 +62,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--goodput", nargs="+", default=[], metavar="NAME:MS", help="objectives, such as ttft:500 tpot:50 e2e:5000"
     )
-    group.add_argument("--json", action="store_true", help="print only the JSON line")
-    add_settings(parser)
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    rare = ("--served-model", "--extra-body", "--text", "--arrivals", "--burstiness", "--request-timeout", "--warmups")
+    add_settings(parser, is_short=False, rare=rare)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables, and as the last line one JSON object; 1 where requests failed."""
+    """Measure, print tables or one JSON object; 1 where requests failed."""
     check_at_least(args, 1, "num_prompts", "input_len", "output_len")
     check_at_least(args, 0, "max_concurrency", "warmups")
     for name in ("duration", "request_timeout"):
         if not getattr(args, name) > 0:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name):g}; give seconds above 0")
-    if args.base_url and (args.model or settings_given(args)):
-        raise UsageError(
-            "--base-url is a server that runs already: a model or settings of one to start do not go with it"
-        )
+    url = named_url(args) or ""
+    if url and (args.model or settings_given(args)):
+        raise UsageError(f"{url} is a server that runs already; leave out MODEL and the settings of one to start")
     given = settings_given(args).get("seed", 0)
     seed = int(str(given)) if str(given).isdigit() else 0
     arrivals = Arrivals(args.request_rate, args.arrivals, args.burstiness, seed)
     load = Load(arrivals, args.max_concurrency, args.duration)
     objectives, prompts = Objectives.read(args.goodput), _prompts(args, seed)
     with ending_with_this() if threading.current_thread() is threading.main_thread() else nullcontext():
-        measured = asyncio.run(_measure(args, prompts, load, objectives))
+        measured = asyncio.run(_measure(args, url, prompts, (load, objectives)))
     report = make_online_report(measured)
-    if not args.json:
+    if args.json:
+        print(json.dumps(report))
+    else:
         show_online_report(Console(), report)
-    print(json.dumps(report))
     _say_failures(measured)
     return 1 if report["requests_failed"] else 0
 
@@ -101,11 +103,14 @@ def _prompts(args: argparse.Namespace, seed: int) -> Prompts:
     return of_workload(draw_workload(args.num_prompts, args.input_len, args.output_len, VOCAB_SIZE, seed))
 
 
-async def _measure(args: argparse.Namespace, prompts: Prompts, load: Load, objectives: Objectives) -> OnlineMeasured:
-    target = Target(args.base_url or "", args.served_model or "", _key(), _extra(args), args.request_timeout)
-    if args.base_url:
+async def _measure(
+    args: argparse.Namespace, url: str, prompts: Prompts, how: tuple[Load, Objectives]
+) -> OnlineMeasured:
+    target = Target(url, args.served_model or "", _key(), _extra(args), args.request_timeout)
+    load, objectives = how
+    if url:
         run, facts = await _drive(args, target, prompts, load)
-        return OnlineMeasured(args.base_url, prompts.name, load, objectives, run, facts)
+        return OnlineMeasured(url, prompts.name, load, objectives, run, facts)
     words = [sys.executable, "-m", "octavo", "serve", *([args.model] if args.model else []), *respell(args)]
     with loading(args.model or "the server", args.json):
         server = await ServerProcess.start([*words, "--host", "127.0.0.1", "--port", "{port}"])

@@ -52,11 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=64, metavar="N", help="steps to take the median of [64]")
     parser.add_argument("--policy", default="fcfs", help="the policy, as for serve [fcfs]")
     parser.add_argument("--profile", action="store_true", help="show where the time goes, from runs of their own")
-    parser.add_argument("--json", action="store_true", help="print only the JSON line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure each setting, print a table per load, and as the last line one JSON object."""
+    """Measure each setting, and print a table per load or one JSON object."""
     _check(args)
     settings = list(_settings(args))
     has_peer = vllm_scheduler.is_installed()
@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
         for setting, spent in profiles:
             _show_profile(setting, spent)
     report = {"costs": [cost.as_dict() for of_load in tables.values() for cost in of_load], **_profiles(profiles)}
-    print(json.dumps({**_head(args, peer), **report}))
+    if args.json:
+        print(json.dumps({**_head(args, peer), **report}))
     return 0
 
 

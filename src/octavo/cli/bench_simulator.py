@@ -38,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", type=whole, default=1000, metavar="N", help="first simulate N of them both ways and compare [1000]"
     )
-    parser.add_argument("--json", action="store_true", help="print only the JSON line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a table, and as the last line one JSON object."""
+    """Measure, and print a table or one JSON object."""
     if not 1 <= args.requests <= MAX_REQUESTS:
         raise UsageError(f"--requests is {args.requests}; give 1 to {MAX_REQUESTS}")
     if not 0 < args.rate < 1e6:
@@ -76,5 +76,6 @@ def run(args: argparse.Namespace) -> int:
         }
         show_facts(Console(width=110), "simulator", {**asked, **told})
     facts = {"bench": "simulator", "python": platform.python_version(), "setting": asdict(setting)}
-    print(json.dumps({**facts, "cost": cost.as_dict()}))
+    if args.json:
+        print(json.dumps({**facts, "cost": cost.as_dict()}))
     return 0

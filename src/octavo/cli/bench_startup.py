@@ -37,12 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("measuring")
     group.add_argument("--runs", type=int, default=5, metavar="N", help="processes of each kind, in turn [5]")
     group.add_argument("--input-len", type=int, default=32, metavar="N", help="tokens of the prompt [32]")
-    group.add_argument("--json", action="store_true", help="print only the JSON line")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_settings(parser, ("model", "cache", "scheduling", "execution"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a table, and as the last line one JSON object."""
+    """Measure, and print a table or one JSON object."""
     check_at_least(args, 1, "runs", "input_len")
     config = config_from(args, model=args.model)
     find_files(config)  # a mistaken name should not wait for a process
@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     report = make_startup_report(found, args.runs)
     if not args.json:
         show_startup(Console(), found, report)
-    print(json.dumps(report))
+    if args.json:
+        print(json.dumps(report))
     return 0
 
 

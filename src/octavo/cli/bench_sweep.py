@@ -32,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--steps", type=int, default=32, metavar="N", help="tokens produced at each context [32]")
     group.add_argument("--runs", type=int, default=3, metavar="N", help="passes; the median one is reported [3]")
     group.add_argument("--svg", metavar="FILE", help="draw both curves into this file")
-    group.add_argument("--json", action="store_true", help="print only the JSON line")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables, draw, and as the last line one JSON object."""
+    """Measure, print tables or one JSON object, and draw."""
     check_at_least(args, 1, "concurrency", "input_len", "output_len", "contexts", "rows", "runs")
     check_at_least(args, 2, "steps")
     if args.svg and not Path(args.svg).resolve().parent.is_dir():
@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if args.svg:
         Path(args.svg).write_text(picture(first, second), encoding="utf-8")
     curves = {name: [point.as_dict() for point in curve] for name, curve in (("rows", first), ("contexts", second))}
-    print(json.dumps({**report_head("sweep", opened), **curves}))
+    if args.json:
+        print(json.dumps({**report_head("sweep", opened), **curves}))
     return 0
 
 

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from octavo.cli.flags import Parser
+from octavo.cli.flags import Parser, choices_of
 
 Commands = Mapping[str, tuple[str, str]]
 
@@ -55,9 +55,5 @@ def catalogue(commands: Commands) -> Iterator[Command]:
 
 
 def _flag(action: argparse.Action) -> Flag:
-    choices = tuple(map(str, action.choices or ()))
-    metavar = action.metavar if isinstance(action.metavar, str) else ""
-    if not choices and metavar.startswith("{"):
-        choices = tuple(metavar.strip("{}").split(","))
     text = (action.help or "").replace("%%", "%")
-    return Flag(tuple(action.option_strings), text, action.nargs != 0, choices)
+    return Flag(tuple(action.option_strings), text, action.nargs != 0, choices_of(action))

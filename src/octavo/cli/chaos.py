@@ -21,9 +21,9 @@ from octavo.bench.drill import FAULTS, Drill, Drilling, Outcome
 from octavo.bench.percentiles import percentile
 from octavo.bench.server_facts import first_model
 from octavo.bench.table import show_facts
-from octavo.cli.admin_client import AdminError, ask, find_socket
+from octavo.cli.admin_client import AdminError, ask
 from octavo.cli.flags import UsageError
-from octavo.cli.servers import find_servers
+from octavo.cli.servers import add_server_arguments, full_url, named_server
 from octavo.server.listener import is_loopback
 
 MAX_STREAMS = 256
@@ -45,26 +45,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=16, metavar="N", help="streams at once [16]")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens of each [64]")
     parser.add_argument("--duration", default="30s", metavar="30s", help="how long new streams are begun [30s]")
-    parser.add_argument("--url", help="the server, on this machine only [the one of the admin socket]")
-    parser.add_argument("--socket", metavar="PATH", help="its admin socket [the only server's here]")
+    add_server_arguments(parser, is_positional=True)
     parser.add_argument("--api-key", metavar="KEY", help="a key of the server [OCTAVO_API_KEY]")
-    parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask before the drill")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Drill; 0 when nothing was lost, 1 otherwise."""
     drill = _drill(args)
-    socket = _socket(args)
-    url = _local_url(args.url or ask(socket, "status")["url"])
+    if args.url is not None:
+        _check_local(full_url(args.url))
+    server = named_server(args)
+    before = ask(server.admin, "status")
+    url = before["url"]
+    _check_local(url)
+    if not args.yes:
+        _confirm(drill, f"{before['model']} at {url}")
     key = args.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
     target = Target(url, api_key=key, timeout_s=REQUEST_TIMEOUT_S)
-    before = ask(socket, "status")
-    outcome = asyncio.run(_run(drill, target, socket))
-    report = make_report(drill, outcome, before, ask(socket, "status"))
-    if not args.json:
+    outcome = asyncio.run(_run(drill, target, server.admin))
+    report = make_report(drill, outcome, before, ask(server.admin, "status"))
+    if args.json:
+        print(json.dumps(report))
+    else:
         show_facts(Console(file=sys.stdout, highlight=False), f"drill of {url}", _facts(report))
-    print(json.dumps(report))
     return 0 if outcome.is_clean else 1
+
+
+def _confirm(drill: Drill, server: str) -> None:
+    """Say what the drill does, and ask. Raises UsageError unless the answer is yes."""
+    deeds = {"kill_engine": "kills its engine", "stop_engine": "stops its engine", "kill_api": "kills its api process"}
+    faults = "".join(f", and {deeds[kind]} every {every_s:g} s" for kind, every_s in drill.every_s.items())
+    if not sys.stdin.isatty():
+        raise UsageError(f"a drill loads {server}{faults}; give --yes to start it without a terminal")
+    print(
+        f"This drill keeps {drill.num_streams} streams open on {server} for {drill.duration_s:g} s{faults}.\n"
+        "Its other clients get slower answers. Start? [y/N] ",
+        end="", file=sys.stderr, flush=True,
+    )  # fmt: skip
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UsageError("not confirmed; nothing was done")
 
 
 async def _run(drill: Drill, target: Target, socket: str) -> Outcome:
@@ -162,16 +183,6 @@ def _seconds(flag: str, text: str) -> float:
     return float(match[1]) * {"ms": 0.001, "m": 60.0}.get(match[2], 1.0)
 
 
-def _socket(args: argparse.Namespace) -> str:
-    if args.url and not args.socket:
-        for server in find_servers():
-            if server.url == args.url.rstrip("/").removesuffix("/v1"):
-                return server.admin
-    return find_socket(args.socket)
-
-
-def _local_url(url: str) -> str:
-    host = urlsplit(url).hostname or ""
-    if not is_loopback(host):
+def _check_local(url: str) -> None:
+    if not is_loopback(urlsplit(url).hostname or ""):
         raise UsageError(f"--url is {url!r}; a drill is for a server on this machine: give a loopback address")
-    return url

@@ -1,4 +1,4 @@
-"""`octavo chat [MODEL]`: a conversation in the terminal, with an engine here or a server's (--url).
+"""`octavo chat [MODEL]`: a conversation in the terminal, with an engine here or a server's (--server, --url).
 
 Owns: reading lines, printing answers as they come, what Ctrl-C and Ctrl-D mean.
 Does not: keep the conversation (conversation does) or answer (answerers do).
@@ -17,6 +17,7 @@ from octavo.cli.answerers import Answerer, LocalAnswerer, RemoteAnswerer
 from octavo.cli.conversation import Conversation
 from octavo.cli.flags import UsageError, add_settings, config_from, settings_given
 from octavo.cli.run import add_answer_arguments, sampling_params
+from octavo.cli.servers import add_server_arguments, named_url
 from octavo.cli.terminal import loading, say, warn_limits
 from octavo.errors import OctavoError
 
@@ -26,10 +27,11 @@ _GIVEN = ("temperature", "top_p", "top_k", "max_tokens")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="who answers [smollm2]; with --url a served name")
-    group = parser.add_argument_group("conversation")
-    group.add_argument("--url", metavar="URL", help="talk to this server instead of loading a model")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="which model answers [smollm2]")
+    group = parser.add_argument_group("a server that answers instead")
+    add_server_arguments(group, default="none: a model is loaded")
     group.add_argument("--api-key", metavar="KEY", help="the server's key [OCTAVO_API_KEY]")
+    group = parser.add_argument_group("conversation")
     group.add_argument("--load", metavar="FILE", help="go on with a conversation that /save kept")
     add_answer_arguments(group, max_tokens=None)
     add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
@@ -51,11 +53,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace, runner: asyncio.Runner) -> Answerer:
     """Who answers. Raises OctavoError."""
-    if args.url is not None:
+    url = named_url(args)
+    if url is not None:
         if given := settings_given(args):
-            raise UsageError(f"{', '.join(given)} is a setting of an engine here; leave it out with --url")
+            raise UsageError(f"{', '.join(given)} is a setting of an engine here; leave it out with --server or --url")
         defaults = {name: value for name in _GIVEN if (value := getattr(args, name)) is not None}
-        remote = RemoteAnswerer(args.url, args.api_key, args.model or "", defaults=defaults)
+        remote = RemoteAnswerer(url, args.api_key, args.model or "", defaults=defaults)
         runner.run(remote.connect())
         return remote
     from octavo.assembly import build_local  # heavy, and needed here only
@@ -86,7 +89,7 @@ def _talk(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation
                     say("")
                 return
             except KeyboardInterrupt:
-                say("", "Ctrl-D or /exit leaves")
+                say("", "Ctrl-D or /bye leaves")
                 continue
             _turn(runner, answerer, conversation, text)
             if conversation.wants_answer:
@@ -96,6 +99,9 @@ def _talk(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation
 def _turn(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation, text: str) -> None:
     """Take one message, or do one command."""
     if not text.strip():
+        return
+    if text.strip() in ("exit", "quit"):
+        conversation.is_over = True
         return
     if not text.startswith("/"):
         conversation.say(text)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.config.spelling import unknown
 from octavo.core.request import SamplingParams
 from octavo.errors import OctavoError
 
@@ -35,7 +36,7 @@ HELP = """\
 /retry            answer the last message again
 /save FILE        keep the conversation as JSON
 /load FILE        go on with a kept one
-/exit             leave; so does Ctrl-D
+/bye              leave; so do /exit, /quit, exit, quit and Ctrl-D
 Ctrl-C stops an answer. A line that ends with a backslash goes on in the next; \"\"\" begins and ends several lines."""
 
 
@@ -83,11 +84,12 @@ class Conversation:
             "retry": self._retry,
             "save": self._save,
             "load": self._load,
+            "bye": self._exit,
             "exit": self._exit,
             "quit": self._exit,
         }
         if name not in does:
-            raise CommandError(f"/{name} is no command; /help lists them")
+            raise CommandError(unknown("command", f"/{name}", [f"/{known}" for known in does]))
         return does[name](rest.strip())
 
     def _reset(self, _: str) -> str:
@@ -103,8 +105,10 @@ class Conversation:
         for word in text.split():
             name, is_pair, value = word.partition("=")
             name = name.replace("-", "_")
-            if not is_pair or name not in NUMBERS:
-                raise CommandError(f"{word} is not understood; give NAME=NUMBER with one of {', '.join(NUMBERS)}")
+            if not is_pair:
+                raise CommandError(f"parameter {word!r} has no number; give {word}=NUMBER")
+            if name not in NUMBERS:
+                raise CommandError(unknown("parameter", name, NUMBERS))
             if not value:
                 changed.pop(name, None)
                 continue
@@ -173,7 +177,7 @@ class Conversation:
             raise CommandError(f"{path}: params must be an object")
         wrong = [name for name in params if name not in NUMBERS]
         if wrong:
-            raise CommandError(f"{path}: {wrong[0]} is no parameter")
+            raise CommandError(f"{path}: {unknown('parameter', str(wrong[0]), NUMBERS)}")
         SamplingParams(**params)
         self.system = system if isinstance(system, str) else None
         self.messages, self.params = list(messages), dict(params)

@@ -9,9 +9,10 @@ import time
 from typing import Any
 from urllib.parse import quote
 
-from octavo.cli.admin_client import ask, find_socket
+from octavo.cli.admin_client import ask
 from octavo.cli.explain_text import headline, story, table
 from octavo.cli.flags import UsageError
+from octavo.cli.servers import add_server_arguments, full_url, is_server_named, named_server, server_at
 from octavo.errors import OctavoError
 
 TIMEOUT_S = 30.0
@@ -25,9 +26,8 @@ class NotAnsweredError(OctavoError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("id", nargs="?", metavar="ID", help="as an answer, X-Request-Id or the log has it [all open]")
-    parser.add_argument("--socket", metavar="PATH", help="the server's admin socket [the only server's here]")
-    parser.add_argument("--url", help="ask over HTTP instead, for one's own requests: http://HOST:PORT")
-    parser.add_argument("--api-key", metavar="KEY", help="for --url [OCTAVO_API_KEY]")
+    add_server_arguments(parser)
+    parser.add_argument("--api-key", metavar="KEY", help="for a --url elsewhere: its key [OCTAVO_API_KEY]")
     parser.add_argument("--json", action="store_true", help="print the answer as one line of JSON")
     parser.add_argument("--follow", action="store_true", help="go on, with a line for each change, to the end")
     parser.add_argument(
@@ -37,17 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the story; 0 where it is known."""
-    if args.url and args.socket:
-        raise UsageError("--url and --socket are two ways to ask; give one")
-    if args.url and not args.id:
-        raise UsageError("--url tells of one request; give its ID (the admin socket lists all)")
-    if args.api_key and not args.url:
-        raise UsageError("--api-key is for --url; the admin socket needs none")
+    is_server_named(args)
+    is_elsewhere = args.url is not None and (bool(args.api_key) or server_at(full_url(args.url)) is None)
+    if is_elsewhere and not args.id:
+        raise UsageError("--url of no server of this user tells of one request; give its ID")
+    if args.api_key and args.url is None:
+        raise UsageError("--api-key is for --url; a server here needs none")
     if args.follow and not args.id:
         raise UsageError("--follow follows one request; give its ID (octavo top shows all)")
     if not args.interval > 0:
         raise UsageError(f"--interval is {args.interval:g}; give seconds above 0")
-    answer = _follow(args) if args.follow else _ask(args)
+    answer = _follow(args, is_elsewhere) if args.follow else _ask(args, is_elsewhere)
     if args.json:
         print(json.dumps(answer))
     else:
@@ -55,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(args: argparse.Namespace) -> dict[str, Any]:
+def _follow(args: argparse.Namespace, is_elsewhere: bool) -> dict[str, Any]:
     """Tell each change of where it stands, until it has ended; then the last answer."""
     last: list[tuple[object, ...]] = []
     while True:
-        answer = _ask(args)
+        answer = _ask(args, is_elsewhere)
         told = answer["explanations"]
         standing = [tuple(one.get(name) for name in ("state", "position", "reason", "epoch")) for one in told]
         if standing != last and not args.json:
@@ -70,13 +70,13 @@ def _follow(args: argparse.Namespace) -> dict[str, Any]:
         time.sleep(args.interval)
 
 
-def _ask(args: argparse.Namespace) -> dict[str, Any]:
-    """Ask once. Raises AdminError, NotAnsweredError."""
-    if args.url:
-        base = args.url.rstrip("/").removesuffix("/v1")
+def _ask(args: argparse.Namespace, is_elsewhere: bool) -> dict[str, Any]:
+    """Ask once, over HTTP a server that is not this user's. Raises AdminError, NotAnsweredError."""
+    if is_elsewhere:
+        base = full_url(args.url).removesuffix("/v1")
         key = args.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
         return _get(f"{base}/v1/requests/{quote(args.id, safe='')}/explain", key)
-    answer: dict[str, Any] = ask(find_socket(args.socket), "explain", args.id or "")
+    answer: dict[str, Any] = ask(named_server(args).admin, "explain", args.id or "")
     told = answer.get("explanations", ())
     if told and all(one["state"] == "unknown" for one in told):
         raise NotAnsweredError(told[0]["text"])

@@ -1,19 +1,22 @@
-"""Flags from settings: an argument parser whose options are the config parts' fields.
+"""Flags from settings: an argument parser whose options are the config parts' fields, and its two helps.
 
-Owns: argparse options for the settings, what was given, errors with near names.
+Owns: argparse options for the settings, what was given, the short help and the whole one, errors about unknown words.
 Does not: read or check values (settings does, so that every source is checked alike).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from octavo.config import Config
+from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 from octavo.settings import SETTINGS, Resolved, Setting, load, whole_number
 
@@ -35,6 +38,90 @@ _TITLES = {
     "recording": "recording",
     "telemetry": "traces and the log",
 }
+# What the short help shows of the settings, and says of them: heading -> field name -> text, one line each.
+COMMON_SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "model": {
+        "model": "alias, folder, .gguf file or repository",
+        "quantization": "auto, none, int8 or int4",
+        "max_model_len": "longest prompt + output [the model's own]",
+        "chat_template": "jinja file, instead of the model's",
+        "offline": "use only what is on this machine",
+    },
+    "memory and speed": {
+        "kv_cache_bytes": "bytes of the KV pool, such as 4G",
+        "max_sequences": "sequences running at once [CPU 32, GPU 256]",
+        "threads": "CPU threads [the usable cores]",
+        "speculate": "ngram guesses tokens from earlier text",
+    },
+    "server": {
+        "host": "address to listen on",
+        "port": "port to listen on; 0 = any free one",
+        "api_key": "key that clients must present",
+        "api_key_file": "named keys with tenants and limits",
+        "served_model_name": "the model's name for clients",
+        "allowed_origins": "origins of web pages that may use this (CORS)",
+        "ssl_certfile": "serve https with this certificate",
+        "standby": "keep a second engine ready to take over",
+        "record": "record every decision in this folder",
+        "log_level": "debug, info, warning or error",
+    },
+}
+# Other programs' spellings that near names do not find -> ours. The flags of vLLM and llama.cpp that are ours too are
+# spellings of the settings themselves.
+RENAMED_FLAGS = {
+    "--n-ctx": "--max-model-len",
+    "--max-seq-len": "--max-model-len",
+    "--context-length": "--max-model-len",
+    "--hf-repo": "--model",
+    "-hf": "--model",
+    "-hfr": "--model",
+    "--model-path": "--model",
+    "--cache-type-k": "--kv-cache-dtype",
+    "--cache-type-v": "--kv-cache-dtype",
+    "-ctk": "--kv-cache-dtype",
+    "-ctv": "--kv-cache-dtype",
+    "--ubatch-size": "--max-num-batched-tokens",
+    "-ub": "--max-num-batched-tokens",
+    "--threads-batch": "--threads",
+    "-tb": "--threads",
+    "--num-threads": "--threads",
+    "--speculative-config": "--speculate",
+    "--num-speculative-tokens": "--speculate-max-tokens",
+    "--lookup": "--speculate",
+    "--ssl-cert-file": "--ssl-certfile",
+    "--ssl-key-file": "--ssl-keyfile",
+    "--uvicorn-log-level": "--log-level",
+    "--api-prefix": "--root-path",
+    "--cpu-offload-gb": "--host-cache-bytes",
+    "--kv-cache-size": "--kv-cache-memory-bytes",
+    "--max-concurrent-requests": "--max-num-seqs",
+    "--n-predict": "--max-tokens",
+    "--predict": "--max-tokens",
+    "--max-new-tokens": "--max-tokens",
+    "--system-prompt": "--system",
+    "-sys": "--system",
+    "--host-url": "--url",
+    "--endpoint": "--url",
+}
+# Other programs' flags that have no counterpart here -> why.
+UNSUPPORTED_FLAGS = {
+    **dict.fromkeys(("--gpu-layers", "--n-gpu-layers", "-ngl"), "a model runs whole on one device (--device)"),
+    **dict.fromkeys(("--enable-lora", "--lora-modules", "--lora", "--max-loras"), "there are no adapters"),
+    "--trust-remote-code": "code from model repositories is never run",
+    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size"), "there is one device"),
+    "--data-parallel-size": "start several servers",
+    **dict.fromkeys(("--model-draft", "-md", "--draft-model"), "there are no draft models (--speculate ngram)"),
+    **dict.fromkeys(("--mmproj", "--limit-mm-per-prompt"), "this version reads no images"),
+    **dict.fromkeys(("--tokenizer", "--tokenizer-mode"), "the tokenizer is the model's own"),
+    "--load-format": "the format is read from the files",
+    **dict.fromkeys(("--flash-attn", "-fa", "--enforce-eager"), "there is nothing to switch"),
+    **dict.fromkeys(("--cont-batching", "-cb", "--jinja", "--enable-auto-tool-choice"), "it is always on"),
+    **dict.fromkeys(("--embedding", "--embeddings", "--metrics"), "it is always on"),
+    **dict.fromkeys(("--mlock", "--no-mmap"), "weights are always read from the file's own pages"),
+    "--download-dir": "set HF_HOME",
+    **dict.fromkeys(("--disable-log-requests", "--disable-log-stats"), "requests are not logged (--log-level)"),
+}
+_MAX_CHOICES = 26  # characters of the choices that are shown as the value of a flag
 
 
 class UsageError(ConfigError):
@@ -42,27 +129,90 @@ class UsageError(ConfigError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError, knows near names, and never abbreviates."""
+    """An argument parser that raises UsageError, knows near names, never abbreviates, and has a short and a whole help.
+
+    `rare` are the flags of a command's own that the short help leaves out.
+    """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **options)
+        super().__init__(allow_abbrev=False, add_help=False, formatter_class=_Formatter, **options)
+        self.shows_settings = False
+        self.rare: tuple[str, ...] = ()
+        self._positionals.title = "arguments"
+        self.add_argument("-h", "--help", action="store_true", help="show this help")
+        self.add_argument("--help-all", action="store_true", help="show every option")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse, or raise UsageError naming the word at fault and what is near it."""
-        args, unknown = self.parse_known_intermixed_args(words)
-        if unknown:
-            word = unknown[0].split("=")[0]
-            listed = (action for action in self._actions if action.help is not argparse.SUPPRESS)
-            flags = [flag for action in listed for flag in action.option_strings]
-            near = get_close_matches(word, flags, n=1) if word.startswith("-") else []
-            raise UsageError(
-                f"{word} is not understood; {f'did you mean {near[0]}?' if near else f'see {self.prog} --help'}"
-            )
+        """Parse, print a help and exit, or raise UsageError naming the word at fault and what is near it."""
+        words = list(words)
+        before = words[: words.index("--")] if "--" in words else words
+        if {"-h", "--help", "--help-all"} & set(before):
+            print(self.format_help_all() if "--help-all" in before else self.format_help(), end="")
+            self.exit()
+        for word in before:  # argparse would take -ngl for -n gl
+            name = word.split("=")[0]
+            if name in {**RENAMED_FLAGS, **UNSUPPORTED_FLAGS} and name not in self._option_string_actions:
+                raise UsageError(self._unknown_flag(name))
+        args, extra = self.parse_known_intermixed_args(words)
+        if extra:
+            word = extra[0].split("=")[0]
+            if word.startswith("-"):
+                raise UsageError(self._unknown_flag(word))
+            raise UsageError(unknown("argument", word, (), f"see {self.prog} --help"))
         return args
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and exiting."""
         raise UsageError(f"{message}; see {self.prog} --help")
+
+    def format_help(self) -> str:
+        """The short help: the command's own options but the rare ones, and the common settings."""
+        own = [group for group in self._action_groups if group.title not in _TITLES.values()]
+        shown = [(group.title, [a for a in group._group_actions if self._is_common(a)]) for group in own]
+        settings = {a.dest: a for a in self._actions if a.dest.startswith(_DEST) and a.help != argparse.SUPPRESS}
+        for title, texts in COMMON_SETTINGS.items() if self.shows_settings else ():
+            if title != "server" or _DEST + "host" in settings:
+                found = [(settings[_DEST + name], text) for name, text in texts.items() if _DEST + name in settings]
+                shown.append((title, [_shortened(action, text) for action, text in found]))
+        count = sum(len(actions) for _, actions in shown)
+        visible = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        epilog = f"All {len(visible)} options: {self.prog} --help-all"
+        return self._formatted(_ShortFormatter(self.prog), shown, epilog if count < len(visible) - 1 else "")
+
+    def format_help_all(self) -> str:
+        """The whole help."""
+        shown = [(group.title, group._group_actions) for group in self._action_groups]
+        return self._formatted(_Formatter(self.prog), shown, self.epilog or "")
+
+    def _formatted(
+        self, formatter: argparse.HelpFormatter, shown: Sequence[tuple[str | None, list[argparse.Action]]], epilog: str
+    ) -> str:
+        formatter.add_usage(self.usage, self._actions, ())
+        formatter.add_text(self.description)
+        for title, actions in shown:
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(epilog)
+        return formatter.format_help()
+
+    def _is_common(self, action: argparse.Action) -> bool:
+        return not {"--help-all", *self.rare} & set(action.option_strings)
+
+    def _unknown_flag(self, flag: str) -> str:
+        flags = [f for action in self._actions if action.help != argparse.SUPPRESS for f in action.option_strings]
+        if flag in UNSUPPORTED_FLAGS:
+            return f"{flag} is not supported: {UNSUPPORTED_FLAGS[flag]}"
+        ours = RENAMED_FLAGS.get(flag)
+        known = [ours] if ours in flags else flags
+        return unknown("flag", ours if ours in flags else flag, known, f"see {self.prog} --help").replace(
+            repr(ours), repr(flag), 1
+        )
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            name = max(action.option_strings, key=len, default=action.metavar or action.dest)
+            raise UsageError(unknown(str(name), str(value), map(str, action.choices)))
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -82,11 +232,67 @@ class _Formatter(argparse.HelpFormatter):
         words = [self._format_args(action, self._get_default_metavar_for_positional(action)) for action in positionals]
         return f"usage: {self._prog} {' '.join([*words, '[options]'])}\n\n"
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        spelled = self._spellings(action)
+        if action.nargs == 0:
+            return spelled
+        return f"{spelled} {self._format_args(action, self._get_default_metavar_for_optional(action))}"
 
-def add_settings(parser: argparse.ArgumentParser, parts: Sequence[str] = tuple(_TITLES)) -> None:
-    """Give the parser one option for each setting of these parts, and --config."""
-    group = parser.add_argument_group("settings")
-    group.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings, by flag or field name")
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
+        choices = "{" + ",".join(choices_of(action)) + "}"
+        if action.metavar is None and choices != "{}":
+            return lambda count: ("NAME" if len(choices) > _MAX_CHOICES else choices,) * count
+        return super()._metavar_formatter(action, default_metavar)
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text, choices = super()._expand_help(action), choices_of(action)
+        is_cut = action.metavar is None and len(",".join(choices)) + 2 > _MAX_CHOICES
+        if not is_cut:
+            return text
+        said, bracket, default = text.rpartition(" [")
+        return f"{said or text}: {', '.join(choices)}" + (bracket + default if said else "")
+
+    def _spellings(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return ", ".join(f"--[no-]{flag[2:]}" for flag in action.option_strings if not flag.startswith("--no-"))
+        return ", ".join(action.option_strings)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        text = re.sub(r"\s+", " ", text).strip()
+        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+class _ShortFormatter(_Formatter):
+    """One spelling of each flag, and a letter."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._max_help_position = 32
+
+    def _spellings(self, action: argparse.Action) -> str:
+        flags = action.option_strings
+        if isinstance(action, argparse.BooleanOptionalAction):
+            setting = _SETTING_OF.get(action.dest)
+            is_on = setting.default if setting is not None else action.default
+            return flags[1] if is_on else flags[0]
+        long = [flag for flag in flags if flag.startswith("--")][:1]
+        return ", ".join([*(flag for flag in flags if len(flag) == 2), *long])
+
+
+def add_settings(
+    parser: argparse.ArgumentParser,
+    parts: Sequence[str] = tuple(_TITLES),
+    *,
+    is_short: bool = True,
+    rare: Sequence[str] = (),
+) -> None:
+    """Give the parser one option for each setting of these parts, and --config.
+
+    The short help has the common ones if `is_short`, and leaves out `rare` flags of the command's own.
+    """
+    parser.add_argument("--config", metavar="FILE", help="YAML or TOML file of settings")
     for part in parts:
         group = parser.add_argument_group(_TITLES[part])
         for setting in (setting for setting in SETTINGS if setting.part == part):
@@ -95,23 +301,56 @@ def add_settings(parser: argparse.ArgumentParser, parts: Sequence[str] = tuple(_
         "A setting is taken from its flag, else its variable (--max-num-seqs: OCTAVO_MAX_NUM_SEQS), else --config, "
         "else its default. Numbers may be written 32K (32768) or 32k (32000)."
     )
+    if isinstance(parser, Parser):
+        parser.shows_settings, parser.rare = is_short, tuple(rare)
 
 
 def _add(group: Any, setting: Setting) -> None:
-    is_silent = setting.default in (None, (), False) or "default" in setting.help
-    default = "" if is_silent else " [on]" if setting.default is True else f" [{setting.default}]"
+    default = readable_default(setting)
     options: dict[str, Any] = {"dest": _DEST + setting.name, "default": argparse.SUPPRESS}
-    options["help"] = argparse.SUPPRESS if setting.is_hidden else (setting.help + default).replace("%", "%%")
     if setting.kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif setting.kind is tuple:
         words = {"action": "extend", "nargs": "+"} if setting.name in _TAKES_WORDS else {"action": "append"}
         options |= {**words, "metavar": "TEXT"}
-    elif setting.choices:
-        options["metavar"] = "{" + ",".join(setting.choices) + "}"
-    else:
+    elif not setting.choices:
         options["metavar"] = {int: "N", float: "X"}.get(setting.kind, "TEXT")
+    text = setting.help + (f" [{default}]" if default else "")
+    options["help"] = argparse.SUPPRESS if setting.is_hidden else text.replace("%", "%%")
     group.add_argument(*setting.flags, **options)
+
+
+def _shortened(action: argparse.Action, text: str) -> argparse.Action:
+    """The same option with a short text, for the short help."""
+    default = readable_default(_SETTING_OF[action.dest])
+    short = copy.copy(action)
+    short.help = text if "[" in text or not default else f"{text} [{default}]"
+    short.metavar = "NAME" if choices_of(action) else action.metavar
+    return short
+
+
+def readable_default(setting: Setting) -> str:
+    """A setting's default as a person would write it; "" where there is none, or where the help says it."""
+    value = setting.default
+    if value in (None, (), False, "") or "default" in setting.help:
+        return ""
+    if value is True:
+        return "on"
+    if isinstance(value, tuple):
+        return ",".join(value)
+    if setting.name.endswith("bytes") and isinstance(value, int) and value >= 1024:
+        power = min((value.bit_length() - 1) // 10, 3)
+        return f"{value / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else f"{value:g}" if value == 0 else str(value)
+
+
+_SETTING_OF = {_DEST + setting.name: setting for setting in SETTINGS}
+
+
+def choices_of(action: argparse.Action) -> tuple[str, ...]:
+    """What the value of an option may be, where that is known."""
+    setting = _SETTING_OF.get(action.dest)
+    return setting.choices if setting is not None else tuple(map(str, action.choices or ()))
 
 
 def whole(text: str) -> int:

@@ -22,7 +22,7 @@ def run_help(words: Sequence[str], commands: Commands) -> int:
     for line in found:
         print(line)
     if not found:
-        print(f"nothing is known of {name}; octavo --help lists the commands")
+        print(f"unknown word {name!r}; octavo --help lists the commands")
     return 0 if found else 1
 
 

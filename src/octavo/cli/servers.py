@@ -1,26 +1,32 @@
-"""The servers that this user runs on this machine: a folder with a record for each.
+"""The servers that this user runs on this machine: a folder with a record for each, and the arguments that name one.
 
 Owns: the folder of a server (mode 0700: record, admin socket), a second one for what its processes write all the time,
-finding the servers that live, removing what dead ones left.
+finding the servers that live, removing what dead ones left, which server a command line means.
 Does not: talk to a server (see admin_client). Invariant: a server holds a lock on its record as long as it lives, so a
 record without a lock is stale, whatever became of its process or of the process's number.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
+from octavo.cli.flags import UsageError
+from octavo.config.spelling import unknown
 from octavo.engine.scratch import scratch_root
 from octavo.errors import ConfigError
+from octavo.server.listener import is_loopback
 
 RUN_DIR = "OCTAVO_RUN_DIR"
 MAX_SOCKET_PATH = 100  # bytes; the system's bound is 104 or 108
@@ -106,6 +112,97 @@ def find_servers() -> list[Record]:
         if record is not None:
             found.append(record)
     return sorted(found, key=lambda record: record.begun)
+
+
+def add_server_arguments(group: Any, *, is_positional: bool = False, default: str = "the only one") -> None:
+    """Add the arguments that name a server: NAME|PID|PORT, as a word or as --server, and --url."""
+    text = f"a server here, as octavo ps lists it [{default}]"
+    if is_positional:
+        group.add_argument("which", nargs="?", metavar="NAME|PID|PORT", help=text)
+    group.add_argument("--server", metavar="NAME|PID|PORT", help=argparse.SUPPRESS if is_positional else text)
+    group.add_argument("--url", metavar="URL", help="the same by its URL, such as 127.0.0.1:8000")
+    group.add_argument("--base-url", dest="url", help=argparse.SUPPRESS)
+    group.add_argument("--socket", metavar="PATH", help=argparse.SUPPRESS)  # its admin socket
+
+
+def is_server_named(args: argparse.Namespace) -> bool:
+    """Return True if the arguments name a server. Raises UsageError if they name two."""
+    given = {"--server": args.server, "--url": args.url, "--socket": args.socket, "": getattr(args, "which", None)}
+    named = [f"{flag} {word}".strip() for flag, word in given.items() if word is not None]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} each name a server; give one of them")
+    return bool(named)
+
+
+def named_server(args: argparse.Namespace) -> Record:
+    """Return the server that the arguments name, else the only one here. Raises UsageError."""
+    is_server_named(args)
+    servers = find_servers()
+    if args.socket is not None:
+        other = Record(0, "", "", args.socket, 0.0)  # of another user
+        return next((server for server in servers if server.admin == args.socket), other)
+    which = args.server if args.server is not None else getattr(args, "which", None)
+    return choose(servers, which if args.url is None else full_url(args.url))
+
+
+def named_url(args: argparse.Namespace) -> str | None:
+    """Return the URL of the server that the arguments name, None where they name none. Raises UsageError."""
+    if not is_server_named(args):
+        return None
+    return full_url(args.url) if args.url is not None else named_server(args).url
+
+
+def server_at(url: str) -> Record | None:
+    """Return this user's server at a URL, if there is one."""
+    return next((server for server in find_servers() if _is_same_place(server.url, url)), None)
+
+
+def choose(servers: Sequence[Record], which: str | None) -> Record:
+    """Return the one server that `which` means, the only one for None. Raises UsageError."""
+    if not servers:
+        at = f" ({which})" if which is not None else ""
+        raise UsageError(f"no server of this user runs here{at}; start one with: octavo serve")
+    found = [server for server in servers if which is None or _is_meant(server, which)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(f"{server.model} (pid {server.pid}, port {port_of(server.url)})" for server in found or servers)
+    if not found:
+        models = [server.model for server in servers]
+        raise UsageError(unknown("server", str(which), models, f"running: {known}"))
+    raise UsageError(f"{len(found)} servers {'run here' if which is None else 'have that name'}; give a PORT: {known}")
+
+
+def _is_meant(server: Record, which: str) -> bool:
+    if which in (str(server.pid), server.model, str(port_of(server.url))):
+        return True
+    return ":" in which and _is_same_place(server.url, which)
+
+
+def _is_same_place(first: str, second: str) -> bool:
+    """Return True if two URLs lead to the same listener: every name of this machine's loopback is one."""
+    places = []
+    for url in (first, second):
+        host = urlsplit(full_url(url)).hostname or ""
+        places.append(("loopback" if is_loopback(host) else host, port_of(url)))
+    return places[0] == places[1]
+
+
+def full_url(given: str) -> str:
+    """Return a server's URL with its scheme, without a last slash. Raises UsageError."""
+    url = (given if "://" in given else f"http://{given}").rstrip("/")
+    try:
+        is_url = urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname and port_of(url) > 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise UsageError(f"--url is {given!r}; give a server's URL, such as http://127.0.0.1:8000")
+    return url
+
+
+def port_of(url: str) -> int:
+    """Return the port of a URL. Raises ValueError."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    return parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
 
 
 def _folders() -> list[Path]:

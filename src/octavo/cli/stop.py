@@ -7,11 +7,10 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from octavo.cli.admin_client import AdminError, ask
 from octavo.cli.flags import UsageError
-from octavo.cli.servers import Record, find_servers
+from octavo.cli.servers import Record, add_server_arguments, find_servers, is_server_named, named_server
 from octavo.cli.terminal import say
 
 TIMEOUT_S = 60.0
@@ -21,7 +20,7 @@ _HURRY_S = 5.0  # for its answer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument("which", nargs="?", metavar="NAME|PID|PORT", help="as octavo ps lists it [the only one]")
+    add_server_arguments(parser, is_positional=True)
     parser.add_argument("--all", action="store_true", help="every server of this user")
     parser.add_argument(
         "--timeout", type=float, default=TIMEOUT_S, metavar="X", help=f"seconds to wait [{TIMEOUT_S:g}]"
@@ -31,12 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """End them; 0 when they are gone, 1 when one still runs after the time."""
-    if args.all and args.which is not None:
+    if args.all and is_server_named(args):
         raise UsageError("--all ends every server; leave the name out")
     if not args.timeout >= 0:
         raise UsageError(f"--timeout is {args.timeout:g}; give 0 or more seconds")
-    servers = find_servers()
-    chosen = servers if args.all else [choose(servers, args.which)]
+    chosen = find_servers() if args.all else [named_server(args)]
+    if any(not server.pid for server in chosen):
+        raise UsageError("--socket is of no server of this user; its owner can stop it")
     end = time.monotonic() + args.timeout
     for server in chosen:
         if not (args.now and _hurry(server)):
@@ -46,23 +46,6 @@ def run(args: argparse.Namespace) -> int:
         state = "still drains; its open requests go on" if server in left else "ended"
         say(f"{server.model} at {server.url} (process {server.pid}) {state}")
     return 1 if left else 0
-
-
-def choose(servers: Sequence[Record], which: str | None) -> Record:
-    """The one meant. Raises UsageError."""
-    if not servers:
-        raise UsageError("no server of this user runs here")
-    found = [server for server in servers if which is None or _is(server, which)]
-    if len(found) == 1:
-        return found[0]
-    known = ", ".join(f"{server.model} (process {server.pid}, {server.url})" for server in found or servers)
-    if not found:
-        raise UsageError(f"no server here is {which}; running are {known}")
-    raise UsageError(f"{len(found)} servers are meant; give the process or the port of one, or --all: {known}")
-
-
-def _is(server: Record, which: str) -> bool:
-    return which in (str(server.pid), server.model, server.url, str(urlsplit(server.url).port))
 
 
 def _tell(server: Record) -> None:

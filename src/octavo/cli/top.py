@@ -14,8 +14,7 @@ from rich.live import Live
 
 from octavo.cli.admin_client import AdminError, ask
 from octavo.cli.flags import UsageError
-from octavo.cli.servers import Record, find_servers
-from octavo.cli.stop import choose
+from octavo.cli.servers import Record, add_server_arguments, find_servers, named_server
 from octavo.cli.top_figures import Figures
 from octavo.cli.top_screen import View, screen
 
@@ -27,8 +26,7 @@ _PAGE = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument("which", nargs="?", metavar="NAME|PID|PORT", help="as octavo ps lists it [the only one]")
-    parser.add_argument("--socket", metavar="PATH", help="the server's admin socket, instead of a name")
+    add_server_arguments(parser, is_positional=True)
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks [1]")
     parser.add_argument("--once", action="store_true", help="print once, without taking the terminal over")
     parser.add_argument("--json", action="store_true", help="print everything shown as one JSON object")
@@ -39,9 +37,7 @@ def run(args: argparse.Namespace) -> int:
     least, most = INTERVALS_S
     if not least <= args.interval <= most:
         raise UsageError(f"--interval is {args.interval:g}; give {least:g} to {most:g} seconds")
-    if args.socket and args.which:
-        raise UsageError(f"--socket {args.socket} says which server; leave {args.which} out")
-    source = Source(args.socket) if args.socket else Source.of(choose(find_servers(), args.which))
+    source = Source.of(named_server(args))
     if args.json:
         print(json.dumps(source.look()))
         return 0
@@ -65,7 +61,9 @@ class Source:
 
     @classmethod
     def of(cls, server: Record) -> Source:
-        """A server that was found."""
+        """A server that was found, or one of another user."""
+        if not server.pid:
+            return cls(server.admin)
         name = f"{server.model} at {server.url} (process {server.pid})"
         return cls(server.admin, name, lambda: any(known.pid == server.pid for known in find_servers()))
 

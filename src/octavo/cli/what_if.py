@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
+from octavo.config.spelling import unknown
 from octavo.core.limits import Limits
 from octavo.core.policy import find_policy
 from octavo.errors import ConfigError
@@ -113,9 +113,8 @@ def _limit(name: str, word: str, value: str, recorded: Limits) -> dict[str, Any]
     known = _settings()
     if name not in known:
         every = (*known, *_OF_SETUP, "rate_scale", "num_blocks", "host_blocks", "kv_cache_tokens", "max_model_len")
-        near = get_close_matches(name, every, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"it may be {', '.join(sorted(every))}"
-        raise ConfigError(f"--what-if has {word!r}, and {name} is nothing to try; {hint}")
+        remedy = f"give one of {', '.join(sorted(every))}"
+        raise ConfigError(f"--what-if: {unknown('setting', name, every, remedy)}")
     setting = known[name]
     read = setting.read(value, f"{setting.key} of --what-if")
     if setting.name == "policy":

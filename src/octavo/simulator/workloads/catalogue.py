@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.workloads import agentic, public_traces, recorded, servegen, shaping, synthetic, token_files
 from octavo.simulator.workloads.gaps import PROCESSES
 from octavo.simulator.workloads.shaping import Shaping
 from octavo.simulator.workloads.source import Notes, Source, Surroundings, Zipf
-from octavo.simulator.workloads.spec import Spec, near_name
+from octavo.simulator.workloads.spec import Spec
 
 Build = Callable[[Spec, Surroundings], Source]
 
@@ -99,9 +100,8 @@ def _open(text: str, seed: int, place: int) -> tuple[Kind, Source]:
     spec = Spec(text if text.partition(":")[0] in KINDS or not Path(text).is_dir() else f"recording:{text}")
     kind = KINDS.get(spec.kind)
     if kind is None:
-        raise ConfigError(
-            f"workload {text!r} is of no known kind; {near_name(spec.kind, KINDS)}, or a recording's folder"
-        )
+        remedy = f"give one of {', '.join(sorted(KINDS))}, or a recording's folder"
+        raise ConfigError(f"workload {text!r}: {unknown('kind', spec.kind, KINDS, remedy)}")
     if kind.reads and not spec.path:
         raise ConfigError(f"workload {text!r} names no file; write {spec.kind}:PATH")
     if kind.reads and not Path(spec.path).exists():

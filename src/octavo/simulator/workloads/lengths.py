@@ -11,8 +11,9 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
+from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
-from octavo.simulator.workloads.spec import near_name, read_call, read_number
+from octavo.simulator.workloads.spec import read_call, read_number
 
 Draw = Callable[[random.Random], float]
 
@@ -35,7 +36,7 @@ def read_distribution(text: str, where: str) -> Draw:
     if name in ("quantiles", "empirical"):
         return _read_quantiles(words, where)
     if name not in _NAMED:
-        raise ConfigError(f"{where} is {text!r}; {near_name(name, [*_NAMED, 'quantiles'])}, or a number")
+        raise ConfigError(f"{where} is {text!r}: {unknown('distribution', name, [*_NAMED, 'quantiles'])}")
     make, names = _NAMED[name]
     values = [read_number(word) for word in words]
     if len(values) != len(names) or any(value is None or not math.isfinite(value) or value < 0 for value in values):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from difflib import get_close_matches
 
+from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 
 MAX_SPEC = 4096  # characters
@@ -75,16 +75,15 @@ class Spec:
         """One of the words; the first unless given."""
         value = self.text_of(name, words[0])
         if value not in words:
-            raise ConfigError(f"workload {self.text!r}: {name} is {value!r}; give one of {', '.join(words)}")
+            raise ConfigError(f"workload {self.text!r}: {unknown(name, value, words)}")
         return value
 
     def close(self) -> None:
         """Raise ConfigError for options that nobody asked for."""
         for name in self.options:
             if name not in self._asked:
-                near = get_close_matches(name, self._asked, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"{self.kind} takes {', '.join(sorted(self._asked))}"
-                raise ConfigError(f"workload {self.text!r}: {name} is not understood; {hint}")
+                remedy = f"{self.kind} takes {', '.join(sorted(self._asked))}"
+                raise ConfigError(f"workload {self.text!r}: {unknown('key', name, self._asked, remedy)}")
 
 
 def read_number(text: str) -> float | None:
@@ -106,13 +105,6 @@ def read_call(text: str, where: str) -> tuple[str, list[str]]:
     if bracket and not rest.endswith(")"):
         raise ConfigError(f"{where} is {text!r}; close the bracket, as in lognormal(512,0.8)")
     return name.strip(), [part.strip() for part in rest[:-1].split(",")] if rest[:-1].strip() else []
-
-
-def near_name(word: str, names: Iterable[str]) -> str:
-    """What to say of a name that is none of these."""
-    known = sorted(names)
-    near = get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"give one of {', '.join(known)}"
 
 
 def _split(rest: str, text: str) -> Iterable[str]:

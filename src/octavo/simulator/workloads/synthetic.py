@@ -158,8 +158,8 @@ class _Lengths:
     def __init__(self, spec: Spec, around: Surroundings) -> None:
         words = spec.text_of("lengths")
         preset = PAIRS.get(words)
-        self._prompt: Draw = _distribution(spec, "prompt", "lognormal(512,0.8)")
-        self._output: Draw = _distribution(spec, "output", "lognormal(128,0.7)")
+        self._prompt: Draw = _length(spec, "prompt", "lognormal(512,0.8)")
+        self._output: Draw = _length(spec, "output", "lognormal(128,0.7)")
         self._pairs: list[tuple[int, int]] = []
         if words and ("prompt" in spec.options or "output" in spec.options):
             raise ConfigError(f"workload {spec.text!r} gives lengths twice; give lengths=, or prompt= and output=")
@@ -196,6 +196,14 @@ class _Until:
             if self.duration is not None and time >= self.duration:
                 return
             yield time
+
+
+def _length(spec: Spec, name: str, default: str) -> Draw:
+    """A distribution of tokens. Raises ConfigError for one that is always 0."""
+    draw, chance = _distribution(spec, name, default), random.Random(0)
+    if not any(draw(chance) >= 0.5 for _ in range(64)):
+        raise ConfigError(f"workload {spec.text!r}: {name} is {spec.text_of(name)!r}; give at least 1 token")
+    return draw
 
 
 def _distribution(spec: Spec, name: str, default: str) -> Draw:
