@@ -105,7 +105,7 @@ class FakeServer:
                 raise AssertionError(self.text)
             time.sleep(0.02)
         self.url = self._found(r"http://[^/]+")
-        self.admin = self._found(r"--socket (\S+)", 1)
+        self.admin = self._found(r"\(socket (\S+)\)", 1)
 
     @property
     def text(self) -> str:

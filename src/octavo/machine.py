@@ -185,6 +185,23 @@ def _cpu(root: Path) -> tuple[str, tuple[str, ...]]:
     return table.get("model name") or platform.machine(), tuple(name for name in _FEATURES if name in flags)
 
 
+def listener_of(port: int, root: Path = ROOT) -> tuple[int, str] | None:
+    """Return the process id and name of the program that listens on a TCP port, None where /proc does not say."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        for line in _text(root / "proc/net" / table).splitlines()[1:]:
+            cells = line.split()
+            if len(cells) > 9 and cells[3] == "0A" and int(cells[1].rpartition(":")[2], 16) == port:
+                sockets.add(f"socket:[{cells[9]}]")
+    for process in (root / "proc").iterdir() if sockets else ():
+        try:
+            if process.name.isdigit() and any(os.readlink(fd) in sockets for fd in (process / "fd").iterdir()):
+                return int(process.name), _text(process / "comm")
+        except OSError:  # another user's, or it ended
+            continue
+    return None
+
+
 def _largest_cache(root: Path) -> int:
     sizes = []
     for index in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):

@@ -41,7 +41,7 @@ def test_a_family_lists_its_members(capsys) -> None:
         (["models"], "unknown command 'models'; did you mean 'list'?"),
         (["bench", "onlin"], "unknown bench command 'onlin'; did you mean 'online'?"),
         (["bench", "gpu"], "unknown bench command 'gpu'; give one of offline, online"),
-        (["admin", "statistic"], "unknown VERB 'statistic'; did you mean 'statistics'?"),
+        (["admin", "statistic"], "unknown verb 'statistic'; did you mean 'statistics'?"),
         (["completions", "tcsh"], "unknown shell 'tcsh'; give one of bash, zsh, fish"),
         (["config", "show", "--max-num-seq", "3"], "unknown flag '--max-num-seq'; did you mean '--max-num-seqs'?"),
         (["config", "show", "--thread=3"], "unknown flag '--thread'; did you mean '--threads'?"),

@@ -93,7 +93,7 @@ def test_ps_shows_one_that_does_not_answer_yet(capsys: pytest.CaptureFixture[str
     ("words", "message"),
     [
         (["admin", "status"], "no server of this user runs here"),
-        (["admin", "fly"], "unknown VERB 'fly'; "),
+        (["admin", "fly"], "unknown verb 'fly'; give one of status, statistics"),
         (["admin", "status", "--socket", "/none"], "no answer on the admin socket /none"),
         (["chaos"], "no server of this user runs here"),
         (["chaos", "--url", "http://192.0.2.1:8000"], "--url is 'http://192.0.2.1:8000'"),

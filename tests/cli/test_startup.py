@@ -59,7 +59,7 @@ def test_report_says_who_runs_and_what_a_crash_would_do() -> None:
     kept: Any = SimpleNamespace(is_protected=True, processes={"engine": 7, "standby": 8})
     lines = "\n".join(process_report(ApiTask(load_config({"standby": True}), "/run/admin.sock", supervisor=5), kept))
     assert f"supervisor 5, api {os.getpid()}, engine 7, standby 8" in lines
-    assert "a standby takes over" in lines and "--socket /run/admin.sock" in lines
+    assert "a standby takes over" in lines and "(socket /run/admin.sock)" in lines
     alone: Any = SimpleNamespace(is_protected=False, processes={})
     lines = "\n".join(process_report(ApiTask(load_config({"in_process": True}), "/run/admin.sock"), alone))
     assert "no crash protection (--in-process)" in lines and "supervisor" not in lines

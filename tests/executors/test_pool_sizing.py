@@ -48,11 +48,21 @@ def test_K11_without_a_size_a_device_gives_most_and_a_host_what_is_typical() -> 
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        ({"num_blocks": 0}, r"num_blocks is 0, which holds no KV block of 16 tokens.*would hold 1000 blocks \(16000"),
-        ({"pool_bytes": 5}, r"the pool was given 0\.0 MiB, which holds no KV block"),
-        ({"pool_tokens": 15}, r"the pool was given 15 tokens, which holds no KV block"),
-        ({"memory_fraction": 0.0001}, r"0\.0001 of the free memory is 0\.1 MiB, which holds no KV block"),
-        ({"num_blocks": 1001}, r"1001 KV blocks need 1001\.0 MiB; 1000\.0 MiB are free, which would hold 1000"),
+        (
+            {"num_blocks": 0},
+            r"--num-gpu-blocks-override 0 holds no KV block of 16 tokens.*would hold 1000 blocks \(16000",
+        ),
+        ({"pool_bytes": 5}, r"--kv-cache-memory-bytes 5 bytes holds no KV block of 16 tokens \(1\.0 MiB\)"),
+        ({"pool_tokens": 15}, r"--kv-cache-tokens 15 holds no KV block"),
+        ({"memory_fraction": 0.0001}, r"--gpu-memory-utilization 0\.0001 \(104857 bytes\) holds no KV block"),
+        (
+            {"num_blocks": 1001},
+            r"--num-gpu-blocks-override 1001 \(1001\.0 MiB\) exceeds the 1000\.0 MiB free",
+        ),
+        (
+            {"pool_bytes": 2000 * MIB},
+            r"^--kv-cache-memory-bytes 2\.0 GiB exceeds the 1000\.0 MiB free, which would hold",
+        ),
         ({"num_blocks": 5, "pool_tokens": 16}, "not several"),
     ],
 )
@@ -119,7 +129,7 @@ def test_K07_every_group_holds_one_longest_sequence_while_the_budget_has_room_fo
 def test_K07_by_default_a_host_gives_what_is_typical_and_one_longest() -> None:
     assert mixed() == (512, 148)
     assert PoolSizing(replace(BASE, max_sequences=1), MIXED, LONGEST).device_blocks(10**12, True) == (512, 37)
-    with pytest.raises(CapacityError, match=r"2000 KV blocks need .* MiB; 5000.0 MiB are free, which would hold"):
+    with pytest.raises(CapacityError, match=r"override 2000 \(.* GiB\) exceeds the 4.9 GiB free, which would hold"):
         mixed(5000 * MIB, num_blocks=2000)
 
 
@@ -132,9 +142,9 @@ def test_K10_host_blocks_come_from_their_bytes() -> None:
     assert host(0) == ()
     resting = MIXED[1].peak_blocks(2048, 1, 16)  # its window, without the tokens of a step
     assert host(10 * (128 * 2 + resting * 6) * MIB) == (1280, 10 * resting)
-    with pytest.raises(CapacityError, match=r"host cache was given .* \(4 bytes\), which holds no .*such as 4G"):
+    with pytest.raises(CapacityError, match=r"--host-cache-bytes 4 bytes holds no .*such as 4G"):
         host(4)
-    with pytest.raises(CapacityError, match=r"was given 600.0 MiB .*and 500.0 MiB of the host's memory are free"):
+    with pytest.raises(CapacityError, match=r"--host-cache-bytes 600.0 MiB exceeds the 500.0 MiB of free host memory"):
         host(600 * MIB, 500 * MIB)
 
 

@@ -117,7 +117,7 @@ def read_script(path: Path) -> Script:
             raise ModelFileError(path, f"has {size} bytes; a script may have {MAX_FILE_BYTES}")
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelFileError(path, f"cannot be read ({error})") from error
+        raise ModelFileError(path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
     values = _lines(path, text) if path.suffix == ".jsonl" else _value(path, text)
     try:
         script = msgspec.convert(values, Script)

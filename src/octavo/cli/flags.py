@@ -212,7 +212,9 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             name = max(action.option_strings, key=len, default=action.metavar or action.dest)
-            raise UsageError(unknown(str(name), str(value), map(str, action.choices)))
+            choices = [str(choice) for choice in action.choices]
+            kind = str(name) if action.option_strings else str(name).lower()
+            raise UsageError(unknown(kind, str(value), choices, f"give one of {', '.join(choices)}"))
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -16,13 +16,14 @@ import time
 
 from octavo.cli.api_task import COMMAND, ApiTask
 from octavo.cli.flags import UsageError, add_settings, resolve_args
-from octavo.cli.servers import Home, Record, find_servers, own_home
+from octavo.cli.servers import Home, Record, find_servers, own_home, who_has
 from octavo.cli.systemd import notify
 from octavo.config import Config
 from octavo.engine import scratch
 from octavo.engine.restarts import RestartBudget
 from octavo.engine.supervisor import READY, ChildSpec, Supervisor
-from octavo.server.listener import open_socket, url_of
+from octavo.errors import ConfigError
+from octavo.server.listener import PortInUseError, open_socket, url_of
 from octavo.server.web_settings import check_web
 from octavo.trace.log_lines import set_up_log, tell
 from octavo.trace.otel import check_endpoint
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     check_endpoint(config.telemetry.otlp_traces_endpoint)
     set_up_log(config.telemetry.log_format, config.telemetry.log_level, "supervisor")
     check_web(config.web)
-    with contextlib.closing(open_socket(config.serving)) as listener, own_home() as home:
+    with contextlib.closing(_listen(config)) as listener, own_home() as home:
         admin = str(home.admin_path(config.serving.admin_socket))
         task = ApiTask(config, admin, is_quiet=args.quiet)
         home.record(Record(os.getpid(), url_of(listener, config.web), _name(config), admin, time.time()))
@@ -54,6 +55,14 @@ def run(args: argparse.Namespace) -> int:
         if config.serving.in_process:
             return _run_here(task, listener)
         return _supervise(task, listener, home)
+
+
+def _listen(config: Config) -> socket.socket:
+    """Open the listening socket. Raises ConfigError, which names the program that has the port."""
+    try:
+        return open_socket(config.serving)
+    except PortInUseError:
+        raise ConfigError(who_has(config.serving.host, config.serving.port)) from None
 
 
 def _supervise(task: ApiTask, listener: socket.socket, home: Home) -> int:

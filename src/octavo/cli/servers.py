@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from octavo.cli.flags import UsageError
 from octavo.config.spelling import unknown
 from octavo.engine.scratch import scratch_root
 from octavo.errors import ConfigError
+from octavo.machine import listener_of
 from octavo.server.listener import is_loopback
 
 RUN_DIR = "OCTAVO_RUN_DIR"
@@ -170,6 +172,25 @@ def choose(servers: Sequence[Record], which: str | None) -> Record:
         models = [server.model for server in servers]
         raise UsageError(unknown("server", str(which), models, f"running: {known}"))
     raise UsageError(f"{len(found)} servers {'run here' if which is None else 'have that name'}; give a PORT: {known}")
+
+
+def who_has(host: str, port: int) -> str:
+    """Return the message about a port that is in use: who has it, and what to do."""
+    free = next((other for other in range(port + 1, min(port + 100, 65536)) if _is_free(host, other)), 0)
+    own = next((server for server in find_servers() if port_of(server.url) == port), None)
+    if own is not None:
+        return f"port {port} is used by octavo {own.model} (pid {own.pid}); octavo stop {port}, or --port {free}"
+    other = listener_of(port)
+    user = f"is used by {other[1]} (pid {other[0]})" if other is not None else "is in use"
+    return f"port {port} {user}; give another, such as --port {free}"
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return True
+    except OSError:
+        return False
 
 
 def _is_meant(server: Record, which: str) -> bool:

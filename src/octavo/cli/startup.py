@@ -90,7 +90,7 @@ def process_report(task: ApiTask, engine: Engine) -> Iterator[str]:
         yield f"processes supervisor {task.supervisor}, api {os.getpid()}{others}"
         standby = "a standby takes over" if task.config.serving.standby else "no standby (--standby)"
         yield f"crashes   an engine that dies or hangs is replaced and open requests go on; {standby}"
-    yield f"admin     octavo admin status --socket {task.admin}"
+    yield f"admin     octavo admin status --server {task.supervisor or os.getpid()}  (socket {task.admin})"
 
 
 def call_report(config: Config, model: str, url: str) -> Iterator[str]:

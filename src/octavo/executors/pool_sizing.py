@@ -39,14 +39,13 @@ class PoolSizing:
         num_blocks, source = self._asked(available_bytes, is_host)
         fits = self._split(available_bytes)[0]
         size = self._spec.block_size
-        would_hold = f"{_mib(available_bytes)} are free, which would hold {fits} blocks ({fits * size} tokens)"
+        would_hold = f"{_size(available_bytes)} free, which would hold {fits} blocks ({fits * size} tokens)"
         if min(num_blocks) < 1:
             cost = sum(group.block_bytes for group in self._groups)
-            raise CapacityError(f"{source}, which holds no KV block of {size} tokens ({_mib(cost)}); {would_hold}")
+            raise CapacityError(f"{source} holds no KV block of {size} tokens ({_size(cost)}); there are {would_hold}")
         if self._bytes(num_blocks) > available_bytes:
-            raise CapacityError(
-                f"{source}, and {num_blocks[0]} KV blocks need {_mib(self._bytes(num_blocks))}; {would_hold}"
-            )
+            needs = "" if self._spec.pool_bytes is not None else f" ({_size(self._bytes(num_blocks))})"
+            raise CapacityError(f"{source}{needs} exceeds the {would_hold}")
         return num_blocks
 
     def host_blocks(self, available_bytes: int) -> tuple[int, ...]:
@@ -54,16 +53,16 @@ class PoolSizing:
         size = self._spec.host_bytes
         if not size:
             return ()
-        source = f"the host cache was given {_mib(size)} ({size} bytes)"
+        source = f"--host-cache-bytes {_size(size)}"
         if size > available_bytes:
-            raise CapacityError(f"{source}, and {_mib(available_bytes)} of the host's memory are free")
+            raise CapacityError(f"{source} exceeds the {_size(available_bytes)} of free host memory")
         # a sequence waits there with its window alone, not with a chunk in the making
         resting = PoolSizing(replace(self._spec, max_batch_tokens=1), self._groups, self._max_model_len)
         num_blocks = resting._split(size)
         if min(num_blocks) < 1:
             cost = sum(group.block_bytes for group in self._groups)
             raise CapacityError(
-                f"{source}, which holds no KV block of {self._spec.block_size} tokens ({_mib(cost)}); "
+                f"{source} holds no KV block of {self._spec.block_size} tokens ({_size(cost)}); "
                 "give more, such as 4G, or 0 for none"
             )
         return num_blocks
@@ -74,17 +73,17 @@ class PoolSizing:
         if len(asked) > 1:
             raise CapacityError("give one of num_blocks, pool_bytes and pool_tokens, not several")
         if spec.num_blocks is not None:
-            return self._beside(spec.num_blocks), f"num_blocks is {spec.num_blocks}"
+            return self._beside(spec.num_blocks), f"--num-gpu-blocks-override {spec.num_blocks}"
         if spec.pool_bytes is not None:
-            return self._split(spec.pool_bytes), f"the pool was given {_mib(spec.pool_bytes)}"
+            return self._split(spec.pool_bytes), f"--kv-cache-memory-bytes {_size(spec.pool_bytes)}"
         if spec.pool_tokens is not None:
-            return self._beside(spec.pool_tokens // spec.block_size), f"the pool was given {spec.pool_tokens} tokens"
+            return self._beside(spec.pool_tokens // spec.block_size), f"--kv-cache-tokens {spec.pool_tokens}"
         fraction = spec.memory_fraction or (HOST_FRACTION if is_host else DEVICE_FRACTION)
         share = int(available_bytes * fraction)
         num_blocks = self._split(share)
         if is_host and spec.memory_fraction is None:
             num_blocks = tuple(map(min, num_blocks, self._usual()))
-        return num_blocks, f"{fraction:g} of the free memory is {_mib(share)}"
+        return num_blocks, f"--gpu-memory-utilization {fraction:g} ({_size(share)})"
 
     def _usual(self) -> tuple[int, ...]:
         """What max_sequences of typical length need; of several groups, each holds one longest sequence too."""
@@ -157,5 +156,7 @@ def describe_groups(groups: Sequence[GroupSpec], num_blocks: Sequence[int], bloc
     return ("the KV pool is shared by " + "; ".join(parts),)
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
+def _size(num_bytes: int) -> str:
+    if num_bytes < 2**20:
+        return f"{num_bytes} bytes"
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -54,7 +54,7 @@ class SafetensorsWeights:
         try:
             out.copy_(self._handles[path].get_slice(name)[first_row : first_row + out.shape[0]])
         except (SafetensorError, OSError) as error:
-            raise ModelFileError(path, f"cannot be read ({error})", name) from error
+            raise ModelFileError(path, f"cannot be read ({getattr(error, 'strerror', None) or error})", name) from error
 
     def raw_rows(self, name: str) -> None:
         """Nothing here is quantised."""

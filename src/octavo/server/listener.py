@@ -5,7 +5,9 @@ Owns: opening it, who may reach it, its URL. Does not: accept, or import a web f
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import os
 import socket
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
     from octavo.config import ServingConfig, WebConfig
 
 BACKLOG = 2048
+
+
+class PortInUseError(ConfigError):
+    """Another program listens there."""
 
 
 def open_socket(serving: ServingConfig) -> socket.socket:
@@ -30,8 +36,13 @@ def open_socket(serving: ServingConfig) -> socket.socket:
     try:
         listener = socket.create_server((serving.host, serving.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        message = f"cannot listen on --host {serving.host!r}, --port {serving.port} ({error.strerror or error})"
-        raise ConfigError(f"{message}; give an address of this machine and a free port, or --port 0 for any") from None
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {serving.port} is in use; give another --port, or --port 0 for any free one"
+            raise PortInUseError(message) from None
+        is_name = isinstance(error, socket.gaierror)
+        reason = "the name is not known" if is_name else os.strerror(error.errno or 0).lower()
+        remedy = "give a port above 1023" if error.errno == errno.EACCES else "give an address of this machine"
+        raise ConfigError(f"cannot listen on {serving.host}, port {serving.port}: {reason}; {remedy}") from None
     listener.setblocking(False)
     return listener
 

@@ -15,7 +15,7 @@ from octavo.artifacts.gguf_file import GGUFFile
 from octavo.artifacts.json_file import read_json
 from octavo.artifacts.model_spec import ModelSpec, read_model_spec
 from octavo.artifacts.resolve import ModelFiles
-from octavo.errors import InvalidRequestError, ModelFileError
+from octavo.errors import ConfigError, InvalidRequestError, ModelFileError
 from octavo.text.chat_template import ChatTemplate, check_variables
 from octavo.text.dialect import takes_tools
 from octavo.text.messages import cut_at_continuation, mark_continuation, plain_messages
@@ -147,5 +147,7 @@ def _folder_template(root: Path) -> tuple[str, Path] | None:
 def _read_text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"file not found: {path}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelFileError(path, f"cannot be read ({error})") from error
+        raise ModelFileError(path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error

@@ -125,7 +125,7 @@ def _read_backend(path: Path) -> Backend:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelFileError(path, f"cannot be read ({error})") from error
+        raise ModelFileError(path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
     try:
         return Backend.from_str(text)
     except Exception as error:  # the library raises bare Exception for every fault of the file
