@@ -126,7 +126,7 @@ def test_two_spellings_of_one_setting_are_refused(tmp_path) -> None:
     [
         ("a.yaml", "a: [", "is not well formed"),
         ("a.toml", "a =", "is not well formed"),
-        ("a.yaml", "- 1", "holds a list"),
+        ("a.yaml", "- 1", "is not a list of settings"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, text, reason) -> None:
@@ -138,7 +138,7 @@ def test_bad_files_are_named(tmp_path, name, text, reason) -> None:
 
 
 def test_missing_file_is_named(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="config file not found"):
         load_config({}, {}, tmp_path / "none.yaml")
 
 

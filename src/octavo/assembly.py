@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo import machine, settings
@@ -105,6 +106,10 @@ def open_engine(
     Raises ConfigError, CapacityError, ModelFileError.
     """
     find_policy(config.scheduling.policy)  # before the model is loaded for nothing
+    if config.recording.record is not None:
+        from octavo.trace.recording.recorder import prepare_folder
+
+        prepare_folder(Path(config.recording.record))
     drift = _read_baseline(config)
     files = files or find_files(config)
     # An OpenMP library keeps a team of threads for each thread that ever used it, and stops spinning altogether

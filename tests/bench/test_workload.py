@@ -43,6 +43,7 @@ def test_lists_of_lists_are_groups(tmp_path) -> None:
         ('[{"prompt_token_ids": [], "max_tokens": 1}]', "prompt_token_ids must be"),
         ('[{"prompt_token_ids": [1, -1], "max_tokens": 1}]', "prompt_token_ids must be"),
         ('[{"prompt_token_ids": [1], "max_tokens": 0}]', "max_tokens is 0"),
+        ('[{"prompt_token_ids": [1], "max_token": 5}]', "unknown key 'max_token'; did you mean 'max_tokens'"),
         ('[{"prompt_token_ids": [1], "max_tokens": true}]', "max_tokens is True"),
     ],
 )

@@ -82,8 +82,8 @@ def test_commands_change_the_conversation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/nothing", "is no command"),
-        ("/params hotness=1", "is not understood"),
+        ("/nothing", "unknown command '/nothing'; give one of /help"),
+        ("/params hotness=1", "unknown parameter 'hotness'; give one of temperature"),
         ("/params temperature=warm", "give a number"),
         ("/params temperature=-1", "temperature is -1"),
         ("/save", "give a file"),
@@ -164,7 +164,7 @@ def test_what_is_no_server_is_told(capsys: Any) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:9"]) == 2
     assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
     assert main(["chat", "--url", "http://127.0.0.1:9", "--threads", "1"]) == 2
-    assert "leave it out with --url" in capsys.readouterr().err
+    assert "leave it out with --server or --url" in capsys.readouterr().err
 
 
 def test_keys_and_urls_are_taken_as_people_write_them(monkeypatch: Any) -> None:

@@ -143,7 +143,7 @@ def test_a_server_that_is_killed_leaves_a_recording_that_replays(folder: Path) -
 
 def test_a_folder_that_cannot_be_written_to_keeps_the_server_from_starting(folder: Path) -> None:
     (folder / "rec").write_text("a file")
-    with pytest.raises(AssertionError, match=r"record is .*cannot be written to.*name another folder"):
+    with pytest.raises(AssertionError, match=r"--record .*cannot be written to.*give another folder"):
         start(folder)
 
 

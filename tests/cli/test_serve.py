@@ -106,5 +106,5 @@ def test_an_engine_that_cannot_open_is_one_line(model, capfd) -> None:
     words = ["serve", model, "--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "5", "--port", "0"]
     assert cli.main(words) == 2
     err = capfd.readouterr().err
-    assert err.startswith("error: the pool was given 5 tokens, which holds no KV block")
+    assert err.startswith("error: --kv-cache-tokens 5 holds no KV block of 16 tokens")
     assert err.count("\n") == 1

@@ -193,7 +193,7 @@ def test_a_server_that_does_not_answer_but_runs_is_waited_for(monkeypatch: pytes
         (["--interval", "nan"], "--interval is nan; give 0.1 to 60 seconds"),
         (["x", "--socket", "/y"], "--socket /y and x each name a server; give one of them"),
         (["--socket", "/none", "--once"], "no answer on the admin socket /none"),
-        (["nobody"], "no server"),
+        (["nobody"], "unknown server 'nobody'; running: "),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,6 +113,11 @@ class CompletionClient:
             "Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
         )
 
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        return self._target.base_url
+
     def body(self, prompt: array[int] | str, max_tokens: int) -> bytes:
         """The JSON of one request: greedy, end-of-sequence ignored, streamed with the usage at its end."""
         body: dict[str, Any] = {

@@ -25,7 +25,8 @@ async def first_model(client: CompletionClient) -> str:
         status, body = await client.get("/v1/models")
         names = [entry["id"] for entry in msgspec.json.decode(body)["data"]] if status == 200 else []
     except (OSError, ProtocolError, TimeoutError) as error:
-        raise EngineError(f"the server does not answer ({type(error).__name__}: {error}); is it running?") from None
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise EngineError(f"no server answers at {client.url} ({reason})") from None
     except (msgspec.MsgspecError, KeyError, TypeError):
         names = []
     if not names:

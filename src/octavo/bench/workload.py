@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 
 
@@ -87,6 +88,8 @@ def _read_group(group: object, where: str) -> tuple[Item, ...]:
 def _read_item(item: object, where: str) -> Item:
     if not isinstance(item, Mapping):
         raise ConfigError(f"{where} must be an object with prompt_token_ids and max_tokens")
+    for key in item.keys() - {"prompt_token_ids", "max_tokens"}:
+        raise ConfigError(f"{where}: {unknown('key', str(key), ('prompt_token_ids', 'max_tokens'))}")
     ids, count = item.get("prompt_token_ids"), item.get("max_tokens")
     if not isinstance(ids, list) or not ids or not all(isinstance(token, int) and token >= 0 for token in ids):
         raise ConfigError(f"{where}: prompt_token_ids must be a non-empty list of token ids")

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.cli.terminal import reason_of
 from octavo.errors import OctavoError
 
 TIMEOUT_S = 65.0  # above the server's own bound
@@ -36,8 +37,7 @@ def ask(path: str, verb: str, argument: str = "", timeout_s: float = TIMEOUT_S) 
             connection.sendall(line)
             answer = msgspec.json.decode(_read_line(connection), type=_Answer)
     except (OSError, msgspec.MsgspecError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise AdminError(f"no answer on the admin socket {path} ({reason.lower()})") from None
+        raise AdminError(f"no answer on the admin socket {path} ({reason_of(error)})") from None
     if answer.error is not None:
         raise AdminError(answer.error)
     return answer.ok

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.cli.terminal import reason_of
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.errors import EngineError, OctavoError
 
@@ -111,7 +112,7 @@ class RemoteAnswerer:
                 raise AnswerError(_refusal(answer.status_code, answer.content))
             self.name = self.name or str(answer.json()["data"][0]["id"])
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise AnswerError(f"no server answers at {self.url} ({error or type(error).__name__})") from None
+            raise AnswerError(f"no server answers at {self.url} ({reason_of(error)})") from None
         except (ValueError, LookupError, TypeError):
             raise AnswerError(f"what answers at {self.url} has no list of models; give the server's URL") from None
 
@@ -132,7 +133,7 @@ class RemoteAnswerer:
                         count += 1
                         yield text
         except httpx.HTTPError as error:
-            raise AnswerError(f"the server's answer broke off ({error or type(error).__name__})") from None
+            raise AnswerError(f"the server's answer broke off ({reason_of(error)})") from None
         self.note = _note(count, time.perf_counter() - begun - first_s, first_s, "pieces")
 
     async def close(self) -> None:

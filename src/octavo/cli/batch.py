@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from octavo.assembly import LocalEngine, build_local
-from octavo.cli.flags import UsageError, add_settings, config_from, whole
+from octavo.cli.flags import UsageError, add_settings, check_output, config_from, whole
 from octavo.cli.inner_app import answering
 from octavo.cli.terminal import loading, say, warn_limits
 from octavo.config import Config
@@ -74,9 +74,8 @@ def paths_of(file: str, output: str | None, errors: str | None) -> BatchPaths:
         raise UsageError(f"{file} is no file; give requests as lines of JSON, each with custom_id, url and body")
     out = Path(output) if output else _beside(requests, ".output")
     failed = Path(errors) if errors else _beside(out, ".errors")
-    for path in (out, failed):
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise UsageError(f"{path} cannot be written; give a file in a folder that exists")
+    check_output("--output", str(out))
+    check_output("--errors", str(failed))
     if len({path.resolve() for path in (requests, out, failed)}) < 3:
         raise UsageError(f"requests, answers and errors must be three files; give --output and --errors beside {file}")
     return BatchPaths(requests, out, failed)

@@ -14,7 +14,7 @@ from octavo.bench.chart import Line, Panel, draw
 from octavo.bench.points import Point, Shape
 from octavo.cli.bench_arguments import check_at_least
 from octavo.cli.bench_latency import measure_all, open_for, report_head, show_points
-from octavo.cli.flags import UsageError, add_settings
+from octavo.cli.flags import add_settings, check_output
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
@@ -40,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print tables or one JSON object, and draw."""
     check_at_least(args, 1, "concurrency", "input_len", "output_len", "contexts", "rows", "runs")
     check_at_least(args, 2, "steps")
-    if args.svg and not Path(args.svg).resolve().parent.is_dir():
-        raise UsageError(f"--svg is {args.svg!r}, whose folder does not exist; make it, or give another")
+    check_output("--svg", args.svg)
     over_rows = [Shape(rows, args.input_len, args.output_len) for rows in sorted(set(args.concurrency))]
     over_context = [Shape(args.rows, context, args.steps) for context in sorted(set(args.contexts))]
     opened = open_for(args, [*over_rows, *over_context])

@@ -13,6 +13,7 @@ from octavo.cli.admin_client import ask
 from octavo.cli.explain_text import headline, story, table
 from octavo.cli.flags import UsageError
 from octavo.cli.servers import add_server_arguments, full_url, is_server_named, named_server, server_at
+from octavo.cli.terminal import reason_of
 from octavo.errors import OctavoError
 
 TIMEOUT_S = 30.0
@@ -91,7 +92,7 @@ def _get(url: str, key: str) -> dict[str, Any]:
         response = httpx.get(url, headers=headers, timeout=TIMEOUT_S)
         body: Any = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise NotAnsweredError(f"no answer from {url} ({error})") from None
+        raise NotAnsweredError(f"no answer from {url} ({reason_of(error)})") from None
     if response.status_code != 200:
         said = body.get("error") if isinstance(body, dict) else None
         message = said.get("message") if isinstance(said, dict) else None

@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from octavo.config import Config
@@ -361,6 +362,19 @@ def whole(text: str) -> int:
     if number is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number, such as 100 or 2K")
     return number
+
+
+def check_output(flag: str, path: str | None) -> None:
+    """Raise UsageError for a file that cannot be written, before the work whose result it is to hold."""
+    if path is None or path == "-":
+        return
+    file, folder = Path(path), Path(path).absolute().parent
+    if file.is_dir():
+        raise UsageError(f"{flag} {path} is a folder; give a file")
+    if not folder.is_dir():
+        raise UsageError(f"{flag} {path}: there is no folder {folder}; make it, or give another path")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise UsageError(f"{flag} {path} cannot be written: permission denied; give another path")
 
 
 def settings_given(args: argparse.Namespace) -> dict[str, object]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from octavo.assembly import LocalEngine, build_local
-from octavo.cli.flags import UsageError, add_settings, config_from, whole
+from octavo.cli.flags import UsageError, add_settings, check_output, config_from, whole
 from octavo.cli.inner_app import answering
 from octavo.cli.run import add_answer_arguments, sampling_params
 from octavo.cli.terminal import loading, say, warn_limits
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--system needs the chat template; leave out --raw")
     if args.open is not None and not 1 <= args.open <= 4096:
         raise UsageError(f"--open is {args.open}; give a whole number from 1 to 4096")
+    check_output("--output", args.output)
     sampling_params(args, {})  # a mistaken flag should not wait for the model
     config = config_from(args)
     with _reading(args.file) as source, _writing(args.output) as out:
@@ -90,10 +91,7 @@ def _writing(name: str | None) -> Iterator[IO[str]]:
     if name is None:
         yield sys.stdout
         return
-    path = Path(name)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(f"{name} cannot be written; give a file in a folder that exists")
-    with path.open("w", encoding="utf-8") as file:
+    with Path(name).open("w", encoding="utf-8") as file:
         yield file
 
 

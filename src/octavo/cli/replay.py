@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from octavo.cli.flags import check_output
 from octavo.cli.recorded_views import Wanted, write_views
 from octavo.cli.terminal import say
 from octavo.cli.trace import tell
@@ -30,13 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cost", default="fitted", metavar="C",
         help="how long simulated steps take: fitted to this recording, fitted:FILE, table:DIR [fitted]",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="all of it as JSON; - prints that instead")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="print all of it as JSON, or write it to FILE"
+    )
     parser.add_argument("--page", metavar="FILE", help="write the dashboard as one HTML file that plays the recording")
     parser.add_argument("--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev")
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay; 1 when a decision is another than the recorded one."""
+    for flag in ("json", "page", "perfetto"):
+        check_output(f"--{flag}", getattr(args, flag))
     recording = open_recording(args.recording)
     for segment in recording.segments:
         need_policy(segment.header.limits.policy)

@@ -91,12 +91,14 @@ async def _answer(engine: LocalEngine, asked: Asked, args: argparse.Namespace, s
 def read_words(words: Sequence[str], raw: bool, system: str | None, stdin: TextIO) -> Asked:
     """Tell model and prompt apart: one word is the prompt, two are model and prompt, none reads stdin."""
     if len(words) > 2:
-        raise UsageError(f'{len(words)} words are given; put the prompt in quotes: octavo run "{" ".join(words)}"')
+        head = f"{words[0]} " if _is_model(words[0]) else ""
+        prompt = " ".join(words[1:] if head else words)
+        raise UsageError(f'{len(words)} words are given; put the prompt in quotes: octavo run {head}"{prompt}"')
     if raw and system is not None:
         raise UsageError("--system needs the chat template; leave out --raw")
     model = words[0] if len(words) == 2 else None
     prompt = words[-1] if words else "-"
-    if len(words) == 1 and (prompt == DEFAULT_MODEL or (prompt.endswith(".gguf") and Path(prompt).exists())):
+    if len(words) == 1 and _is_model(prompt):
         if stdin.isatty():
             raise UsageError(f'{prompt} is a model, and the prompt is missing: octavo run {prompt} "Hello"')
         model, prompt = prompt, "-"
@@ -107,6 +109,10 @@ def read_words(words: Sequence[str], raw: bool, system: str | None, stdin: TextI
     if not prompt.strip():
         raise UsageError("the prompt is empty; give some text")
     return Asked(prompt, model, raw, system)
+
+
+def _is_model(word: str) -> bool:
+    return word == DEFAULT_MODEL or (word.endswith(".gguf") and Path(word).exists())
 
 
 def sampling_params(args: argparse.Namespace, generation: Mapping[str, float]) -> SamplingParams:

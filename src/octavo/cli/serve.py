@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 from octavo.cli.api_task import COMMAND, ApiTask
 from octavo.cli.flags import UsageError, add_settings, resolve_args
@@ -27,6 +28,7 @@ from octavo.server.listener import PortInUseError, open_socket, url_of
 from octavo.server.web_settings import check_web
 from octavo.trace.log_lines import set_up_log, tell
 from octavo.trace.otel import check_endpoint
+from octavo.trace.recording.recorder import prepare_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     check_endpoint(config.telemetry.otlp_traces_endpoint)
     set_up_log(config.telemetry.log_format, config.telemetry.log_level, "supervisor")
     check_web(config.web)
+    if config.recording.record is not None:
+        prepare_folder(Path(config.recording.record))
     with contextlib.closing(_listen(config)) as listener, own_home() as home:
         admin = str(home.admin_path(config.serving.admin_socket))
         task = ApiTask(config, admin, is_quiet=args.quiet)

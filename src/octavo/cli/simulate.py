@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.flags import UsageError, add_settings, resolve_args, whole
+from octavo.cli.flags import UsageError, add_settings, check_output, resolve_args, whole
 from octavo.cli.simulate_output import lines, remarks, workload_help, write_requests
 from octavo.cli.simulate_search import add_search_arguments, run_search
 from octavo.cli.simulate_watchers import Watchers
@@ -87,7 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--objective", default="", metavar="O",
         help="seconds for each request (ttft=1.0,tpot=0.05,goodput=0.95), or for all together (ttft_p99=1.0)",
     )  # fmt: skip
-    group.add_argument("--json", metavar="FILE", help="all figures as JSON; - prints them instead of the table")
+    group.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="print all figures as JSON instead, or write them to FILE"
+    )
     group.add_argument("--html", metavar="FILE", help="a report with plots, one file")
     group.add_argument("--requests", metavar="FILE", help="what became of each request, as CSV")
     group.add_argument("--page", metavar="FILE", help="the dashboard's page playing the first replica's steps")
@@ -100,7 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fit", metavar="DIR", help="fit a cost model to a recording's steps and tell how good it is; --json keeps it"
     )
     add_search_arguments(parser)
-    add_settings(parser, ("scheduling", "cache"))
+    rare = (
+        "--start", "--end", "--too-long", "--seed", "--tp", "--price", "--depth", "--max-waiting", "--fail",
+        "--tenant-weight", "--fast-forward", "--perfetto", "--page", "--fit", "--search-space", "--max-replicas",
+    )  # fmt: skip
+    add_settings(parser, ("scheduling", "cache"), is_short=False, rare=rare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,8 @@ def run(args: argparse.Namespace) -> int:
     if args.workload and args.workload[0] in ("help", "list"):
         print("\n".join(workload_help()))
         return 0
+    for flag in ("json", "html", "requests", "page", "perfetto"):
+        check_output(f"--{flag}", getattr(args, flag))
     if args.fit:
         return _fit(args)
     plan = make_plan(args)
@@ -148,6 +156,9 @@ def _fit(args: argparse.Namespace) -> int:
     if args.workload:
         raise UsageError("--fit looks at a recording alone; leave out --workload, and simulate with --cost fitted:FILE")
     fit = fit_recording(args.fit)
+    if args.json == "-":
+        print(fit.as_json())
+        return 0
     print(fit.report())
     if args.json:
         try:

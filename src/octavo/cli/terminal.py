@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,12 @@ def loading(model: str, is_quiet: bool = False) -> Iterator[None]:
     finally:
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def reason_of(error: Exception) -> str:
+    """Why a call of the system or of the network failed, in words: without a number, never empty."""
+    text = getattr(error, "strerror", None) or re.sub(r"\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+    return text[:1].lower() + text[1:]
 
 
 def say(*lines: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.cli.flags import UsageError
+from octavo.cli.flags import UsageError, check_output
 from octavo.cli.recorded_views import Views, Wanted, write_views
 from octavo.cli.terminal import say
 from octavo.trace.frames.sink import MAX_STEPS
@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--begin is {args.begin:g} and --end {args.end:g}; give seconds from 0, the end behind the begin"
         )
+    check_output("--perfetto", args.perfetto)
+    check_output("--page", args.page)
     for name in ("max_requests", "max_steps"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give 1 or more")

@@ -139,7 +139,7 @@ def test_a_disk_that_is_full_ends_it_with_a_line(
 def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     config = RecordingConfig(record=str(tmp_path / "file" / "rec"))
-    with pytest.raises(ConfigError, match=r"record is .* cannot be written to: .*name another folder"):
+    with pytest.raises(ConfigError, match=r"--record .* cannot be written to \(.*give another folder"):
         open_recorder(config, Header("tiny", limits(), 1), lambda: 0.0)
 
 

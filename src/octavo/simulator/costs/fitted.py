@@ -74,7 +74,11 @@ class Fit:
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        path.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(self.as_json() + "\n", encoding="utf-8")
+
+    def as_json(self) -> str:
+        """The fit as `save` writes it."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     def report(self) -> str:
         """The fit in words: each coefficient in microseconds with its bounds, and the held-out error."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
+from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.workloads.source import Notes, Source, Surroundings
@@ -60,6 +61,8 @@ def _read_groups(path: Path) -> Sequence[Sequence[object]]:
 
 
 def _read_item(item: object, where: str) -> tuple[list[int], int]:
+    for key in item.keys() - {"prompt_token_ids", "max_tokens"} if isinstance(item, dict) else ():
+        raise ConfigError(f"{where}: {unknown('key', str(key), ('prompt_token_ids', 'max_tokens'))}")
     ids = item.get("prompt_token_ids") if isinstance(item, dict) else None
     if not isinstance(ids, list) or not ids or not all(type(one) is int and 0 <= one < 2**31 for one in ids):
         raise ConfigError(f"{where}: prompt_token_ids must be a non-empty list of token ids")

@@ -44,7 +44,7 @@ def prepare_folder(folder: Path) -> None:
         trial.unlink()
     except OSError as error:
         raise ConfigError(
-            f"record is {str(folder)!r}, which cannot be written to: {error.strerror or error}; name another folder"
+            f"--record {folder} cannot be written to ({(error.strerror or str(error)).lower()}); give another folder"
         ) from None
 
 
