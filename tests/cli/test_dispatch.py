@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from octavo import cli
-from octavo.cli.catalogue import catalogue
+from octavo.cli.catalogue import catalogue, parser_of
 from octavo.cli.flags import Parser, UsageError, add_settings, config_from, respell, settings_given
 from octavo.errors import InvariantError
 from octavo.settings import SETTINGS, load_config
@@ -183,3 +185,38 @@ def test_remarks_go_to_stderr(capsys, monkeypatch) -> None:
     monkeypatch.setenv("OCTAVO_MAX_NUM_SEQ", "4")
     assert cli.main(["config", "show"]) == 0
     assert "warning: unknown variable 'OCTAVO_MAX_NUM_SEQ' has no effect; did you mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_short_help_fits_a_screen_and_the_whole_one_has_every_option(name, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = parser_of(name, cli.COMMANDS)
+    texts = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            cli.main([*name.split(), flag])
+        texts.append(capsys.readouterr().out)
+    short, whole = texts
+    assert short.count("\n") <= 42
+    visible = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    spelled = whole.replace("--[no-]", "--")
+    assert all(action.option_strings[0] in spelled for action in visible if action.option_strings)
+    assert not re.search(r"\[\(|\(\)|\d{5}\]|'\*'", short + whole), "a value as Python writes it"
+    assert max(map(len, whole.splitlines())) < 80 or name == "simulate"
+    assert ("--help-all" in short) == (short.count("\n  -") < whole.count("\n  -") - 1)
+
+
+def test_defaults_are_written_as_people_write_them(capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help-all"])
+    out = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "[20 GiB]",
+        "[64 MiB]",
+        "ask for [*]",
+        "[4,194,304]",
+        "[on]",
+        "[127.0.0.1]",
+        "group (the machine too) [none]",
+    ):
+        assert text in out

@@ -23,12 +23,18 @@ MAX_REQUESTS = 10_000_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     own = SimulatorSetting()
-    parser.add_argument("--requests", type=whole, default=own.requests, metavar="N", help=f"[{own.requests}]")
-    parser.add_argument("--replicas", type=whole, default=own.replicas, metavar="N", help=f"[{own.replicas}]")
+    parser.add_argument(
+        "--requests", type=whole, default=own.requests, metavar="N", help=f"requests in all [{own.requests:,}]"
+    )
+    parser.add_argument(
+        "--replicas", type=whole, default=own.replicas, metavar="N", help=f"engines behind a router [{own.replicas}]"
+    )
     parser.add_argument(
         "--rate", type=float, default=own.rate, metavar="X", help=f"requests a second for each replica [{own.rate:g}]"
     )
-    parser.add_argument("--router", default=own.router, choices=tuple(ROUTERS), help=f"[{own.router}]")
+    parser.add_argument(
+        "--router", default=own.router, choices=tuple(ROUTERS), help=f"who gets a request [{own.router}]"
+    )
     parser.add_argument("--policy", default=own.policy, help=f"as for serve [{own.policy}]")
     parser.add_argument("--depth", type=int, default=own.depth, choices=(1, 2), help="plans in flight [1]")
     parser.add_argument(

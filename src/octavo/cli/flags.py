@@ -274,6 +274,11 @@ class _ShortFormatter(_Formatter):
         super().__init__(prog)
         self._max_help_position = 32
 
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.option_strings and action.nargs == "+":
+            return f"{action.metavar or default_metavar} ..."
+        return super()._format_args(action, default_metavar)
+
     def _spellings(self, action: argparse.Action) -> str:
         flags = action.option_strings
         if isinstance(action, argparse.BooleanOptionalAction):

@@ -133,7 +133,7 @@ def test_an_unsorted_trace_says_where_and_is_sorted_when_asked(tmp_path: Path) -
         ("servegen", "\n", "has no client"),
         ("requests", "[]", "must be a non-empty list of requests"),
         ("requests", '[{"prompt_token_ids": [], "max_tokens": 3}]', "group 0, request 0: prompt_token_ids must be"),
-        ("requests", '[{"prompt_token_ids": [1], "max_token": 3}]', "unknown key 'max_token'; did you mean 'max_tokens'"),
+        ("requests", '[{"prompt_token_ids": [1], "max_token": 3}]', "unknown key 'max_token'; did you mean"),
         ("requests", '[{"prompt_token_ids": [1], "max_tokens": 0}]', "request 0: max_tokens is 0; give a whole number"),
         ("requests", "[[{}], 3]", "mixes requests and groups"),
         ("requests", "[", "is no JSON"),
