@@ -297,7 +297,6 @@ async def test_nothing_but_lines_is_in_a_stream() -> None:
         (chat, {"options": {"temperature": -1}}, "options.temperature is -1"),
         (chat, {"options": {"repeat_penalty": 0}}, "options.repeat_penalty is 0"),
         (chat, {"options": {"stop": ["x"] * 17}}, "options.stop has 17 items; give at most 16"),
-        (chat, {"options": {"mirostat": 1}}, "options.mirostat: this server does not support it"),
         (chat, {"options": {"top_k": "x"}}, "options.top_k is 'x'"),
         (chat, {"messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, "messages[0].images"),
         (chat, {"messages": [{"role": "someone", "content": "x"}]}, "messages[0].role"),

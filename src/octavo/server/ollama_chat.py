@@ -10,7 +10,8 @@ from typing import Any
 
 from octavo.server.bodies.chat import ChatBody, read_chat
 from octavo.server.bodies.completion import CompletionBody, read_completion
-from octavo.server.bodies.ollama import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaMessage
+from octavo.server.bodies.ignored import ignore
+from octavo.server.bodies.ollama import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaMessage, sift_options
 from octavo.server.bodies.served import ServedFields
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.spelling import Spelling, respelled
@@ -21,6 +22,12 @@ _SAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "presenc
 _ALWAYS = ("stream", *ServedFields.model_fields)
 _ANY_LENGTH = (-1, -2)  # without end, and to the end of the context: both mean as many as fit
 _EFFORTS: dict[bool | str, str] = {True: "medium", False: "none", "max": "xhigh"}
+_SENT_NAMES = ("num_predict", "repeat_penalty", "think", "options")  # of Ollama's, on a chat completion
+_OWN_NAMES = {  # its own name, and others for it
+    "num_predict": ("max_tokens", "max_completion_tokens"),
+    "repeat_penalty": ("repetition_penalty",),
+    "think": ("reasoning_effort", "reasoning"),
+}
 SPELLING: Spelling = (
     (r"^max_tokens$", "options.num_predict"),
     (r"^repetition_penalty$", "options.repeat_penalty"),
@@ -73,6 +80,44 @@ def raw_of(body: OllamaGenerateBody) -> CompletionBody:
         return read_completion(fields)
     except ApiError as error:
         raise respelled(error, GENERATE_SPELLING) from None
+
+
+def with_ollama_names(fields: dict[str, object], dialect: Dialect) -> dict[str, object]:
+    """The fields of a chat completion, with those that Open WebUI sends in Ollama's names translated.
+
+    A field in its own name wins; what has no meaning here is ignored and told. Raises ApiError.
+    """
+    if fields.keys().isdisjoint(_SENT_NAMES):
+        return fields
+    made = {name: value for name, value in fields.items() if name not in _SENT_NAMES}
+    options = sift_options(fields.get("options"))
+    given: dict[str, object] = {}
+    if isinstance(options, dict):
+        given = {f"options.{name}": value for name, value in options.items()}
+    elif options is not None:
+        ignore("options", is_known=True)
+    given |= {name: fields[name] for name in _SENT_NAMES if name != "options" and fields.get(name) is not None}
+    for path, value in given.items():
+        name = path.removeprefix("options.")
+        translated = _translated(name, value, dialect)
+        if translated is None or any(made.get(own) is not None for own in _OWN_NAMES.get(name, (name,))):
+            ignore(path, is_known=True)
+        else:
+            made |= translated
+    return made
+
+
+def _translated(name: str, value: object, dialect: Dialect) -> dict[str, object] | None:
+    """The field of a chat completion that means the same; None where none does."""
+    if name == "think":
+        if not dialect.effort_variables or not isinstance(value, bool | str):
+            return None
+        return {"reasoning_effort": _EFFORTS.get(value, value)}
+    if name == "repeat_last_n":
+        return None
+    if name == "num_predict" and value in _ANY_LENGTH:  # what is meant where no length is given
+        return {}
+    return {_OWN_NAMES.get(name, (name,))[0]: value}
 
 
 def _fields(body: OllamaBody) -> dict[str, object]:

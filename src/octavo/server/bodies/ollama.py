@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, FailFast, Field
 
 from octavo.server.bodies.chat import MAX_MESSAGES
-from octavo.server.bodies.checks import Body, Refused, sift, validate
+from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
 from octavo.server.bodies.sampling import Stops
 from octavo.server.bodies.served import ServedFields
 
@@ -52,7 +52,6 @@ IGNORED_OPTIONS: Mapping[str, str] = {
     "mirostat_tau": "says nothing without mirostat",
     "mirostat_eta": "says nothing without mirostat",
 }
-REFUSED_OPTIONS: Refused = {"mirostat": (0,), "tfs_z": (1, 1.0), "penalize_newline": (True,)}
 _REFUSED_MESSAGE: Refused = {"images": ([],)}
 _IGNORED_CALL: Mapping[str, str] = {"index": "calls stand in their order", "type": "all are functions"}
 
@@ -152,16 +151,16 @@ def read_ollama_generate(fields: dict[str, object]) -> OllamaGenerateBody:
     return validate(OllamaGenerateBody, _sifted(fields, REFUSED_GENERATE, OllamaGenerateBody))
 
 
-def sift_options(fields: dict[str, object]) -> dict[str, object]:
-    """The fields, with those of `options` checked. Raises ApiError."""
-    options = fields.get("options")
-    if not isinstance(options, dict):
-        return fields
-    return {**fields, "options": sift(options, REFUSED_OPTIONS, Options, "options.", IGNORED_OPTIONS)}
+def sift_options(options: object) -> object:
+    """The options that are honoured; what is no object as it is. Those not known are ignored and told."""
+    return sift_if_object(options, {}, Options, "options.", IGNORED_OPTIONS)
 
 
 def _sifted(fields: dict[str, object], refused: Refused, body: type[OllamaBody]) -> dict[str, object]:
-    return sift_options(sift(fields, refused, body, ignored=IGNORED_OLLAMA))
+    kept = sift(fields, refused, body, ignored=IGNORED_OLLAMA)
+    if "options" in kept:
+        kept["options"] = sift_options(kept["options"])
+    return kept
 
 
 def _sift_message(message: object, where: str) -> object:

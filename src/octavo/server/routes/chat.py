@@ -10,6 +10,7 @@ from octavo.server.bodies.checks import field_notes
 from octavo.server.chat_task import chat_task
 from octavo.server.context import context_of
 from octavo.server.limits import read_json
+from octavo.server.ollama_chat import with_ollama_names
 from octavo.server.reply import RETRY_NOTE, reply
 from octavo.server.routes.posting import add_post
 
@@ -17,7 +18,9 @@ from octavo.server.routes.posting import add_post
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    body = await read_json(request, context.limits, read_chat)
+    body = await read_json(
+        request, context.limits, lambda fields: read_chat(with_ollama_names(fields, context.dialect))
+    )
     context.check_model(body.model)
 
     num_top = body.prompt_logprobs

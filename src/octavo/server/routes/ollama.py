@@ -17,7 +17,6 @@ from octavo.server.bodies.ollama import (
     IGNORED_OPTIONS,
     REFUSED_CHAT,
     REFUSED_GENERATE,
-    REFUSED_OPTIONS,
     OllamaChatBody,
     OllamaGenerateBody,
     read_ollama_chat,
@@ -108,7 +107,7 @@ def _loaded(model: str, said: dict[str, object]) -> Response:
 
 def add_routes(app: FastAPI) -> None:
     """Add this module's endpoints."""
-    options = f"Of `options`: {field_notes(REFUSED_OPTIONS, IGNORED_OPTIONS)}"
+    options = f"Of `options`: {field_notes({}, IGNORED_OPTIONS)}"
     chat_notes, generate_notes = (field_notes(each, IGNORED_OLLAMA) for each in (REFUSED_CHAT, REFUSED_GENERATE))
     add_post(app, "/api/chat", chat, OllamaChatBody, str(chat.__doc__), RETRY_NOTE, chat_notes, options)
     add_post(
