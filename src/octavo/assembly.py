@@ -220,6 +220,13 @@ def plan_memory(config: Config) -> MemoryPlan:
     return plan(files, config.execution, config.model, executor_spec(config, device.type))
 
 
+def remove_packed(folder: Path, sources: Path) -> int:
+    """Remove the packed weights in `folder` that were made from files below `sources`; return their bytes."""
+    from octavo.nn.weight_cache import remove_made_from  # numpy, which only a model needs
+
+    return remove_made_from(folder, sources)
+
+
 def executor_spec(config: Config, device: str) -> ExecutorSpec:
     """What the executor must provide room for."""
     batch_tokens, sequences = DEVICE_DEFAULTS[device]

@@ -1,17 +1,75 @@
 """Downloads from the Hugging Face hub, into its own cache.
 
-Owns: which files are fetched, what a repository has, and turning the library's errors into ours.
+Owns: which files are fetched, what a repository has, what is cached, and turning the library's errors into ours.
 Does not: fetch anything that could run: no pickles, no Python.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.errors import UnknownModelError
 
 _MODEL_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRepository:
+    """A repository in the cache, in a format that can be served: its folder, bytes in all, and bytes per GGUF file."""
+
+    name: str
+    path: Path
+    bytes: int
+    has_safetensors: bool
+    ggufs: Mapping[str, int]
+
+
+def cached_repositories() -> list[CachedRepository]:
+    """Return what the cache holds of models that can be served, by name."""
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
+
+    try:
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except CacheNotFound:
+        return []
+    found = []
+    for repository in sorted(repositories, key=lambda repository: repository.repo_id):
+        files = {
+            file.file_path.relative_to(revision.snapshot_path).as_posix(): file.size_on_disk
+            for revision in repository.revisions
+            for file in revision.files
+        }
+        ggufs = {name: size for name, size in files.items() if name.endswith(".gguf")}
+        has_safetensors = any(name.endswith(".safetensors") for name in files)
+        if repository.repo_type == "model" and (ggufs or has_safetensors):
+            path, size = Path(repository.repo_path), repository.size_on_disk
+            found.append(CachedRepository(repository.repo_id, path, size, has_safetensors, ggufs))
+    return found
+
+
+def is_cached(repository: str) -> bool:
+    """Return True if the cache holds anything of a repository."""
+    from huggingface_hub import constants
+
+    folder = f"models--{repository.replace('/', '--')}"
+    return (Path(constants.HF_HUB_CACHE) / folder / "snapshots").is_dir()
+
+
+def remove_repository(name: str) -> None:
+    """Remove all that the cache holds of a repository."""
+    from huggingface_hub import constants, scan_cache_dir
+
+    cache = scan_cache_dir(constants.HF_HUB_CACHE)
+    revisions = [
+        revision.commit_hash
+        for repository in cache.repos
+        if repository.repo_id == name and repository.repo_type == "model"
+        for revision in repository.revisions
+    ]
+    cache.delete_revisions(*revisions).execute()
 
 
 def download_repository(repository: str, revision: str | None, gguf_pattern: str | None) -> Path:

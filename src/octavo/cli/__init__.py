@@ -45,7 +45,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("octavo.cli.trace", "write a recording as a trace for Perfetto, or as a page"),
     "doctor": ("octavo.cli.doctor", "check this installation and machine, with remedies"),
     "pull": ("octavo.cli.pull", "download a model"),
-    "list": ("octavo.cli.list_models", "list the models on this machine"),
+    "list": ("octavo.cli.list_models", "list the models on this machine, with sizes"),
+    "rm": ("octavo.cli.remove", "remove a downloaded model"),
     "completions": ("octavo.cli.completions", "print a script that completes commands and flags in a shell"),
     "config show": ("octavo.cli.config_show", "show the settings in force and where each comes from"),
 }

@@ -44,10 +44,14 @@ _EDGE = 512  # bytes checked at each end of a section
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """`place` names the file; `identity` is what must be equal for it to fit: one file for each place."""
+    """`place` names the file; `identity` is what must be equal for it to fit: one file for each place.
+
+    `sources` are the files that the weights come from.
+    """
 
     place: str
     identity: str
+    sources: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, paths: Iterable[Path], *facts: object) -> CacheKey:
@@ -55,7 +59,8 @@ class CacheKey:
         resolved = [path.resolve() for path in paths]
         place = hashlib.sha256(repr(([str(path) for path in resolved], facts)).encode()).hexdigest()[:32]
         states = [(status.st_size, status.st_mtime_ns) for status in map(os.stat, resolved)]
-        return cls(place, hashlib.sha256(repr((place, states)).encode()).hexdigest())
+        identity = hashlib.sha256(repr((place, states)).encode()).hexdigest()
+        return cls(place, identity, tuple(map(str, resolved)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +151,26 @@ class WeightCache:
                 unfinished.unlink()
 
 
+def remove_made_from(folder: Path, sources: Path) -> int:
+    """Remove the cache files in `folder` whose weights come from below `sources`; return their bytes."""
+    num_bytes = 0
+    for path in sorted(folder.glob("*" + SUFFIX)) if folder.is_dir() else ():
+        try:
+            with path.open("rb") as file:
+                made_from = _read_header(file)[0].get("sources", ())
+            if any(Path(source).is_relative_to(sources.resolve()) for source in made_from):
+                size = path.stat().st_size
+                path.unlink()
+                num_bytes += size
+        except (OSError, _UnfitError):
+            continue  # gone, or of another version: the bound of the folder removes it
+    return num_bytes
+
+
 def _lay_out(key: CacheKey, about: Any, sizes: Mapping[str, int]) -> tuple[dict[str, Any], list[int], int]:
     """Place the sections behind a header of unknown checksums; give header, offsets and the file's size."""
     sections = {name: [0, nbytes, 0] for name, nbytes in sizes.items()}
-    header = {"identity": key.identity, "about": about, "size": 0, "sections": sections}
+    header = {"identity": key.identity, "sources": key.sources, "about": about, "size": 0, "sections": sections}
     room = _PREAMBLE.size + len(json.dumps(header)) + 32 * (len(sections) + 1)  # for numbers that are 0 yet
     position = -(-room // _PAGE) * _PAGE
     for entry in sections.values():
