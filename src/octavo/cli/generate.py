@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from octavo.assembly import LocalEngine, build_local
+from octavo.cli.answer_flags import add_answer_arguments, sampling_params
 from octavo.cli.flags import UsageError, add_settings, check_output, config_from, whole
 from octavo.cli.inner_app import answering
-from octavo.cli.run import add_answer_arguments, sampling_params
 from octavo.cli.terminal import loading, say, warn_limits
 from octavo.config import Config
 from octavo.server.batches.inner_call import Answer, InnerCall

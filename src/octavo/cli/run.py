@@ -1,7 +1,7 @@
-"""`octavo run [MODEL] "prompt"`: one answer, streamed to the terminal.
+"""`octavo run [MODEL] "prompt"`: one answer, streamed to the terminal; a model alone is talked with.
 
 Owns: what the words mean, the template, streaming, the closing line of numbers, a clean end on Ctrl-C.
-Does not: build the engine (assembly does) or keep a conversation.
+Does not: build the engine (assembly does) or keep a conversation (chat does).
 """
 
 from __future__ import annotations
@@ -10,32 +10,30 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from octavo.artifacts.resolve import DEFAULT_MODEL
+from octavo.artifacts.resolve import DEFAULT_MODEL, SHORT_NAMES, names_model, read_reference
 from octavo.assembly import LocalEngine, build_local
-from octavo.cli.flags import UsageError, add_settings, config_from, whole
-from octavo.cli.terminal import loading, warn_limits
-from octavo.core.request import FinishReason, SamplingParams
-from octavo.core.sampling_params import sampling_defaults
+from octavo.cli.answer_flags import MAX_TOKENS, add_answer_arguments, sampling_params
+from octavo.cli.chat import converse
+from octavo.cli.flags import UsageError, add_settings, config_from, settings_given
+from octavo.cli.terminal import loading, say, warn_limits
+from octavo.config.spelling import did_you_mean
+from octavo.core.request import FinishReason
 from octavo.errors import EngineError
 
 if TYPE_CHECKING:
     from octavo.engine.sessions import Session, Usage
     from octavo.text.text_model import TextModel
 
-MAX_TOKENS = 512
-_GIVEN = ("temperature", "top_p", "top_k")
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the command line asks for. `model` None means the configured one."""
+    """What the command line asks for. `model` None means the configured one, `prompt` None a conversation."""
 
-    prompt: str
+    prompt: str | None
     model: str | None
     raw: bool
     system: str | None
@@ -43,30 +41,27 @@ class Asked:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.usage = "octavo run [MODEL] PROMPT [options]"
-    parser.add_argument("words", nargs="*", metavar="PROMPT", help="the prompt, in quotes; - or a pipe reads it")
+    parser.usage = "octavo run [MODEL] [PROMPT] [options]"
+    parser.add_argument(
+        "words", nargs="*", metavar="PROMPT", help="the prompt, in quotes; - or a pipe reads it; a model alone: a chat"
+    )
     group = parser.add_argument_group("answer")
     add_answer_arguments(group)
+    parser.set_defaults(max_tokens=None)  # MAX_TOKENS of one answer, as many as fit in a conversation
     group.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
 
 
-def add_answer_arguments(group: argparse._ArgumentGroup, max_tokens: int | None = MAX_TOKENS) -> None:
-    """Add what says how to answer; `max_tokens` is the default, None for as many as fit."""
-    most = max_tokens if max_tokens is not None else "as many as fit"
-    flags = ("--max-tokens", "--n-predict", "-n")
-    group.add_argument(*flags, type=whole, default=max_tokens, metavar="N", help=f"tokens at most [{most}]")
-    group.add_argument("--temperature", "--temp", type=float, metavar="X", help="0 = greedy [the model's, else 1]")
-    group.add_argument("--top-p", type=float, metavar="X", help="nucleus [the model's, else 1]")
-    group.add_argument("--top-k", type=int, metavar="N", help="most likely tokens [the model's, else all]")
-    group.add_argument("--system", metavar="TEXT", help="system message")
-    group.add_argument("--quiet", "-q", action="store_true", help="no progress and no numbers on stderr")
-
-
 def run(args: argparse.Namespace) -> int:
     """Answer; 0 when the answer ended by itself or at --max-tokens, 130 after Ctrl-C."""
-    asked = read_words(args.words, args.raw, args.system, sys.stdin)
+    is_named = "model" in settings_given(args)
+    asked = read_words(args.words, args, sys.stdin, is_named=is_named)
     config = config_from(args, model=asked.model)
+    if asked.prompt is None:
+        return converse(args, config)
+    if len(args.words) == 1 and not is_named and not args.quiet:
+        say(*_lookalike(asked.prompt))
+    args.max_tokens = MAX_TOKENS if args.max_tokens is None else args.max_tokens
     sampling_params(args, {})  # a mistaken flag should not wait for the model
     begun = time.perf_counter()
     with loading(config.model.model, args.quiet):
@@ -88,37 +83,41 @@ async def _answer(engine: LocalEngine, asked: Asked, args: argparse.Namespace, s
     return 0
 
 
-def read_words(words: Sequence[str], raw: bool, system: str | None, stdin: TextIO) -> Asked:
-    """Tell model and prompt apart: one word is the prompt, two are model and prompt, none reads stdin."""
+def read_words(words: Sequence[str], args: argparse.Namespace, stdin: TextIO, *, is_named: bool = False) -> Asked:
+    """Tell model and prompt apart: two words are both, one is the model where it names one, else the prompt.
+
+    A model alone is talked with on a terminal; elsewhere the prompt is read from stdin. `is_named`: --model is given.
+    """
     if len(words) > 2:
-        head = f"{words[0]} " if _is_model(words[0]) else ""
+        head = f"{words[0]} " if names_model(words[0]) else ""
         prompt = " ".join(words[1:] if head else words)
         raise UsageError(f'{len(words)} words are given; put the prompt in quotes: octavo run {head}"{prompt}"')
-    if raw and system is not None:
+    if args.raw and args.system is not None:
         raise UsageError("--system needs the chat template; leave out --raw")
     model = words[0] if len(words) == 2 else None
     prompt = words[-1] if words else "-"
-    if len(words) == 1 and _is_model(prompt):
-        if stdin.isatty():
-            raise UsageError(f'{prompt} is a model, and the prompt is missing: octavo run {prompt} "Hello"')
+    if len(words) == 1 and not is_named and names_model(prompt):
         model, prompt = prompt, "-"
+        if stdin.isatty() and not args.raw:
+            return Asked(None, model, False, args.system)
     if prompt == "-":
+        prompt = "" if stdin.isatty() else stdin.read()
+        if not prompt.strip() and model is not None:
+            raise UsageError(f'{model} is a model, and the prompt is missing: octavo run {model} "Hello"')
         if stdin.isatty():
             raise UsageError('the prompt is missing: octavo run "Why is the sky blue?"')
-        prompt = stdin.read()
     if not prompt.strip():
         raise UsageError("the prompt is empty; give some text")
-    return Asked(prompt, model, raw, system)
+    return Asked(prompt, model, args.raw, args.system)
 
 
-def _is_model(word: str) -> bool:
-    return word == DEFAULT_MODEL or (word.endswith(".gguf") and Path(word).exists())
-
-
-def sampling_params(args: argparse.Namespace, generation: Mapping[str, float]) -> SamplingParams:
-    """Return what flags ask for, else the model's generation config, else the defaults. Raises InvalidRequestError."""
-    given = {name: value for name in _GIVEN if (value := getattr(args, name)) is not None}
-    return SamplingParams(**{**sampling_defaults(generation), **given, "max_tokens": args.max_tokens})
+def _lookalike(prompt: str) -> Iterator[str]:
+    """Say how a prompt would be a model, where it looks like one."""
+    near = did_you_mean(prompt, [DEFAULT_MODEL, *SHORT_NAMES])
+    if near:
+        yield f"note: {prompt!r} is taken as the prompt, for no model has that name; {near}"
+    elif read_reference(prompt) is not None:
+        yield f"note: {prompt!r} is taken as the prompt; octavo chat {prompt} downloads that model and talks with it"
 
 
 def prompt_ids(text: TextModel, asked: Asked) -> Sequence[int]:
@@ -126,7 +125,7 @@ def prompt_ids(text: TextModel, asked: Asked) -> Sequence[int]:
     if asked.raw or text.chat_template is None:
         if asked.system is not None:
             raise UsageError("this model has no chat template, so --system cannot be given; leave it out")
-        return text.tokenizer.encode(asked.prompt)
+        return text.tokenizer.encode(asked.prompt or "")
     messages = [{"role": "user", "content": asked.prompt}]
     if asked.system is not None:
         messages.insert(0, {"role": "system", "content": asked.system})
