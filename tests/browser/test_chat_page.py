@@ -6,7 +6,9 @@ Every test fails where the console has an error, the page's policy forbade somet
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -362,6 +364,7 @@ def test_I06_a_wrong_setting_is_marked_at_its_field(chat: Chat) -> None:
     chat.page.fill("#set-temperature", "999")
     answer = chat.say("hello")
     assert answer.locator(".error").inner_text().startswith("temperature is 999")
+    assert answer.locator(".finish").inner_text() == "refused"
     assert chat.page.get_attribute("#set-temperature", "aria-invalid") == "true"
     chat.page.fill("#set-temperature", "1")
     assert chat.page.get_attribute("#set-temperature", "aria-invalid") is None
@@ -421,11 +424,13 @@ def test_I06_a_server_that_is_gone_or_breaks_is_told_in_words(chat: Chat) -> Non
     chat.page.route("**/v1/chat/completions", lambda route: route.abort())
     answer = chat.say("hello")
     assert "cannot be reached" in answer.locator(".error").inner_text()
+    assert answer.locator(".finish").inner_text() == "not sent"
     chat.page.unroute("**/v1/chat/completions")
     cut = 'data: {"id":"x","choices":[{"index":0,"delta":{"content":"half"},"finish_reason":null}]}\n\n'
     chat.page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=cut))
     answer = chat.say("again")
     assert "was cut" in answer.locator(".error").inner_text() and "half" in answer.inner_text()
+    assert answer.locator(".finish").inner_text() == "cut off"
     chat.page.unroute("**/v1/chat/completions")
     answer = chat.say("break down")
     assert "half a" in answer.inner_text() and answer.locator(".error").inner_text() != ""
@@ -460,10 +465,10 @@ def test_I06_why_it_waits_is_told_and_a_full_queue_is_waited_for(browser: Browse
         first = occupy(server, "first")
         chat.send("hello")
         chat.do("why")
-        until(lambda: page.inner_text(".why").strip() not in ("", "Asking…"))
-        assert "Waits at position 1" in page.inner_text(".why") and "sequence" in page.inner_text(".why")
+        until(lambda: "sequence" in page.inner_text(".why"))  # a request that was not looked at yet has no reason
+        assert "Waits at position 1" in page.inner_text(".why")
         chat.do("why")
-        assert not page.locator(".why").is_visible()
+        page.wait_for_selector(".why", state="hidden")
         chat.do("why")
         server.post("/v1/requests/first/cancel", {})
         first.join(60)
@@ -487,6 +492,45 @@ def test_I06_an_engine_that_dies_in_the_middle_of_an_answer_is_not_noticed(chat:
     assert answer.locator(".answer > .markdown").inner_text() == "on and on it goes"
     assert answer.locator(".finish").inner_text() == "ended by itself"
     assert server.pid("engine") != before
+
+
+def children(pid: int) -> set[int]:
+    """The processes that a process began, and that live."""
+    return {
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    }
+
+
+def test_a_stream_that_stalls_while_the_engine_is_replaced_says_so(chat: Chat, server: RealServer) -> None:
+    chat.watch.allowed.append("503")  # the answer of /readyz, which says why
+    chat.send("endless please")
+    chat.page.wait_for_selector(".answer.running .rate")
+    api, engine = server.pid("api"), server.pid("engine")
+    before = children(api)
+    os.kill(engine, signal.SIGKILL)
+    until(lambda: bool(children(api) - before))
+    (successor,) = children(api) - before
+    os.kill(successor, signal.SIGSTOP)  # it takes its time
+    try:
+        state = chat.page.locator(f"{ANSWER} .state")
+        until(lambda: "The engine is being restarted" in state.inner_text())
+        said = chat.page.inner_text(f"{ANSWER} .markdown >> nth=-1")
+        assert said.startswith("on"), "what was said stays"
+        cursor = "getComputedStyle(document.querySelector('.running .markdown > :last-child'), '::after').content"
+        assert chat.page.evaluate(cursor) == "none", "no cursor blinks as if something came"
+        chat.page.click("#new")
+        chat.send("hello")  # its first token has to wait, too
+        chat.page.wait_for_selector(".state:has-text('The engine is being restarted')")
+    finally:
+        os.kill(successor, signal.SIGCONT)
+    assert chat.ended(0).locator(".answer > .markdown").inner_text() == "hello"
+    chat.page.click("#conversations >> text=endless please")
+    until(lambda: state.inner_text() == "")
+    until(lambda: len(chat.page.inner_text(f"{ANSWER} .markdown >> nth=-1")) > len(said))
+    chat.page.keyboard.press("Escape")
+    assert chat.ended(0).locator(".finish").inner_text() == "stopped"
 
 
 # --- conversations
@@ -614,6 +658,7 @@ def test_I06_the_request_as_curl_and_python(chat: Chat, server: RealServer) -> N
     chat.page.click("#show-code")
     shown = chat.page.inner_text("#code")
     assert shown.startswith("curl") and server.url in shown and "Authorization" not in shown
+    assert not chat.page.locator("#code-key").is_visible(), "this server asks for none"
     chat.do("copy-code", "#code-dialog")
     chat.page.wait_for_selector("#code-dialog >> text=Copied")
     assert clipboard(chat.page).strip() == shown.strip()
@@ -640,33 +685,76 @@ def test_I06_keys(chat: Chat) -> None:
     page.keyboard.press("Enter")
     chat.ended(0)
     assert chat.bodies[-1]["messages"][0]["content"] == "line one\nline two"
-    page.locator("#scroller").focus()
-    page.keyboard.press("/")
-    assert page.evaluate("document.activeElement.id") == "text" and page.input_value("#text") == ""
-    page.keyboard.type("?/nrs")
-    assert page.input_value("#text") == "?/nrs", "letters in a field are letters"
-    page.fill("#text", "")
-    page.locator("#scroller").focus()
-    page.keyboard.press("?")
-    assert page.locator("#help-dialog").is_visible()
-    page.keyboard.press("Escape")
-    assert not page.locator("#help-dialog").is_visible()
-    page.locator("#scroller").focus()
-    page.keyboard.press("s")
-    assert page.evaluate("document.activeElement.name") == "system"
-    page.locator("#scroller").focus()
-    page.keyboard.press("s")
-    assert not page.locator("#settings-panel").is_visible()
-    page.keyboard.press("c")
-    assert page.locator("#code-dialog").is_visible()
-    page.keyboard.press("Escape")
-    page.locator("#scroller").focus()
-    page.keyboard.press("r")
+    for place in ("#text", "#scroller"):
+        page.locator(place).focus()
+        page.keyboard.press("Alt+Shift+h")
+        assert page.locator("#help-dialog").is_visible()
+        page.keyboard.press("Alt+Shift+n")
+        assert page.locator(".message").count() == 2, "an open dialog has the keys"
+        page.keyboard.press("Escape")
+        assert not page.locator("#help-dialog").is_visible()
+        page.locator(place).focus()
+        page.keyboard.press("Alt+Shift+s")
+        assert page.evaluate("document.activeElement.name") == "system"
+        page.locator(place).focus()
+        page.keyboard.press("Alt+Shift+s")
+        assert not page.locator("#settings-panel").is_visible()
+        page.keyboard.press("Alt+Shift+c")
+        assert page.locator("#code-dialog").is_visible()
+        page.keyboard.press("Escape")
+        assert not page.locator("#code-dialog").is_visible() and page.input_value("#text") == ""
+    page.keyboard.press("Alt+Shift+r")
     page.wait_for_selector(".versions:has-text('2 of 2')")
     chat.ended(0)
-    page.locator("#scroller").focus()
-    page.keyboard.press("n")
-    assert page.locator("#empty").is_visible()
+    page.keyboard.press("Alt+Shift+n")
+    assert page.locator("#empty").is_visible() and page.evaluate("document.activeElement.id") == "text"
+
+
+def test_what_is_typed_into_a_fresh_page_is_a_message(chat: Chat) -> None:
+    page, sentence = chat.page, "Summarise this text in one sentence."
+    assert page.evaluate("document.activeElement.id") == "text", "at once, before anything is clicked"
+    page.keyboard.type(sentence)
+    assert page.input_value("#text") == sentence
+    assert not page.locator("#settings-panel").is_visible() and page.input_value("#set-system") == ""
+    page.keyboard.press("Enter")
+    chat.ended(0)
+    assert [body["messages"] for body in chat.bodies] == [[{"role": "user", "content": sentence}]]
+
+
+@pytest.mark.parametrize("place", ["#scroller", "#new", "#toggle-settings", ".message.assistant"])
+def test_letters_typed_anywhere_go_to_the_message_field(chat: Chat, place: str) -> None:
+    page = chat.page
+    chat.say("hello")
+    page.locator(place).focus()
+    page.keyboard.type("new rules? (c) / stop")
+    assert page.input_value("#text") == "new rules? (c) / stop"
+    assert page.locator(".message").count() == 2 and page.locator("dialog[open]").count() == 0
+    page.locator("#filter").focus()
+    page.keyboard.type("hel")
+    assert page.input_value("#filter") == "hel", "another field keeps what is typed into it"
+    assert page.input_value("#text") == "new rules? (c) / stop"
+
+
+def test_escape_closes_the_settings_beside_the_page_and_the_dialogs(chat: Chat) -> None:
+    page = chat.page
+    for field in ("#set-system", "#text"):
+        chat.settings()
+        page.focus(field)
+        page.keyboard.press("Escape")
+        assert not page.locator("#settings-panel").is_visible(), field
+        page.keyboard.type("x")
+    assert page.input_value("#text") == "xx" and page.input_value("#set-system") == ""
+    for opener, dialog in (("#show-help", "#help-dialog"), ("#show-code", "#code-dialog")):
+        page.click(opener)
+        assert page.locator(dialog).is_visible()
+        page.keyboard.press("Escape")
+        assert not page.locator(dialog).is_visible()
+    chat.settings()
+    page.fill("#text", "endless please")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".answer.running .rate")
+    page.keyboard.press("Escape")
+    assert "stopped" in chat.ended(0).inner_text() and page.locator("#settings-panel").is_visible(), "the answer first"
 
 
 def test_I06_the_focus_stays_where_a_key_was_pressed(chat: Chat) -> None:
@@ -785,6 +873,52 @@ def test_I06_a_screen_of_320_pixels(browser: Browser, server: RealServer) -> Non
         assert not page.locator("#list-panel").is_visible() and page.locator("#empty").is_visible()
 
 
+def small_targets(page: Page) -> list[str]:
+    """Shown buttons and links of the page, not of a model's text, that are smaller than 44 pixels either way."""
+    found: list[str] = page.evaluate(
+        """[...document.querySelectorAll("button, a, select, summary")]
+          .filter((one) => one.checkVisibility() && !one.closest(".markdown p, .markdown li"))
+          .map((one) => [one, one.getBoundingClientRect()])
+          .filter(([, box]) => box.width < 43.99 || box.height < 43.99)
+          .map(([one, box]) => `${box.width} x ${box.height} ${one.outerHTML.slice(0, 90)}`)"""
+    )
+    return found
+
+
+@pytest.mark.parametrize("is_phone", [True, False])
+def test_a_phone_shows_send_beside_a_long_name_and_targets_for_fingers(
+    browser: Browser, tmp_path: Path, is_phone: bool
+) -> None:
+    name = "a-model-whose-name-has-fifty-characters-no-less-xx"
+    size = {"width": 390 if is_phone else 1280, "height": 844}
+    with (
+        RealServer(script(tmp_path), tmp_path / "log", "--served-model-name", name) as server,
+        watched(browser, server.url, viewport=size, has_touch=True, is_mobile=True) as (page, watch),
+    ):
+        chat = Chat(page, watch)
+        assert len(name) == 50 and chat.texts("#model option") == [name]
+        page.evaluate("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))")
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        for control in ("#send", "#toggle-settings", "#show-help"):
+            box = page.locator(control).bounding_box()
+            assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= size["width"], control
+        chat.settings()
+        page.check("#set-logprobs")
+        page.fill("#set-n", "2")
+        assert small_targets(page) == []
+        page.keyboard.press("Escape")
+        chat.say("markdown please")
+        assert small_targets(page) == []
+        if is_phone:
+            page.click("#toggle-list")
+        page.click('#conversations [data-action="rename"]')
+        assert small_targets(page) == []
+        for dialog in ("help-dialog", "code-dialog"):
+            page.evaluate(f"document.getElementById('{dialog}').showModal()")
+            assert small_targets(page) == []
+            page.keyboard.press("Escape")
+
+
 def test_I06_the_page_stays_where_its_reader_scrolled(chat: Chat) -> None:
     chat.say("markdown please")
     chat.send("endless please")
@@ -821,6 +955,13 @@ def test_I06_a_key_is_shown_once_and_the_page_works(browser: Browser, tmp_path: 
         page.wait_for_selector(f"{ANSWER} .finish")
         page.click("#show-code")
         assert "Bearer $OCTAVO_API_KEY" in page.inner_text("#code") and "secret" not in page.content()
+        assert "export OCTAVO_API_KEY=" in page.inner_text("#code-key"), "how the variable gets its value"
+        command = page.inner_text("#code-key code").replace("your key", "secret") + "\n" + page.inner_text("#code")
+        if shutil.which("curl"):
+            done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+            assert '"content":"h' in done.stdout, done.stdout + done.stderr
+        page.click("#as-python")
+        assert 'os.environ["OCTAVO_API_KEY"]' in page.inner_text("#code") and page.is_visible("#code-key")
         page.keyboard.press("Escape")
         page.context.clear_cookies()  # the session is over
         page.fill("#text", "more")

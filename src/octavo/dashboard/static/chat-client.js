@@ -64,6 +64,16 @@ export function retryDelay(error, attempt) {
   return waitS <= MAX_WAIT_S ? waitS : null;
 }
 
+/** Return why the engine makes no progress now, in the server's words; null where it does, or nothing is known. */
+export async function engineTrouble() {
+  try {
+    await send("readyz", {});
+  } catch (error) {
+    return error.code === "engine_unavailable" ? error.message : null;
+  }
+  return null;
+}
+
 async function send(path, init, allowed = []) {
   let response;
   try {

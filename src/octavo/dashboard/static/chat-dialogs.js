@@ -30,7 +30,8 @@ export class CodeDialog {
     this.parts = parts;
     this.write = curlOf;
     this.dialog = document.getElementById("code-dialog");
-    this.shown = this.dialog.querySelector("code");
+    this.shown = document.querySelector("#code code");
+    this.keyHint = document.getElementById("code-key");
     this.tabs = [["as-curl", curlOf], ["as-python", pythonOf]].map(([id, write]) => [document.getElementById(id), write]);
     for (const [tab, write] of this.tabs) {
       tab.addEventListener("click", () => {
@@ -51,6 +52,7 @@ export class CodeDialog {
 
   #draw() {
     for (const [tab, write] of this.tabs) tab.setAttribute("aria-pressed", String(write === this.write));
+    this.keyHint.hidden = !this.given.usesKey;
     this.shown.textContent = this.write(this.given.base, this.given.body, this.given.usesKey);
   }
 }

@@ -1,6 +1,7 @@
 // What keys do on the chat page. Owns: the keys. Does not: do it.
+// Letters without a modifier are text: they land in the message field wherever the focus is outside of another field.
 
-const FIELDS = "input, textarea, select, dialog[open], [contenteditable]";
+const FIELDS = "input, textarea, select, [contenteditable]";
 
 /** Listen for keys; `chat` is what they act on. */
 export function installKeys(chat) {
@@ -16,25 +17,37 @@ export function installKeys(chat) {
     }
   });
   document.addEventListener("keydown", (event) => {
-    if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
-    if (event.key === "Escape") {
-      if (document.querySelector("dialog[open]")) return; // it closes by itself
-      if (!chat.panels.closeDrawers()) chat.stop();
-      return;
-    }
-    const act = event.target.closest(FIELDS) ? null : keys(chat)[event.key];
-    if (!act) return;
-    event.preventDefault();
-    act();
+    if (event.defaultPrevented || event.isComposing || document.querySelector("dialog[open]")) return; // Esc closes it
+    if (event.key === "Escape") escape(chat);
+    else if (event.altKey && event.shiftKey && !event.ctrlKey && !event.metaKey) {
+      const act = shortcuts(chat)[letterOf(event)];
+      if (!act) return;
+      event.preventDefault();
+      act();
+    } else if (isText(event) && !event.target.closest(FIELDS)) text.focus(); // the key's letter goes where the focus is
   });
 }
 
-const keys = (chat) => ({
-  "/": () => document.getElementById("text").focus(),
-  "?": () => document.getElementById("help-dialog").showModal(),
+// A panel over the page closes first, then an answer stops, then the settings beside the page close.
+function escape(chat) {
+  if (chat.panels.closeDrawers()) return;
+  if (chat.run && !chat.panels.hasFocus("settings")) chat.stop();
+  else chat.panels.close("settings");
+}
+
+// Alt and Shift: browsers keep them for pages (they are Firefox's access keys) but for A, B, I, T.
+const shortcuts = (chat) => ({
   n: () => chat.begin(),
   r: () => chat.regenerate(),
-  t: () => chat.toggleTokens(),
+  l: () => chat.toggleTokens(),
   s: () => chat.panels.toggle("settings"),
   c: () => chat.code.open(),
+  h: () => document.getElementById("help-dialog").showModal(),
 });
+
+// With Option, macOS makes other characters of letters, and not every layout has Latin ones: then the key's place counts.
+const letterOf = ({ key, code }) => (/^[a-z]$/i.test(key) ? key : (/^Key([A-Z])$/.exec(code)?.[1] ?? "")).toLowerCase();
+
+function isText({ key, ctrlKey, metaKey, altKey }) {
+  return !ctrlKey && !metaKey && !altKey && key !== " " && (key.length === 1 || key === "Dead");
+}

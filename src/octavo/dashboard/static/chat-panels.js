@@ -44,7 +44,7 @@ export class Panels {
 
   /** Close a panel; the focus goes to its button if it was in it. */
   close(name) {
-    const hadFocus = this.#panel(name).contains(document.activeElement);
+    const hadFocus = this.hasFocus(name);
     this.open[name] = false;
     this.#keep();
     if (hadFocus) this.#button(name).focus();
@@ -55,6 +55,11 @@ export class Panels {
     const opened = narrow.matches ? NAMES.filter((name) => this.open[name]) : [];
     for (const name of opened) this.close(name);
     return opened.length > 0;
+  }
+
+  /** Return whether the focus is in a panel. */
+  hasFocus(name) {
+    return this.#panel(name).contains(document.activeElement);
   }
 
   #panel(name) {

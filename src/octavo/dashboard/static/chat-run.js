@@ -3,11 +3,13 @@
 // Stages: waiting (sent, nothing said yet), refused (to be sent again), answering, ended.
 
 import { Assembly, ServerError } from "./chat-answer.js";
-import { chat, countdown, explain, MAX_RETRIES, retryDelay } from "./chat-client.js";
+import { chat, countdown, engineTrouble, explain, MAX_RETRIES, retryDelay } from "./chat-client.js";
 import { randomName } from "./chat-dom.js";
 import { seenRate, statsOf } from "./chat-stats.js";
 
 const WHY_EVERY_MS = 1000;
+const SILENT_MS = 1500; // without a chunk, before the server is asked whether its engine works
+const TROUBLE_EVERY_MS = 1000;
 const NOT_THERE = "The engine has not got it yet: its prompt is being read, or it waits for a place.";
 
 export class Run {
@@ -23,7 +25,10 @@ export class Run {
     this.words = "";
     this.reasons = null; // why it waits, when that was asked for
     this.requestId = null;
+    this.trouble = ""; // why the engine makes no progress, while it makes none
     this.error = null;
+    this.heardMs = performance.now(); // when the server last said something of this request
+    this.askedMs = 0;
   }
 
   /** Tokens a second as they come, about. */
@@ -72,21 +77,24 @@ export class Run {
       this.#end("cut", null);
     } catch (error) {
       if (this.#abort.signal.aborted) this.#end("stopped", null);
-      else this.#end("cut", error);
+      else this.#end(endOf(error), error);
     } finally {
       clearInterval(clock);
       this.stage = "ended";
+      this.trouble = "";
       this.onChange(this);
     }
   }
 
   async #once() {
     this.requestId = `chat-${randomName(20)}`;
-    this.assembly.startedMs = performance.now();
+    this.assembly.startedMs = this.heardMs = performance.now();
     this.#tick("waiting");
     try {
       for await (const chunk of chat(this.body, this.requestId, this.#abort.signal)) {
-        this.assembly.push(chunk, performance.now());
+        this.heardMs = performance.now();
+        this.trouble = "";
+        this.assembly.push(chunk, this.heardMs);
         if (this.assembly.firstMs !== null) this.stage = "answering";
         this.onChange(this);
       }
@@ -107,9 +115,22 @@ export class Run {
 
   #tick(stage = this.stage) {
     this.stage = stage;
-    if (stage !== "waiting") return;
+    this.#lookForTrouble();
+    if (stage !== "waiting" || this.trouble) return;
     const waitedS = (performance.now() - this.assembly.startedMs) / 1000;
     this.#say(waitedS < 1 ? "Waiting for the first token…" : `Waiting for the first token, ${Math.floor(waitedS)} s so far.`);
+  }
+
+  // A stream says nothing while the engine is replaced: ask the server whether that is why.
+  async #lookForTrouble() {
+    const now = performance.now();
+    if (this.stage === "refused" || now - this.heardMs < SILENT_MS || now - this.askedMs < TROUBLE_EVERY_MS) return;
+    this.askedMs = now;
+    const trouble = await engineTrouble();
+    if (this.heardMs > now || this.stage === "ended" || this.stage === "refused") return; // it went on meanwhile
+    this.trouble = trouble ?? "";
+    if (trouble) this.#say(`${trouble[0].toUpperCase()}${trouble.slice(1)}… The answer continues when it is ready.`);
+    else this.onChange(this);
   }
 
   #say(words) {
@@ -127,6 +148,13 @@ export class Run {
       if (error) answer.error = { message: error.message };
     }
   }
+}
+
+// What became of an answer whose request failed.
+function endOf(error) {
+  if (!(error instanceof ServerError)) return "cut";
+  if (error.status === 0) return error.code === "unreachable" ? "unsent" : "cut";
+  return error.status < 500 || error.status === 503 ? "refused" : "failed";
 }
 
 async function reasonsOf(requestId) {

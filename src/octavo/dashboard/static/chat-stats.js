@@ -36,7 +36,7 @@ export function number(value) {
   return value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
 }
 
-const ENDS = { stop: "ended by itself", length: "ended at the limit of tokens", tool_calls: "calls tools", stopped: "stopped", cut: "cut off" };
+const ENDS = { stop: "ended by itself", length: "ended at the limit of tokens", tool_calls: "calls tools", stopped: "stopped", cut: "cut off", refused: "refused", failed: "failed", unsent: "not sent" };
 
 /** Return what is told of a request, as parts [{label, words, title}]. */
 export function requestParts(stats) {

@@ -8,6 +8,7 @@ import { number, requestParts } from "./chat-stats.js";
 import { StoryView } from "./chat-story.js";
 
 const NEAR_END = 48; // pixels
+const UNFINISHED = new Set(["length", "stopped", "cut", "refused", "failed", "unsent"]); // ends that can be gone on from
 
 /** Shows conversations in a container; `actions` are what buttons do. */
 export class MessagesView {
@@ -189,18 +190,20 @@ class AssistantView {
 
   // What a request waits for. The box is made once, so that its buttons keep the focus.
   #showState(run) {
-    const stage = run ? run.stage : null;
+    const stage = run?.stage === "answering" && run.trouble ? "stalled" : (run?.stage ?? null);
     if (stage !== this.stage) {
+      this.element.classList.toggle("stalled", stage === "stalled");
       this.stage = stage;
       this.words = make("span", {});
       this.why = make("ul", { class: "why", hidden: true });
       const parts = {
         waiting: () => [this.words, " ", button("Why does it wait?", { class: "button quiet small", "data-action": "why", "aria-expanded": "false" }, (event) => tellWhy(run, event.currentTarget)), this.why],
         refused: () => [this.words, " ", button("Try now", { class: "button quiet small", "data-action": "try-now" }, () => run.tryNow())],
+        stalled: () => [this.words],
       };
       this.state.replaceChildren(...(parts[stage]?.() ?? []));
     }
-    if (stage !== "waiting" && stage !== "refused") return;
+    if (stage !== "waiting" && stage !== "refused" && stage !== "stalled") return;
     this.words.textContent = run.words;
     this.why.hidden = !run.reasons;
     const reasons = (run.reasons ?? []).join("\n");
@@ -238,7 +241,7 @@ class AssistantView {
       small("Edit", "edit", () => owner.edit(message)),
       copyButton("Copy", () => answer.content, { class: "button quiet small", "data-action": "copy" }),
     ];
-    if (isLast && (answer.finish === "length" || answer.finish === "stopped" || answer.finish === "cut") && answer.content) {
+    if (isLast && UNFINISHED.has(answer.finish) && answer.content) {
       parts.push(small("Continue", "continue", () => owner.actions.goOn(message)));
     }
     if (answer.tokens.length) {

@@ -73,6 +73,7 @@ class Chat {
     window.addEventListener("pagehide", () => [...this.runs.values()].forEach((run) => this.store.save(run.conversation)));
     installKeys(this);
     this.open(this.current.id);
+    text.focus();
     this.#askServer();
   }
 
