@@ -83,9 +83,9 @@ def main() -> int:
         frames = [json.loads(line) for line in source.read_text().splitlines()]
         write_page(frames[:1], page)
         found = measure(page, frames, args)
-    print(f"{'view':8} {'pictures':>8} {'half':>8} {'95 %':>8} {'most':>8}   running waiting")
+    print(f"{'view':8} {'pictures':>8} {'p50':>8} {'p95':>8} {'most':>8}   running waiting")
     for view, cost in found.items():
-        numbers = f"{cost['number']:8.0f} {cost['half']:5.1f} ms {cost['p95']:5.1f} ms {cost['most']:5.1f} ms"
+        numbers = f"{cost['number']:8.0f} {cost['p50']:5.1f} ms {cost['p95']:5.1f} ms {cost['most']:5.1f} ms"
         print(f"{view:8} {numbers}   {cost['run']:7.0f} {cost['wait']:7.0f}")
     print(json.dumps({view: {name: round(value, 2) for name, value in cost.items()} for view, cost in found.items()}))
     return 0

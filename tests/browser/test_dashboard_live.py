@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from octavo.cli.admin_client import ask
 from tests.browser.browsing import watched
 from tests.browser.test_dashboard_page import drawn, pixels, until, value
 from tests.fake_server import RealServer
@@ -73,6 +76,75 @@ class Asking:
 def live(page: Page) -> None:
     page.goto("/dashboard")
     until(page, "octavo.store.head !== null && document.getElementById('state').className === 'live'")
+
+
+def totals(page: Page) -> dict[str, str]:
+    return {row.split("\n")[0]: row.split("\n")[1] for row in page.locator("#totals div").all_inner_texts()}
+
+
+def test_an_unused_server_says_so_and_totals_are_since_its_start_on_every_load(browser: Browser, tmp_path: Path) -> None:
+    name = "a-model-whose-name-has-fifty-characters-no-less-xx"
+    rules = tmp_path / "script.json"
+    rules.write_text(json.dumps([{"say": "on and on ", "finish": "length"}]))
+    with (
+        RealServer(f"scripted:{rules}", tmp_path / "log", "--served-model-name", name) as server,
+        watched(browser, server.url, viewport={"width": 390, "height": 844}) as (page, _),
+    ):
+        live(page)
+        until(page, "!document.getElementById('unused').hidden")
+        assert "No requests yet" in page.inner_text("main") and not page.is_visible("#view-steps")
+        assert totals(page)["finished"] == "0" and "NaN" not in page.inner_text("body")
+        fits(page)
+        command = page.inner_text("#first-request")
+        assert name in command and server.url in command and "Authorization" not in command
+        if shutil.which("curl"):
+            done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+            assert json.loads(done.stdout)["model"] == name, done.stdout + done.stderr
+        else:
+            Asking(server, 1, 16).join()
+        until(page, "document.getElementById('unused').hidden && octavo.store.steps.count > 0")
+        assert page.is_visible("#view-steps") and pixels(page, "#timeline") > 3
+
+        Asking(server, 3, 1100, "again and again " * 40).join()  # more steps than the engine keeps
+        found = ask(server.admin, "statistics")["scheduler"]
+        hits = 100 * found["prefix_hit_tokens"] / found["prefix_queried_tokens"]
+        seen = []
+        for _ in range(2):
+            live(page)
+            until(page, "octavo.store.steps.count > 0 && document.querySelector('#totals dd') !== null")
+            assert value(page, "store.steps.number[0]") > 0, "the first steps are not kept"
+            until(page, "document.querySelectorAll('#totals div')[8]?.innerText === 'finished\\n4\\nsince start'")
+            seen.append(totals(page))
+        for figures in seen:
+            assert figures["finished"] == str(sum(found["finished"].values())) == "4"
+            assert float(figures["prefix hits"].removesuffix(" %")) == pytest.approx(hits, abs=0.6)
+
+
+def fits(page: Page) -> None:
+    """Nothing is wider than the screen, in any view, with the menu closed or open; the header is one line."""
+    wide = "document.documentElement.scrollWidth - innerWidth"
+    for number in "12345":
+        page.keyboard.press(number)
+        drawn(page)
+        assert page.evaluate(wide) <= 0, number
+    header = page.locator("header.top").bounding_box()
+    assert header is not None and header["height"] < 60 and not page.is_visible("#open")
+    page.click("#menu")
+    assert page.is_visible("#open") and page.is_visible("#filter") and page.evaluate(wide) <= 0
+    page.keyboard.press("Escape")
+    assert not page.is_visible("#open")
+    page.keyboard.press("1")
+
+
+def test_an_unused_server_with_keys_says_how_to_send_one(browser: Browser, keyed: RealServer) -> None:
+    with watched(browser, keyed.url) as (page, watch):
+        watch.allowed.append("401")
+        page.goto("/dashboard")
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#unused:visible")
+        assert "Bearer $OCTAVO_API_KEY" in page.inner_text("#first-request")
+        assert "export OCTAVO_API_KEY=" in page.inner_text("#first-key")
 
 
 def test_I06_the_dashboard_follows_a_live_server(browser: Browser, server: RealServer) -> None:
@@ -160,6 +232,7 @@ def test_I06_a_key_without_the_right_is_told(browser: Browser, keyed: RealServer
         page.goto("/dashboard")
         page.fill("#key", OTHER)
         page.keyboard.press("Enter")
+        page.wait_for_url("**/dashboard#steps")
         until(page, "window.octavo && document.getElementById('state').className === 'refused'")
         assert "dashboard = true" in page.inner_text("#state")
 

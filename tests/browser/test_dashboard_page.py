@@ -113,7 +113,8 @@ def point(page: Page, selector: str, x: float = 0.6, y: float = 0.5) -> str:
 
 def test_I06_a_page_with_a_simulation_shows_it_without_a_server(page: Page, recorded: Recorded) -> None:
     assert f"simulation, {len(recorded.steps)} steps" in page.inner_text("#state")
-    assert "a made-up model" in page.inner_text("h1")
+    until(page, "document.querySelector('h1').textContent.includes('a made-up model')")  # with the totals
+    assert not page.is_visible("#unused")
     assert value(page, "time") == pytest.approx(value(page, "store.end"))
     assert not page.is_visible("#chat") and not page.is_visible("#logout")
 
@@ -134,13 +135,23 @@ def test_I06_each_view_is_shown_by_its_tab_and_by_its_key(page: Page, number: in
 
 def test_I06_totals_are_those_of_the_frames(page: Page, recorded: Recorded) -> None:
     last = recorded.steps[-1]
-    until(page, f"document.querySelectorAll('#totals dd')[2]?.textContent === '{last['run']}'")
-    shown = dict(line.split("\n") for line in page.locator("#totals div").all_inner_texts())
+    until(page, f"document.querySelectorAll('#totals div')[4]?.children[1].textContent === '{last['run']}'")
+    rows = [line.split("\n") for line in page.locator("#totals div").all_inner_texts()]
+    shown = {name: value for name, value, _ in rows}
+    assert {name: over for name, _, over in rows} == {
+        **dict.fromkeys(("decode tokens/s", "prefill tokens/s", "step p50"), "last 5 s"),
+        "first token p50": "last 60 s",
+        **dict.fromkeys(("running", "waiting", "swapped", "KV in use"), "now"),
+        **dict.fromkeys(("finished", "prefix hits", "preemptions"), "since start"),
+    }
     assert (shown["running"], shown["waiting"]) == (str(last["run"]), str(last["wait"]))
     used = 100 * sum(last["used"]) / sum(recorded.frames[0]["limits"]["num_blocks"])
     assert float(shown["KV in use"].removesuffix(" %")) == pytest.approx(used, abs=0.6)
+    [*_, totals] = [step["totals"] for step in recorded.steps if "totals" in step]
     ended = sum(event[0] == "finished" for step in recorded.steps for event in step.get("ev", []))
-    assert shown["finished"] == str(ended)
+    assert shown["finished"] == str(totals["finished"]) and totals["finished"] >= ended
+    hits = 100 * totals["found"] / totals["looked_up"]
+    assert float(shown["prefix hits"].removesuffix(" %")) == pytest.approx(hits, abs=0.6)
 
 
 def test_I06_the_timeline_draws_steps_and_tells_their_numbers(page: Page, recorded: Recorded) -> None:
@@ -162,6 +173,34 @@ def test_I06_where_the_time_went_is_told_as_a_table(page: Page, recorded: Record
     forward = sum(step["parts"][2] or 0 for step in recorded.steps)
     assert float(rows["forward"].removesuffix(" %")) == pytest.approx(100 * forward / whole, abs=1.0)
     assert f"{len(recorded.steps)} steps" in page.inner_text("#step-facts")
+
+
+def test_idle_time_before_the_window_is_not_counted_into_it(browser: Browser, recorded: Recorded, tmp_path: Path) -> None:
+    """An engine that was idle for minutes, then busy half of the time: the first step's idle time is clipped."""
+    [head] = [frame for frame in recorded.frames if frame["k"] == "head"]
+    head = {**head, "t": 0.0, "slots": [], "open": []}
+    step = {"k": "step", "s": 0.01, "parts": [0, 0, 0.01, 0, 0], "tok": [0, 1, 0, 0, 1], "rows": [], "run": 1, "wait": 0}
+    step |= {"used": [1], "cached": [0]}
+    steps = [{**step, "n": i, "t": 300 + 0.02 * i, "idle": 0.01 if i else 299.99} for i in range(50)]
+    path = tmp_path / "idle.html"
+    write_page([head, *steps, {"k": "end", "t": 301.0}], path)
+    with watched(browser, "file://") as (page, _):
+        page.goto(path.as_uri())
+        until(page, "octavo.store.numAll === 50 && octavo.mode === 'paused'")
+        page.evaluate("octavo.span = 1.2; octavo.moveTo(301)")  # from 299.8 on
+        until(page, "document.getElementById('step-facts').textContent.startsWith('50 steps')")
+        told = dict(row.split("\t")[:2] for row in page.locator("#parts tbody tr").all_inner_texts())
+        assert {part.strip(): share for part, share in told.items()} == {"forward": "42 %", "idle": "58 %"}  # 0.5, 0.69 s
+        assert "p50 10.0 ms, p95 10.0 ms, longest 10.0 ms" in page.inner_text("#step-facts")
+
+
+def test_the_colours_of_the_pool_are_in_the_legend_and_quantiles_have_their_names(page: Page) -> None:
+    legend = page.inner_text("#view-steps .legend").split("\n")
+    assert legend[-2:] == ["KV in use", "cached"]
+    page.click("#tab-plots")
+    captions = page.locator("figcaption").all_inner_texts()
+    assert sum("p50" in caption and "p95" in caption for caption in captions) == 3
+    assert not any("half" in caption or "95 of" in caption for caption in captions)
 
 
 def test_I06_the_wheel_zooms_around_the_pointer_and_dragging_moves(page: Page) -> None:

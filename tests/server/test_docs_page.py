@@ -19,7 +19,11 @@ async def test_the_page_lists_every_endpoint_and_field_and_loads_nothing() -> No
     for field in (*ChatBody.model_fields, *CompletionBody.model_fields):
         assert f"<td><code>{field}</code>" in page.text
     assert "<script" not in page.text
-    assert re.findall(r'(?:src|href)="([^"]*)"', page.text) == ["openapi.json"]
+    links = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+    assert [link for link in links if not link.startswith("#")] == ["openapi.json"]
+    headings = re.findall(r'<h2 id="([^"]*)"', page.text)
+    assert [link[1:] for link in links if link.startswith("#")] == headings, "a contents list of all endpoints"
+    assert len(set(headings)) == sum(map(len, harness.app.openapi()["paths"].values()))
     assert "default-src 'none'" in page.headers["content-security-policy"]
 
 

@@ -138,6 +138,34 @@ def test_what_frames_tell_is_what_the_scheduler_did(load: str, depth: int) -> No
         assert any(frame.get("swapped") for frame in engine.written)
 
 
+def last_totals(frames: list[Frame]) -> Any:
+    return next(frame["totals"] for frame in reversed(frames) if "totals" in frame)
+
+
+@pytest.mark.parametrize("load", ["easy", "preempting"])
+def test_totals_are_the_schedulers_wherever_a_reader_begins(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "MAX_STEPS", 8)
+    with Shown(limits=make_limits(**LOADS[load])) as engine:
+        for request in requests(12):
+            engine.post(request)
+        engine.ends()
+        engine.post(make_request("again", length=9, max_tokens=3))
+        engine.end("again")
+        whole, late = engine.poll("")["frames"], engine.poll("now")["frames"]
+        found = engine.scheduler.statistics()
+    engine.sink.end()
+    assert sum(frame["k"] == "step" for frame in whole) <= 8 < found.num_steps, "most steps are not kept"
+    assert late[0]["totals"] == last_totals(whole) == last_totals(engine.written)
+    assert late[0]["totals"] == {
+        "finished": sum(found.finished.values()),
+        "preempted": found.num_preemptions,
+        "looked_up": found.prefix_queried_tokens,
+        "found": found.prefix_hit_tokens,
+    }
+    assert late[0]["totals"]["finished"] == 13 and (found.num_preemptions > 0) == (load == "preempting")
+    assert engine.written[0]["totals"]["finished"] == 0
+
+
 def test_a_failed_step_is_told_and_its_rows_come_again() -> None:
     executor = GatedExecutor()
     executor.fail = lambda plan, names: RuntimeError("broken") if plan.step == 3 else None

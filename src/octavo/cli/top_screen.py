@@ -131,13 +131,13 @@ def _requests_line(requests: _Row) -> str:
     line = f"requests   {requests['running']:,} running, {requests['waiting']:,} waiting"
     line += f" ({reasons})" if reasons else ""
     line += f", {requests['swapped']:,} swapped out" if requests["swapped"] else ""
-    line += f"   ended: {ended}   preemptions {requests['preemptions']:,}"
+    line += f"   since start: ended: {ended}, preemptions {requests['preemptions']:,}"
     if requests["hit_share"] is not None:
-        line += f"   cache hits {100 * requests['hit_share']:.0f}%"
+        line += f", cache hits {100 * requests['hit_share']:.0f}%"
     if requests["drafted_tokens"]:
-        line += f"   drafts accepted {100 * requests['accepted_tokens'] / requests['drafted_tokens']:.0f}%"
+        line += f", drafts accepted {100 * requests['accepted_tokens'] / requests['drafted_tokens']:.0f}%"
     if requests["failed_steps"]:
-        line += f"   FAILED STEPS {requests['failed_steps']:,}"
+        line += f", FAILED STEPS {requests['failed_steps']:,}"
     return line
 
 

@@ -1,6 +1,6 @@
 // The dashboard: what is shown, of which time, and every control. Drawing is in the views; what came is in the store.
 import { hideTip } from "./canvas.js";
-import { count, element, moment, percent, readPalette, seconds } from "./format.js";
+import { count, element, moment, percent, readPalette, seconds, setText } from "./format.js";
 import { Lanes, requestFacts } from "./lanes.js";
 import { Plots, sampleQuantile } from "./plots.js";
 import { Pool } from "./pool.js";
@@ -16,6 +16,7 @@ const LAG_S = 0.3; // behind what came last, so that live time flows
 const MIN_SPAN_S = 0.002;
 const TOTALS_MS = 250;
 const RATE_S = 5; // that rates in the totals are of
+const FIRST_S = 60; // that times to the first token in the totals are of
 const COSTS = 600; // frames whose cost is kept
 
 const byId = (id) => document.getElementById(id);
@@ -210,10 +211,10 @@ class Dashboard {
     this.takeMs = 0;
   }
 
-  /** Milliseconds of script that pictures cost: {half, most, number}. */
+  /** Milliseconds of script that pictures cost: {number, p50, p95, most}. */
   cost() {
     const kept = this.costs.slice(0, Math.min(this.numCosts, COSTS));
-    return { number: kept.length, half: quantile(kept, 0.5), p95: quantile(kept, 0.95), most: quantile(kept, 1) };
+    return { number: kept.length, p50: quantile(kept, 0.5), p95: quantile(kept, 0.95), most: quantile(kept, 1) };
   }
 
   #clock(view) {
@@ -227,26 +228,38 @@ class Dashboard {
     const since = Math.max(view.to - RATE_S, store.begin), per = (name) => (view.to > since ? store.sum(name, from, to) / (view.to - since) : NaN);
     const sample = last < 0 ? new Float64Array() : steps.s.slice(Math.max(from, to - 512), to), at = (name) => (last < 0 ? NaN : steps[name][last]);
     const blocks = (store.head?.limits.num_blocks || []).reduce((a, b) => a + b, 0);
+    const read = (name) => store.sum(name, 0, to), rate = `last ${RATE_S} s`, now = "now", kept = "on this page";
+    const told = store.totalsAt(view.to), over = told ? "since start" : kept;
+    const all = told ?? { finished: read("finished"), preempted: read("preempted"), found: read("cachedTokens"), looked_up: read("promptTokens") };
     const rows = [
-      ["decode tokens/s", count(per("decode"))], ["prefill tokens/s", count(per("prefill"))], ["running", count(at("run"))], ["waiting", count(at("wait"))],
-      ["KV in use", percent(at("used"), blocks)], ["prefix hits", percent(store.sum("cachedTokens", 0, to), store.sum("promptTokens", 0, to))],
-      ["step, half", seconds(quantile(sample, 0.5))], ["first token, half", seconds(sampleQuantile(store.ttft, view.to - 60, view.to, 0.5))],
-      ["swapped", count(at("swapped"))], ["preemptions", count(store.sum("preempted", 0, to))], ["finished", count(store.sum("finished", 0, to))],
+      ["decode tokens/s", count(per("decode")), rate], ["prefill tokens/s", count(per("prefill")), rate],
+      ["step p50", seconds(quantile(sample, 0.5)), rate], ["first token p50", seconds(sampleQuantile(store.ttft, view.to - FIRST_S, view.to, 0.5)), `last ${FIRST_S} s`],
+      ["running", count(at("run")), now], ["waiting", count(at("wait")), now], ["swapped", count(at("swapped")), now], ["KV in use", percent(at("used"), blocks), now],
+      ["finished", count(all.finished), over], ["prefix hits", percent(all.found, all.looked_up), over], ["preemptions", count(all.preempted), over],
     ];
-    if (store.sum("drafted", 0, to)) rows.push(["drafts accepted", percent(store.sum("accepted", 0, to), store.sum("drafted", 0, to))]);
-    if (store.sum("failed", 0, to)) rows.push(["failed steps", count(store.sum("failed", 0, to))]);
+    if (read("drafted")) rows.push(["drafts accepted", percent(read("accepted"), read("drafted")), kept]);
+    if (read("failed")) rows.push(["failed steps", count(read("failed")), kept]);
     const box = byId("totals");
     if (box.children.length !== rows.length) {
-      box.replaceChildren(...rows.map(([name]) => element("div", {}, element("dt", {}, name), element("dd", {}))));
+      box.replaceChildren(...rows.map(() => element("div", {}, element("dt"), element("dd"), element("dd", { className: "over" }))));
     }
-    rows.forEach(([name, value], i) => {
-      const [dt, dd] = box.children[i].children;
-      if (dt.textContent !== name) dt.textContent = name;
-      if (dd.textContent !== value) dd.textContent = value;
-    });
+    rows.forEach((texts, i) => texts.forEach((text, j) => setText(box.children[i].children[j], text)));
     const model = store.head ? [store.head.model, store.head.device, store.head.limits.policy].filter(Boolean).join(" · ") : "";
-    if (byId("model").textContent !== model) byId("model").textContent = model;
+    setText(byId("model"), model);
+    this.#unused();
     if (!byId("details").hidden) this.#detailFacts();
+  }
+
+  /** Instead of empty views: that there was no request yet, and how to send one. */
+  #unused() {
+    const isUnused = this.isLiveSource && this.store.isUnused, box = byId("unused");
+    if (box.hidden === !isUnused) return;
+    box.hidden = !isUnused;
+    byId("views").classList.toggle("unused", isUnused);
+    if (!isUnused) return;
+    const usesKey = hasSignedIn();
+    byId("first-key").hidden = !usesKey;
+    byId("first-request").textContent = firstRequest(this.store.head.model, usesKey);
   }
 
   show(name) {
@@ -336,6 +349,7 @@ class Dashboard {
     click("fit", () => this.fit());
     click("theme", () => this.#retheme(toggleTheme));
     click("help", () => this.#help());
+    click("menu", () => this.#menu(byId("menu").getAttribute("aria-expanded") !== "true"));
     click("live", () => { this.goLive(); this.#newData(); });
     click("open", () => byId("file").click());
     click("details-close", () => this.closeDetails());
@@ -357,9 +371,15 @@ class Dashboard {
   }
 
   #help() {
-    const { number, half, most } = this.cost();
-    byId("cost").textContent = number ? `Pictures cost ${half.toFixed(1)} ms of script, at most ${most.toFixed(1)} ms.` : "";
+    const { number, p50, most } = this.cost();
+    byId("cost").textContent = number ? `Pictures cost ${p50.toFixed(1)} ms of script, at most ${most.toFixed(1)} ms.` : "";
     byId("keys").showModal();
+  }
+
+  /** Show or hide the header's controls on a narrow screen; elsewhere they are always there. */
+  #menu(isOpen) {
+    byId("menu").setAttribute("aria-expanded", String(isOpen));
+    byId("actions").classList.toggle("open", isOpen);
   }
 
   async #openFile(file) {
@@ -390,14 +410,14 @@ class Dashboard {
   #key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || byId("keys").open) return;
     if (event.key === "Escape") {
-      if (document.activeElement === byId("filter")) byId("filter").blur(); else if (!byId("details").hidden) this.closeDetails();
+      if (document.activeElement === byId("filter")) byId("filter").blur(); else if (!byId("details").hidden) this.closeDetails(); else this.#menu(false);
       return;
     }
     if (event.target.closest("input, select, textarea")) return;
     const far = event.shiftKey ? 1 : 0, acts = {
       " ": () => this.playOrPause(), ArrowLeft: () => (far ? this.moveTo(this.time - this.span / 10) : this.stepBy(-1)),
       ArrowRight: () => (far ? this.moveTo(this.time + this.span / 10) : this.stepBy(1)), Home: () => this.moveTo(this.store.begin), End: () => this.toEnd(),
-      "+": () => this.zoomBy(0.5), "=": () => this.zoomBy(0.5), "-": () => this.zoomBy(2), 0: () => this.fit(), "/": () => byId("filter").focus(),
+      "+": () => this.zoomBy(0.5), "=": () => this.zoomBy(0.5), "-": () => this.zoomBy(2), 0: () => this.fit(), "/": () => { this.#menu(true); byId("filter").focus(); },
       "?": () => this.#help(), d: () => this.#retheme(toggleTheme), o: () => byId("open").click(), l: () => { if (!byId("live").hidden) byId("live").click(); },
     };
     VIEWS.forEach((name, i) => { acts[i + 1] = () => this.show(name); });
@@ -428,6 +448,16 @@ function explanationText(said) {
     || JSON.stringify(said, null, 2);
 }
 
+/** A command for a shell that sends a request to this server. */
+function firstRequest(model, usesKey) {
+  const body = JSON.stringify({ model, messages: [{ role: "user", content: "Hello" }] }).replace(',"messages"', ',\n       "messages"').replaceAll("'", "'\\''");
+  const key = usesKey ? ` \\\n  -H "Authorization: Bearer $OCTAVO_API_KEY"` : "";
+  return `curl ${new URL("v1/chat/completions", document.baseURI).href} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${body}'`;
+}
+
+/** A cookie beside the session's own, which no script can read. */
+function hasSignedIn() { return document.cookie.includes("octavo-signed-in"); }
+
 loadTheme();
 const dashboard = window.octavo = new Dashboard();
 const embedded = embeddedFrames();
@@ -436,5 +466,5 @@ if (embedded) {
   dashboard.openBytes(embedded, "");
 } else {
   dashboard.goLive();
-  if (document.cookie.includes("octavo-signed-in")) byId("logout").hidden = false;
+  byId("logout").hidden = !hasSignedIn();
 }

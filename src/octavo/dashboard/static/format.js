@@ -19,7 +19,7 @@ export function count(value) {
 }
 
 export function percent(part, whole) {
-  return whole > 0 ? `${((100 * part) / whole).toFixed(part / whole < 0.0995 ? 1 : 0)} %` : "–";
+  return whole > 0 && Number.isFinite(part) ? `${((100 * part) / whole).toFixed(part / whole < 0.0995 ? 1 : 0)} %` : "–";
 }
 
 /** A long name, its middle left out. */

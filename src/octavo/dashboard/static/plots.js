@@ -18,11 +18,11 @@ const PLOTS = [
   ["plot-pool", share, [["KV in use", "forward", (s, a, b) => (100 * gauge(s, "used", b)) / blocks(s)],
     ["with cached", "cached", (s, a, b) => (100 * (gauge(s, "used", b) + gauge(s, "cachedBlocks", b))) / blocks(s)],
     ["prefix hits", "accent", (s, a, b) => (100 * s.sum("cachedTokens", a, b)) / (s.sum("promptTokens", a, b) || NaN)]]],
-  ["plot-steps", time, [["half", "forward", (s, a, b) => stepQuantile(s, a, b, 0.5)], ["95 of 100", "decode", (s, a, b) => stepQuantile(s, a, b, 0.95)]]],
-  ["plot-ttft", time, [["half", "forward", (s, a, b, t0, t1) => sampleQuantile(s.ttft, t0, t1, 0.5)],
-    ["95 of 100", "decode", (s, a, b, t0, t1) => sampleQuantile(s.ttft, t0, t1, 0.95)]]],
-  ["plot-tpot", time, [["half", "forward", (s, a, b, t0, t1) => sampleQuantile(s.tpot, t0, t1, 0.5)],
-    ["95 of 100", "decode", (s, a, b, t0, t1) => sampleQuantile(s.tpot, t0, t1, 0.95)]]],
+  ["plot-steps", time, [["p50", "forward", (s, a, b) => stepQuantile(s, a, b, 0.5)], ["p95", "decode", (s, a, b) => stepQuantile(s, a, b, 0.95)]]],
+  ["plot-ttft", time, [["p50", "forward", (s, a, b, t0, t1) => sampleQuantile(s.ttft, t0, t1, 0.5)],
+    ["p95", "decode", (s, a, b, t0, t1) => sampleQuantile(s.ttft, t0, t1, 0.95)]]],
+  ["plot-tpot", time, [["p50", "forward", (s, a, b, t0, t1) => sampleQuantile(s.tpot, t0, t1, 0.5)],
+    ["p95", "decode", (s, a, b, t0, t1) => sampleQuantile(s.tpot, t0, t1, 0.95)]]],
 ];
 
 function gauge(store, name, to) { return to > 0 ? store.steps[name][to - 1] : NaN; }

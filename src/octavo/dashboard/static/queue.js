@@ -54,7 +54,7 @@ export class Queue {
       const sign = this.isDown ? -1 : 1, by = this.by;
       rows = [...rows].sort((a, b) => sign * (typeof a[by] === "number" ? a[by] - b[by] : String(a[by]).localeCompare(String(b[by]))));
     }
-    this.note.textContent = look.total === 0 ? "Nobody waits." : `${count(look.total)} wait`
+    this.note.textContent = look.total === 0 ? "No request waits." : `${count(look.total)} wait`
       + (look.top.length < look.total ? `; the first ${look.top.length} are here` : "")
       + (rows.length < look.top.length ? `, ${rows.length} of them match the filter.` : ".");
     syncChildren(this.body, rows, () => this.#newRow(), (row, each) => this.#fill(row, each));

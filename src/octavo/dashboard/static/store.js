@@ -16,6 +16,7 @@ export const LANE_KINDS = ["queued", "prefill", "decode", "preempted", "swapped"
 const SUMS = ["prefill", "decode", "drafted", "accepted", "out", "busy", "idle", ...PARTS, "unknown", "swapOut", "swapIn",
   "copies", "preempted", "finished", "failed", "cachedTokens", "promptTokens"];
 const GAUGES = ["run", "wait", "swapped", "used", "cachedBlocks", "host", "number", "rows"];
+const TOTALS = ["finished", "preempted", "looked_up", "found"]; // since the engine began, as it says
 
 /** First index of sorted numbers whose value is above x, within [0, count). */
 export function indexAbove(values, x, count = values.length) {
@@ -73,7 +74,9 @@ export class Store {
 
   reset() {
     this.head = null;
-    this.steps = new Columns(["t", "s", ...SUMS, ...GAUGES]);
+    this.steps = new Columns(["t", "s", ...SUMS, ...GAUGES, ...TOTALS.map((name) => `all_${name}`)]);
+    this.totals = null; // the last that were told, and when
+    this.totalsTime = NaN;
     this.rows = []; // of each step: flat triples, or null where they go on
     this.events = []; // of each step: decisions, or null
     this.fails = [];
@@ -103,7 +106,7 @@ export class Store {
     switch (frame.k) {
       case "head": this.#head(frame); break;
       case "step": this.#step(frame); break;
-      case "note": this.#news(frame, frame.t); this.#reach(frame.t); break;
+      case "note": this.#news(frame, frame.t); this.#tell(frame); this.#reach(frame.t); break;
       case "queue": this.#look(this.queues, frame); break;
       case "blocks": this.#look(this.pools, frame); break;
       case "end": this.isComplete = true; this.numCut = frame.cut || 0; this.#reach(frame.t); break;
@@ -125,6 +128,23 @@ export class Store {
     const column = this.steps[name];
     return to <= from ? 0 : column[to - 1] - (from > 0 ? column[from - 1] : this.before(name));
   }
+
+  /** Sums over the steps [from, to) of a window that begins at a time: of the first one's idle time the part in the window. */
+  idleWithin(begin, from, to) {
+    if (to <= from) return 0;
+    const first = this.sum("idle", from, from + 1);
+    return Math.min(first, Math.max(0, this.steps.t[from] - begin)) + this.sum("idle", from + 1, to);
+  }
+
+  /** Totals since the engine began, as they were at a time; null where the stream does not tell them. */
+  totalsAt(time) {
+    const last = this.stepAt(time) - 1;
+    if (this.totals === null || last < 0 || time >= this.totalsTime) return this.totals;
+    return Object.fromEntries(TOTALS.map((name) => [name, this.steps[`all_${name}`][last]]));
+  }
+
+  /** Whether there was no request at all, as far as is known. */
+  get isUnused() { return this.head !== null && !this.numAll && !this.order.length && !this.totals?.finished; }
 
   /** The sums behind each step, and (`before`) what they were before the first that is kept. */
   sumsOf(name) { return this.steps[name]; }
@@ -151,6 +171,12 @@ export class Store {
     return found;
   }
 
+  #tell(frame) {
+    if (!frame.totals) return;
+    this.totals = frame.totals;
+    this.totalsTime = frame.t;
+  }
+
   #reach(time) {
     if (!(time >= 0)) return;
     if (Number.isNaN(this.begin)) this.begin = time;
@@ -161,6 +187,8 @@ export class Store {
     if (this.head !== null && frame.t < this.end - 1) this.reset(); // another clock
     const before = this.head;
     this.head = frame;
+    this.totals = null;
+    this.#tell(frame);
     if (before !== null) this.gaps.push({ t: frame.t, isNew: before.life !== frame.life });
     this.slots.clear();
     this.current = [];
@@ -281,8 +309,10 @@ export class Store {
     const [swapOut, swapIn, copies] = frame.moved || [0, 0, 0];
     sums.swapOut += swapOut; sums.swapIn += swapIn; sums.copies += copies;
     if (frame.fail) sums.failed += 1;
+    this.#tell(frame);
+    const totals = TOTALS.map((name) => [`all_${name}`, this.totals?.[name] ?? 0]);
     this.steps.push({
-      ...sums, t: frame.t, s: frame.s, run: frame.run, wait: frame.wait, swapped: frame.swapped, used: total(frame.used),
+      ...Object.fromEntries(totals), ...sums, t: frame.t, s: frame.s, run: frame.run, wait: frame.wait, swapped: frame.swapped, used: total(frame.used),
       cachedBlocks: total(frame.cached), host: frame.host, number: frame.n, rows: this.current.length,
     });
     this.rows.push(frame.rows || (this.rows.length ? null : []));

@@ -241,8 +241,8 @@ export class Timeline {
   /** Where the time of the window went, as a table; and the step at its end in words. */
   #renewTable(view, palette, from, to) {
     const store = this.app.store, { steps } = store;
-    const first = store.stepAt(view.from), all = store.sum("busy", first, to) + store.sum("idle", first, to), number = to - first;
-    const parts = [...PARTS, "unknown", "idle"].map((part) => [part, store.sum(part, first, to)])
+    const first = store.stepAt(view.from), idle = store.idleWithin(view.from, first, to), all = store.sum("busy", first, to) + idle, number = to - first;
+    const parts = [...PARTS, "unknown", "idle"].map((part) => [part, part === "idle" ? idle : store.sum(part, first, to)])
       .filter(([part, taken]) => taken > (part === "unknown" ? all * 0.001 : 0));
     const make = () => element("tr", {}, element("th", { scope: "row" }, element("i", { className: "dot" }), element("span")), element("td"), element("td"),
       element("td", { className: "bars" }, element("i", { className: "bar" })));
@@ -256,8 +256,8 @@ export class Timeline {
     });
     const stride = Math.max(1, Math.floor(number / 4096)), sample = new Float64Array(Math.ceil(Math.max(0, number) / stride));
     for (let i = 0; i < sample.length; i++) sample[i] = steps.s[first + i * stride];
-    const said = number > 0 ? `${count(number)} steps: half take ${seconds(quantile(sample, 0.5))} or less, 95 of 100 take `
-      + `${seconds(quantile(sample, 0.95))} or less, the longest ${seconds(quantile(sample, 1))}.` : "No steps in this window.";
+    const said = number > 0 ? `${count(number)} steps: p50 ${seconds(quantile(sample, 0.5))}, p95 ${seconds(quantile(sample, 0.95))}, `
+      + `longest ${seconds(quantile(sample, 1))}.` : "No steps in this window.";
     const last = to - 1;
     const now = last >= 0 ? ` Step ${steps.number[last]}: ${count(store.sum("prefill", last, to))} prefill and `
       + `${count(store.sum("decode", last, to))} decode tokens in ${seconds(steps.s[last])}, ${steps.rows[last]} rows.` : "";

@@ -16,13 +16,20 @@ from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse
 
 _STYLE = """
-:root { color-scheme: light dark }
+:root { color-scheme: light dark; --bg: #fff; --fg: #16202c; --link: #2457c5; --verb: #9c4413 }
+@media (prefers-color-scheme: dark) { :root { --bg: #0e131a; --fg: #e6ebf2; --link: #7fa8ff; --verb: #f0a573 } }
+html { background: var(--bg); color: var(--fg) }
+a { color: var(--link) }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-h2 { border-top: 1px solid #8886; padding-top: 1.5rem; margin-top: 2.5rem }
-code { font-family: ui-monospace, monospace; font-size: .92em }
+h2 { scroll-margin-top: 1rem; border-top: 1px solid #8886; padding-top: 1.5rem; margin-top: 2.5rem }
+code { font-family: ui-monospace, monospace; font-size: .92em; overflow-wrap: anywhere }
+nav ul { columns: 19rem; column-gap: 1.5rem; list-style: none; padding: 0 }
+nav li { break-inside: avoid; padding: .15rem 0 }
+.scroll { overflow-x: auto }
 table { border-collapse: collapse; width: 100% }
+td:last-child { min-width: 9rem }
 th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid #8884 }
-.verb { color: #b3541e }
+.verb { color: var(--verb) }
 """
 _HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'", "cache-control": "no-store"}
 _CODE = re.compile(r"`([^`]+)`")
@@ -40,6 +47,9 @@ def render(document: Mapping[str, Any]) -> str:
     operations = [
         (path, verb, operation) for path, verbs in document["paths"].items() for verb, operation in verbs.items()
     ]
+    contents = "".join(
+        f'<li><a href="#{_anchor(path, verb)}">{_name(path, verb)}</a></li>' for path, verb, _ in operations
+    )
     body = "".join(_operation(path, verb, operation) for path, verb, operation in operations)
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
@@ -47,19 +57,29 @@ def render(document: Mapping[str, Any]) -> str:
         f"<style>{_STYLE}</style><h1>{title}</h1>"
         "<p>OpenAI's clients work with the base URL <code>/v1</code>, Anthropic's and Ollama's with the address "
         'itself. For programs: <a href="openapi.json">'
-        f"openapi.json</a>.</p>{body}</html>"
+        f'openapi.json</a>.</p><nav aria-label="Contents"><ul>{contents}</ul></nav>{body}</html>'
     )
 
 
 def _operation(path: str, verb: str, operation: Mapping[str, Any]) -> str:
     paragraphs = operation.get("description", "").split("\n\n")
     words = "".join(f"<p>{_text(paragraph)}</p>" for paragraph in paragraphs if paragraph)
-    head = f'<h2><code><span class="verb">{escape(verb.upper())}</span> {escape(path)}</code></h2>'
+    head = f'<h2 id="{_anchor(path, verb)}">{_name(path, verb)}</h2>'
     content = operation.get("requestBody", {}).get("content", {})
     rows = "".join(_rows(content.get("application/json", {}).get("schema", {})))
     if not rows:
         return head + words
-    return f"{head}{words}<table><tr><th>field<th>type<th>default<th></tr>{rows}</table>"
+    table = f"<table><tr><th>field<th>type<th>default<th></tr>{rows}</table>"
+    return f'{head}{words}<div class="scroll" tabindex="0">{table}</div>'
+
+
+def _name(path: str, verb: str) -> str:
+    return f'<code><span class="verb">{escape(verb.upper())}</span> {escape(path)}</code>'
+
+
+def _anchor(path: str, verb: str) -> str:
+    """Return the id of an operation's heading, as FastAPI's operation ids are made."""
+    return re.sub(r"[^\w-]", "_", f"{verb}{path}")
 
 
 def _rows(schema: Mapping[str, Any]) -> Iterator[str]:

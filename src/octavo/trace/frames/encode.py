@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind
-from octavo.trace.frames.records import PartTimes, Places, Record
+from octavo.trace.frames.records import PartTimes, Places, Record, Sums
 
 VERSION = 1
 Frame = dict[str, Any]
@@ -55,6 +55,7 @@ def head_frame(source: Source, limits: Limits, places: Places, now: float) -> Fr
         },
         "slots": [list(taken) for taken in places.slots.values()],
         "open": list(places.open.values()),
+        "totals": _totals(places.sums),
     }
 
 
@@ -64,7 +65,7 @@ def step_frame(record: Record, previous: Record | None, times: PartTimes | None)
     A record without a step gives a note.
     """
     if record.slots is None:
-        return {"k": "note", "t": round(record.time, 6), **_news(record)}
+        return {"k": "note", "t": round(record.time, 6), **_news(record), "totals": _totals(record.sums)}
     parts, prompt, decode = _parts(record, times), 0, 0
     if record.is_plain:
         decode = len(record.slots)
@@ -93,7 +94,13 @@ def step_frame(record: Record, previous: Record | None, times: PartTimes | None)
         frame["rows"] = _rows(record)
     if record.drafts:
         frame["drafts"] = list(record.drafts)
+    if previous is None or record.sums != previous.sums:
+        frame["totals"] = _totals(record.sums)
     return {**frame, **_changes(record), **_news(record)}
+
+
+def _totals(sums: Sums) -> dict[str, int]:
+    return dict(zip(("finished", "preempted", "looked_up", "found"), sums, strict=True))
 
 
 def _rows(record: Record) -> list[int]:

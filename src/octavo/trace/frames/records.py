@@ -17,6 +17,7 @@ from octavo.core.scheduler import Scheduler
 
 Arrival = tuple[str, float, str, int, int, int | None]  # name, arrival, tenant, prompt tokens, priority, max_tokens
 Taken = tuple[int, str, int, int]  # slot, request, choice, prompt tokens
+Sums = tuple[int, int, int, int]  # requests finished, preemptions, prompt tokens looked up in the cache, found there
 
 
 class PartTimes(Protocol):
@@ -36,7 +37,7 @@ class Record(NamedTuple):
     """One step, or the decisions of a time without steps (`slots` is None then).
 
     `is_plain`: every row is one token. `gauges`: sequences that run, requests that wait, swapped ones, host blocks in
-    use, drafted tokens accepted so far.
+    use, drafted tokens accepted so far. `sums`: totals since the scheduler began.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Record(NamedTuple):
     freed: array[int]
     moved: tuple[int, int, int]
     gauges: tuple[int, int, int, int, int]
+    sums: Sums
     used: tuple[int, ...]
     cached: tuple[int, ...]
     arrivals: tuple[Arrival, ...]
@@ -170,6 +172,7 @@ class Recorder:
             plan.freed_slots,
             (len(plan.swap_outs) // 3, len(plan.host_loads) // 3, len(plan.copies) // 3),
             gauges,
+            self._sums(),
             tuple(used),
             tuple(cached),
             arrivals,
@@ -201,10 +204,15 @@ class Recorder:
             none,
             (0,) * 3,
             nothing,
+            self._sums(),
             (),
             (),
             *rest,
         )
+
+    def _sums(self) -> Sums:
+        totals, cache = self.state.totals, self.state.cache
+        return sum(totals.finished.values()), totals.num_preemptions, cache.queried_tokens, cache.hit_tokens
 
     def _take_news(self) -> tuple[tuple[Arrival, ...], tuple[Event, ...]]:
         arrivals, decisions = tuple(self._arrivals), tuple(self._decisions)
@@ -214,20 +222,22 @@ class Recorder:
 
 
 class Places:
-    """Who has which slot and which requests are open, behind all records applied so far."""
+    """Who has which slot, which requests are open, and the totals, after all records applied so far."""
 
     def __init__(self) -> None:
+        self.sums: Sums = (0, 0, 0, 0)
         self.slots: dict[int, Taken] = {}
         self.open: dict[str, Arrival] = {}
 
     def copy(self) -> Places:
         """As it is now."""
         places = Places()
-        places.slots, places.open = dict(self.slots), dict(self.open)
+        places.slots, places.open, places.sums = dict(self.slots), dict(self.open), self.sums
         return places
 
     def apply(self, record: Record) -> None:
         """Go on behind a record."""
+        self.sums = record.sums
         for arrival in record.arrivals:
             self.open[arrival[0]] = arrival
         for slot in record.freed:
