@@ -497,9 +497,7 @@ def test_I06_an_engine_that_dies_in_the_middle_of_an_answer_is_not_noticed(chat:
 def children(pid: int) -> set[int]:
     """The processes that a process began, and that live."""
     return {
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     }
 
 

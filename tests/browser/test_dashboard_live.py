@@ -82,7 +82,9 @@ def totals(page: Page) -> dict[str, str]:
     return {row.split("\n")[0]: row.split("\n")[1] for row in page.locator("#totals div").all_inner_texts()}
 
 
-def test_an_unused_server_says_so_and_totals_are_since_its_start_on_every_load(browser: Browser, tmp_path: Path) -> None:
+def test_an_unused_server_says_so_and_totals_are_since_its_start_on_every_load(
+    browser: Browser, tmp_path: Path
+) -> None:
     name = "a-model-whose-name-has-fifty-characters-no-less-xx"
     rules = tmp_path / "script.json"
     rules.write_text(json.dumps([{"say": "on and on ", "finish": "length"}]))
