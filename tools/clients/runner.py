@@ -1,8 +1,8 @@
 """Prove the server with the clients that people have: `make clients`, or `python tools/clients/runner.py openai llm`.
 
-Owns: an environment of their own with the clients' packages (.venv-clients), servers for the scripts, counting, and
-the page docs/clients.md, written when all scripts ran. Does not: know any client; a script `check_*.py` beside this
-file does (see checking).
+Owns: environments with the clients' packages (.venv-clients, and folders in it for npm packages and for packages whose
+pins collide with the others'), servers for the scripts, counting, and the page docs/clients.md, written when all
+scripts ran. Does not: know any client; a script `check_*.py` beside this file does (see checking).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +34,8 @@ ENVIRONMENT = ROOT / ".venv-clients"
 DEFAULT_SERVER = ("--model", "smollm2")
 READY_S = 120.0
 SCRIPT_S = 1800.0
-INSTALL_S = 300.0
+STATUSES = ("pass", "fail", "skip")
+INSTALL_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class Script:
     server: tuple[str, ...]
     is_fast: bool
     about: str
+    node_packages: tuple[str, ...] = ()
+    environment: str = ""  # the name of a Python environment of its own; "": the shared one
+    is_fuzz: bool = False  # its checks are generated requests, which the page counts apart
 
     @classmethod
     def read(cls, path: Path) -> Script:
@@ -60,7 +65,32 @@ class Script:
             raise ValueError(f"{path.name}: CLIENT and PACKAGES must be literals at the top")
         about = (ast.get_docstring(tree) or "").partition("\n")[0]
         server = tuple(found.get("SERVER", DEFAULT_SERVER))
-        return cls(path, found["CLIENT"], tuple(found["PACKAGES"]), server, found.get("FAST", False), about)
+        return cls(
+            path,
+            found["CLIENT"],
+            tuple(found["PACKAGES"]),
+            server,
+            found.get("FAST", False),
+            about,
+            tuple(found.get("NODE_PACKAGES", ())),
+            found.get("ENVIRONMENT", ""),
+            found.get("FUZZ", False),
+        )
+
+    @property
+    def home(self) -> Path:
+        """The Python environment that its packages are installed in."""
+        return ENVIRONMENT / "environments" / self.environment if self.environment else ENVIRONMENT
+
+    @property
+    def python(self) -> Path:
+        """The Python of that environment."""
+        return self.home / "bin" / "python"
+
+    @property
+    def node_home(self) -> Path:
+        """The folder that its npm packages are installed in, each script's apart: their peers collide."""
+        return ENVIRONMENT / "node" / self.path.stem.removeprefix("check_")
 
 
 @dataclass
@@ -87,28 +117,41 @@ def scripts() -> list[Script]:
     return [Script.read(path) for path in sorted(FOLDER.glob("check_*.py"))]
 
 
-def prepare(chosen: Sequence[Script]) -> tuple[Path, dict[Path, str]]:
-    """Give the Python of the clients' environment, and why some scripts' packages are not in it, by script.
+def prepare(chosen: Sequence[Script]) -> dict[Path, tuple[str, str]]:
+    """Install what the scripts need; return (status, reason) for each script that cannot run, by path.
 
     Each script's packages are installed by themselves: one that cannot be had does not keep the others away.
     """
-    python = ENVIRONMENT / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
     trouble = {}
     for script in chosen:
-        missing = [package for package in script.packages if not _has(python, package)]
-        if missing:
-            command = [str(python), "-m", "pip", "install", "--quiet", *missing]
-            try:
-                subprocess.run(command, check=True, timeout=INSTALL_S)
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                trouble[script.path] = f"its packages were not installed ({type(error).__name__})"
-    return python, trouble
+        if script.node_packages and not shutil.which("npm"):
+            trouble[script.path] = ("skip", "npm is not installed here")
+            continue
+        try:
+            _install(script)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            trouble[script.path] = ("fail", f"its packages were not installed ({type(error).__name__})")
+    return trouble
+
+
+def _install(script: Script) -> None:
+    """Install the packages of one script that are missing. Raises what subprocess.run does."""
+    python = script.python
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(script.home)], check=True)
+    missing = [package for package in script.packages if not _has(python, package)]
+    if missing:
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *missing], check=True, timeout=INSTALL_S)
+    home = script.node_home
+    if any(not (home / "node_modules" / package).exists() for package in script.node_packages):
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "package.json").write_text('{"private": true}')  # without one npm installs into a parent folder
+        command = ["npm", "install", "--silent", "--no-fund", "--no-audit", *script.node_packages]
+        subprocess.run(command, cwd=home, check=True, timeout=INSTALL_S)
 
 
 def _has(python: Path, package: str) -> bool:
-    """Whether the environment has a distribution of this name; versions were chosen when it was installed."""
+    """Return True if the environment has a distribution of this name; its version was chosen at installation."""
     name = re.split(r"[\[<>=!~ ]", package)[0]
     code = f"import importlib.metadata as m; m.version({name!r})"
     return subprocess.run([str(python), "-c", code], capture_output=True, check=False).returncode == 0
@@ -148,8 +191,9 @@ def _served_name(url: str) -> str:
 
 
 def run_script(script: Script, python: Path, server: tuple[str, str], checks: Sequence[str] = ()) -> Outcome:
-    """Run one script against a server; its other output goes to stderr."""
+    """Run one script against a server; its other output is printed to stderr."""
     environ = os.environ | {"CHECK_URL": server[0], "CHECK_MODEL": server[1], "PYTHONUNBUFFERED": "1"}
+    environ |= {"CHECK_NODE": str(script.node_home)}
     outcome = Outcome(script)
     command = [str(python), str(script.path), *checks]
     done = subprocess.run(
@@ -170,17 +214,15 @@ def run_script(script: Script, python: Path, server: tuple[str, str], checks: Se
 
 def run_all(chosen: Sequence[Script]) -> list[Outcome]:
     """Run scripts, those that want the same server one after another on one."""
-    python, trouble = prepare(chosen)
-    outcomes = {
-        path: Outcome(script, [], trouble[script.path]) for script in chosen if (path := script.path) in trouble
-    }
-    for script in (script for script in chosen if script.path in trouble):
-        print(f"{script.client}: {trouble[script.path]}", flush=True)
+    trouble = prepare(chosen)
+    outcomes = {script.path: _not_run(script, *trouble[script.path]) for script in chosen if script.path in trouble}
+    for path, (status, reason) in trouble.items():
+        print(f"{outcomes[path].script.client}: {status}: {reason}", flush=True)
     able = [script for script in chosen if script.path not in trouble]
     for flags in dict.fromkeys(script.server for script in able):
         with serving(flags) as server:
             for script in (script for script in able if script.server == flags):
-                outcomes[script.path] = outcome = run_script(script, python, server)
+                outcomes[script.path] = outcome = run_script(script, script.python, server)
                 for line in outcome.lines:
                     note = f"  {line['detail']}" if line["detail"] else ""
                     print(f"{script.client}: {line['check']}: {line['status']}{note}", flush=True)
@@ -189,33 +231,59 @@ def run_all(chosen: Sequence[Script]) -> list[Outcome]:
     return [outcomes[script.path] for script in chosen]
 
 
+def _not_run(script: Script, status: str, reason: str) -> Outcome:
+    line = {"check": "all", "status": status, "detail": reason, "count": 1, "about": "", "version": "", "packages": {}}
+    return Outcome(script, [line])
+
+
 def page(outcomes: Sequence[Outcome], when: str) -> str:
-    """docs/clients.md."""
-    rows = []
-    for outcome in outcomes:
-        passed, failed, skipped = (outcome.count(status) for status in ("pass", "fail", "skip"))
-        script = outcome.script
-        rows.append(f"| {script.client} | {outcome.version} | {passed} | {failed} | {skipped} | {script.about} |")
-    totals = [sum(outcome.count(status) for outcome in outcomes) for status in ("pass", "fail", "skip")]
+    """Return docs/clients.md: checks of clients, and generated requests, which are counted apart."""
+    checked = [outcome for outcome in outcomes if not outcome.script.is_fuzz]
+    fuzzed = [outcome for outcome in outcomes if outcome.script.is_fuzz]
+    passed, failed, skipped = _totals(checked)
     parts = [
         "# Clients\n",
-        "People's own clients against a running server. `make clients` installs them into an environment of their own,",
+        "Other projects' clients against a running server. `make clients` installs them into environments of their own,",
         "runs the scripts in `tools/clients/` and writes this page; do not edit it. The quick part, with what the",
         "test extra has, also runs in `make test`.\n",
-        f"{when}: {totals[0]} passed, {totals[1]} failed, {totals[2]} skipped.\n",
+        f"{when}: {passed} checks passed, {failed} failed, {skipped} skipped.\n",
         "| client | version | passed | failed | skipped | what |",
         "|---|---|---|---|---|---|",
-        *rows,
+        *map(_row, checked),
     ]
-    for outcome in outcomes:
+    if fuzzed:
+        passed, failed, _ = _totals(fuzzed)
+        parts += [
+            "\n## Fuzzed requests\n",
+            f"Beside the checks, {passed} generated requests were sent, and {failed} operations failed. Such a request passes",
+            "if the server answers it, and not with a 5xx status; 501 and 503 with an error code pass too. It does not say",
+            "that the answer was right: most of these requests are refused with 400, as they should be.\n",
+            "| client | version | requests passed | operations failed | skipped | what |",
+            "|---|---|---|---|---|---|",
+            *map(_row, fuzzed),
+        ]
+    for outcome in [*checked, *fuzzed]:
         parts += [f"\n## {outcome.script.client}", *_listed(outcome)]
     return "\n".join(parts) + "\n"
 
 
+def _totals(outcomes: Sequence[Outcome]) -> list[int]:
+    return [sum(outcome.count(status) for outcome in outcomes) for status in STATUSES]
+
+
+def _row(outcome: Outcome) -> str:
+    script = outcome.script
+    counts = " | ".join(str(outcome.count(status)) for status in STATUSES)
+    return f"| {script.client} | {outcome.version} | {counts} | {script.about} |"
+
+
 def _listed(outcome: Outcome) -> Iterator[str]:
-    """The checks of one client, and why those failed or were skipped that were."""
-    if len(outcome.script.server) and outcome.script.server != DEFAULT_SERVER:
+    """Yield the server and packages of one client, and its checks with the reason where one failed or was skipped."""
+    if outcome.script.server and outcome.script.server != DEFAULT_SERVER:
         yield f"Server: `octavo serve {' '.join(outcome.script.server)}`\n"
+    packages = next((line["packages"] for line in outcome.lines if line["packages"]), {})
+    if len(packages) > 1:
+        yield f"Packages: {', '.join(f'{name} {version}' for name, version in packages.items())}\n"
     for line in outcome.lines:
         times = f" ({line['count']})" if line["count"] > 1 else ""
         words = f": {line['about']}" if line["about"] else ""
@@ -245,11 +313,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [names[name] for name in args.clients] or everything
     outcomes = run_all(chosen)
     if not args.clients:
-        when = f"{datetime.date.today().isoformat()}, Python {platform.python_version()}, {platform.machine()}"
+        when = f"{datetime.date.today().isoformat()}, {_commit()}Python {platform.python_version()}, {platform.machine()}"
         PAGE.write_text(page(outcomes, when), encoding="utf-8")
-    failed = sum(outcome.count("fail") for outcome in outcomes)
-    print(f"{sum(outcome.count('pass') for outcome in outcomes)} passed, {failed} failed")
-    return int(failed > 0)
+    passed, failed, skipped = _totals([outcome for outcome in outcomes if not outcome.script.is_fuzz])
+    fuzz_passed, fuzz_failed, _ = _totals([outcome for outcome in outcomes if outcome.script.is_fuzz])
+    print(f"checks: {passed} passed, {failed} failed, {skipped} skipped")
+    print(f"fuzzed requests: {fuzz_passed} answered without a 5xx status, {fuzz_failed} operations failed")
+    return int(failed + fuzz_failed > 0)
+
+
+def _commit() -> str:
+    """Return "commit abc1234, " where this is a checkout that has git, else ""."""
+    git = shutil.which("git")
+    if git is None:
+        return ""
+    done = subprocess.run([git, "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return f"commit {done.stdout.strip()}, " if done.returncode == 0 else ""
 
 
 if __name__ == "__main__":
