@@ -41,6 +41,8 @@ def test_the_quick_clients_pass_every_check(script: Any, server: tuple[str, str]
 
 def test_the_promised_clients_have_scripts() -> None:
     promised = {"openai", "anthropic", "ollama", "langchain", "lm_eval", "llm", "schemathesis", "curl", "node"}
+    promised |= {"codex", "litellm", "litellm_proxy", "guidellm", "anthropic_tools", "anthropic_node", "vercel"}
+    promised |= {"pydantic_ai", "openai_agents"}
     assert promised <= {script.path.stem.removeprefix("check_") for script in SCRIPTS}
     assert {"openai", "curl", "node"} <= {script.path.stem.removeprefix("check_") for script in FAST}
 
@@ -57,7 +59,7 @@ def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
 
 def told(status: str, **more: Any) -> dict[str, Any]:
     line = {"client": "x", "check": "c", "status": status, "detail": "", "count": 1, "about": "", "version": "1"}
-    return line | more
+    return line | {"packages": {}} | more
 
 
 def test_the_page_counts_and_says_why(tmp_path: Path) -> None:
@@ -65,8 +67,40 @@ def test_the_page_counts_and_says_why(tmp_path: Path) -> None:
     lines = [told("pass", count=7), told("skip", detail="no node here"), told("fail", detail="a|b <c>")]
     page = runner.page([runner.Outcome(script, lines, "ended with status 1")], "today")
     assert "| x | 1 | 7 | 2 | 1 | What it is. |" in page
-    assert "today: 7 passed, 2 failed, 1 skipped." in page
+    assert "today: 7 checks passed, 2 failed, 1 skipped." in page and "Fuzzed" not in page
     assert "no node here" in page and "a\\|b &lt;c>" in page and "the script ended with status 1" in page
+
+
+def test_the_page_counts_fuzzed_requests_apart_and_names_packages(tmp_path: Path) -> None:
+    script = runner.Script(tmp_path / "check_x.py", "x", (), ("--model", "smollm2"), False, "Checks.")
+    fuzz = runner.Script(tmp_path / "check_y.py", "y", (), ("--model", "smollm2"), False, "Fuzz.", is_fuzz=True)
+    lines = [told("pass", count=2, packages={"ai": "6.0", "zod": "4.1"})]
+    outcomes = [runner.Outcome(fuzz, [told("pass", count=40), told("fail")]), runner.Outcome(script, lines)]
+    page = runner.page(outcomes, "today")
+    assert "today: 2 checks passed, 0 failed, 0 skipped." in page
+    assert "40 generated requests passed and 1 operations failed" in page and "not with a 5xx status" in page
+    assert (
+        page.index("| x | 1 | 2 | 0 | 0 | Checks. |") < page.index("Fuzzed requests") < page.index("| y | 1 | 40 | 1 |")
+    )
+    assert "Packages: ai 6.0, zod 4.1" in page
+    scripts = {script.path.stem: script for script in SCRIPTS}
+    assert scripts["check_schemathesis"].is_fuzz and not scripts["check_openai"].is_fuzz
+
+
+def test_packages_are_installed_apart_and_without_npm_the_check_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "check_x.py"
+    path.write_text('CLIENT = "x"\nPACKAGES = []\nNODE_PACKAGES = ["ai"]\nENVIRONMENT = "other"\n')
+    script = runner.Script.read(path)
+    assert script.node_packages == ("ai",) and script.node_home == runner.ENVIRONMENT / "node" / "x"
+    assert script.python == runner.ENVIRONMENT / "environments" / "other" / "bin" / "python"
+    monkeypatch.setattr(runner.shutil, "which", lambda name: None)
+    monkeypatch.setattr(runner, "ENVIRONMENT", tmp_path / "environment")
+    (outcome,) = runner.run_all([script])
+    assert (outcome.count("skip"), outcome.count("fail")) == (1, 0)
+    assert "npm is not installed here" in runner.page([outcome], "today")
+    assert not (tmp_path / "environment").exists()
 
 
 def test_a_script_that_tells_nothing_or_dies_is_a_failure(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ def benchmark(route: str, profile: str, count: int, *backend: str) -> dict:
     report = FOLDER / "report.json"
     report.unlink(missing_ok=True)
     command = [str(Path(sys.executable).with_name("guidellm")), "run", "--disable-console"]
-    command += ["--backend", ",".join((f"kind=openai_http,target={URL},model={MODEL},request_format={route}", *backend))]
+    server = f"kind=openai_http,target={URL},model={MODEL},request_format={route}"
+    command += ["--backend", ",".join((server, *backend))]
     command += ["--profile", profile, "--constraint", f"kind=max_requests,count={count}"]
     command += ["--data", f"kind=json_file,path={PROMPTS}", "--output", f"kind=json,path={report}"]
     # A run whose requests all fail may hang with several workers.

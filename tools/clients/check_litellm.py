@@ -164,10 +164,10 @@ def check_errors() -> None:
     for error, fields in (
         (litellm.BadRequestError, {"temperature": -1}),
         (litellm.NotFoundError, {"model": "openai/no-such-model"}),
-        (litellm.InternalServerError, {"messages": [{"role": "user", "content": "This ends badly."}], "num_retries": 0}),
+        (litellm.InternalServerError, {"messages": [{"role": "user", "content": "This ends badly."}]}),
     ):
         try:
-            litellm.completion(**{"messages": ASK, **OPENAI, **fields}, max_retries=0)
+            litellm.completion(**{"messages": ASK, **OPENAI, **fields}, max_retries=0, num_retries=0)
         except error as caught:
             assert str(caught), error
         else:

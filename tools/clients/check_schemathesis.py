@@ -12,6 +12,7 @@ from schemathesis.generation import GenerationMode
 
 CLIENT = "schemathesis"
 PACKAGES = ["schemathesis"]
+FUZZ = True
 SERVER = ["--model", "scripted:schemathesis.yaml", "--max-queue-time", "20"]
 EXAMPLES = int(os.environ.get("CHECK_EXAMPLES", "40"))  # of each operation and mode
 

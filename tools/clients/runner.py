@@ -243,7 +243,7 @@ def page(outcomes: Sequence[Outcome], when: str) -> str:
     passed, failed, skipped = _totals(checked)
     parts = [
         "# Clients\n",
-        "Other projects' clients against a running server. `make clients` installs them into environments of their own,",
+        "Other projects' clients against a running server. `make clients` installs them into their own environments,",
         "runs the scripts in `tools/clients/` and writes this page; do not edit it. The quick part, with what the",
         "test extra has, also runs in `make test`.\n",
         f"{when}: {passed} checks passed, {failed} failed, {skipped} skipped.\n",
@@ -255,9 +255,9 @@ def page(outcomes: Sequence[Outcome], when: str) -> str:
         passed, failed, _ = _totals(fuzzed)
         parts += [
             "\n## Fuzzed requests\n",
-            f"Beside the checks, {passed} generated requests were sent, and {failed} operations failed. Such a request passes",
-            "if the server answers it, and not with a 5xx status; 501 and 503 with an error code pass too. It does not say",
-            "that the answer was right: most of these requests are refused with 400, as they should be.\n",
+            f"{passed} generated requests passed and {failed} operations failed, beside the checks. A request passes if",
+            "the server answers it, and not with a 5xx status (501 and 503 with an error code pass too). That does not",
+            "say that the answer was right: most of these requests have faults on purpose and are refused with 400.\n",
             "| client | version | requests passed | operations failed | skipped | what |",
             "|---|---|---|---|---|---|",
             *map(_row, fuzzed),
@@ -313,12 +313,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [names[name] for name in args.clients] or everything
     outcomes = run_all(chosen)
     if not args.clients:
-        when = f"{datetime.date.today().isoformat()}, {_commit()}Python {platform.python_version()}, {platform.machine()}"
+        system = f"Python {platform.python_version()}, {platform.machine()}"
+        when = f"{datetime.date.today().isoformat()}, {_commit()}{system}"
         PAGE.write_text(page(outcomes, when), encoding="utf-8")
     passed, failed, skipped = _totals([outcome for outcome in outcomes if not outcome.script.is_fuzz])
     fuzz_passed, fuzz_failed, _ = _totals([outcome for outcome in outcomes if outcome.script.is_fuzz])
     print(f"checks: {passed} passed, {failed} failed, {skipped} skipped")
-    print(f"fuzzed requests: {fuzz_passed} answered without a 5xx status, {fuzz_failed} operations failed")
+    if fuzz_passed + fuzz_failed:
+        print(f"fuzzed requests: {fuzz_passed} answered without a 5xx status, {fuzz_failed} operations failed")
     return int(failed + fuzz_failed > 0)
 
 
