@@ -99,14 +99,14 @@ def check_structured() -> None:
 def check_thread() -> None:
     """messages.thread: ThreadUnsupportedRequestError by default; two turns where it may go on without a thread."""
     try:
-        client.beta.messages.thread(**FIELDS).send(ASK)
+        client.beta.messages.thread(**FIELDS).send(*ASK)
     except ThreadUnsupportedRequestError as error:
         assert error.body["error"]["details"]["unsupported"], error.body
     else:
         raise AssertionError("a thread was made")
     thread = client.beta.messages.thread(unsupported_request_behavior="continue_unthreaded", **FIELDS)
-    first = thread.send(ASK)
-    second = thread.send(ASK)
+    first = thread.send(*ASK)
+    second = thread.send(*ASK)
     assert first.content[0].text == second.content[0].text == "Hello there, and good day."
     assert second.usage.input_tokens + second.usage.cache_read_input_tokens > first.usage.input_tokens
 

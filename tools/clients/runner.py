@@ -255,9 +255,9 @@ def page(outcomes: Sequence[Outcome], when: str) -> str:
         passed, failed, _ = _totals(fuzzed)
         parts += [
             "\n## Fuzzed requests\n",
-            f"{passed} generated requests passed and {failed} operations failed, beside the checks. A request passes if",
-            "the server answers it, and not with a 5xx status (501 and 503 with an error code pass too). That does not",
-            "say that the answer was right: most of these requests have faults on purpose and are refused with 400.\n",
+            f"{passed} generated requests passed and {failed} operations failed, apart from the checks.",
+            "A request passes if the server answers it, and not with a 5xx status (501 and 503 with a code pass).",
+            "That does not say that the answer was right: most have faults on purpose and are refused with 400.\n",
             "| client | version | requests passed | operations failed | skipped | what |",
             "|---|---|---|---|---|---|",
             *map(_row, fuzzed),
