@@ -87,7 +87,7 @@ def _measure(model: ModelConfig) -> tuple[Scores, Scores, list[array[int]]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_coded_weights_diverge_little_from_float32(capsys: pytest.CaptureFixture[str]) -> None:
+def test_X07_coded_weights_diverge_little_from_float32(capsys: pytest.CaptureFixture[str]) -> None:
     count = len(GOLDEN)
     wanted, exact_prose, _ = _measure(EXACT)
     assert [len(entries) for entries in wanted] == [len(entry["output"]) for entry in GOLDEN]

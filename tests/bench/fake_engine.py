@@ -20,4 +20,5 @@ class Engine:
             raise SystemExit(3)
         if fails == "hanging":
             time.sleep(60)
-        return [[0.1, 0.1 + 0.01 * (request["max_tokens"] - 1), request["max_tokens"]] for request in requests]
+        counts = [request["max_tokens"] - (fails == "short") for request in requests]
+        return [[0.1, 0.1 + 0.01 * (count - 1), count] for count in counts[fails == "fewer" :]]

@@ -1,7 +1,8 @@
 """A server of completions that does as told: an asyncio server, and the same as a program for `ServerProcess`.
 
 Behaviours: "stream" (one token a chunk), "plain" (a JSON error of status 400), "cut" (closes in mid-stream),
-"error" (an error object in the stream), "silent" (never answers), "bare" (no usage, one body without chunks).
+"error" (an error object in the stream), "silent" (never answers), "bare" (no usage, one body without chunks),
+"short" (its usage is one token less than asked for).
 """
 
 from __future__ import annotations
@@ -73,18 +74,15 @@ class FakeServer:
         if self.behaviour == "error":
             put(json.dumps({"error": {"message": "the engine died"}}).encode())
         elif not is_bare:
-            put(
-                json.dumps(
-                    {"choices": [], "usage": {"completion_tokens": count, "prompt_tokens": len(prompt)}}
-                ).encode()
-            )
+            usage = {"completion_tokens": count - (self.behaviour == "short"), "prompt_tokens": len(prompt)}
+            put(json.dumps({"choices": [], "usage": usage}).encode())
         put(b"[DONE]")
         if not is_bare:
             writer.write(b"0\r\n\r\n")
 
 
-async def _main(port: int) -> None:
-    fake = FakeServer()
+async def _main(port: int, behaviour: str = "stream") -> None:
+    fake = FakeServer(behaviour)
     server = await asyncio.start_server(fake._serve, "127.0.0.1", port)
     print(f"serving on {port}", flush=True)
     async with server:
@@ -92,4 +90,4 @@ async def _main(port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(int(sys.argv[1])))
+    asyncio.run(_main(int(sys.argv[1]), *sys.argv[2:]))

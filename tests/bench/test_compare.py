@@ -8,6 +8,7 @@ import asyncio
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,8 @@ def test_an_engine_in_its_own_python_is_timed_there() -> None:
         ("running", "failed: RuntimeError: out of luck"),
         ("dying", "ended"),
         ("hanging", "did not answer within"),
+        ("short", "fake gave 4 tokens of 5, or other lengths"),
+        ("fewer", "fake answered 0 requests of 1"),
     ],
 )
 def test_an_engine_that_fails_is_told(fails, words) -> None:
@@ -177,15 +180,33 @@ def test_a_server_is_driven_over_http() -> None:
     assert run.num_output_tokens == 15 and len(run.requests) == 3
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "words"), [("short", "gave 4 tokens of 5"), ("bare", "did not tell the usage"), ("error", "failed")]
+)
+def test_a_server_that_does_not_give_what_was_asked_for_is_told(behaviour, words) -> None:
+    async def work():
+        peer = ServerPeer("fake", [sys.executable, test_online.FAKE, "{port}", behaviour], timeout_s=30.0)
+        try:
+            await peer.start()
+            await peer.run(draw_workload(3, 4, 5, 90, 0).groups[0], 2)
+        finally:
+            peer.end()
+
+    with pytest.raises(EngineError, match=words):
+        asyncio.run(work())
+
+
 def test_this_engine_runs_under_the_same_protocol(tmp_path) -> None:
     model = str(make_tiny_model("smollm2", tmp_path / "tiny"))
     options = {"model": model, "at_once": 4, "settings": {"threads": 1, "kv_cache_tokens": 1024}}
+    drawn = draw_workload(3, 4, 5, 90, 0).groups[0]
 
     async def work():
         peer = EnginePeer("octavo", sys.executable, "octavo_engine.py", options)
+        items = [replace(item, max_tokens=count) for item, count in zip(drawn, (9, 2, 4), strict=True)]
         try:
             await peer.start()
-            return peer, await peer.run(draw_workload(3, 4, 5, 90, 0).groups[0], 2)
+            return peer, await peer.run(items, 2)
         finally:
             peer.end()
 

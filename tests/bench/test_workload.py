@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -24,6 +25,15 @@ def test_a_list_of_requests_is_one_group(tmp_path) -> None:
     assert (workload.num_requests, workload.num_prompt_tokens, workload.num_output_tokens) == (2, 3, 8)
     assert workload.max_len == 6
     assert workload.name == "w.json"
+
+
+def test_a_file_may_be_compressed(tmp_path) -> None:
+    path = tmp_path / "w.json.gz"
+    path.write_bytes(gzip.compress(json.dumps([_item(1, 2)]).encode()))
+    assert read_workload(path).num_prompt_tokens == 2
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="is not a gzip file"):
+        read_workload(path)
 
 
 def test_lists_of_lists_are_groups(tmp_path) -> None:

@@ -107,7 +107,7 @@ def test_what_stays_float_has_the_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("family", ["llama2", "mistral", "qwen2", "qwen3", "gemma3"])
-def test_gguf_blocks_are_kept(family: str, kind: str, tmp_path: Path) -> None:
+def test_X07_gguf_blocks_are_kept(family: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     make_tiny_gguf(family, path, kind)
     weights = load(path, "auto")

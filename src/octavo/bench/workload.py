@@ -6,6 +6,7 @@ Does not: run anything, or know a tokenizer.
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from array import array
@@ -54,9 +55,12 @@ class Workload:
 
 
 def read_workload(path: Path) -> Workload:
-    """Read a workload file. Raises ConfigError naming the file and the entry at fault."""
+    """Read a workload file, compressed if it ends in .gz. Raises ConfigError naming the file and the entry at fault."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except gzip.BadGzipFile:
+        raise ConfigError(f"workload {path} is not a gzip file; give JSON, or compress it") from None
     except OSError as error:
         raise ConfigError(f"workload {path} cannot be read ({error.strerror}); give a JSON file") from None
     except ValueError as error:

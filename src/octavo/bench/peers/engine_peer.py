@@ -59,7 +59,10 @@ class EnginePeer:
         self.facts = told["facts"]
 
     async def run(self, items: Sequence[Item], at_once: int) -> PeerRun:
-        """Send the requests as one line, and wait for the line of their times."""
+        """Send the requests as one line, and wait for the line of their times.
+
+        Raises EngineError if a request has another number of tokens than asked for: its times would not compare.
+        """
         requests = [
             {"prompt_token_ids": item.prompt_token_ids.tolist(), "max_tokens": item.max_tokens} for item in items
         ]
@@ -70,7 +73,15 @@ class EnginePeer:
         except OSError:
             raise EngineError(f"{self.name} ended\n{self._tail()}") from None
         told = await self._listen()
-        return PeerRun(told["seconds"], [(first, last, tokens) for first, last, tokens in told["requests"]])
+        times = [(first, last, tokens) for first, last, tokens in told["requests"]]
+        if len(times) != len(items):
+            raise EngineError(f"{self.name} answered {len(times)} requests of {len(items)}")
+        counts, wanted = (sorted(of) for of in ((count for _, _, count in times), (item.max_tokens for item in items)))
+        if counts != wanted:  # answers may be in the order of their ends
+            raise EngineError(
+                f"{self.name} gave {sum(counts)} tokens of {sum(wanted)}, or other lengths than asked for"
+            )
+        return PeerRun(told["seconds"], times)
 
     def freeze(self) -> None:
         """Stop its processes."""

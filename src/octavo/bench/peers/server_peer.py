@@ -57,13 +57,14 @@ class ServerPeer:
         for answer, item in zip(run.answers, items, strict=True):
             if answer.has_failed:
                 raise EngineError(f"{self.name}: a request failed ({answer.kind}): {answer.error}")
-            if answer.usage_tokens is not None and answer.usage_tokens != item.max_tokens:
+            if answer.usage_tokens is None or not answer.chunk_times:
+                raise EngineError(f"{self.name} did not tell the usage of a request, or streamed nothing of it")
+            if answer.usage_tokens != item.max_tokens:
                 raise EngineError(f"{self.name} gave {answer.usage_tokens} tokens of {item.max_tokens}")
         # A chunk may carry no text while a character is incomplete, so tokens are counted as they were asked for.
         times = [
             (answer.chunk_times[0] - answer.sent, answer.chunk_times[-1] - answer.sent, item.max_tokens)
             for answer, item in zip(run.answers, items, strict=True)
-            if answer.chunk_times
         ]
         return PeerRun(run.duration_s, times)
 
