@@ -174,6 +174,18 @@ def test_a_missing_or_torn_file_is_named(tmp_path: Path) -> None:
         cost_model(spec)
 
 
+@pytest.mark.parametrize("name", ["moe.csv", "moe.csv.gz", "table__moe.csv.gz"])
+def test_a_profile_with_experts_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    spec = write(tmp_path)
+    if name.startswith("table"):
+        for path in list(tmp_path.iterdir()):
+            path.rename(path.with_name(f"table__{path.name}"))
+        spec = f"{spec}/table"
+    (tmp_path / name).write_bytes(gzip.compress(b"tokens,activated_experts,time_us\n1,8,50.2\n"))
+    with pytest.raises(ConfigError, match=rf"{name}: this profile is of a mixture-of-experts model"):
+        cost_model(spec)
+
+
 def test_a_scaled_model_is_the_other_one_stretched() -> None:
     costs = cost_model("roofline", Hardware.of("llama-3.1-8b", "l4"))
     scaled = Scaled(costs, 2.0, 0.5)

@@ -57,6 +57,11 @@ ATTENTION_COLUMNS = ("prefill_chunk", "n_decode", "kv_prefill", "kv_decode")
 
 def read_table(where: str) -> TableFiles:
     """Read a table. Raises ConfigError naming the file, the line and what is wrong."""
+    if experts := _find(where, "moe.csv"):
+        raise ConfigError(
+            f"{experts}: this profile is of a mixture-of-experts model, whose experts a table cannot predict yet; "
+            "give the profile of a dense model, or fit a recording of the model (--fit)"
+        )
     attention = {
         tuple(_integer(row, column, place) for column in ATTENTION_COLUMNS): _seconds(row, place)
         for place, row in _rows(where, "attention.csv", (*ATTENTION_COLUMNS, "time_us"))
