@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 
 import numpy as np
@@ -252,9 +253,39 @@ def test_P01_logprobs_are_those_of_the_raw_distribution() -> None:
 
 
 def test_ranks_are_unique_at_ties() -> None:
-    columns = RawDistribution.of(torch.zeros(4, 10), np.full(4, 2)).columns(torch.tensor([0, 1, 2, 9]))
+    raw = RawDistribution(torch.log_softmax(torch.zeros(4, 10), dim=1), np.full(4, 2))
+    columns = raw.columns(torch.tensor([0, 1, 2, 9]))
     assert [entry.rank for entry in columns.entries()] == [1, 2, 3, 10]
     assert all(entry.top_ids == (0, 1) for entry in columns.entries())
+
+
+def test_logprobs_of_many_rows_map_no_fresh_memory_in_each_step() -> None:
+    rows, size = 128, 49152  # 24 MiB of logits: counting ranks took 48 MiB of fresh pages beside them in each step
+    params = [SamplingParams(temperature=0.0, logprobs=2)] * rows
+    rig = Rig(params, size, [([1], [])] * rows)
+    logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(3))
+
+    def step() -> Sampled:
+        return rig.sampler.sample(logits, SamplingRows(np.arange(rows), np.full(rows, 1)))
+
+    sampled = step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        sampled = step()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults * resource.getpagesize() < 3 * logits.nbytes / 4
+    assert sampled.logprobs is not None
+    expected = logits.log_softmax(1)
+    for row, entry in zip(expected, sampled.logprobs.entries(), strict=True):
+        assert entry.rank == 1 and entry.logprob == row.max()
+
+
+def test_ranks_of_more_rows_than_are_counted_together() -> None:
+    logits = torch.randn(21, 49152, generator=torch.Generator().manual_seed(4)).round(decimals=1)  # with ties
+    ids = torch.arange(21) * 2000
+    entries = RawDistribution(logits.log_softmax(1), np.full(21, 1)).columns(ids).entries()
+    orders = logits.log_softmax(1).argsort(dim=1, descending=True, stable=True)
+    assert [entry.rank for entry in entries] == [(orders[row] == ids[row]).nonzero().item() + 1 for row in range(21)]
 
 
 def test_a_row_that_is_not_finite_is_seen_and_hurts_nobody() -> None:

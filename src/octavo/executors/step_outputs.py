@@ -174,7 +174,13 @@ def are_finite(inputs: StepInputs, rows: Ints, hidden_TE: Tensor) -> Tensor:
     return hidden_TE.index_select(0, last_R).isfinite().all(dim=1)
 
 
-def score_rows(inputs: StepInputs, slots: Slots, hidden_TE: Tensor, logits: Callable[[Tensor], Tensor]) -> list[Score]:
+def score_rows(
+    inputs: StepInputs,
+    slots: Slots,
+    hidden_TE: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    distribution: Callable[[Tensor, Ints], RawDistribution],
+) -> list[Score]:
     """Log-probabilities of the prompt tokens behind each scoring row's positions: (row, first position, parts).
 
     Position p of a row scores the token at p + 1, up to the prompt's last. Logits exist for SCORE_CHUNK positions.
@@ -191,7 +197,7 @@ def score_rows(inputs: StepInputs, slots: Slots, hidden_TE: Tensor, logits: Call
             until = min(at + SCORE_CHUNK, end)
             logits_RV = logits(hidden_TE[first_token + at - start : first_token + until - start])
             ids_R = slots.ids_SW.view(-1)[slot * width + at + 1 : slot * width + until + 1].long()
-            parts.append(RawDistribution.of(logits_RV, np.full(until - at, num_top)).columns(ids_R))
+            parts.append(distribution(logits_RV, np.full(until - at, num_top)).columns(ids_R))
         scores.append((row, start + 1, parts))
     return scores
 

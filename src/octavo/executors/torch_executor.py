@@ -27,6 +27,7 @@ from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.errors import ConfigError, EngineError
 from octavo.executors.batch_inputs import StepInputs, build_inputs
 from octavo.executors.cache_groups import CacheGroups, allocate, group_layers, layer_windows, within
+from octavo.executors.host_memory import make_resident
 from octavo.executors.loading import AnyDecoder, DecoderChoice, dtype_named
 from octavo.executors.pool_sizing import PoolSizing, describe_groups, usable_len
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
@@ -75,7 +76,7 @@ class TorchExecutor:
         self._sampler: Sampler
 
     def open(self, spec: ExecutorSpec) -> Capacity:
-        """Load the weights, allocate the pool and the slots."""
+        """Load the weights, allocate the pool and the slots. A large pool's pages follow in a thread."""
         if self._device.type == "cpu":
             torch.set_num_threads(self._execution.threads or machine.usable_cores())
         if self._execution.attention not in ATTENTION:
@@ -91,6 +92,7 @@ class TorchExecutor:
         self._sampler = Sampler(self._slots.columns, self._slots.processors)
         self._block_size = spec.block_size
         self._decoder = decoder
+        make_resident(self._cache.pools)
         return Capacity(
             groups=groups,
             num_blocks=num_blocks,
@@ -180,7 +182,7 @@ class TorchExecutor:
         """Sample, score and pool. Logits exist only for the rows that ask."""
         outputs.inputs = inputs
         if len(inputs.score_rows):
-            outputs.scores = score_rows(inputs, self._slots, hidden_TE, logits)
+            outputs.scores = score_rows(inputs, self._slots, hidden_TE, logits, self._sampler.distribution)
         if len(inputs.pool_rows):
             outputs.pooled_RE = pool_rows(inputs, hidden_TE)
         if len(silent := inputs.silent_rows):

@@ -16,6 +16,8 @@ from octavo.core.plan import TokenLogprobs
 from octavo.sampling.columns import Ints
 from octavo.sampling.selection import sorted_candidates
 
+_RANKED_TOGETHER = 1 << 18  # logits; their sum as int64 takes 2 MiB
+
 
 @dataclass(slots=True)
 class RawDistribution:
@@ -24,24 +26,30 @@ class RawDistribution:
     log_probs_RV: Tensor
     num_top: Ints
 
-    @classmethod
-    def of(cls, logits_RV: Tensor, num_top: Ints) -> RawDistribution:
-        """Take the distribution of raw logits."""
-        return cls(torch.log_softmax(logits_RV, dim=1), num_top)
-
     def columns(self, token_ids_R: Tensor) -> LogprobColumns:
         """Give what is wanted about these tokens; stays on the device."""
         own_R1 = self.log_probs_RV.gather(1, token_ids_R[:, None])
-        ids_V = torch.arange(self.log_probs_RV.shape[1], device=token_ids_R.device)
-        ahead_RV = (self.log_probs_RV > own_R1) | ((self.log_probs_RV == own_R1) & (ids_V < token_ids_R[:, None]))
+        ranks_R = _ranks(self.log_probs_RV, own_R1, token_ids_R)
         most = int(self.num_top.max(initial=0))
         if most:
             values_RK, best_RK = sorted_candidates(self.log_probs_RV, min(most, self.log_probs_RV.shape[1]))
         else:
             values_RK, best_RK = own_R1[:, :0], token_ids_R[:, None][:, :0]
-        return LogprobColumns(
-            token_ids_R, own_R1[:, 0], ahead_RV.sum(dim=1) + 1, best_RK[:, :most], values_RK[:, :most], self.num_top
-        )
+        return LogprobColumns(token_ids_R, own_R1[:, 0], ranks_R, best_RK[:, :most], values_RK[:, :most], self.num_top)
+
+
+def _ranks(log_probs_RV: Tensor, own_R1: Tensor, token_ids_R: Tensor) -> Tensor:
+    """Count the ids before each row's. On a CPU a few rows at a time: what the sum widens stays small."""
+    num_rows, size = log_probs_RV.shape
+    ids_V = torch.arange(size, device=token_ids_R.device)
+    together = max(1, _RANKED_TOGETHER // size) if log_probs_RV.is_cpu else max(1, num_rows)
+    counts = []
+    for begin in range(0, num_rows, together):
+        part = slice(begin, begin + together)
+        some_RV, own = log_probs_RV[part], own_R1[part]
+        ahead_RV = (some_RV > own) | ((some_RV == own) & (ids_V < token_ids_R[part, None]))
+        counts.append(ahead_RV.sum(dim=1))
+    return torch.cat(counts) + 1 if counts else token_ids_R.long()
 
 
 @dataclass(slots=True)

@@ -46,6 +46,7 @@ class Sampler:
     def __init__(self, columns: SamplingColumns, processors: LogitsProcessors) -> None:
         self._columns = columns
         self._processors = processors
+        self._log_probs = torch.empty((0, 0))
         self._kernel: SampleKernel | None = None
         if sample_kernel.has_kernel():
             of_slots = columns.inverse_temperature, columns.floor, columns.top_p, columns.top_k
@@ -61,7 +62,7 @@ class Sampler:
         raw = None
         if len(wanted):
             some_RV = _take(logits_RV, wanted)
-            raw = RawDistribution.of(some_RV, self._columns.logprobs[rows.slots[wanted]])
+            raw = self.distribution(some_RV, self._columns.logprobs[rows.slots[wanted]])
         has_edits = wants_more and self._processors.needs(rows)
         raw_best_R = logits_RV.amax(dim=1) if has_edits else None
         if masks is not None:
@@ -77,6 +78,19 @@ class Sampler:
             return Sampled(ids_R, best_R, wanted, None)
         return Sampled(ids_R, best_R, wanted, raw.columns(ids_R[upload(ids_R.device, wanted)[0]]))
 
+    def distribution(self, logits_RV: Tensor, num_top: Ints) -> RawDistribution:
+        """Take the distribution of raw logits; the next one is written over it. `num_top`: best wanted by each row."""
+        return RawDistribution(self._log_softmax(logits_RV), num_top)
+
+    def _log_softmax(self, logits_RV: Tensor) -> Tensor:
+        """Compute into a kept buffer on a CPU: fresh pages would cost more than the work in them."""
+        if not logits_RV.is_cpu or logits_RV.dtype is not torch.float32:
+            return torch.log_softmax(logits_RV, dim=1)
+        num_rows, size = logits_RV.shape
+        if self._log_probs.shape[0] < num_rows or self._log_probs.shape[1] != size:
+            self._log_probs = torch.empty(num_rows, size)
+        return torch.log_softmax(logits_RV, dim=1, out=self._log_probs[:num_rows])
+
     def candidates(self, logits_RV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """Give the best continuations of beams: ids and log-probabilities [R, C], best first, ties to the lower id.
 
@@ -84,7 +98,7 @@ class Sampler:
         widest search among the rows needs; a narrower one may read fewer. Nothing is counted or made known.
         A row whose first log-probability is not finite is unusable: NaN = the logits were, -inf = no id may follow.
         """
-        log_probs_RV = torch.log_softmax(logits_RV.float(), dim=1)
+        log_probs_RV = self._log_softmax(logits_RV.float())
         if self._processors.needs(rows):
             self._processors.apply_to_beams(log_probs_RV, rows)
         most = min(int(self._columns.num_candidates[rows.slots].max()), log_probs_RV.shape[1])

@@ -1,0 +1,94 @@
+"""The memory of a CPU executor's KV pools: its pages are there before a step needs them.
+
+Owns: populating the pools. Does not: allocate them (ops.attention_pool does).
+Invariants: populating changes no byte, so it runs beside steps that write; it holds no pool alive, and takes no more
+while less than an eighth of the machine's memory is free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from octavo import machine
+from octavo.ops.attention_pool import KVPool
+
+AT_ONCE_BYTES = 16 << 20  # some 15 ms; larger pools are populated by a thread
+STRIPE_BYTES = 2 << 20  # of each layer's keys and values: the kernel holds the process's memory map for so long
+FREE_SHARE = 8
+TOUCH_S = 0.25  # where the kernel cannot populate beside other writers
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+
+def make_resident(pools: Sequence[KVPool]) -> threading.Thread | None:
+    """Populate the pools' pages, lowest blocks first; return the thread that does, None if it is done already.
+
+    Without it the first step that uses a block waits for its pages, which can be a huge page for the keys and one for
+    the values of each layer. Call it before the pools are used: without MADV_POPULATE_WRITE pages are touched here
+    instead, for at most TOUCH_S seconds.
+    """
+    pools = [pool for pool in pools if pool.device.type == "cpu"]
+    populate = _populate()
+    if populate is None:
+        _touch(pools)
+        return None
+    if sum(pool.shape.block_bytes * pool.shape.num_blocks for pool in pools) <= AT_ONCE_BYTES:
+        _populate_all(populate, [weakref.ref(pool) for pool in pools])
+        return None
+    arguments = (populate, [weakref.ref(pool) for pool in pools])
+    thread = threading.Thread(target=_populate_all, args=arguments, name="octavo-kv-pages", daemon=True)
+    thread.start()
+    return thread
+
+
+@cache
+def _populate() -> Callable[[int, int], bool] | None:
+    """Return a function of an address and a size in bytes that populates, or None where the kernel has none."""
+    if sys.platform != "linux":
+        return None
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def populate(address: int, size: int) -> bool:
+        begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+        return bool(madvise(begin, address + size - begin, _MADV_POPULATE_WRITE) == 0)
+
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    return populate if populate(ctypes.addressof(ctypes.c_char.from_buffer(page)), mmap.PAGESIZE) else None
+
+
+def _populate_all(populate: Callable[[int, int], bool], refs: Sequence[weakref.ref[KVPool]]) -> None:
+    begin, is_more = 0, True
+    while is_more:
+        is_more = False
+        for ref in refs:
+            pool = ref()
+            total, free = machine.usable_memory()
+            if pool is None or free < total // FREE_SHARE:
+                return
+            for plane in (*pool.keys, *pool.values):
+                size = min(STRIPE_BYTES, plane.nbytes - begin)
+                if size > 0 and not populate(plane.data_ptr() + begin, size):
+                    return
+                is_more = is_more or begin + STRIPE_BYTES < plane.nbytes
+            del pool  # it may be dropped meanwhile
+        begin += STRIPE_BYTES
+
+
+def _touch(pools: Sequence[KVPool]) -> None:
+    """Write a zero into each page of pools which nothing else writes to yet, until TOUCH_S seconds are over."""
+    end = time.monotonic() + TOUCH_S
+    for pool in pools:
+        blocks = max(1, STRIPE_BYTES * pool.shape.num_layers // pool.shape.block_bytes)
+        for begin in range(0, pool.shape.num_blocks, blocks):
+            if time.monotonic() > end:
+                return
+            for plane in (*pool.keys, *pool.values):
+                plane[begin : begin + blocks].zero_()

@@ -1,0 +1,102 @@
+"""A pool's pages are there before steps use them."""
+
+import ctypes
+import gc
+import mmap
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo import machine
+from octavo.executors import host_memory
+from octavo.ops.attention_pool import KVPool, PoolShape
+from tests.executors.conformance import SPEC
+from tests.executors.test_torch_executor import make
+
+can_populate = pytest.mark.skipif(host_memory._populate() is None, reason="the kernel has no MADV_POPULATE_WRITE")
+
+FRESH_BYTES = 48 << 20  # malloc maps what is above 32 MiB; less may be memory that was used before
+
+
+def pool_of(size_bytes):
+    shape = PoolShape(4, 0, 16, 2, 64, torch.float32)
+    return KVPool(replace(shape, num_blocks=size_bytes // shape.block_bytes), torch.device("cpu"))
+
+
+def resident_share(pool):
+    """The share of the pool's pages that are in memory, as the kernel says (mincore)."""
+    present = total = 0
+    for plane in (*pool.keys, *pool.values):
+        begin = plane.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        size = plane.data_ptr() + plane.nbytes - begin
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(size), pages) == 0
+        present += sum(page & 1 for page in pages)
+        total += len(pages)
+    return present / total
+
+
+@can_populate
+@pytest.mark.parametrize("size_bytes", [1 << 20, host_memory.AT_ONCE_BYTES])
+def test_a_small_pool_is_resident_at_once(size_bytes):
+    pool = pool_of(size_bytes)
+    assert host_memory.make_resident([pool]) is None
+    assert resident_share(pool) == 1
+
+
+@can_populate
+def test_a_large_pool_becomes_resident_and_keeps_what_is_written_meanwhile():
+    pool = pool_of(2 * FRESH_BYTES)
+    assert resident_share(pool) < 0.1
+    thread = host_memory.make_resident([pool])
+    assert thread is not None and thread.daemon
+    values = torch.arange(len(pool.keys[0]), dtype=torch.float32)
+    for plane in (*pool.values, *pool.keys):
+        plane += values[:, None, None, None]
+    thread.join()
+    assert resident_share(pool) == 1
+    for plane in (*pool.values, *pool.keys):
+        assert torch.equal(plane, values[:, None, None, None].expand_as(plane))
+
+
+@can_populate
+def test_the_executor_opens_with_a_resident_pool(tiny_folder):
+    executor = make(tiny_folder)
+    executor.open(SPEC)
+    assert [resident_share(pool) for pool in executor._cache.pools] == [1]
+    executor.close()
+
+
+@can_populate
+def test_little_free_memory_is_left_to_others(monkeypatch):
+    monkeypatch.setattr(machine, "usable_memory", lambda: (1 << 34, 1 << 30))
+    pool = pool_of(FRESH_BYTES)
+    thread = host_memory.make_resident([pool])
+    assert thread is not None
+    thread.join()
+    assert resident_share(pool) < 0.1
+
+
+@can_populate
+def test_a_pool_that_is_dropped_is_not_held_by_its_thread(monkeypatch):
+    monkeypatch.setattr(machine, "usable_memory", lambda: (time.sleep(0.02), (1 << 34, 1 << 34))[1])
+    pool = pool_of(200 << 20)
+    thread = host_memory.make_resident([pool])
+    del pool
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def test_without_the_kernels_help_pages_are_touched_before_the_pool_is_used(monkeypatch):
+    monkeypatch.setattr(host_memory, "_populate", lambda: None)
+    monkeypatch.setattr(host_memory, "TOUCH_S", 60)
+    pool = pool_of(FRESH_BYTES)
+    assert host_memory.make_resident([pool]) is None
+    assert resident_share(pool) > 0.99  # all but the null block's page
+    monkeypatch.setattr(host_memory, "TOUCH_S", 0)
+    other = pool_of(FRESH_BYTES)
+    host_memory.make_resident([other])
+    assert resident_share(other) < 0.5
