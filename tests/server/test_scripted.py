@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -101,6 +102,34 @@ async def test_a_request_put_back_after_a_failure_is_no_preemption(client: httpx
     found = {name.split("{")[0]: float(value) for name, value in lines.items()}
     assert found["octavo_requests_requeued_total"] == 3
     assert found["octavo_preemptions_total"] == found["vllm:num_preemptions_total"] == 0
+
+
+async def test_the_wait_of_a_new_request_is_from_the_forecast_of_those_that_wait(tmp_path: Path) -> None:
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps([{"say": "on and on ", "finish": "length", "delay_ms": 10}]))
+    config = config_from(f"scripted:{path}", {"max_sequences": 1})
+    engine = build_local(config)
+    app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+
+        async def ask(name: str) -> int:
+            body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
+            response = await http.post("/v1/completions", json=body, headers={"x-request-id": name}, timeout=60)
+            return response.status_code
+
+        tasks = [asyncio.create_task(ask(name)) for name in ("a", "b", "c")]
+        while (await http.get("/v1/requests/a/explain")).json().get("explanations", [{}])[0].get("num_outputs", 0) < 20:
+            await asyncio.sleep(0.01)
+        told = (await http.get("/v1/requests/c/explain")).json()
+        (last,) = told["explanations"]
+        assert last["state"] == "waiting" and "new_request_s" not in last
+        waits_s, new_s = last["prediction"]["next_token_s"], told["queue"]["wait_s"]
+        assert 0 < waits_s < new_s, "a new request comes behind the last, which one slot serves before"
+        assert await asyncio.gather(*tasks) == [200, 200, 200]
+        ended = (await http.get("/v1/requests/c/explain")).json()
+        assert ended["queue"]["wait_s"] == 0.0, "there is room now"
+    await app.state.context.tool.close()
+    await engine.client.close()
 
 
 async def test_a_pool_that_is_shorter_than_the_model_is_what_every_card_tells(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from octavo.core.explanation import Explanation, Standing, shortage_text, times,
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
-from octavo.engine.forecast import Lengths, Oracle, Pace
+from octavo.engine.forecast import NEW, Lengths, Oracle, Pace
 from octavo.engine.loop import EngineLoop
 from octavo.engine.verbs import guarded
 
@@ -170,12 +170,17 @@ class Biographies:
     # --- what people ask
 
     def answer(self, argument: str) -> dict[str, object]:
-        """The verb: one request by its id, or with an empty argument all open ones. Plain JSON values."""
+        """The verb: one request by its id, or with an empty argument all open ones. Plain JSON values.
+
+        `new_request_s`: when a request that came now would be let in; null where that is not known.
+        """
         self._settle()
         now = self._now()
         while self._ended and now - next(iter(self._ended.values())).ended_at > self._max_age_s:
             self._ended.popitem(last=False)
-        return self._one(argument, now) if argument else self._all(now)
+        told = self._one(argument, now) if argument else self._all(now)
+        found = self._oracle.ask().get(NEW)
+        return {**told, "new_request_s": None if found is None else found.seconds}
 
     def _one(self, name: str, now: float) -> dict[str, object]:
         life = self._open.get(name) or self._ended.get(name)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
+from itertools import chain
 from math import inf
 
 from octavo.core import room
@@ -33,6 +34,7 @@ MAX_PLAYED = 256  # requests beyond which one play must do, for it runs between 
 MAX_JUMPS = 20_000
 LEAST_AGE_S = 0.1  # a forecast is good for so long,
 MAX_SHARE = 0.02  # and so long that making them takes at most this share of the time
+NEW = ""  # a request that would come now, behind all that wait; no request has this name
 _SAME_RUN = 0.1  # a pause before a step of up to this share of it belongs to it
 
 
@@ -125,6 +127,7 @@ class Forecast:
 def forecast(state: State, pace: Pace, lengths: Lengths) -> dict[str, Forecast]:
     """When each request that waits or prefills gets its next token; those not known are left out.
 
+    Under NEW: when a request that came now would be let in.
     Equal states get equal forecasts. O(requests log requests) a play: for people, see Oracle.
     """
     fit = pace.fit()
@@ -195,7 +198,8 @@ class _Play:
             self._prefills.append(piece)
         pool = state.cache.pools[self._group]
         self._free = pool.num_free - promised - state.headroom.floors[self._group]
-        self._waiting = map(partial(self._piece, state), state.waiting.in_order())  # made as they are let in
+        waiting = map(partial(self._piece, state), state.waiting.in_order())  # made as they are let in
+        self._waiting = chain(waiting, (_Piece(NEW, 1.0, 1.0, 1, 1.0, False),))
         self._first = next(self._waiting, None)
 
     def run(self) -> dict[str, float]:
@@ -236,6 +240,10 @@ class _Play:
         while (first := self._first) is not None:
             has_company = bool(self._prefills or self._decodes)
             if has_company and (first.slots > self._slots or first.blocks > self._free):
+                return
+            if first.name == NEW:
+                self.found[NEW] = self._time
+                self._first = None
                 return
             self._slots -= first.slots
             self._free -= first.blocks

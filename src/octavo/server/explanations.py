@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 MAX_EXPLANATIONS = 64  # prompts of one id that are told of; each costs the engine a look at its queue
 UNKNOWN = "unknown"
 _HIDDEN = ("id", "tenant", "public_text", "name")
+_NEW_S = "new_request_s"
 
 
 async def explain_own(context: Context, name: str, tenant: str) -> dict[str, object] | None:
     """Tell a client of its request, open or ended a short while ago; None where it has none of that name."""
     ids = context.directory.find(name, tenant) or context.directory.find_ended(name, tenant)
-    told = [answer for answer in await _ask(context, ids) if answer.get("state") != UNKNOWN]
+    answers = await _ask(context, ids)
+    queue = queue_of(context, answers)
+    told = [answer for answer in answers if answer.get("state") != UNKNOWN]
     if not told:
         return None
     own = context.directory.names(tenant)
@@ -29,36 +32,40 @@ async def explain_own(context: Context, name: str, tenant: str) -> dict[str, obj
         "id": name,
         "explanations": [_for_client(answer, own) for answer in told],
         "num_left_out": len(ids[MAX_EXPLANATIONS:]),
-        "queue": queue_of(context),
+        "queue": queue,
     }
 
 
 async def explain_any(context: Context, name: str) -> dict[str, object]:
     """Tell the operator of a request of any tenant, by its client's name or the engine's."""
     ids = context.directory.find(name) or context.directory.find_ended(name) or [name]
-    return {
-        "id": name,
-        "explanations": await _ask(context, ids),
-        "num_left_out": len(ids[MAX_EXPLANATIONS:]),
-        "queue": queue_of(context),
-    }
+    answers = await _ask(context, ids)
+    queue = queue_of(context, answers)
+    return {"id": name, "explanations": answers, "num_left_out": len(ids[MAX_EXPLANATIONS:]), "queue": queue}
 
 
 async def explain_open(context: Context) -> dict[str, object]:
     """Tell the operator of all open requests."""
     answer = await context.sessions.client.control("explain")
-    return {**(answer if isinstance(answer, Mapping) else {}), "queue": queue_of(context)}
+    told = dict(answer) if isinstance(answer, Mapping) else {}
+    queue = queue_of(context, [told])
+    return {**told, "queue": queue}
 
 
-def queue_of(context: Context) -> dict[str, object]:
-    """The queue as admission counts it: the numbers that an answer 429 has."""
+def queue_of(context: Context, answers: list[dict[str, Any]]) -> dict[str, object]:
+    """The queue as admission counts it: the numbers that an answer 429 has.
+
+    How long a new request would wait is taken out of the engine's answers, so that it comes from the forecast that
+    the requests in the queue have; the front end's own estimate stands in where the engine tells nothing.
+    """
     figures = context.admission.snapshot()
+    told = [answer.pop(_NEW_S) for answer in answers if _NEW_S in answer]
     return {
         "num_waiting": figures["waiting"],
         "max_waiting": figures["max_waiting"],
         "num_waiting_tokens": figures["waiting_tokens"],
         "max_waiting_tokens": figures["max_waiting_tokens"],
-        "wait_s": figures["wait_s"],
+        "wait_s": told[0] if told else figures["wait_s"],
     }
 
 
