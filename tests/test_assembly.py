@@ -63,14 +63,14 @@ def test_settings_are_known_by_field_and_by_flag() -> None:
     ("values", "message"),
     [
         ({"max_modellen": 5}, "unknown setting 'max_modellen'; did you mean 'max_model_len'"),
-        ({"zzz": 5}, "zzz is no setting; octavo config show"),
+        ({"zzz": 5}, "unknown setting 'zzz'; octavo config show"),
         ({"max_model_len": "abc"}, "'abc'; give a whole number"),
         ({"max_num_seqs": 4, "max_sequences": 5}, "given twice"),
         ({"num_blocks": 4, "kv_cache_tokens": 5}, "both set"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported; an engine runs on one device"),
         ({"trust_remote_code": True}, "trust_remote_code=True is not supported; no code of a repository is ever run"),
         ({"speculative_config": {"method": "ngram"}}, "give speculate='ngram'"),
-        ({"quantization": "awq"}, "quantization is 'awq'; give one of auto, none, int8, int4"),
+        ({"quantization": "awq"}, "unknown --quantization 'awq'; give one of auto, none, int8, int4"),
     ],
 )
 def test_wrong_settings_are_named(values: dict[str, object], message: str) -> None:

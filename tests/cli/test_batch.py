@@ -140,8 +140,8 @@ def _hear_interrupts() -> None:
 def test_mistakes_are_told_before_the_model_loads(tmp_path: Path, capsys: Any) -> None:
     file = write(tmp_path, ask("a"))
     for words, said in (
-        ([str(tmp_path / "none.jsonl")], "is no file"),
-        ([str(file), "-o", str(tmp_path / "no" / "out.jsonl")], "a folder that exists"),
+        ([str(tmp_path / "none.jsonl")], "file not found: "),
+        ([str(file), "-o", str(tmp_path / "no" / "out.jsonl")], "there is no folder"),
         ([str(file), "-o", str(file)], "three files"),
         ([str(file), "--open", "0"], "--open is 0"),
     ):

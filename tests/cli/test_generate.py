@@ -80,7 +80,7 @@ def test_stdin_is_read(script: str, capsys: Any, monkeypatch: Any) -> None:
 def test_mistakes_come_before_the_model(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "in.txt").write_text("a")
     for words, said in (
-        (["none.txt"], "is no file"),
+        (["none.txt"], "file not found: none.txt; give prompts"),
         ([str(tmp_path)], "is a folder"),
         ([str(tmp_path / "in.txt"), "-o", "/nowhere/x"], "there is no folder /nowhere"),
         ([str(tmp_path / "in.txt"), "--raw", "--system", "x"], "leave out --raw"),

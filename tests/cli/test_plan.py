@@ -78,7 +78,7 @@ def test_a_pool_that_is_shorter_than_the_model_does_not_fit(tiny: Path, capsys: 
 
 def test_what_does_not_fit_is_told_with_the_numbers(tiny: Path, capsys: Any) -> None:
     assert main(["plan", str(tiny), "--kv-cache-memory-bytes", "900T"]) == 1
-    assert "does not fit: the pool was given" in capsys.readouterr().out
+    assert "does not fit: --kv-cache-memory-bytes 921600.0 GiB exceeds the " in capsys.readouterr().out
 
 
 def test_mistakes(tmp_path: Path, capsys: Any) -> None:

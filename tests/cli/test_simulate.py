@@ -107,7 +107,7 @@ def test_the_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "gpt-9"], "model is 'gpt-9'"),
         (["--device", "abacus"], "device is 'abacus'; give one of"),
         (["--cost", "guess"], "cost is 'guess'; give one of"),
-        (["--router", "nearest"], "invalid choice: 'nearest'"),
+        (["--router", "nearest"], "unknown --router 'nearest'; give one of round_robin, random"),
         (["--tp", "0"], "--tp is 0; give 1 to 64"),
         (["--price", "-1"], "--price is -1.0; give 0 or more"),
         (["--depth", "3"], "depth is 3; an engine has 1 or 2 plans in flight"),
@@ -127,7 +127,10 @@ def test_the_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--search", "--objective", "ttft=1", "--policy", "fcfs,fair"], "--search-space policy=A|B"),
         (["--search", "--objective", "ttft=1", "--max-replicas", "0"], "--max-replicas is 0; give 1 to"),
         (["--search", "--objective", "ttft=1", "--search-space", "colour=red"], "search space has 'colour=red'"),
-        (["--html", "/no/such/folder/x.html"], "cannot be written"),
+        (
+            ["--html", "/no/such/folder/x.html"],
+            "--html /no/such/folder/x.html: there is no folder /no/such/folder; make it",
+        ),
     ],
 )
 def test_nonsense_is_refused_with_a_remedy(capsys: pytest.CaptureFixture[str], words: list[str], reason: str) -> None:

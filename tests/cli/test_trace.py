@@ -106,8 +106,8 @@ def test_lives_stand_behind_each_other(folder: Path, tmp_path: Path) -> None:
         (["--perfetto", "x", "--begin", "-1"], "--begin is -1"),
         (["--page", "x", "--max-steps", "0"], "--max-steps is 0; give 1 or more"),
         (["--perfetto", "x", "--max-requests", "0"], "--max-requests is 0; give 1 or more"),
-        (["--perfetto", "/none/x.json"], "/none/x.json cannot be written"),
-        (["--page", "/none/x.html"], "/none/x.html cannot be written"),
+        (["--perfetto", "/none/x.json"], "--perfetto /none/x.json: there is no folder /none; make it"),
+        (["--page", "/none/x.html"], "--page /none/x.html: there is no folder /none; make it"),
     ],
 )
 def test_mistakes_are_one_line(

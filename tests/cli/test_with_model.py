@@ -138,7 +138,10 @@ def test_bench_sweep_draws_its_curves(model, capsys, quick_probe, tmp_path) -> N
         (["latency", "--rows", "9"], "9 requests of 256 tokens do not fit"),
         (["latency", "--rows", "1", "--input-len", "900"], "1 requests of 1028 tokens do not fit"),
         (["sweep", "--steps", "1"], "--steps is 1"),
-        (["sweep", "--svg", "/no/such/folder/x.svg"], "--svg is"),
+        (
+            ["sweep", "--svg", "/no/such/folder/x.svg"],
+            "--svg /no/such/folder/x.svg: there is no folder /no/such/folder",
+        ),
     ],
 )
 def test_bench_points_check_their_numbers(model, capsys, words, message) -> None:

@@ -5,6 +5,7 @@ Owns: reading /v1/models and the few lines of /metrics that are used. Does not: 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +26,8 @@ async def first_model(client: CompletionClient) -> str:
         status, body = await client.get("/v1/models")
         names = [entry["id"] for entry in msgspec.json.decode(body)["data"]] if status == 200 else []
     except (OSError, ProtocolError, TimeoutError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number).lower() if number > 0 else str(error) or type(error).__name__
         raise EngineError(f"no server answers at {client.url} ({reason})") from None
     except (msgspec.MsgspecError, KeyError, TypeError):
         names = []

@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("octavo.cli.generate", "answer a file of prompts, a line each"),
     "batch": ("octavo.cli.batch", "answer a file of requests in OpenAI's batch format"),
     "bench offline": ("octavo.cli.bench_offline", "measure this engine on a workload, beside the memory floor"),
-    "bench online": ("octavo.cli.bench_online", "measure a server under requests that arrive when they do"),
+    "bench online": ("octavo.cli.bench_online", "benchmark a server under timed arrivals"),
     "bench latency": ("octavo.cli.bench_latency", "measure first token and time per token at several batch sizes"),
     "bench sweep": ("octavo.cli.bench_sweep", "measure over concurrency and over the context, and draw it"),
     "bench startup": ("octavo.cli.bench_startup", "measure a cold process up to its first token, in parts"),
@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("octavo.cli.top", "watch a running server in the terminal"),
     "explain": ("octavo.cli.explain", "say why a request waits, what it does, or what became of it"),
     "stop": ("octavo.cli.stop", "end a server that runs here, once its open requests are done"),
-    "admin": ("octavo.cli.admin", "ask or tell a running server"),
+    "admin": ("octavo.cli.admin", "query or control a running server"),
     "chaos": ("octavo.cli.chaos", "drill a server here: kill its engine under streams, and count what is lost"),
     "replay": ("octavo.cli.replay", "check that a recording's decisions come out the same, or try other settings"),
     "trace": ("octavo.cli.trace", "write a recording as a trace for Perfetto, or as a page"),
@@ -61,7 +61,8 @@ _USAGE = """usage: octavo COMMAND [options]
 
 {commands}
 
-octavo COMMAND --help tells more, octavo help WORD searches commands and flags, --version prints the version.
+octavo COMMAND --help shows what most people need, --help-all every option; octavo help WORD searches them.
+octavo --version prints the version.
 Start here:  octavo run "Why is the sky blue?"      octavo serve
 """
 

@@ -71,7 +71,7 @@ def paths_of(file: str, output: str | None, errors: str | None) -> BatchPaths:
     """Where requests are and answers go. Raises UsageError."""
     requests = Path(file)
     if not requests.is_file():
-        raise UsageError(f"{file} is no file; give requests as lines of JSON, each with custom_id, url and body")
+        raise UsageError(f"file not found: {file}; give requests as lines of JSON, each with custom_id, url and body")
     out = Path(output) if output else _beside(requests, ".output")
     failed = Path(errors) if errors else _beside(out, ".errors")
     check_output("--output", str(out))

@@ -204,11 +204,9 @@ class Parser(argparse.ArgumentParser):
         flags = [f for action in self._actions if action.help != argparse.SUPPRESS for f in action.option_strings]
         if flag in UNSUPPORTED_FLAGS:
             return f"{flag} is not supported: {UNSUPPORTED_FLAGS[flag]}"
-        ours = RENAMED_FLAGS.get(flag)
-        known = [ours] if ours in flags else flags
-        return unknown("flag", ours if ours in flags else flag, known, f"see {self.prog} --help").replace(
-            repr(ours), repr(flag), 1
-        )
+        if (ours := RENAMED_FLAGS.get(flag)) in flags:
+            return unknown("flag", flag, (), f"did you mean {ours!r}?")
+        return unknown("flag", flag, flags, f"see {self.prog} --help")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -83,7 +83,7 @@ def _reading(name: str) -> Iterator[IO[bytes]]:
     except IsADirectoryError:
         raise UsageError(f"{name} is a folder; give a file of prompts") from None
     except FileNotFoundError:
-        raise UsageError(f"{name} is no file; give prompts, one a line") from None
+        raise UsageError(f"file not found: {name}; give prompts, one a line") from None
 
 
 @contextlib.contextmanager

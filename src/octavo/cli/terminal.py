@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ def loading(model: str, is_quiet: bool = False) -> Iterator[None]:
 
 def reason_of(error: Exception) -> str:
     """Why a call of the system or of the network failed, in words: without a number, never empty."""
-    text = getattr(error, "strerror", None) or re.sub(r"\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+    number = getattr(error, "errno", None) or 0
+    text = os.strerror(number) if number > 0 else re.sub(r"\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
     return text[:1].lower() + text[1:]
 
 
