@@ -83,6 +83,17 @@ class AdmissionError(RequestError):
     code = "cannot_be_scheduled"
 
 
+class PromptTooLongError(AdmissionError):
+    """The prompt has more tokens than the model, or the KV pool, holds."""
+
+    code = "context_length_exceeded"
+
+
+def too_long_message(num_held: int, given: str, remedy: str = "shorten it") -> str:
+    """Return the message of a prompt that is too long, in the words that clients of OpenAI's API look for."""
+    return f"This model's maximum context length is {num_held} tokens, and {given}; {remedy}"
+
+
 class DuplicateRequestError(RequestError):
     """The request id is already in use."""
 

@@ -12,7 +12,7 @@ from tests.reliability.test_row_10_tiny_pool import serve
 
 from octavo.core.plan import ROW_CARRY, EventKind, StepFailure, StepPlan, StepResult, WaitReason
 from octavo.core.request import FinishReason, SamplingParams, Want
-from octavo.errors import AdmissionError, DuplicateRequestError, InvalidRequestError, InvariantError
+from octavo.errors import AdmissionError, DuplicateRequestError, InvalidRequestError, InvariantError, PromptTooLongError
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
 
@@ -49,6 +49,26 @@ def test_S11_the_impossible_is_refused_with_the_numbers(
     assert not run.scheduler.has_work
     run.admit(prompt(4), 3)
     run.finish()
+
+
+def test_S11_a_prompt_that_is_too_long_says_what_the_model_or_the_pool_holds() -> None:
+    for sizes, max_tokens, held in (
+        ({"max_model_len": 12}, None, 12),
+        ({"max_model_len": 12}, 3, 12),
+        ({"num_blocks": 4}, None, 16),
+        ({"num_blocks": 4}, 3, 16),
+    ):
+        with pytest.raises(PromptTooLongError) as refusal:
+            Run(limits(**sizes)).admit(prompt(17), max_tokens)
+        told = str(refusal.value)
+        assert told.startswith(f"This model's maximum context length is {held} tokens, and the prompt has 17")
+        assert refusal.value.param == "prompt" and "--max-model-len" not in told and "max_tokens" not in told
+    with pytest.raises(AdmissionError, match="max_tokens 30") as too_much:
+        Run(limits(num_blocks=4)).admit(prompt(8), 30)
+    assert too_much.value.param == "max_tokens"
+    with pytest.raises(AdmissionError, match="lower n, or enlarge the KV pool") as too_many:
+        Run(limits(num_blocks=4, block_sharing=False)).admit(prompt(14), None, n=2)
+    assert too_many.value.param == "n"
 
 
 def test_S11_more_choices_than_sequences_are_refused() -> None:
@@ -456,7 +476,7 @@ def test_row_10_a_pool_of_little_more_than_one_request_makes_progress(policy: st
 
 
 def test_sampling_parameters_are_refused_by_field() -> None:
-    for field, value in (("max_tokens", 0), ("max_tokens", -1), ("temperature", -0.1), ("n", 0), ("top_p", 0.0)):
+    for field, value in (("max_tokens", 0), ("max_tokens", -1), ("temperature", -0.1), ("n", 0), ("top_p", -0.1)):
         with pytest.raises(InvalidRequestError) as refusal:
             SamplingParams(**{field: value})
         assert refusal.value.param == field

@@ -19,7 +19,7 @@ NAN = float("nan")
         ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2**31), ("max_tokens", 2**70), ("max_tokens", 1.5),
         ("max_tokens", True), ("min_tokens", -1), ("min_tokens", 2**64), ("top_k", -2), ("top_k", 2**64),
         ("temperature", NAN), ("temperature", -0.1), ("temperature", float("inf")), ("temperature", "1"),
-        ("top_p", 0.0), ("top_p", 1.1), ("top_p", NAN), ("min_p", -0.1), ("min_p", NAN),
+        ("top_p", -0.1), ("top_p", 1.1), ("top_p", NAN), ("min_p", -0.1), ("min_p", NAN),
         ("presence_penalty", 2.5), ("frequency_penalty", NAN), ("repetition_penalty", 0.0),
         ("logit_bias", ((1, NAN),)), ("logit_bias", ((-1, 1.0),)), ("logprobs", 21), ("prompt_logprobs", -1),
         ("seed", 2**64), ("seed", 0.5), ("n", 0), ("n", 2**31), ("stop", ("",)), ("stop_token_ids", (-1,)),

@@ -7,6 +7,7 @@ import io
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from octavo.core.request import SamplingParams
 from octavo.engine import progress
 from octavo.engine.offline import OfflineEngine
 from octavo.engine.results import CompletionOutput, RequestOutput
-from octavo.errors import AdmissionError, InvalidRequestError
+from octavo.errors import AdmissionError, InvalidRequestError, PromptTooLongError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=3, ignore_eos=True)
 
@@ -149,6 +150,42 @@ def test_an_unknown_argument_says_what_to_do(llm: OfflineEngine, argument: dict[
     assert llm.generate("Hi", GREEDY, lora_request=None)[0].finished
     with pytest.raises(InvalidRequestError, match="prompts is a NoneType; give a text"):
         llm.generate(None)  # type: ignore[arg-type]
+
+
+def test_max_tokens_left_out_is_16_but_in_a_chat(llm: OfflineEngine) -> None:
+    def lengths(outputs: list[RequestOutput]) -> list[int]:
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    room = make_limits().max_model_len
+    assert SamplingParams().max_tokens == 16 and llm.default_params.max_tokens == 16
+    free = {"ignore_eos": True}
+    assert lengths(llm.generate(["Hi", [5]], free)) == [16, 16]
+    assert lengths(llm.generate("Hi", SamplingParams(ignore_eos=True))) == [16]
+    assert sum(len(delta.token_ids) for delta in llm.stream("Hi", free)) == 16
+    (unbounded,) = llm.generate("Hi", {**free, "max_tokens": None})
+    assert len(unbounded.outputs[0].token_ids) == room - 2
+    (chat,) = llm.chat("Hi", free)
+    assert len(chat.outputs[0].token_ids) == room - len(chat.prompt_token_ids)
+    assert sum(len(delta.token_ids) for delta in llm.stream_chat("Hi", free)) == room - len(chat.prompt_token_ids)
+    assert lengths(llm.chat("Hi", SamplingParams(ignore_eos=True))) == [16], "its own default, as in vLLM"
+
+
+def test_truncation_keeps_the_end_of_a_prompt(llm: OfflineEngine) -> None:
+    room = make_limits().max_model_len
+    long = [5 + i % 50 for i in range(3 * room)]
+    with pytest.raises(
+        PromptTooLongError, match=f"This model's maximum context length is {room} tokens, and the prompt"
+    ):
+        llm.generate([long], GREEDY)
+    (output,) = llm.generate([long], replace(GREEDY, truncate_prompt_tokens=4))
+    assert output.prompt_token_ids == long[-4:] and output.outputs[0].token_ids == answer(long[-4:])
+    (output,) = llm.generate([long], replace(GREEDY, truncate_prompt_tokens=-1))
+    assert output.prompt_token_ids == long[6 - room :] and len(output.outputs[0].token_ids) == 6
+    (output,) = llm.generate([[5, 6]], replace(GREEDY, truncate_prompt_tokens=4))
+    assert output.prompt_token_ids == [5, 6]
+    for wrong in (0, -2, 1.5):
+        with pytest.raises(InvalidRequestError, match="give how many of the prompt's last tokens to keep, or -1"):
+            SamplingParams(truncate_prompt_tokens=wrong)  # type: ignore[arg-type]
 
 
 def test_no_prompts_no_answers(llm: OfflineEngine) -> None:

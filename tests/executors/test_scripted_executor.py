@@ -52,7 +52,7 @@ def llm(script: Path) -> Any:
 
 
 def said(llm: LLM, message: str, **params: Any) -> list[str]:
-    outputs = llm.chat([{"role": "user", "content": message}], SamplingParams(**params))
+    outputs = llm.chat([{"role": "user", "content": message}], SamplingParams(**{"max_tokens": None, **params}))
     return [output.text for output in outputs[0].outputs]
 
 

@@ -330,9 +330,22 @@ def test_a_temperature_that_float32_cannot_hold_is_greedy(temperature: float, op
     assert sampler.sample(logits_RV, SamplingRows(np.array([0]), np.array([1]))).ids_R.tolist() == [best]
 
 
+def test_a_top_p_of_0_takes_the_likeliest_token() -> None:
+    columns = SamplingColumns(8)
+    for slot in range(8):
+        params = SamplingParams(temperature=5.0, top_p=0, seed=slot)
+        columns.put(slot, params, choice=0, num_prompt=1, eos_token_ids=())
+    sampler = Sampler(columns, LogitsProcessors(columns, torch.zeros((8, 4), dtype=torch.int32), 300))
+    logits_RV = torch.randn((8, 300), generator=torch.Generator().manual_seed(5))
+    best = logits_RV.argmax(dim=1).tolist()
+    assert sampler.sample(logits_RV, SamplingRows(np.arange(8), np.full(8, 1))).ids_R.tolist() == best
+
+
 def test_the_largest_numbers_fit_their_columns() -> None:
     columns = SamplingColumns(1)
-    params = SamplingParams(temperature=1.0, top_k=2**31 - 1, min_tokens=2**31 - 1, seed=1, stop_token_ids=(3,))
+    params = SamplingParams(
+        temperature=1.0, top_k=2**31 - 1, min_tokens=2**31 - 1, max_tokens=None, stop_token_ids=(3,)
+    )
     columns.put(0, params, choice=0, num_prompt=5, eos_token_ids=EOS)
     rows = SamplingRows(np.array([0]), np.array([1000]))
     assert columns.top_k[0] >= 10**6 and columns.bars(rows).tolist() == [True]

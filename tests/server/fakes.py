@@ -27,7 +27,7 @@ from octavo.engine.biographies import unknown
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.entry import num_choices
 from octavo.engine.sessions import Sessions
-from octavo.errors import AdmissionError, DuplicateRequestError
+from octavo.errors import DuplicateRequestError, PromptTooLongError, too_long_message
 from octavo.server.app import create_app
 from octavo.server.limits import HttpLimits
 from octavo.text.chat_template import ChatTemplate
@@ -110,8 +110,8 @@ class FakeClient:
         if request.request_id in self._queues:
             raise DuplicateRequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
         if request.num_prompt_tokens + bool(request.wants & Want.SAMPLE) > MAX_LEN:
-            message = f"prompt has {request.num_prompt_tokens} tokens, this engine holds {MAX_LEN}"
-            raise AdmissionError(message, "prompt")
+            message = too_long_message(MAX_LEN, f"the prompt has {request.num_prompt_tokens}")
+            raise PromptTooLongError(message, "prompt")
         self.requests.append(request)
         self._queues[request.request_id] = asyncio.Queue()
         self._open[request.request_id] = set(range(num_choices(request.params)))

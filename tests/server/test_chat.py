@@ -27,6 +27,7 @@ async def test_a_whole_answer_has_openais_form() -> None:
         "completion_tokens": 10,
         "total_tokens": prompt + 10,
         "prompt_tokens_details": {"cached_tokens": 5},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert set(body["timings"]) >= {"queue_s", "prefill_s", "decode_s", "tokens_per_s"}
     assert harness.prompt == "user:hi\nassistant:"

@@ -97,6 +97,15 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
     "include_stop_str_in_output": ({"stop": "lo"}, True, answer(lambda r: "Hello" in r.text)),
     "ignore_eos": ({}, True, params(lambda p: p.ignore_eos)),
     "prompt_logprobs": ({}, 2, answer(lambda r: "prompt_logprobs" in r.text and '"rank":1' in r.text)),
+    "n_predict": ({}, 3, params(lambda p: p.max_tokens == 3)),
+    "truncate_prompt_tokens": ({}, 2, lambda q, _: q.num_prompt_tokens == 2),
+    "return_token_ids": (
+        {},
+        True,
+        answer(lambda r: r.json()["choices"][0]["token_ids"] and "prompt_token_ids" in r.text),
+    ),
+    "return_tokens_as_token_ids": ({"logprobs": True}, True, answer(lambda r: '"token_id:' in r.text)),
+    "thinking": ({}, {"type": "disabled"}, shows("[none]")),
     "skip_special_tokens": ({"ignore_eos": True}, False, answer(lambda r: "</s>" in r.text)),
     "stream": ({}, True, answer(lambda r: r.text.endswith("data: [DONE]\n\n"))),
     "stream_options": ({"stream": True}, {"include_usage": True}, answer(lambda r: '"choices":[],"usage"' in r.text)),
@@ -125,6 +134,7 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
     "guided_whitespace_pattern": ({"guided_json": {}}, "[ ]?", obeys('"whitespace_pattern": "[ ]?"')),
     "echo": ({}, True, answer(lambda r: r.json()["choices"][0]["text"].startswith("hi"))),
 }
+ELSEWHERE = {"add_special_tokens": "test_vllm_fields.py", "documents": "test_vllm_fields.py"}
 UNLIKE_ANY_NEUTRAL = {"echo": True}
 IGNORED_VALUES = {"metadata": {"a": "b"}, "store": True}
 
@@ -163,8 +173,10 @@ async def test_each_field_is_honoured_refused_or_ignored(endpoint: str, field: s
         assert (await post(seed=1, **{field: IGNORED_VALUES.get(field, "x")})).status_code == 200
         first, second = harness.engine.requests
         assert (first.params, first.prompt_token_ids) == (second.params, second.prompt_token_ids)
-    else:
+    elif field not in ELSEWHERE:
         others, value, proof = HONOURED[field]
+        if endpoint == "complete" and others == {"logprobs": True}:
+            others = {"logprobs": 1}
         if field == "logprobs":
             value = True if endpoint == "chat" else 2
         response = await post(**{**others, field: value})

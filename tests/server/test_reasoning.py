@@ -7,7 +7,7 @@ import pytest
 from octavo.config import Config, ModelConfig
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.text_model import TextModel
-from tests.server.fakes import FakeClient, Harness, events, make_text
+from tests.server.fakes import FakeClient, Harness, assert_ignored, events, make_text
 
 SAID = "<think>\nHm, rain.\n</think>\n\nIt rains."
 _MESSAGES = "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
@@ -73,15 +73,25 @@ async def test_a_prompt_that_closes_the_reasoning_leaves_none_to_be_told() -> No
 
 async def test_effort_is_for_models_that_can_be_told() -> None:
     harness = saying("ok", OPENED)
-    response = await harness.chat(reasoning_effort="none")
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning_effort")
-    response = await harness.chat(reasoning={"effort": "none"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning.effort")
-    assert (await harness.chat(reasoning_effort="low")).status_code == 200, "how much it reasons is a hint"
+    assert_ignored(await harness.chat(reasoning_effort="none"), "reasoning_effort")
+    assert_ignored(await harness.chat(reasoning={"effort": "none"}), "reasoning.effort")
+    assert_ignored(await harness.chat(reasoning_effort="low"), "reasoning_effort")
+    for kind in ("enabled", "disabled"):
+        assert_ignored(await harness.chat(thinking={"type": kind}), "thinking")
     response = await harness.chat(reasoning={"effort": "much"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning.effort")
-    response = await harness.chat(reasoning={"budget": 3})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning.budget")
+    assert_ignored(await harness.chat(reasoning={"budget": 3}), "reasoning.budget")
+    plain = saying("ok", _BEGIN + "{% endif %}")  # no reasoning at all: there is nothing to switch off
+    for fields in ({"reasoning_effort": "none"}, {"thinking": {"type": "disabled"}}):
+        assert "x-octavo-ignored" not in (await plain.chat(**fields)).headers
+
+
+async def test_thinking_switches_the_template() -> None:
+    harness = saying("It rains.</think>", CLOSES)
+    await told(harness, thinking={"type": "disabled"})
+    assert harness.prompt.endswith("</think>\n\n")
+    await told(harness, thinking={"type": "enabled"})
+    assert harness.prompt.endswith("assistant:")
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])

@@ -58,9 +58,10 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Check]] = {
     "truncation": ({}, "disabled", echoed("truncation", "disabled")),
     "store": ({}, False, echoed("store", False)),
     "background": ({}, True, echoed("background", True)),
+    "return_tokens_as_token_ids": ({"include": [LOGPROBS]}, True, answer(lambda r: '"token_id:' in r.text)),
     **{field: ({}, value, echoed(field, value)) for field, value in LABEL.items()},
 }
-ELSEWHERE = {"previous_response_id": "test_responses.py", "stream_options": "below"}
+ELSEWHERE = {"previous_response_id": "test_responses.py", "stream_options": "below", "return_token_ids": "below"}
 VALUES = {"n": 2, "use_beam_search": True, "context_management": [{"type": "compaction"}]}
 
 
@@ -167,12 +168,13 @@ async def test_a_mistake_is_told_with_its_field(name: str) -> None:
     assert response.status_code == (404 if param == "previous_response_id" else 400), response.text
     error = response.json()["error"]
     assert error["param"] == param, error
-    assert param.split("[")[0].split(".")[0] in error["message"]
+    assert param.split("[")[0].split(".")[0] in error["message"] or error["code"] == "context_length_exceeded"
     assert "message" in error and not harness.engine.requests
 
 
 IGNORED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown field": ({"surprise": 1}, "surprise"),
+    "what completions alone have": ({"return_token_ids": True}, "return_token_ids"),
     "what Codex sends with each request": ({"client_metadata": {"x": "y"}}, "client_metadata"),
     "an unknown field of an item": ({"input": [{"role": "user", "content": "a", "b": 1}]}, "input[].b"),
     "a built-in tool": ({"tools": [GET_TIME, {"type": "web_search"}]}, "tools[].type.web_search"),

@@ -4,7 +4,7 @@ import pytest
 from tests.text.tiny_tokenizers import random_text
 
 from octavo.errors import InvalidRequestError, ModelFileError
-from octavo.text.chat_template import ChatTemplate
+from octavo.text.chat_template import ChatTemplate, check_variables
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = [
@@ -193,11 +193,11 @@ def test_messages_that_a_template_cannot_take():
             render("{{ 'a' + messages[0].content + 'b' }}", messages)
 
 
-def test_variables_that_the_server_sets_cannot_be_replaced():
-    for name in ("documents",):
-        with pytest.raises(InvalidRequestError, match=name) as caught:
-            render("x", **{name: 1})
-        assert caught.value.param == "chat_template_kwargs"
+def test_variables_reach_the_template():
+    with pytest.raises(InvalidRequestError, match="self cannot be set here") as caught:
+        check_variables(["self"])
+    assert caught.value.param == "chat_template_kwargs"
+    assert render("{{ documents }}") == "None" and render("{{ documents[0] }}", documents=["a"]) == "a"
     assert render("{{ bos_token }}{{ thinking }}", thinking=False) == "<s>False"
 
 

@@ -76,7 +76,7 @@ def test_tools_and_template_kwargs_reach_the_template(folder):
     text = model.prompt_from_messages(HI, tools=[{}], template_kwargs={"mode": "m"}, add_generation_prompt=False)
     assert text == "1mFalse"
     assert model.prompt_from_messages(HI, tools=[{}], mode="m", add_generation_prompt=False) == text
-    for name in ("messages", "tools", "add_generation_prompt", "documents", "self"):
+    for name in ("messages", "tools", "add_generation_prompt", "self"):
         with pytest.raises(InvalidRequestError, match=f"{name} cannot be set here"):
             model.prompt_from_messages(HI, template_kwargs={name: []})
 

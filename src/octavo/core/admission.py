@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from octavo.core.kv.group import GroupKind
 from octavo.core.limits import Limits
 from octavo.core.request import Request, Want
-from octavo.errors import AdmissionError, InvalidRequestError
+from octavo.errors import AdmissionError, InvalidRequestError, PromptTooLongError, too_long_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,8 @@ def _check_lengths(request: Request, limits: Limits) -> None:
     known = request.num_prompt_tokens + len(request.emitted_token_ids or ())
     needed = known + (1 if request.wants & Want.SAMPLE else 0)
     if needed > limits.max_model_len:
-        raise AdmissionError(
-            f"prompt has {known} tokens and needs {needed} positions, this engine holds {limits.max_model_len}; "
-            "shorten the prompt or raise --max-model-len",
-            "prompt",
-        )
+        given = f"the prompt has {known}" + (f" and the answer needs {needed - known}" if needed > known else "")
+        raise PromptTooLongError(too_long_message(limits.max_model_len, given), "prompt")
     if not limits.chunked_prefill and request.num_prompt_tokens > limits.max_batch_tokens:
         raise AdmissionError(
             f"prompt has {request.num_prompt_tokens} tokens, a step computes at most "
@@ -119,8 +116,8 @@ def _check_spans(request: Request, limits: Limits) -> None:
     for index, span in enumerate(request.spans):
         if span.start < end or span.length < 1 or span.start + span.length > request.num_prompt_tokens:
             raise InvalidRequestError(
-                f"media item {index} is at positions {span.start} to {span.start + span.length}, behind {end} and "
-                f"within a prompt of {request.num_prompt_tokens} it must be; give items in order, inside the prompt",
+                f"media item {index} must be between positions {end} and {request.num_prompt_tokens}, got "
+                f"{span.start} to {span.start + span.length}; give items in order, inside the prompt",
                 "spans",
             )
         end = span.start + span.length
@@ -142,10 +139,10 @@ def _fit(request: Request, limits: Limits) -> Admission:
     prompt, asked = request.num_prompt_tokens, request.params.max_tokens
     emitted = len(request.emitted_token_ids or ())
     if not request.wants & Want.SAMPLE:
-        _check_pool(request, prompt, "its prompt", limits)
+        _check_pool(request, prompt, limits)
         return Admission(0, capped=False)
     if asked is None:
-        _check_pool(request, prompt + emitted, "its prompt", limits)
+        _check_pool(request, prompt + emitted, limits)
         return Admission(_most_tokens(request, limits), capped=True)
     if emitted >= asked:
         raise InvalidRequestError(
@@ -153,7 +150,7 @@ def _fit(request: Request, limits: Limits) -> Admission:
         )
     # The last token sampled is never computed, so it takes no position in the pool.
     worst = min(prompt + asked, limits.max_model_len) - 1
-    _check_pool(request, worst, f"its prompt of {prompt} and max_tokens {asked}", limits)
+    _check_pool(request, worst, limits)
     return Admission(asked, capped=False)
 
 
@@ -187,16 +184,30 @@ def worst_blocks(request: Request, positions: int, limits: Limits) -> list[int]:
     return blocks
 
 
-def _check_pool(request: Request, positions: int, cause: str, limits: Limits) -> None:
+def _check_pool(request: Request, positions: int, limits: Limits) -> None:
     blocks = worst_blocks(request, positions, limits)
     for group, (need, have) in enumerate(zip(blocks, limits.num_blocks, strict=True)):
         if need > have:
-            count = request.params.num_sequences
-            several = f" in each of {count} sequences" if count > 1 else ""
-            where = f" of group {group}" if len(limits.groups) > 1 else ""
-            raise AdmissionError(
-                f"the request needs up to {positions} KV positions for {cause}{several}: {need} blocks, the "
-                f"pool{where} holds {have * limits.block_size} positions ({have} blocks of {limits.block_size}); lower "
-                "max_tokens or enlarge the pool (--kv-cache-tokens)",
-                "max_tokens",
-            )
+            raise _pool_error(request, positions, group, limits)
+
+
+def _pool_error(request: Request, positions: int, group: int, limits: Limits) -> AdmissionError:
+    """The refusal of a request that needs more blocks of a group than there are, and the field to change."""
+    params, prompt, have = request.params, request.num_prompt_tokens, limits.num_blocks[group]
+    held, most = have * limits.block_size, "enlarge the KV pool (--kv-cache-tokens)"
+    if limits.groups[group].peak_blocks(prompt, limits.max_batch_tokens, limits.block_size) > have:
+        given = f"the prompt has {prompt}: the KV pool holds no more"
+        return PromptTooLongError(too_long_message(held, given, f"shorten it, or {most}"), "prompt")
+    field = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
+    cause = f"its prompt of {prompt}"
+    if params.max_tokens is not None:
+        cause += f" and max_tokens {params.max_tokens}"
+        field = "max_tokens"
+    several = f" in each of {params.num_sequences} sequences" if params.num_sequences > 1 else ""
+    where = f" of group {group}" if len(limits.groups) > 1 else ""
+    need = worst_blocks(request, positions, limits)[group]
+    return AdmissionError(
+        f"the request needs up to {positions} KV positions for {cause}{several}: {need} blocks, the pool{where} holds "
+        f"{held} positions ({have} blocks of {limits.block_size}); lower {field}, or {most}",
+        field,
+    )

@@ -33,9 +33,10 @@ def _is_number(value: Any) -> bool:
 
 
 MAX_GRAMMAR = 1 << 20  # characters
+DEFAULT_MAX_TOKENS = 16  # as OpenAI's completions and vLLM's SamplingParams have it
 _INT32 = 2**31 - 1  # whole numbers travel and are kept as 32-bit columns
 
-_MAX_TOKENS = "give at least 1, or leave it out for as many as fit"
+_MAX_TOKENS = "give at least 1"
 # Whole numbers: field -> (least, greatest, remedy). Those of _OPTIONAL may be None.
 _WHOLE: dict[str, tuple[int, int, str]] = {
     "max_tokens": (0, _INT32, _MAX_TOKENS),
@@ -43,6 +44,7 @@ _WHOLE: dict[str, tuple[int, int, str]] = {
     "top_k": (-1, _INT32, "give 0 or -1 (off) or a positive whole number"),
     "logprobs": (0, 20, "give a whole number from 0 to 20"),
     "prompt_logprobs": (0, 20, "give a whole number from 0 to 20"),
+    "truncate_prompt_tokens": (-1, _INT32, "give how many of the prompt's last tokens to keep, or -1 for all that fit"),
     "seed": (-(2**63), 2**64 - 1, "give a 64-bit whole number"),
     "n": (1, _INT32, "give at least 1"),
     "best_of": (1, _INT32, "give at least n, or leave it out"),
@@ -50,11 +52,11 @@ _WHOLE: dict[str, tuple[int, int, str]] = {
     "dry_allowed_length": (1, _INT32, "give at least 1"),
     "dry_range": (0, _INT32, "give 0 (the whole context) or a number of tokens"),
 }
-_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed", "best_of")
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "seed", "best_of")
 # Other numbers: field -> (least, greatest, remedy).
 _REAL: dict[str, tuple[float, float, str]] = {
     "temperature": (0.0, 100.0, "give a number from 0 (greedy) to 100"),
-    "top_p": (1e-9, 1.0, "give a number above 0, up to 1"),
+    "top_p": (0.0, 1.0, "give a number from 0 (the likeliest token only) to 1 (off)"),
     "min_p": (0.0, 1.0, "give a number from 0 to 1"),
     "typical_p": (1e-9, 1.0, "give a number above 0, up to 1 (off)"),
     "presence_penalty": (-2.0, 2.0, "give a number from -2 to 2"),
@@ -117,7 +119,7 @@ class SamplingParams:
     """How to sample one request. Every field is checked when the object is made.
 
     `max_tokens=None` means as many as fit; 0, with prompt_logprobs, that nothing else is wanted. `temperature=0` is
-    greedy. `top_k=0` means off.
+    greedy. `top_k=0` means off. `truncate_prompt_tokens=k` keeps the last k tokens of the prompt, -1 all that fit.
     `logprobs=k` asks for the sampled token's log-probability and the k best beside it.
     `seed=None` is replaced by a drawn seed in the front, so that a request is always replayable.
     `bad_words_ids`: sequences of ids that must not be completed; `allowed_token_ids`: the only ids that may be
@@ -131,7 +133,7 @@ class SamplingParams:
     unit compiles to ("" = anything); an output that completes it ends. Raises InvalidRequestError naming the field.
     """
 
-    max_tokens: int | None = None
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
@@ -151,6 +153,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     seed: int | None = None
     n: int = 1
     best_of: int | None = None
@@ -224,6 +227,7 @@ class SamplingParams:
             check(all(is_int(token) and token >= 0 for token in word), "bad_words_ids", word, remedy)
 
     def _check_choices(self) -> None:
+        check(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, _WHOLE["truncate_prompt_tokens"][2])
         if self.max_tokens == 0:
             check(self.prompt_logprobs is not None, "max_tokens", 0, _MAX_TOKENS)
             check(self.num_sequences == 1 and not self.beam_width, "max_tokens", 0, "give 1 choice where none is made")
@@ -245,6 +249,15 @@ class SamplingParams:
         check(self.beam_width == 0, "grammar", shown, "leave it out; beam search takes none")
         check(self.min_tokens == 0, "min_tokens", self.min_tokens, "leave it out; the grammar says when an output ends")
         check(not self.ignore_eos, "ignore_eos", self.ignore_eos, "leave it out; the grammar says when an output ends")
+
+    def num_kept(self, max_model_len: int) -> int | None:
+        """Return how many of a prompt's last tokens truncate_prompt_tokens keeps, None for all.
+
+        -1 leaves room for max_tokens, or for one token where that is None.
+        """
+        if self.truncate_prompt_tokens != -1:
+            return self.truncate_prompt_tokens
+        return max(1, max_model_len - (1 if self.max_tokens is None else self.max_tokens))
 
     @property
     def num_sequences(self) -> int:

@@ -36,7 +36,7 @@ class AsyncEngine:
     @property
     def default_params(self) -> SamplingParams:
         """What is used where no params are given: the model's own generation config."""
-        return SamplingParams(**sampling_defaults(self.sessions.text.spec.generation))
+        return self.read_params(None)
 
     async def generate(
         self, prompt: AnyPrompt, sampling_params: AnyParams = None, request_id: str | None = None, **options: Any
@@ -111,7 +111,7 @@ class AsyncEngine:
         `template` has arguments for it.
         """
         prompt = self.chat_prompt(messages, template)
-        return await self.complete(prompt, sampling_params, on_delta=on_delta, **options)
+        return await self.complete(prompt, self.chat_params(sampling_params), on_delta=on_delta, **options)
 
     async def stream_chat(
         self,
@@ -123,7 +123,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation, delta by delta."""
         prompt = self.chat_prompt(messages, template)
-        async with aclosing(self.stream(prompt, sampling_params, **options)) as deltas:
+        async with aclosing(self.stream(prompt, self.chat_params(sampling_params), **options)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -176,6 +176,8 @@ class AsyncEngine:
     def read_params(self, given: object) -> SamplingParams:
         """Return the parameters in force: a SamplingParams as it is; a dict's fields over the model's own defaults.
 
+        max_tokens left out is 16.
+
         Raises InvalidRequestError.
         """
         if isinstance(given, SamplingParams):
@@ -184,6 +186,12 @@ class AsyncEngine:
             return SamplingParams(**{**sampling_defaults(self.sessions.text.spec.generation), **(given or {})})
         kind = type(given).__name__
         raise InvalidRequestError(f"sampling_params is a {kind}; give SamplingParams(...) or a dict", "sampling_params")
+
+    def chat_params(self, given: object) -> SamplingParams:
+        """As read_params, but of an answer in a chat: max_tokens left out of a dict is as many as fit."""
+        if given is None or isinstance(given, Mapping):
+            given = {"max_tokens": None, **(given or {})}
+        return self.read_params(given)
 
     def _read_prompt(self, prompt: AnyPrompt) -> tuple[str | None, Sequence[int]]:
         """The text, if the prompt is given as text, and its ids."""

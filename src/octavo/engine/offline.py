@@ -92,7 +92,8 @@ class OfflineEngine:
         is_one = not is_list or (len(messages) > 0 and isinstance(messages[0], Mapping))
         conversations: Sequence[Any] = [messages] if is_one else messages
         prompts = [self._engine.chat_prompt(conversation, arguments) for conversation in conversations]
-        return self._run_all(prompts, given, shown, None)
+        each = [self._engine.chat_params(one) for one in _spread(given, len(prompts))]
+        return self._run_all(prompts, each, shown, None)
 
     def embed(
         self, prompts: AnyPrompt | Sequence[AnyPrompt], use_tqdm: bool = True, **others: Any

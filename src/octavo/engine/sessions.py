@@ -271,6 +271,11 @@ class Sessions:
         self._eos_token_ids = tuple(dict.fromkeys((*text.spec.eos_token_ids, *text.tokenizer.eos_token_ids)))
         self._now = now
 
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a prompt and its answer."""
+        return self.text.spec.max_model_len if self.capacity is None else self.capacity.max_model_len
+
     def prompt_ids(self, prompt: Prompt) -> Sequence[int]:
         """Ids of a prompt given as text (with special tokens) or as ids."""
         return self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -284,9 +289,10 @@ class Sessions:
         **terms: Unpack[Terms],
     ) -> Session:
         """Check and send a request. Raises InvalidRequestError before the engine sees it, AdmissionError after."""
-        ids = self._check(prompt_ids, params)
-        if params.seed is None:
-            params = replace(params, seed=self._seeds.getrandbits(63))
+        num_kept = params.num_kept(self.max_model_len)
+        ids = self._check(prompt_ids if num_kept is None else prompt_ids[-num_kept:], params)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        params = replace(params, seed=seed, truncate_prompt_tokens=None)
         request = await self._with_keys(self._request(request_id, ids, params, terms))
         accepted = await self.client.submit(request)
 

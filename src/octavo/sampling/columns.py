@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from octavo.core.request import SamplingParams
 
+MIN_TOP_P = 1e-9  # a top_p of 0 keeps the likeliest token, as this does
 NO_LOGPROBS = -1
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -94,7 +95,7 @@ class SamplingColumns:
         self.inverse_temperature[slot] = np.float32(1) / divisor if params.temperature > 0 else 0
         self.floor[slot] = math.log(params.min_p) if params.min_p > 0 else -math.inf
         self.top_k[slot] = max(0, params.top_k)
-        self.top_p[slot] = params.top_p
+        self.top_p[slot] = max(params.top_p, MIN_TOP_P)
         self.min_p[slot] = params.min_p
         self.typical_p[slot] = params.typical_p
         self.presence[slot] = params.presence_penalty

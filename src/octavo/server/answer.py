@@ -25,17 +25,24 @@ class Pieces(Protocol):
         ...
 
 
-def usage_json(usages: Iterable[Usage | None]) -> Json:
-    """OpenAI's usage object, summed over the prompts; the choices of one prompt share a usage."""
+def usage_json(usages: Iterable[Usage | None], reasoning_share: float | None = None) -> Json:
+    """OpenAI's usage object, summed over the prompts; the choices of one prompt share a usage.
+
+    `reasoning_share` is the reasoning's part of the text, where an answer may have reasoning: the tokens of a part are
+    not known alone.
+    """
     known = [usage for usage in usages if usage is not None]
     prompt = sum(usage.prompt_tokens for usage in known)
     completion = sum(usage.completion_tokens for usage in known)
-    return {
+    counts: Json = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in known)},
     }
+    if reasoning_share is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": round(reasoning_share * completion)}
+    return counts
 
 
 def timings_json(usages: Iterable[Usage | None]) -> Json:
@@ -71,6 +78,14 @@ def _preempted_s(usage: Usage, start: float, end: float) -> float:
 def last_usage(deltas: Sequence[TextDelta]) -> Usage | None:
     """The usage that a choice's last delta carries, if it was its prompt's last."""
     return deltas[-1].usage if deltas else None
+
+
+class IdPieces:
+    """Pieces that show a token by its id, as return_tokens_as_token_ids asks for."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The id in vLLM's spelling."""
+        return b"token_id:%d" % token_id
 
 
 def chat_logprobs(deltas: Iterable[TextDelta], pieces: Pieces) -> Json | None:

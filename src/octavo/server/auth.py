@@ -76,6 +76,7 @@ POLICIES: dict[str, Access] = {
     "/api/delete": Access.KEY,
     "/v1/responses": Access.KEY,
     "/v1/responses/input_tokens": Access.KEY,
+    "/v1/responses/compact": Access.KEY,
     "/v1/responses/{response_id}": Access.KEY,
     "/v1/responses/{response_id}/input_items": Access.KEY,
     "/v1/responses/{response_id}/cancel": Access.KEY,

@@ -12,7 +12,7 @@ from octavo.server.bodies.chat import ChatBody
 from octavo.server.call_grammars import read_grammar
 from octavo.server.context import Context
 from octavo.server.params import read_params
-from octavo.server.reply import Task, wants_usage
+from octavo.server.reply import Task, answer_facts, wants_usage
 from octavo.server.shapes.form import Form
 from octavo.server.shapes.shape import Identity
 
@@ -30,7 +30,7 @@ async def chat_task(
     prompt: list[int] = []
 
     async def read_prompts() -> list[list[int]]:
-        prompt[:] = await context.prompts.chat(body)
+        prompt[:] = await context.prompts.chat(body, params.num_kept(context.max_model_len))
         return [prompt]
 
     def prompt_end() -> str:
@@ -39,7 +39,8 @@ async def chat_task(
 
     def make_form(identity: Identity, num_prompt_tokens: int) -> Form:
         answer_format = format_fact(format_of(context.dialect, body, prompt_end()))
-        own = {"num_prompt_tokens": num_prompt_tokens, **answer_format, **(facts or {})}
+        shared = answer_facts(body, [prompt])
+        own = {"num_prompt_tokens": num_prompt_tokens, **answer_format, **shared, **(facts or {})}
         return Form(form, identity, wants_usage(body), facts=own)
 
     params = await read_params(body, context.params.chat)

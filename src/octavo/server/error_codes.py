@@ -37,7 +37,9 @@ CODES: Mapping[str, Code] = {
     "invalid_value": Code((400,), "a field is of the wrong kind or out of its range", errors.InvalidRequestError),
     "invalid_request": Code((400,), "the request is at fault in another way", errors.RequestError),
     "too_complex": Code((400,), "what was sent costs too much time or memory to look at", errors.TooComplexError),
-    "context_length_exceeded": Code((400,), "the text has more tokens than the model holds, whatever they are"),
+    "context_length_exceeded": Code(
+        (400,), "the prompt has more tokens than the model, or the KV pool, holds", errors.PromptTooLongError
+    ),
     "cannot_be_scheduled": Code(
         (400,), "the request could never run here; the message has the numbers", errors.AdmissionError
     ),

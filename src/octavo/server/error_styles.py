@@ -24,7 +24,6 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 }
 
 NO_THREADS = "thread_unsupported_request"  # Anthropic's tool runners then send whole conversations
-_TOO_LONG = ("context_length_exceeded", "cannot_be_scheduled")
 
 
 def openai_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def anthropic_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]
     """Anthropic's error object; `scope` is empty for one in mid-stream."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
     message = error.message
-    if error.code in _TOO_LONG and error.param == "messages":  # agents know these words, and shorten their conversation
+    if error.code == "context_length_exceeded":  # agents know these words, and shorten their conversation
         message = f"prompt is too long: {message}"
     body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     if error.code == NO_THREADS:

@@ -21,6 +21,7 @@ from octavo.errors import (
     RequestError,
     StepFailedError,
     ToolUnavailableError,
+    too_long_message,
 )
 from octavo.server.error_styles import style_of
 
@@ -99,6 +100,11 @@ class _Refusal(Response):
 def bad_field(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
     """Refuse a request for one of its fields (400)."""
     return ApiError(400, message, code=code, param=param)
+
+
+def too_long(param: str, num_held: int, given: str) -> ApiError:
+    """Refuse a prompt of more tokens than the model holds (400)."""
+    return bad_field(param, too_long_message(num_held, given), "context_length_exceeded")
 
 
 def internal_error() -> ApiError:

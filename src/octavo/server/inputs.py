@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.errors import RequestError
-from octavo.server.faults import bad_field, from_exception
+from octavo.server.faults import bad_field, from_exception, too_long
 from octavo.server.offload import off_loop
 from octavo.text.length import num_tokens_if_over
 
@@ -64,8 +64,7 @@ def _read(tokenizer: Tokenizer, text: Input, param: str, inputs: Inputs, max_len
     if not ids:
         raise bad_field(param, f"{param} is empty; give at least one token")
     if len(ids) > max_len:
-        message = f"{param} has {len(ids)} tokens; this model holds {max_len}"
-        raise bad_field(param, message, "context_length_exceeded")
+        raise too_long(param, max_len, f"{param} has {len(ids)}")
     return ids
 
 
@@ -74,8 +73,7 @@ def _encode(tokenizer: Tokenizer, text: str, param: str, inputs: Inputs, max_len
         most = inputs.keep * tokenizer.longest_piece
         text = text[:most] if inputs.keeps_start else text[-most:]
     elif len(text) > HERE_CHARS and (least := num_tokens_if_over(tokenizer, text, max_len)) is not None:
-        size = f"{param} has {len(text)} characters, so at least {least} tokens"
-        raise bad_field(param, f"{size}; this model holds {max_len}", "context_length_exceeded")
+        raise too_long(param, max_len, f"{param} has {len(text)} characters, so at least {least} tokens")
     try:
         return tokenizer.encode(text, inputs.add_special_tokens)
     except RequestError as error:

@@ -73,7 +73,7 @@ def raw_of(body: OllamaGenerateBody) -> CompletionBody:
     for name, value in (("system", body.system), ("think", body.think)):
         if value:
             raise bad_field(name, f"{name} is a matter of the chat template, which raw leaves out; leave one out")
-    fields: dict[str, object] = {**_fields(body), "prompt": body.prompt}
+    fields: dict[str, object] = {"n_predict": -1, **_fields(body), "prompt": body.prompt}  # any length, unless given
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from octavo.core.request import SamplingParams
-from octavo.core.sampling_params import MODEL_FIELDS
+from octavo.core.sampling_params import DEFAULT_MAX_TOKENS, MODEL_FIELDS
 from octavo.engine.sessions import check_stream
 from octavo.errors import InvalidRequestError
 from octavo.server.bodies.chat import ChatBody
@@ -24,7 +24,8 @@ from octavo.server.words import DRY_BREAKERS, Encoder, bad_word_ids, breaker_ids
 B = TypeVar("B", bound=SamplingBody)
 HERE_CHARACTERS, HERE_WORDS, HERE_IDS = 512, 8, 256  # what is read in the event loop takes a millisecond at most
 _DRY = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range")
-_AS_ASKED = (*MODEL_FIELDS, *_DRY, "typical_p", "min_tokens", "presence_penalty", "frequency_penalty", "seed")
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+_AS_ASKED = (*MODEL_FIELDS, *_DRY, *_PENALTIES, "typical_p", "min_tokens", "seed", "truncate_prompt_tokens")
 _OF_BEAMS: Mapping[str, object] = {"length_penalty": 1.0, "early_stopping": False}  # and what asks for nothing
 
 
@@ -55,6 +56,10 @@ def check_scores(num_tokens: int, num_top: int | None) -> None:
         raise bad_field("prompt_logprobs", f"{message}{MAX_PROMPT_SCORES} of them, so give fewer or shorter prompts")
 
 
+def _of_n_predict(count: int) -> int | None:
+    return None if count < 0 else count
+
+
 class ParamsReader:
     """Makes sampling parameters for one model. `max_choices` bounds n and best_of."""
 
@@ -71,6 +76,8 @@ class ParamsReader:
             if max_tokens is not None and max_tokens != body.max_completion_tokens:
                 raise bad_field("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
             max_tokens, renamed["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
+        elif max_tokens is None and body.n_predict is not None:
+            max_tokens, renamed["max_tokens"] = _of_n_predict(body.n_predict), "n_predict"
         logprobs = None
         if body.logprobs:
             logprobs, renamed["logprobs"] = body.top_logprobs or 0, "top_logprobs"
@@ -86,13 +93,15 @@ class ParamsReader:
         scored = body.prompt_logprobs
         if body.echo and (body.logprobs is not None or body.max_tokens == 0):
             scored = max(scored or 0, body.logprobs or 0)
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        is_renamed = body.max_tokens is None and body.n_predict is not None
         asked = {
-            "max_tokens": body.max_tokens,
+            "max_tokens": _of_n_predict(body.n_predict or 0) if is_renamed else max_tokens,
             "logprobs": body.logprobs,
             "prompt_logprobs": scored,
             **self._choices(body, body.best_of),
         }
-        return self._params(body, asked, {})
+        return self._params(body, asked, {"max_tokens": "n_predict"} if is_renamed else {})
 
     def _choices(self, body: SamplingBody, best_of: int | None) -> dict[str, Any]:
         """What n, best_of and the fields of beam search ask for."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.errors import RequestError
 from octavo.server.bodies.chat import ChatBody, Message
-from octavo.server.faults import bad_field, from_exception
+from octavo.server.faults import bad_field, from_exception, too_long
 from octavo.server.offload import off_loop
 from octavo.text.dialect import Dialect
 from octavo.text.length import num_tokens_if_over
@@ -50,8 +50,11 @@ class PromptReader:
         self._tool = tool
         self._is_slow = False
 
-    async def chat(self, body: ChatBody) -> list[int]:
-        """Render the conversation with the model's template and tokenise it. Raises ApiError, EngineError."""
+    async def chat(self, body: ChatBody, num_kept: int | None = None) -> list[int]:
+        """Render the conversation with the model's template and tokenise it. Raises ApiError, EngineError.
+
+        `num_kept`: how many of the last tokens are kept, None for all.
+        """
         if body.continue_final_message and body.add_generation_prompt:
             message = "continue_final_message goes on with the last message; leave add_generation_prompt out"
             raise bad_field("add_generation_prompt", message)
@@ -63,7 +66,11 @@ class PromptReader:
         begins_answer = (
             not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         )
-        variables = {**effort_variables(self._dialect, body), **body.chat_template_kwargs}
+        variables = {
+            **effort_variables(self._dialect, body),
+            **self._documents(body),
+            **body.chat_template_kwargs,
+        }
 
         def conversation() -> Conversation:
             return self._text.conversation(
@@ -76,16 +83,26 @@ class PromptReader:
 
         try:
             asked = conversation() if num_in_json <= HERE_JSON else await off_loop(conversation)
-            if size > HERE_CHARS:
+            if size > HERE_CHARS and num_kept is None:
                 await off_loop(lambda: self._check_size("messages", size))
             prompt = asked.finish(await self._render(asked, _work_of(size, asked)))
-            ids = await self._encode("messages", prompt, add_special_tokens=False)
+            ids = await self._encode("messages", prompt, body.add_special_tokens, num_kept)
         except RequestError as error:
             error.param = _INDEX.sub(r"messages[\1]", error.param or "messages")  # as it is spelled elsewhere here
             raise from_exception(error) from None
         if not ids:
             raise bad_field("messages", "messages make an empty prompt")
         return ids
+
+    def _documents(self, body: ChatBody) -> dict[str, object]:
+        """The template's variable that shows documents. Raises ApiError where the template has none."""
+        if not body.documents:
+            return {}
+        template = self._text.chat_template
+        if template is None or "documents" not in template.source:
+            message = "documents: the chat template of this model shows none; give their text in a message"
+            raise bad_field("documents", message, "unsupported_field")
+        return {"documents": body.documents}
 
     async def _render(self, asked: Conversation, work: int) -> str:
         template = self._text.chat_template
@@ -111,37 +128,45 @@ class PromptReader:
         )
         return str(await self._tool.run("render_chat", order, RENDER_LIMIT_S))
 
-    async def completion(self, prompts: Sequence[str | list[int]]) -> list[Sequence[int]]:
-        """Token ids of each prompt, given as text or as ids. Raises ApiError."""
-        return [await self._one(prompt) for prompt in prompts]
+    async def completion(
+        self, prompts: Sequence[str | list[int]], num_kept: int | None = None, add_special_tokens: bool = True
+    ) -> list[Sequence[int]]:
+        """Token ids of each prompt, given as text or as ids; of each at most the last `num_kept`. Raises ApiError."""
+        return [await self._one(prompt, num_kept, add_special_tokens) for prompt in prompts]
 
-    async def _one(self, prompt: str | list[int]) -> Sequence[int]:
+    async def _one(self, prompt: str | list[int], num_kept: int | None, add_special_tokens: bool) -> Sequence[int]:
         if not prompt:
             raise bad_field("prompt", "prompt is empty; give at least one token")
         if isinstance(prompt, list):
+            prompt = prompt if num_kept is None else prompt[-num_kept:]
             if len(prompt) > self._max_len:
-                message = f"prompt has {len(prompt)} tokens; this model holds {self._max_len}"
-                raise bad_field("prompt", message, "context_length_exceeded")
+                raise too_long("prompt", self._max_len, f"the prompt has {len(prompt)}")
             return prompt  # Sessions checks the ids
         try:
-            return await self._encode("prompt", prompt)
+            return await self._encode("prompt", prompt, add_special_tokens, num_kept)
         except RequestError as error:
             raise from_exception(error, {"prompt_token_ids": "prompt"}) from None
 
-    async def echo(self, prompts: Sequence[str | list[int]]) -> list[str]:
+    async def echo(self, prompts: Sequence[str | Sequence[int]]) -> list[str]:
         """The prompts as text."""
         decode = self._text.tokenizer.decode
 
         def texts() -> list[str]:
             return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
 
-        num_ids = sum(len(prompt) for prompt in prompts if isinstance(prompt, list))
+        num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
         return await self._run(texts, num_ids)
 
-    async def _encode(self, param: str, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def _encode(self, param: str, text: str, add_special_tokens: bool, num_kept: int | None) -> list[int]:
+        tokenizer = self._text.tokenizer
+        if num_kept is not None:  # no token stands for more characters than the longest piece
+            text = text[-num_kept * tokenizer.longest_piece :]
+
         def encode() -> list[int]:
+            if num_kept is not None:
+                return tokenizer.encode(text, add_special_tokens)[-num_kept:]
             self._check_size(param, len(text), text)
-            return self._text.tokenizer.encode(text, add_special_tokens)
+            return tokenizer.encode(text, add_special_tokens)
 
         return await self._run(encode, len(text))
 
@@ -158,8 +183,8 @@ class PromptReader:
         else:
             least = num_tokens_if_over(tokenizer, text, self._max_len)
         if least is not None and least > self._max_len:
-            size = f"{param} has {num_characters} characters, so at least {least} tokens"
-            raise bad_field(param, f"{size}; this model holds {self._max_len}", "context_length_exceeded")
+            size = f"the prompt has {num_characters} characters, so at least {least} tokens"
+            raise too_long(param, self._max_len, size)
 
 
 def _work_of(size: int, asked: Conversation) -> int:
@@ -178,14 +203,13 @@ def _work_of(size: int, asked: Conversation) -> int:
 
 
 def effort_variables(dialect: Dialect, body: ChatBody) -> dict[str, object]:
-    """The template's variables that say how much the model reasons. Raises ApiError for what it cannot be told."""
+    """The template's variables that say how much the model reasons; a template without them cannot be told."""
     effort = body.effort
-    if effort is None:
-        return {}
-    if not dialect.effort_variables and dialect.reasoning is not None and effort == "none":
-        reason = "the template of this model cannot be told not to reason; leave it out"
-        raise bad_field(body.effort_field, f"{body.effort_field} is 'none'; {reason}", "unsupported_field")
-    return {name: effort if name == "reasoning_effort" else effort != "none" for name in dialect.effort_variables}
+    if effort is not None:
+        return {name: effort if name == "reasoning_effort" else effort != "none" for name in dialect.effort_variables}
+    if body.thinking is not None:
+        return {name: True for name in dialect.effort_variables if name != "reasoning_effort"}
+    return {}
 
 
 def _shown(message: Message) -> dict[str, Any]:

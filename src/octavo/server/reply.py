@@ -79,6 +79,18 @@ def wants_usage(body: SamplingBody) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 
+def answer_facts(body: SamplingBody, prompts: Sequence[Sequence[int]]) -> dict[str, object]:
+    """What a form's facts hold of the fields that both kinds of completion share (see shapes.chunks, registry)."""
+    facts: dict[str, object] = {}
+    if wants_usage(body) and body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        facts["num_prompt_tokens_each"] = [len(ids) for ids in prompts]
+    if body.return_token_ids:
+        facts["prompt_token_ids"] = [list(ids) for ids in prompts]
+    if body.return_tokens_as_token_ids:
+        facts["shows_ids"] = True
+    return facts
+
+
 async def reply(request: Request, task: Task) -> Response:
     """Answer: submit the prompts, or read what runs or is kept under the same Idempotency-Key. Raises ApiError."""
     context = context_of(request)

@@ -18,7 +18,7 @@ from octavo.text.template_budget import Budget, render_within
 from octavo.text.template_sandbox import TemplateEnvironment
 
 _MAX_SOURCE_CHARS = 1 << 19
-_RESERVED = frozenset(("self", "messages", "tools", "documents", "add_generation_prompt"))
+_RESERVED = frozenset(("self", "messages", "tools", "add_generation_prompt"))
 # What a template may raise on data that it does not fit.
 _DATA_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _SIZE_ERRORS = (RecursionError, MemoryError)
@@ -64,11 +64,11 @@ class ChatTemplate:
         """
         check_variables(kwargs)
         variables = {
+            "documents": None,
             **self.tokens,
             **kwargs,
             "messages": list(messages),
             "tools": list(tools) if tools else None,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:

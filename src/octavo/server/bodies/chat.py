@@ -12,11 +12,12 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
 from octavo.server.bodies.field_errors import shown_value
-from octavo.server.bodies.sampling import SamplingBody, sift_stream_options
+from octavo.server.bodies.sampling import N_PREDICT, SamplingBody, sift_stream_options
 from octavo.server.bodies.tools import (
     MAX_CALL_ID_CHARACTERS,
     MAX_CALLS,
     ReasoningOptions,
+    ThinkingOptions,
     ToolCall,
     ToolFields,
     check_tools,
@@ -26,6 +27,7 @@ from octavo.server.bodies.tools import (
 from octavo.server.faults import bad_field
 
 MAX_MESSAGES = 2048
+MAX_DOCUMENTS = 256
 
 REFUSED_CHAT: Refused = {"echo": (False,)}
 IGNORED_IN_MESSAGES: Mapping[str, str] = {
@@ -121,25 +123,36 @@ class ChatBody(SamplingBody, ToolFields):
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
+    n_predict: int | None = Field(None, description=N_PREDICT)
+    add_special_tokens: bool = Field(False, description="put the tokenizer's own tokens around the rendered template")
+    documents: list[dict[str, object]] = Field(
+        [], max_length=MAX_DOCUMENTS, description="for templates that show documents; others refuse them"
+    )
     logprobs: bool = False
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, object] = Field({})
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="for models whose template can be told; others refuse all but none"
+        None, description="for models whose template can be told; without effect on others"
     )
     reasoning: ReasoningOptions | None = Field(None, description="another way to give reasoning_effort")
+    thinking: ThinkingOptions | None = Field(None, description="whether the model reasons, as DeepSeek has it")
 
     @property
     def effort(self) -> str | None:
         """How much the model is to reason, whichever field says it."""
-        return self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
+        effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
+        is_off = self.thinking is not None and self.thinking.type == "disabled"
+        return effort or ("none" if is_off else None)
 
     @property
-    def effort_field(self) -> str:
+    def effort_field(self) -> str | None:
         """The field that says it."""
-        return "reasoning.effort" if self.reasoning_effort is None else "reasoning_effort"
+        if self.reasoning_effort is not None:
+            return "reasoning_effort"
+        is_given = self.reasoning is not None and self.reasoning.effort is not None
+        return "reasoning.effort" if is_given else "thinking" if self.thinking is not None else None
 
 
 def read_chat(fields: dict[str, object]) -> ChatBody:
@@ -165,6 +178,10 @@ def _sift_message(message: dict[str, object], where: str) -> dict[str, object]:
         message = _with_reasoning(message, where)
     kept = sift(_with_refusal(message, where), {}, Message, where, IGNORED_IN_MESSAGES)
     content = kept.get("content")
+    if content is not None and not isinstance(content, str | list):
+        raise bad_field(
+            f"{where}content", f"{where}content is {shown_value(content)}; give a string or a list of parts"
+        )
     if isinstance(content, list):
         kept["content"] = [_sift_part(part, f"{where}content[{i}]") for i, part in enumerate(content)]
     if "tool_calls" in kept:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from octavo.server.bodies.checks import Refused, read
-from octavo.server.bodies.sampling import SamplingBody, sift_stream_options
+from octavo.server.bodies.sampling import N_PREDICT, SamplingBody, sift_stream_options
 
 REFUSED_COMPLETION: Refused = {}
 
@@ -54,6 +54,8 @@ class CompletionBody(SamplingBody):
 
     prompt: Prompts
     best_of: int | None = Field(None, description="choices to make, of which the n likeliest per token are returned")
+    n_predict: int | None = Field(None, description=N_PREDICT)
+    add_special_tokens: bool = Field(True, description="put the tokenizer's own tokens around a prompt of text")
     logprobs: int | None = None
     echo: bool = False
 

@@ -44,6 +44,7 @@ MEANINGFUL: Mapping[str, Meaningful] = {
     "structural_tag": Meaningful(_FORM),
     "messages": Meaningful("a conversation; use /v1/chat/completions"),
     "tools": Meaningful("calls of functions; use /v1/chat/completions", ([],)),
+    "chat_template": Meaningful("only the model's own template is rendered; start the server with --chat-template"),
     "template": Meaningful("another chat template", ("",)),
     "suffix": Meaningful("text to write up to", ("",)),
     "prefix": Meaningful("a message to go on with; give continue_final_message", (False,)),
@@ -61,6 +62,8 @@ HINTS: Mapping[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
     "prediction": (),
+    "spaces_between_special_tokens": (True,),
+    "include_reasoning": (True,),
     "web_search_options": (),
     "prompt_cache_options": (),
     "include_obfuscation": (False,),
@@ -80,11 +83,11 @@ HINTS: Mapping[str, tuple[object, ...]] = {
 _SENT = """
     add_special_tokens allowed_callers cache_prompt client_metadata computer_use custom defer_loading detokenize
     dynatemp_exponent dynatemp_range enable_thinking file_search frequency_penalty guided_decoding_backend id_slot
-    image_generation include_reasoning keep_alive kv_transfer_params local_shell logit_bias mcp min_keep
+    image_generation keep_alive kv_transfer_params local_shell logit_bias mcp min_keep
     mirostat_eta mirostat_tau mm_processor_kwargs n_keep n_predict n_probs namespace num_batch num_ctx num_gpu num_gqa
     num_keep num_thread options parallel_tool_calls plugins presence_penalty provider provider_specific_fields
     repeat_last_n repeat_penalty request_id return_progress return_token_ids return_tokens_as_token_ids
-    rope_frequency_base rope_frequency_scale route safe_prompt samplers seed shell spaces_between_special_tokens
+    rope_frequency_base rope_frequency_scale route safe_prompt samplers seed shell
     temperature think thinking thinking_blocks thread timings_per_token tool_choice tool_search top_a top_k top_p
     transforms truncate_prompt_tokens type typical use_mlock use_mmap vllm_xargs vocab_only web_search
     web_search_preview xtc_probability xtc_threshold

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
+from octavo.server.bodies.ignored import ignore
 from octavo.server.bodies.response_items import Item, checked, read_items
-from octavo.server.bodies.sampling import SamplingBody
+from octavo.server.bodies.sampling import SamplingBody, check_stream_options
 from octavo.server.bodies.tools import IGNORED_IN_TOOLS, MAX_TOOLS, without_hosted
 from octavo.server.faults import bad_field
 
@@ -156,7 +157,10 @@ def read_responses(fields: dict[str, object]) -> ResponsesBody:
     if options is not None:
         if not isinstance(options, dict):
             raise bad_field("stream_options", f"stream_options is a {type(options).__name__}; give an object")
+        check_stream_options(fields)
         sift(options, {}, Body, "stream_options.")
+    if here.pop("return_token_ids", None):
+        ignore("return_token_ids", is_known=True)
     here = sift(here, REFUSED_RESPONSES, ResponsesBody, ignored=IGNORED_RESPONSES)
     if "input" in here:
         here["input"] = read_items(here["input"])

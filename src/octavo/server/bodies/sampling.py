@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 from octavo.server.bodies.checks import Body, sift
 from octavo.server.bodies.served import ServedFields
 from octavo.server.bodies.structure import StructureFields
+from octavo.server.faults import bad_field
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -21,6 +22,7 @@ MAX_BAD_WORDS = 128
 MAX_BREAKERS = 64
 MAX_WORD_CHARACTERS = 256
 MAX_ALLOWED_IDS = 65_536
+N_PREDICT = "llama.cpp's name for max_tokens; below 0 for as many as fit"
 MAX_PROMPT_SCORES = 1_048_576  # log-probabilities of prompts in one answer, 50 MB of JSON
 
 
@@ -51,6 +53,7 @@ class StreamOptions(Body):
     """What a stream holds besides the text."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="with include_usage: the usage so far in every chunk")
 
 
 class SamplingBody(ServedFields, StructureFields):
@@ -91,12 +94,26 @@ class SamplingBody(ServedFields, StructureFields):
     prompt_logprobs: int | None = Field(
         None, description="log-probabilities of the prompt's tokens, each with so many of the best beside it"
     )
+    truncate_prompt_tokens: int | None = Field(
+        None, description="how many of the prompt's last tokens are kept; -1 keeps all that fit"
+    )
+    return_token_ids: bool = Field(False, description="give the ids of the prompt and of the answer too")
+    return_tokens_as_token_ids: bool = Field(
+        False, description='show the tokens of log-probabilities as "token_id:5", not as text'
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
 
 
+def check_stream_options(fields: dict[str, object]) -> None:
+    """Refuse options of a stream where none is asked for. Raises ApiError."""
+    if fields.get("stream_options") and not fields.get("stream"):
+        raise bad_field("stream_options", "stream_options needs stream to be true; leave it out")
+
+
 def sift_stream_options(fields: dict[str, object]) -> dict[str, object]:
     """The fields, with those of stream_options checked. Raises ApiError."""
+    check_stream_options(fields)
     options = fields.get("stream_options")
     if not isinstance(options, dict):
         return fields

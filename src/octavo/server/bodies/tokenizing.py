@@ -10,14 +10,12 @@ from typing import Annotated
 from pydantic import FailFast, Field
 
 from octavo.server.bodies.chat import ChatBody, read_chat
-from octavo.server.bodies.checks import Body, Refused, sift, validate
+from octavo.server.bodies.checks import Body, sift, validate
 from octavo.server.faults import bad_field
 
 MAX_TOKENIZED_CHARACTERS = 1_048_576
 MAX_DETOKENIZED = 262_144
 
-REFUSED_TOKENIZE: Refused = {"chat_template": (), "mm_processor_kwargs": ()}
-REFUSED_DETOKENIZE: Refused = {}
 _OWN = ("model", "return_token_strs", "add_special_tokens")
 
 
@@ -27,7 +25,8 @@ class TokenizeBody(Body):
     model: str | None = Field(None, description="the served model's name; may be left out")
     prompt: str | None = Field(None, max_length=MAX_TOKENIZED_CHARACTERS)
     add_special_tokens: bool | None = Field(
-        None, description="put the tokenizer's own tokens around a text; a conversation has those of its template"
+        None,
+        description="put the tokenizer's own tokens around it; left out, around a text only",
     )
     return_token_strs: bool = False
 
@@ -46,17 +45,15 @@ def read_tokenize(fields: dict[str, object]) -> tuple[TokenizeBody, ChatBody | N
         raise bad_field("prompt", "prompt and messages are both given; give one of them")
     if not has_text and not has_chat:
         raise bad_field("prompt", "prompt is missing; give a text, or messages", "missing_field")
-    own = {name: fields[name] for name in fields if not has_chat or name in (*_OWN, *REFUSED_TOKENIZE)}
+    own = {name: fields[name] for name in fields if not has_chat or name in _OWN}
     own.pop("messages", None)
-    body = validate(TokenizeBody, sift(own, REFUSED_TOKENIZE, TokenizeBody, ignored={}))
+    body = validate(TokenizeBody, sift(own, {}, TokenizeBody, ignored={}))
     if not has_chat:
         return body, None
-    if body.add_special_tokens:
-        message = "add_special_tokens is true; a conversation has the special tokens of its template, leave it out"
-        raise bad_field("add_special_tokens", message)
-    return body, read_chat({name: value for name, value in fields.items() if name not in own and name != "prompt"})
+    chat = {name: value for name, value in fields.items() if name not in own and name != "prompt"}
+    return body, read_chat({**chat, "add_special_tokens": body.add_special_tokens})
 
 
 def read_detokenize(fields: dict[str, object]) -> DetokenizeBody:
     """Check a body. Raises ApiError naming the field."""
-    return validate(DetokenizeBody, sift(fields, REFUSED_DETOKENIZE, DetokenizeBody, ignored={}))
+    return validate(DetokenizeBody, sift(fields, {}, DetokenizeBody, ignored={}))

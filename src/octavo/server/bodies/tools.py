@@ -95,6 +95,12 @@ class ReasoningOptions(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
+class ThinkingOptions(Body):
+    """`thinking`, as DeepSeek's API has it."""
+
+    type: Literal["enabled", "disabled"]
+
+
 def _choice(value: object) -> object:
     """tool_choice as clients write it."""
     if value in ("none", "auto", "required"):

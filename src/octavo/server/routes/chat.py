@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from octavo.server.bodies.chat import REFUSED_CHAT, ChatBody, read_chat
 from octavo.server.bodies.checks import field_notes
+from octavo.server.bodies.ignored import IGNORED_FIELDS, IgnoredFields
 from octavo.server.chat_task import chat_task
 from octavo.server.context import context_of
 from octavo.server.limits import read_json
@@ -22,7 +23,10 @@ async def chat_completions(request: Request) -> Response:
         request, context.limits, lambda fields: read_chat(with_ollama_names(fields, context.dialect))
     )
     context.check_model(body.model)
-
+    if not context.dialect.effort_variables and body.effort_field is not None:
+        ignored: IgnoredFields = request.scope[IGNORED_FIELDS]
+        if body.effort != "none" or context.dialect.reasoning is not None:  # else there is nothing to switch off
+            ignored.add(body.effort_field)
     num_top = body.prompt_logprobs
     if num_top is None:
         return await reply(request, await chat_task(context, body))

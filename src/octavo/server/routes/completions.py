@@ -15,7 +15,7 @@ from octavo.server.faults import bad_field
 from octavo.server.grammars import structure_of
 from octavo.server.limits import read_json
 from octavo.server.params import read_params
-from octavo.server.reply import RETRY_NOTE, Task, reply, wants_usage
+from octavo.server.reply import RETRY_NOTE, Task, answer_facts, reply, wants_usage
 from octavo.server.routes.posting import add_post
 from octavo.server.shapes.form import Form
 
@@ -35,9 +35,11 @@ async def completions(request: Request) -> Response:
     facts: dict[str, object] = {}
 
     async def read_prompts() -> Sequence[Sequence[int]]:
-        ids = await context.prompts.completion(body.prompt)
+        num_kept = params.num_kept(context.max_model_len)
+        ids = await context.prompts.completion(body.prompt, num_kept, body.add_special_tokens)
         if body.echo:
-            echoes[:] = await context.prompts.echo(body.prompt)
+            echoes[:] = await context.prompts.echo(body.prompt if num_kept is None else ids)
+        facts.update(answer_facts(body, ids))
         if params.prompt_logprobs is not None:
             facts.update(_score_facts(body, ids))
         return ids

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from octavo.server.bodies.checks import field_notes
 from octavo.server.bodies.embedding import (
     IGNORED_HERE,
     REFUSED_EMBEDDING,
@@ -144,10 +145,7 @@ def _inputs(context: Context, body: PooledFields, texts: Sequence[str | list[int
 
 
 def _description(first: str, refused: Sequence[str]) -> str:
-    ignored = "; ".join(f"`{name}` ({reason})" for name, reason in IGNORED_HERE.items())
-    names = ", ".join(f"`{name}`" for name in refused)
-    fields = f"Taken and ignored: {ignored}.\n\nNot supported, refused unless left at their neutral value: {names}."
-    return f"{first}\n\n{_RETRY_NOTE}\n\n{fields}"
+    return f"{first}\n\n{_RETRY_NOTE}\n\n{field_notes(dict.fromkeys(refused, ()), IGNORED_HERE)}"
 
 
 def add_routes(app: FastAPI) -> None:

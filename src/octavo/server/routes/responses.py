@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from octavo.server.auth import KEY
-from octavo.server.bodies.checks import inline_schema
+from octavo.server.bodies.checks import field_notes, inline_schema
 from octavo.server.bodies.response_items import MAX_ITEM_ID_CHARACTERS
 from octavo.server.bodies.responses import (
     IGNORED_RESPONSES,
@@ -193,6 +193,11 @@ def _tenant(request: Request) -> str:
     return key.tenant
 
 
+async def compact(request: Request) -> Response:
+    """Say that there is no such endpoint: it is no response's id."""
+    raise ApiError(404, f"no endpoint at {request.url.path!r}: conversations are not compacted here", code="not_found")
+
+
 def _found(request: Request) -> tuple[Context, Stored]:
     context = context_of(request)
     return context, context.responses.get(_tenant(request), request.path_params["response_id"])
@@ -203,9 +208,7 @@ def _json(body: bytes) -> Response:
 
 
 def _notes() -> str:
-    ignored = "; ".join(f"`{name}` ({reason})" for name, reason in IGNORED_RESPONSES.items())
-    refused = ", ".join(f"`{name}`" for name in (*REFUSED_RESPONSES, *NOT_HERE))
-    return f"Taken and ignored: {ignored}.\n\nNot supported, refused unless left at their neutral value: {refused}."
+    return field_notes({**REFUSED_RESPONSES, **NOT_HERE}, IGNORED_RESPONSES)
 
 
 def _schema() -> dict[str, object]:
@@ -222,6 +225,7 @@ def add_routes(app: FastAPI) -> None:
     path, schema = "/v1/responses", _schema()
     add_post(app, path, create, schema, "Answer a conversation of items.", _RETRIES, _notes())
     add_post(app, f"{path}/input_tokens", count, schema)
+    app.add_api_route(f"{path}/compact", compact, methods=["POST"], response_model=None, include_in_schema=False)
     one = path + "/{response_id}"
     app.add_api_route(one, retrieve, methods=["GET"], response_model=None)
     app.add_api_route(one, delete, methods=["DELETE"], response_model=None)

@@ -6,13 +6,14 @@ Invariant: beside a choice's beginning and end, a delta makes at most one event.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from msgspec.json import encode
 
 from octavo.core.request import FinishReason
 from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage, timings_json, usage_json
+from octavo.server.answer_formats import read_format
 from octavo.server.generation import REASONS, Choice
 from octavo.server.shapes.chunks import ChunkStream, ending
 from octavo.server.shapes.framing import OPENAI
@@ -21,8 +22,7 @@ from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
     from octavo.engine.deltas import TextDelta
-    from octavo.server.shapes.shape import Identity
-    from octavo.text.answer_format import AnswerFormat
+    from octavo.server.shapes.form import Form
 
 CALLED = "tool_calls"
 
@@ -32,16 +32,13 @@ class ChatShape:
 
     framing = OPENAI
 
-    def __init__(
-        self,
-        identity: Identity,
-        pieces: Pieces,
-        include_usage: bool = False,
-        answer_format: AnswerFormat | None = None,
-    ) -> None:
+    def __init__(self, form: Form, pieces: Pieces) -> None:
         self._pieces = pieces
-        self._stream = ChunkStream("chat.completion.chunk", identity, include_usage)
-        self._format = answer_format
+        self._facts: Mapping[str, Any] = form.facts
+        self._stream = ChunkStream("chat.completion.chunk", form.identity, form.include_usage, form.facts)
+        self._format = read_format(form.facts)
+        self._num_characters = 0
+        self._num_reasoning_characters = 0
         self._readers: dict[int, AnswerReader] = {}
         self._begun: set[int] = set()
 
@@ -52,20 +49,36 @@ class ChatShape:
             **self._stream.identity,
             "object": "chat.completion",
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
-            "usage": usage_json(usages),
+            "usage": usage_json(usages, self._reasoning_share()),
             "timings": timings_json(usages),
+            **self._prompt_member(),
         }
+
+    def _prompt_member(self) -> Json:
+        """The ids of the prompt, where they are given."""
+        ids = self._facts.get("prompt_token_ids")
+        return {} if ids is None else {"prompt_token_ids": ids[0]}
+
+    def _note(self, text: str, parts: Sequence[Part]) -> None:
+        self._num_characters += len(text)
+        self._num_reasoning_characters += sum(len(part.text) for part in parts if isinstance(part, Reasoning))
+
+    def _reasoning_share(self) -> float:
+        return self._num_reasoning_characters / max(1, self._num_characters)
 
     def _choice(self, index: int, choice: Choice) -> Json:
         end = choice.deltas[-1]
         reader = self._reader(index)
         parts = [*reader.push(choice.text), *reader.finish()]
+        self._note(choice.text, parts)
+        ids = [token_id for delta in choice.deltas for token_id in delta.token_ids]
         return {
             "index": index,
             "message": {"role": "assistant", **_message(parts)},
             "logprobs": chat_logprobs(choice.deltas, self._pieces),
             "finish_reason": self._reason(reader, end.finish_reason) if end.finish_reason is not None else None,
             "stop_reason": end.stop_reason,
+            **({"token_ids": ids} if "prompt_token_ids" in self._facts else {}),
         }
 
     def first(self) -> bytes:
@@ -76,9 +89,8 @@ class ChatShape:
         """The role first, then text, reasoning and calls, then a delta with the reason and whatever was held back."""
         events = []
         if index not in self._begun:
-            self._begun.add(index)
-            begin = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-            events.append(self._stream.event(begin % index))
+            events.append(self._begin(index))
+        self._stream.count(index, delta.token_ids)
         logprobs = chat_logprobs((delta,), self._pieces) if delta.logprobs else None
         fields = b'"content":%b' % encode(delta.text) if delta.text or logprobs else b""
         held = b""
@@ -88,19 +100,29 @@ class ChatShape:
             rest = reader.finish() if delta.finish_reason is not None else []
             if parts or logprobs:
                 parts, rest = parts + rest, []
+            self._note(delta.text, [*parts, *rest])
             fields, held = _fields(parts), _fields(rest)
         if fields or logprobs:
-            event = (index, fields, encode(logprobs))
-            events.append(self._stream.event(b'{"index":%d,"delta":{%b},"logprobs":%b,"finish_reason":null}' % event))
+            event = (index, fields, encode(logprobs), self._stream.ids(index))
+            events.append(self._stream.event(b'{"index":%d,"delta":{%b},"logprobs":%b,"finish_reason":null%b}' % event))
         if delta.finish_reason is not None:
             reason = self._reason(self._reader(index), delta.finish_reason)
-            end = b'{"index":%d,"delta":{%b},"logprobs":null,' % (index, held) + ending(delta, reason)
+            end = b'{"index":%d,"delta":{%b},"logprobs":null,' % (index, held)
+            end += ending(delta, reason, self._stream.ids(index))
             events.append(self._stream.event(end, self._stream.timings(delta, 1)))
         return b"".join(events)
 
+    def _begin(self, index: int) -> bytes:
+        """The first chunk of a choice, with its role; the answer's first has the prompt's ids, where they are given."""
+        prompt = b"" if self._begun else encode(self._prompt_member())[1:-1]
+        self._begun.add(index)
+        self._stream.count(index, ())
+        begin = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+        return self._stream.event(begin % index, b"," + prompt if prompt else b"")
+
     def last(self) -> bytes:
         """The usage chunk."""
-        return self._stream.usage_event()
+        return self._stream.usage_event(self._reasoning_share())
 
     def _reader(self, index: int) -> AnswerReader:
         """The reader of a choice; ids of calls are made from the answer's id and the choice."""

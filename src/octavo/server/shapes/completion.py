@@ -32,10 +32,11 @@ class CompletionShape:
 
     def __init__(self, form: Form, pieces: Pieces) -> None:
         self._pieces = pieces
-        self._stream = ChunkStream("text_completion", form.identity, form.include_usage)
+        self._stream = ChunkStream("text_completion", form.identity, form.include_usage, form.facts, form.n)
         self._num_prompts, self._n = len(form.echoes), form.n
         self._facts: Mapping[str, Any] = form.facts
         self._texts = [echo for echo in form.echoes for _ in range(form.n)]
+        self._begun: set[int] = set()
         self._offsets = [len(echo) for echo in self._texts]
         self._echoes = [self._echo(index) for index in range(len(self._texts))]
 
@@ -72,7 +73,14 @@ class CompletionShape:
             "finish_reason": REASONS[end.finish_reason] if end.finish_reason is not None else None,
             "stop_reason": end.stop_reason,
             **self._prompt_member(scores),
+            **self._ids_members(index, choice.deltas),
         }
+
+    def _ids_members(self, index: int, deltas: Sequence[TextDelta]) -> Json:
+        if "prompt_token_ids" not in self._facts:
+            return {}
+        ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        return {"prompt_token_ids": self._facts["prompt_token_ids"][index // self._n], "token_ids": ids}
 
     def _prompt_member(self, scores: Sequence[Scores]) -> Json:
         num_top = self._facts.get("num_prompt_logprobs")
@@ -90,6 +98,7 @@ class CompletionShape:
         if delta.prompt_logprobs is not None:
             choices = range(index, index + self._n)
             return b"".join(self._scores_chunk(choice, delta.prompt_logprobs) for choice in choices)
+        self._stream.count(index, delta.token_ids)
         text, self._texts[index] = self._texts[index] + delta.text, ""
         columns, echo = LogprobColumns(), self._echoes[index]
         if echo is not None and not echo.has_begun:
@@ -98,10 +107,14 @@ class CompletionShape:
         logprobs = columns.json() if columns.tokens else None
         if not text and not logprobs and delta.finish_reason is None:
             return b""
+        ids = self._stream.ids(index)
+        if ids and index not in self._begun:
+            self._begun.add(index)
+            ids += b',"prompt_token_ids":%b' % encode(self._facts["prompt_token_ids"][index // self._n])
         choice = b'{"index":%d,"text":%b,"logprobs":%b,' % (index, encode(text), encode(logprobs))
         if delta.finish_reason is None:
-            return self._stream.event(choice + b'"finish_reason":null}')
-        return self._stream.event(choice + ending(delta), self._stream.timings(delta, self._num_prompts))
+            return self._stream.event(choice + b'"finish_reason":null%b}' % ids)
+        return self._stream.event(choice + ending(delta, more=ids), self._stream.timings(delta, self._num_prompts))
 
     def _scores_chunk(self, index: int, scores: Scores) -> bytes:
         """Some of the prompt's log-probabilities; the echoed text goes with the first of them."""

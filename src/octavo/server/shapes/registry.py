@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from octavo.server.answer_formats import read_format
+from octavo.server.answer import IdPieces
 from octavo.server.shapes.anthropic import MessagesShape
 from octavo.server.shapes.chat import ChatShape
 from octavo.server.shapes.completion import CompletionShape
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from octavo.server.shapes.shape import Shape
 
 SHAPES: Mapping[str, Callable[[Form, Pieces], Shape]] = {
-    "chat": lambda form, pieces: ChatShape(form.identity, pieces, form.include_usage, read_format(form.facts)),
-    "scored_chat": lambda form, pieces: ScoredChatShape(
-        form, pieces, ChatShape(form.identity, pieces, form.include_usage, read_format(form.facts))
-    ),
+    "chat": ChatShape,
+    "scored_chat": lambda form, pieces: ScoredChatShape(form, pieces, ChatShape(form, pieces)),
     "text": CompletionShape,
     "anthropic": lambda form, pieces: MessagesShape(form),
     "ollama": OllamaShape,
@@ -34,5 +32,5 @@ SHAPES: Mapping[str, Callable[[Form, Pieces], Shape]] = {
 
 
 def shape_of(form: Form, pieces: Pieces) -> Shape:
-    """A new shape, which has given nothing yet."""
-    return SHAPES[form.kind](form, pieces)
+    """A new shape, which has given nothing yet. The fact "shows_ids" has tokens shown as their ids."""
+    return SHAPES[form.kind](form, IdPieces() if form.facts.get("shows_ids") else pieces)

@@ -77,7 +77,7 @@ class Decoder:
         emitted = record.pop("emitted", None)
         prompt = record.pop("prompt", None)
         spans = record.pop("spans", ())
-        params = msgspec.convert(record.pop("params"), SamplingParams) if "params" in record else _NOTHING
+        params = msgspec.convert({"max_tokens": None, **record.pop("params", {})}, SamplingParams)  # see encoding
         num_blocks = record["num_prompt_tokens"] // self._header.limits.block_size
         request = Request(
             record.pop("request_id"),

@@ -32,7 +32,8 @@ _REQUEST = (
     "queue_timeout", "ttft_objective", "tpot_objective", "eos_token_ids",
 )  # fmt: skip
 _REQUEST_DEFAULTS = {field.name: field.default for field in fields(Request)}
-_PARAMS_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+# What a record leaves out. The format's default of max_tokens is older than that of SamplingParams.
+_PARAMS_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)} | {"max_tokens": None}
 MAX_MESSAGE = 500  # characters of an error kept
 
 
