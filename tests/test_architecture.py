@@ -22,7 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "core": {"errors"},
     "machine": {"errors"},
     "settings": {"config", "errors"},
-    "plugins": {"core", "errors"},
+    "plugins": {"config", "core", "errors"},
     "artifacts": LOW,
     "text": LOW | {"artifacts"},
     "tool": LOW | {"artifacts", "text", "grammar"},

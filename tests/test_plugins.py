@@ -124,7 +124,7 @@ def test_S06_a_path_that_leads_nowhere_is_answered_with_the_remedy(install: Inst
 
 
 def test_S06_an_unknown_policy_is_refused_before_a_model_is_looked_for() -> None:
-    with pytest.raises(ConfigError, match="policy is 'fastest'; choose one of deadline, fair, fcfs"):
+    with pytest.raises(ConfigError, match="unknown policy 'fastest'; give one of deadline, fair, fcfs"):
         open_engine(config_from("/nowhere/at/all", {"policy": "fastest"}))
 
 

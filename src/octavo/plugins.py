@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 
+from octavo.config.spelling import unknown
 from octavo.core import policy as registry
 from octavo.errors import ConfigError
 
@@ -51,6 +52,9 @@ def find_policy(name: str) -> str:
         return _import_policy(name)
     if name in failures and name not in registry.POLICIES:
         raise ConfigError(f"policy plug-in {name!r} does not load ({failures[name]}); mend it or choose another policy")
+    if name not in registry.POLICIES:
+        known = sorted(registry.POLICIES)
+        raise ConfigError(unknown("policy", name, known, f"give one of {', '.join(known)}"))
     return registry.find_policy(name).name
 
 

@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_written_to_keeps_the_server_from_starting(folde
     ("words", "message"),
     [
         ("polcy=fair", "did you mean 'policy'"),
-        ("policy=fairest", "policy is 'fairest'"),
+        ("policy=fairest", "unknown policy 'fairest'"),
         ("max_sequences", "give NAME=VALUE"),
         ("max_sequences=0", "max-num-seqs of --what-if is '0'"),
         ("vocab_size=3", "it changes no decision"),

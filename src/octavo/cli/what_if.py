@@ -75,7 +75,7 @@ def read_change(text: str, recorded: Limits) -> Change:
 def _setup_value(name: str, word: str, value: str) -> Any:
     if name == "router":
         if value not in ROUTERS:
-            raise ConfigError(f"--what-if has {word!r}; give one of {', '.join(ROUTERS)}")
+            raise ConfigError(f"--what-if has {word!r}: {unknown('router', value, ROUTERS)}")
         return value
     return int(_number(word, value))
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from octavo.config.spelling import unknown
 from octavo.errors import ConfigError, OctavoError
 
 Verb = Callable[[str], Awaitable[object]]
@@ -84,7 +85,7 @@ class AdminServer:
             return {"error": f'give {{"verb": ..., "argument": ...}} on a line: {error}'}
         verb = self._verbs.get(ask.verb)
         if verb is None:
-            return {"error": f"{ask.verb[:64]!r} is no verb; give one of {', '.join(self._verbs)}"}
+            return {"error": unknown("verb", ask.verb[:64], self._verbs, f"give one of {', '.join(self._verbs)}")}
         try:
             async with asyncio.timeout(VERB_TIMEOUT_S):
                 return {"ok": await verb(ask.argument)}

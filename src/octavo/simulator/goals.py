@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 from octavo.simulator.outcomes import NEVER, Outcomes
 from octavo.simulator.summary import METRICS, OBJECTIVES, POINTS, Facts, summarise
@@ -97,7 +98,10 @@ def read_goals(text: str) -> Goals:
         elif metric in METRICS and statistic in STATISTICS and value > 0:
             goals.append(Goal(metric, statistic, value))
         else:
-            raise ConfigError(f"objective {word!r} is not understood, or given twice; {_HELP}")
+            known = [*OBJECTIVES, "goodput", *(f"{one}_{other}" for one in METRICS for other in STATISTICS)]
+            if name not in known:
+                raise ConfigError(unknown("objective", name, known, _HELP))
+            raise ConfigError(f"objective {word!r} has no such value, or is given twice; {_HELP}")
     if not goals and not bounds:
         raise ConfigError(f"a search has nothing to reach: {_HELP}")
     if share is not None and not bounds:

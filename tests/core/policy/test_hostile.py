@@ -145,7 +145,7 @@ def test_S06_what_is_no_policy_is_refused(registry: None, policy: Any, message: 
 
 
 def test_S06_an_unknown_policy_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="policy is 'best'; choose one of deadline, fair, fcfs, fifo, "):
+    with pytest.raises(ConfigError, match="unknown policy 'best'; give one of deadline, fair, fcfs, fifo, "):
         create_policy("best", limits())
 
 

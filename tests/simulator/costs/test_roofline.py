@@ -54,7 +54,7 @@ def test_an_unknown_model_is_refused_with_its_name(wrong: str) -> None:
 
 
 def test_an_unknown_device_is_refused_with_those_known() -> None:
-    with pytest.raises(ConfigError, match=r"device is 'h900'.*h100"):
+    with pytest.raises(ConfigError, match=r"unknown device 'h900'.*h200"):
         device_facts("h900")
 
 

@@ -46,7 +46,7 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
 def find_policy(name: str) -> type[Policy]:
     """The registered policy of that name. Raises ConfigError with the known names."""
     if name not in POLICIES:
-        raise ConfigError(f"policy is {name!r}; choose one of {', '.join(sorted(POLICIES))}")
+        raise ConfigError(f"unknown policy {name!r}; give one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name]
 
 

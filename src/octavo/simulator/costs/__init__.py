@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs.devices import DeviceFacts, device_facts
@@ -67,7 +68,7 @@ def cost_model(spec: str = "roofline", hardware: Hardware | None = None) -> Cost
     if kind == "fitted" and where:
         path = Path(where)
         return Fitted(load_fit(path) if path.suffix == ".json" else fit_recording(path))
-    raise ConfigError(f"cost is {spec!r}; give one of {', '.join(KINDS)}")
+    raise ConfigError(unknown("cost", spec, KINDS))
 
 
 def _factor(text: str, spec: str) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octavo import machine
+from octavo.config.spelling import unknown
 from octavo.errors import ConfigError
 
 GIB, GB, TERA = 2.0**30, 1e9, 1e12
@@ -96,7 +97,7 @@ def device_facts(name: str) -> DeviceFacts:
         return this_machine()
     device = PRESETS.get(ALIASES.get(short, short))
     if device is None:
-        raise ConfigError(f"device is {name!r}; give one of {', '.join((*PRESETS, THIS))}")
+        raise ConfigError(unknown("device", name, (*PRESETS, THIS), f"give one of {', '.join((*PRESETS, THIS))}"))
     return device
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from octavo.artifacts.model_spec import read_model_spec
 from octavo.artifacts.resolve import ModelFiles, resolve_model
 from octavo.artifacts.spec import ModelSpec
+from octavo.config.spelling import unknown
 from octavo.errors import ConfigError, UnknownModelError
 
 DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5625, "fp4": 0.5625}
@@ -176,9 +177,10 @@ def model_facts(name: str, *, is_offline: bool = True) -> ModelFacts:
     try:
         files = resolve_model(name, is_offline=is_offline)
     except UnknownModelError as error:
-        raise ConfigError(
-            f"model is {name!r}, neither a shape known by name ({', '.join(PRESETS)}) nor files: {error}"
-        ) from error
+        if "/" in name or name.endswith(".gguf"):
+            raise
+        remedy = f"give one of {', '.join(PRESETS)}, or a model as octavo serve takes it"
+        raise ConfigError(unknown("model", name, PRESETS, remedy)) from error
     return _facts_of(files)
 
 
