@@ -77,12 +77,14 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "hub" / "models--owner--name" / "snapshots").mkdir(parents=True)
-    (tmp_path / "tiny.gguf").touch()
+    for folder in (tmp_path, tmp_path / "folder"):
+        folder.mkdir(exist_ok=True)
+        (folder / "tiny.gguf").touch()
     (tmp_path / "notes.md").touch()
 
 
 @pytest.mark.parametrize(
-    "word", ["smollm2", "smollm2:135m", "qwen3:0.6b", "tiny.gguf", "hub", "owner/name", "owner/name:Q8_0", "scripted:a"]
+    "word", ["smollm2", "smollm2:135m", "qwen3:0.6b", "tiny.gguf", "folder", "owner/name", "owner/name:Q8_0", "scripted:a"]
 )
 def test_a_model_alone_is_talked_with_and_a_pipe_is_its_prompt(here, word) -> None:
     assert _words([word], Terminal()) == Asked(None, word, False, None)
@@ -99,9 +101,12 @@ def test_any_other_word_is_the_prompt(here, word) -> None:
     assert _words([word], Terminal()) == Asked(word, None, False, None)
 
 
-def test_a_file_that_is_no_model_is_told(here, capsys) -> None:
-    assert cli.main(["run", "notes.md", "hi"]) == 2
+@pytest.mark.parametrize("words", [["hi"], []])
+def test_a_file_that_is_no_model_is_told(here, capsys, words) -> None:
+    assert cli.main(["run", "notes.md", *words]) == 2
     assert capsys.readouterr().err.startswith("error: notes.md: not a GGUF file; give a .gguf file, or a folder")
+    assert cli.main(["run", "hub", *words]) == 2
+    assert capsys.readouterr().err.startswith("error: hub: holds neither config.json with .safetensors files nor")
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,12 @@ def names_model(name: str) -> bool:
     return reference is not None and is_cached(reference.repository)
 
 
+def check_here(name: str) -> None:
+    """Raise ModelFileError if a name is a file or folder here that holds no model."""
+    if _exists(name):
+        _from_path(Path(name).expanduser())
+
+
 def _exists(name: str) -> bool:
     """Return True for an existing file or folder; a text of any length may be asked about."""
     return os.path.exists(os.path.expanduser(name))

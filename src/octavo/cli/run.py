@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from octavo.artifacts.resolve import DEFAULT_MODEL, SHORT_NAMES, names_model, read_reference
+from octavo.artifacts.resolve import DEFAULT_MODEL, SHORT_NAMES, check_here, names_model, read_reference
 from octavo.assembly import LocalEngine, build_local
 from octavo.cli.answer_flags import MAX_TOKENS, add_answer_arguments, sampling_params
 from octavo.cli.chat import converse
@@ -98,6 +98,7 @@ def read_words(words: Sequence[str], args: argparse.Namespace, stdin: TextIO, *,
     prompt = words[-1] if words else "-"
     if len(words) == 1 and not is_named and names_model(prompt):
         model, prompt = prompt, "-"
+        check_here(model)
         if stdin.isatty() and not args.raw:
             return Asked(None, model, False, args.system)
     if prompt == "-":
