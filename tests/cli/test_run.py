@@ -84,7 +84,8 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "word", ["smollm2", "smollm2:135m", "qwen3:0.6b", "tiny.gguf", "folder", "owner/name", "owner/name:Q8_0", "scripted:a"]
+    "word",
+    ["smollm2", "smollm2:135m", "qwen3:0.6b", "tiny.gguf", "folder", "owner/name", "owner/name:Q8_0", "scripted:a"],
 )
 def test_a_model_alone_is_talked_with_and_a_pipe_is_its_prompt(here, word) -> None:
     assert _words([word], Terminal()) == Asked(None, word, False, None)
