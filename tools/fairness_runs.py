@@ -79,6 +79,7 @@ def measured(name: str) -> Columns:
             outcomes.ends.append(came + float(row["request_latency"]))
             outcomes.prompt_tokens.append(int(row["prompt_len"]))
             outcomes.output_tokens.append(int(row["output_len"]))
+            outcomes.longest.append(int(row["output_len"]))
             outcomes.tenants.append(outcomes.tenant(f"client{row['client']}"))
             outcomes.reasons.append(FinishReason.LENGTH)
     return _by_client(outcomes)

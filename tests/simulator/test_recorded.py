@@ -24,18 +24,29 @@ class Turning(RecordedRun):
         self.now += (1 + number * 7 % 13) / 997
 
 
-def recorded(sizes: Limits, depth: int, folder: Path) -> Path:
-    """Requests that come one by one over a hundred turns, recorded."""
+def length(turn: int, choice: int, is_even: bool) -> int:
+    """Tokens of a choice; without `is_even` its siblings' are others."""
+    return 3 + turn % 17 - (0 if is_even else (choice * 5) % (3 + turn % 17))
+
+
+def recorded(sizes: Limits, depth: int, folder: Path, n: int = 1, is_even: bool = True) -> Path:
+    """Requests of n choices that come one by one over a hundred turns, recorded."""
     run = Turning(sizes, depth=depth, check=False)
+    turns: dict[str, int] = {}
     for turn in range(400):
         if turn % 9 == 0 and turn < 200:
             run.now += 0.05 if turn % 36 == 0 and not run.scheduler.has_work else 0.0
             shared = list(range(3, 3 + 4 * (1 + turn % 3)))
-            run.admit([*shared, *(5 + (turn * k) % 80 for k in range(turn % 11))], 3 + turn % 17, ignore_eos=True)
+            prompt = [*shared, *(5 + (turn * k) % 80 for k in range(turn % 11))]
+            record = run.admit(prompt, 3 + turn % 17, ignore_eos=True, n=n, temperature=0.0 if n == 1 else 1.0)
+            turns[record.request.request_id] = turn
         run.fill()
         run.tick(turn)
         if run.flight:
-            run.commit()
+            events = run.commit()
+            for name, choice, place in zip(events.request_ids, events.choices, events.positions, strict=True):
+                if not is_even and place + 1 == length(turns[name], choice, is_even) < 3 + turns[name] % 17:
+                    run.end_choice(name, choice)
             run.now += 1e-4
         elif turn > 200:
             break
@@ -59,6 +70,27 @@ def test_recorded_durations_give_the_recorded_times(policy: str, depth: int, num
     }
     was = sorted(arrivals(recording), key=lambda one: one.taken)
     assert simulated == {index: (snap(one.first_token, 0.0), snap(one.end, 0.0)) for index, one in enumerate(was)}
+
+
+# With two plans in flight, one without rows (it tells that a choice ended) takes no device time in a simulation.
+@pytest.mark.parametrize(("depth", "is_even"), [(1, True), (2, True), (1, False)])
+def test_choices_of_a_request_are_simulated_each(depth: int, is_even: bool, tmp_path: Path) -> None:
+    sizes = limits(num_blocks=64, max_sequences=5, max_batch_tokens=16)
+    recording = open_recording(recorded(sizes, depth, tmp_path, n=4, is_even=is_even))
+    came, costs, _ = as_recorded(recording)
+    assert len(came) > 10 and all(len(one.choices) == 4 for one in came)
+    assert is_even == all(len(set(one.choices)) == 1 for one in came)
+    run = simulate(came, Setup(sizes, costs, depth=depth))
+    simulated = {
+        run.outcomes.indices[place]: (run.outcomes.first_tokens[place], run.outcomes.ends[place])
+        for place in range(len(run.outcomes))
+    }
+    was = sorted(arrivals(recording), key=lambda one: one.taken)
+    assert simulated == {index: (snap(one.first_token, 0.0), snap(one.end, 0.0)) for index, one in enumerate(was)}
+    ours = recorded_run(recording).outcomes
+    assert list(ours.output_tokens) == list(run.outcomes.output_tokens)
+    assert list(ours.longest) == list(run.outcomes.longest)
+    assert sum(ours.output_tokens) == sum(sum(one.choices) for one in came) > 2 * sum(ours.longest)
 
 
 def test_what_was_recorded_is_a_run_as_a_simulation_gives_it(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def outcomes(*rows: tuple[float, ...], tenants: tuple[str, ...] = ()) -> Outcome
         out.ends.append(end)
         out.prompt_tokens.append(int(prompt))
         out.output_tokens.append(int(output))
+        out.longest.append(int(output))
         out.cached.append(0)
         out.preemptions.append(index % 2)
         out.restarts.append(0)

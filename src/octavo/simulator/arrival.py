@@ -13,10 +13,11 @@ from dataclasses import dataclass
 class Arrival:
     """A request to come. `time` is in seconds from the workload's start, tokens are counts.
 
-    `output_tokens` is how many it will generate. `keys` name the prompt's content, one for each full `key_tokens`
-    tokens: equal keys at equal places mean equal prefixes (a public trace's block ids, or a recording's block keys).
-    `output_keys` go on behind them over prompt and output. `follows`: index in the workload of the request after whose
-    end this one comes, `time` seconds later (a conversation's next turn); None: it comes at `time` itself.
+    `output_tokens` is how many it will generate; of several `choices`, each of so many, the longest's. `keys` name
+    the prompt's content, one for each full `key_tokens` tokens: equal keys at equal places mean equal prefixes (a
+    public trace's block ids, or a recording's block keys). `output_keys` go on behind them over prompt and output.
+    `follows`: index in the workload of the request after whose end this one comes, `time` seconds later (a
+    conversation's next turn); None: it comes at `time` itself.
     """
 
     time: float
@@ -28,6 +29,12 @@ class Arrival:
     keys: Sequence[int] | Sequence[bytes] = ()
     key_tokens: int = 0
     output_keys: Sequence[int] | Sequence[bytes] = ()
+    choices: tuple[int, ...] = ()
     follows: int | None = None
     ttft_objective: float | None = None
     tpot_objective: float | None = None
+
+
+def choice_lengths(counts: Sequence[int]) -> tuple[int, ...]:
+    """Give an arrival's `choices`: tokens of each of several, at least one; none of a single one."""
+    return tuple(max(1, count) for count in counts) if len(counts) > 1 else ()

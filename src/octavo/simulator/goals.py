@@ -164,5 +164,5 @@ def _latency(out: Outcomes, place: int, metric: str) -> float:
         return out.starts[place] - out.arrivals[place] if out.starts[place] != NEVER else NEVER
     if metric == "e2e":
         return out.ends[place] - out.arrivals[place] if out.served(place) else NEVER
-    tokens = out.output_tokens[place]
+    tokens = out.longest[place]
     return (out.ends[place] - out.first_tokens[place]) / (tokens - 1) if tokens > 1 and out.served(place) else NEVER

@@ -18,7 +18,7 @@ class Outcomes:
     Times are seconds on the simulation's clock: `arrivals`, `starts` (first scheduled), `first_tokens`, `ends`, NEVER
     where none came. `reasons` are FinishReasons, `indices` the requests' places in the workload, `replicas` who served
     them, `tenants` indices into `tenant_names`. `cached` tokens were found, `preemptions` and `restarts` (by a
-    replica's failure) suffered.
+    replica's failure) suffered. `output_tokens` are of all choices, `longest` of the longest one.
     """
 
     def __init__(self) -> None:
@@ -29,6 +29,7 @@ class Outcomes:
         self.ends = array("d")
         self.prompt_tokens = array("i")
         self.output_tokens = array("i")
+        self.longest = array("i")
         self.cached = array("i")
         self.preemptions = array("i")
         self.restarts = array("i")

@@ -15,7 +15,7 @@ from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.plugins import find_policy
-from octavo.simulator.arrival import Arrival
+from octavo.simulator.arrival import Arrival, choice_lengths
 from octavo.simulator.cost_model import StepShape
 from octavo.simulator.outcomes import NEVER, Outcomes
 from octavo.simulator.totals import ReplicaTotals, Run
@@ -90,7 +90,8 @@ def _outcomes(requests: list[RecordedRequest]) -> Outcomes:
         out.first_tokens.append(NEVER if one.first_token is None else one.first_token)
         out.ends.append(end)
         out.prompt_tokens.append(one.prompt_tokens)
-        out.output_tokens.append(max(one.output_tokens))
+        out.output_tokens.append(sum(one.output_tokens))
+        out.longest.append(max(one.output_tokens))
         out.cached.append(one.cached_tokens)
         out.preemptions.append(one.num_preemptions)
         out.restarts.append(0)
@@ -174,6 +175,7 @@ def as_recorded(recording: Recording) -> tuple[list[Arrival], RecordedCosts, flo
             keys=one.keys,
             key_tokens=one.key_tokens,
             output_keys=one.output_keys,
+            choices=choice_lengths(one.output_tokens),
             ttft_objective=one.ttft_objective,
             tpot_objective=one.tpot_objective,
         )

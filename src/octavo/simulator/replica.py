@@ -99,7 +99,10 @@ class Replica:
         for entry in self._open.values():
             left = state.requests.get(entry.name)
             if left is not None:
-                entry.emitted = left.sequences[0].num_outputs
+                if entry.counts:  # a request with several choices starts anew
+                    entry.counts = [0] * len(entry.counts)
+                else:
+                    entry.emitted = left.sequences[0].num_outputs
                 entry.restarts += 1
         lost = list(self._open.values())
         self._open, self.load, self.num_open = {}, 0, 0
@@ -205,9 +208,12 @@ class Replica:
         outcome = StepResult(None, timings=StepTimings(forward_s=flight.step_s))
         events = self.scheduler.commit(flight.plan, outcome, now)
         self._tally.given(events)
+        due = self._tally.due(events)
         ended = self._noted(events.decisions) if events.decisions else []
         if self._sink is not None:
             self._sink.stepped(flight.plan, outcome, events)
+        for name, choice in due:  # the longest ends its request by itself
+            self.scheduler.end_choice(name, choice, now)
         totals.busy_s += flight.step_s
         totals.host_s += flight.host_s
         self._is_retiring = False

@@ -19,8 +19,8 @@ _OWN = struct.Struct("<qIB")
 
 
 @lru_cache(maxsize=65536)
-def _params(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, seed=0)
+def _params(max_tokens: int, n: int) -> SamplingParams:
+    return SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True, temperature=0.0, seed=0)
 
 
 def block_keys(arrival: Arrival, block_size: int) -> tuple[bytes, ...]:
@@ -71,7 +71,7 @@ def make_request(name: str, arrival: Arrival, at: float, emitted: int, limits: L
     return Request(
         name,
         None,
-        _params(arrival.output_tokens),
+        _params(arrival.output_tokens, len(arrival.choices) or 1),
         at,
         num_prompt_tokens=arrival.prompt_tokens,
         block_keys=keys,

@@ -37,6 +37,7 @@ class Columns:
     ends: np.ndarray
     prompts: np.ndarray
     outputs: np.ndarray
+    longest: np.ndarray
     tenants: np.ndarray
     reasons: np.ndarray
     served: np.ndarray
@@ -53,6 +54,7 @@ class Columns:
             _array(outcomes.ends, float)[order],
             _array(outcomes.prompt_tokens, np.int32)[order],
             _array(outcomes.output_tokens, np.int32)[order],
+            _array(outcomes.longest, np.int32)[order],
             _array(outcomes.tenants, np.int32)[order],
             reasons,
             np.isin(reasons, (FinishReason.STOP, FinishReason.LENGTH)),
@@ -66,8 +68,8 @@ class Columns:
             return np.where(self.starts != NEVER, self.starts - self.arrivals, np.nan)
         if name == "e2e":
             return np.where(self.served, self.ends - self.arrivals, np.nan)
-        has_pace = self.served & (self.outputs > 1) & (self.firsts != NEVER)
-        return np.where(has_pace, (self.ends - self.firsts) / np.maximum(self.outputs - 1, 1), np.nan)
+        has_pace = self.served & (self.longest > 1) & (self.firsts != NEVER)
+        return np.where(has_pace, (self.ends - self.firsts) / np.maximum(self.longest - 1, 1), np.nan)
 
 
 def summarise(run: Run, objectives: Mapping[str, float] | None = None, price_per_hour: float = 0.0) -> Facts:

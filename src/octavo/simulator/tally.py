@@ -15,7 +15,8 @@ class Open:
     """A request that came and has not ended. `emitted`: tokens given in earlier lives of its replicas."""
 
     __slots__ = (
-        "arrival", "at", "cached", "emitted", "first", "index", "name", "preemptions", "replica", "restarts", "start",
+        "arrival", "at", "cached", "counts", "emitted", "first", "index", "name", "preemptions", "replica", "restarts",
+        "start",
     )  # fmt: skip
 
     def __init__(self, index: int, arrival: Arrival, at: float) -> None:
@@ -26,6 +27,7 @@ class Open:
         self.start = NEVER
         self.first = NEVER
         self.emitted = 0
+        self.counts = [0] * len(arrival.choices)  # tokens of each, where there are several
         self.cached = 0
         self.preemptions = 0
         self.restarts = 0
@@ -38,12 +40,15 @@ class Tally:
     def __init__(self) -> None:
         self.outcomes = Outcomes()
         self.open: dict[str, Open] = {}
+        self._several: dict[str, Open] = {}
         self.last_end = 0.0
 
     def begin(self, index: int, arrival: Arrival, at: float) -> Open:
         """A request came."""
         entry = Open(index, arrival, at)
         self.open[entry.name] = entry
+        if arrival.choices:
+            self._several[entry.name] = entry
         return entry
 
     def decided(self, decisions: tuple[Event, ...]) -> list[Open]:
@@ -75,9 +80,23 @@ class Tally:
                 entry.first = events.time
             at += 1
 
+    def due(self, events: Events) -> list[tuple[str, int]]:
+        """Count the tokens of requests with several choices; return the choices that have all of theirs."""
+        if not self._several:
+            return []
+        due = []
+        for name, choice in zip(events.request_ids, events.choices, strict=True):
+            entry = self._several.get(name)
+            if entry is not None:
+                entry.counts[choice] += 1
+                if entry.counts[choice] == entry.arrival.choices[choice]:
+                    due.append((name, choice))
+        return due
+
     def end(self, entry: Open, at: float, reason: FinishReason, num_tokens: int) -> None:
         """Enter what became of a request."""
         del self.open[entry.name]
+        self._several.pop(entry.name, None)
         self.last_end = max(self.last_end, at)
         out, arrival = self.outcomes, entry.arrival
         out.indices.append(entry.index)
@@ -87,6 +106,7 @@ class Tally:
         out.ends.append(at)
         out.prompt_tokens.append(arrival.prompt_tokens)
         out.output_tokens.append(num_tokens)
+        out.longest.append(max(entry.counts, default=num_tokens))
         out.cached.append(entry.cached)
         out.preemptions.append(entry.preemptions)
         out.restarts.append(entry.restarts)

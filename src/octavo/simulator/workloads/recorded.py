@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from octavo.simulator.arrival import Arrival
+from octavo.simulator.arrival import Arrival, choice_lengths
 from octavo.simulator.workloads.source import Notes, Source, Surroundings
 from octavo.simulator.workloads.spec import Spec
 from octavo.trace.recording.arrivals import RecordedRequest, arrivals
@@ -21,24 +21,23 @@ def recording(spec: Spec, around: Surroundings) -> Source:
 
     def source(notes: Notes) -> Iterator[Arrival]:
         requests = arrivals(open_recording(path))
-        given: dict[str, int] = {}
+        given: dict[str, tuple[int, ...]] = {}
         for one in requests:  # of one that went on after a crash, the last life knows the whole answer
-            given[one.name] = max(given.get(one.name, 0), *one.output_tokens, 0)
+            given[one.name] = max(given.get(one.name, ()), one.output_tokens, key=sum)
         first = requests[0].arrival if requests else 0.0
         for one in requests:
             if one.is_resumed:
                 continue
-            notes.add("of several choices, taken as one of the longest", one.n > 1)
             notes.add("not ended when the recording was, taken as far as they came", one.end is None)
-            notes.add("answers of no token, taken as one", not given[one.name])
-            yield _arrival(one, max(1, given[one.name]), one.arrival - first)
+            notes.add("answers of no token, taken as one", not max(given[one.name]))
+            yield _arrival(one, given[one.name], one.arrival - first)
 
     return source
 
 
-def _arrival(one: RecordedRequest, output: int, time: float) -> Arrival:
+def _arrival(one: RecordedRequest, counts: tuple[int, ...], time: float) -> Arrival:
     return Arrival(
-        time, one.prompt_tokens, output, tenant=one.tenant, priority=one.priority, keys=one.keys,
-        key_tokens=one.key_tokens, output_keys=one.output_keys, ttft_objective=one.ttft_objective,
-        tpot_objective=one.tpot_objective,
+        time, one.prompt_tokens, max(1, *counts), tenant=one.tenant, priority=one.priority, keys=one.keys,
+        key_tokens=one.key_tokens, output_keys=one.output_keys, choices=choice_lengths(counts),
+        ttft_objective=one.ttft_objective, tpot_objective=one.tpot_objective,
     )  # fmt: skip
