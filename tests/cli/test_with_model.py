@@ -10,6 +10,7 @@ import pytest
 from tests.tiny_models import make_tiny_model
 
 from octavo import cli
+from octavo.trace.recording import arrivals, open_recording
 
 COMMON = ["--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "1K", "-np", "4"]
 
@@ -100,6 +101,20 @@ def test_bench_offline_draws_a_workload(model, capsys, quick_probe) -> None:
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert json.loads(out)["output_tokens"] == 6
+
+
+def test_bench_offline_records_its_run(model, capsys, quick_probe, tmp_path) -> None:
+    folder = tmp_path / "new" / "rec"
+    words = ["--num-prompts", "3", "--input-len", "6", "--output-len", "2", "--json", "--record", str(folder)]
+    assert cli.main(["bench", "offline", model, *words, *COMMON]) == 0
+    recorded = arrivals(open_recording(folder))
+    assert [one.prompt_tokens for one in recorded] == [6] * 4  # the warm-up's, and three
+    assert [one.output_tokens for one in recorded] == [(2,)] * 4
+    assert cli.main(["replay", str(folder)]) == 0
+    (tmp_path / "file").write_text("")
+    capsys.readouterr()
+    assert cli.main(["bench", "offline", model, *words[:-1], str(tmp_path / "file"), *COMMON]) == 2
+    assert capsys.readouterr().err.startswith("error: --record ")
 
 
 def test_bench_offline_checks_its_numbers(capsys) -> None:
