@@ -14,7 +14,7 @@ PACKAGES = ["guidellm"]
 SERVER = ["--model", "scripted:agents.yaml", "--served-model-name", "scripted"]
 FOLDER = Path(tempfile.mkdtemp(prefix="octavo-guidellm-"))
 PROMPTS = FOLDER / "prompts.jsonl"
-PROMPTS.write_text("".join(json.dumps({"prompt": f"Hello {n}.", "output_tokens_count": 12}) + "\n" for n in range(4)))
+PROMPTS.write_text("".join(json.dumps({"prompt": f"Hello {n}.", "output_tokens_count": 12}) + "\n" for n in range(8)))
 TEXT_TOKENS = 12  # a scripted token is a byte, and every answer is longer
 
 
@@ -43,7 +43,7 @@ def all_succeed(found: dict, count: int) -> None:
     """Each request succeeded, and has the server's own counts."""
     requests = found["requests"]
     assert not requests["errored"], [request["info"]["error"] for request in requests["errored"]][:1]
-    assert len(requests["successful"]) == count, {name: len(some) for name, some in requests.items()}
+    assert len(requests["successful"]) == count, {name: len(some or ()) for name, some in requests.items()}
     for request in requests["successful"]:
         assert request["output_metrics"]["text_tokens"] == TEXT_TOKENS, request["output_metrics"]
         assert request["input_metrics"]["text_tokens"] > 0, request["input_metrics"]
