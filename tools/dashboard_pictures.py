@@ -1,4 +1,4 @@
-"""Make the pictures of docs/dashboard.md in docs/img: each view, in light and dark, of pages with simulations.
+"""Make the pictures of docs/dashboard.md in docs/img: each view, of pages with simulations.
 
 Does not: choose what is shown (the two files do): STEPS.html for the first view, REST.html for the others.
 Usage: python -m tools.dashboard_pictures STEPS.html REST.html; needs playwright and Chromium (extra `browser`).
@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "img"
-# View, which file, place in it (share of its time), seconds that are shown (0: all), size.
+# View, theme, which file, place in it (share of its time), seconds that are shown (0: all), size.
 SHOTS = (
-    ("steps", 0, 0.5, 1.2, (1120, 760)),
-    ("pool", 1, 0.45, 6.0, (1120, 680)),
-    ("queue", 1, 0.45, 6.0, (1120, 680)),
-    ("lanes", 1, 0.42, 60.0, (1120, 680)),
-    ("plots", 1, 1.0, 0.0, (1140, 570)),
+    ("steps", "light", 0, 0.5, 1.2, (1120, 760)),
+    ("pool", "dark", 1, 0.45, 6.0, (1120, 680)),
+    ("queue", "light", 1, 0.45, 6.0, (1120, 680)),
+    ("lanes", "light", 1, 0.42, 60.0, (1120, 680)),
+    ("plots", "dark", 1, 1.0, 0.0, (1140, 570)),
 )
 PLACE = """([share, span]) => {
   if (span) octavo.span = span; else octavo.fit();
@@ -31,20 +31,17 @@ def main(pages: list[Path]) -> int:
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        for theme in ("light", "dark"):
-            for view, number, share, span, (width, height) in SHOTS:
-                tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=theme)
-                tab.goto(pages[number].resolve().as_uri() + f"#{view}")
-                while tab.evaluate("octavo.mode") != "paused":
-                    tab.wait_for_timeout(200)
-                tab.evaluate(PLACE, [share, span])
-                tab.wait_for_timeout(800)
-                tab.evaluate(
-                    "(box => box.scrollTop = box.scrollHeight * 0.4)(document.getElementById('lanes-scroller'))"
-                )
+        for view, theme, number, share, span, (width, height) in SHOTS:
+            tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=theme)
+            tab.goto(pages[number].resolve().as_uri() + f"#{view}")
+            while tab.evaluate("octavo.mode") != "paused":
                 tab.wait_for_timeout(200)
-                tab.screenshot(path=IMAGES / f"dashboard-{view}-{theme}.png")
-                tab.close()
+            tab.evaluate(PLACE, [share, span])
+            tab.wait_for_timeout(800)
+            tab.evaluate("(box => box.scrollTop = box.scrollHeight * 0.4)(document.getElementById('lanes-scroller'))")
+            tab.wait_for_timeout(200)
+            tab.screenshot(path=IMAGES / f"dashboard-{view}-{theme}.png")
+            tab.close()
         browser.close()
     return 0
 

@@ -240,6 +240,19 @@ def test_figures_are_those_of_the_scheduler() -> None:
     assert shown["rates"]["steps_per_s"] == pytest.approx(len(recent) / min(5.0, figures.now - figures.since))
 
 
+def test_ends_and_cache_hits_are_since_the_start_as_on_the_dashboard() -> None:
+    stream, _, shown = sampled()
+    totals, requests = stream.scheduler.statistics(), shown["requests"]
+    assert sum(requests["finished"].values()) == sum(totals.finished.values()) > 0
+    hits = totals.prefix_hit_tokens / totals.prefix_queried_tokens
+    assert requests["hit_share"] == pytest.approx(hits)
+    console = Console(width=200, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        console.print(screen(shown, View(is_live=False), 200, 50))
+    since = capture.get().partition("since start: ended: ")[2].split("\n")[0]
+    assert f"preemptions {totals.num_preemptions:,}, cache hits {100 * hits:.0f}%" in since
+
+
 @pytest.mark.parametrize("size", [(60, 14), (80, 24), (116, 30), (200, 70), (30, 8)])
 def test_a_screen_fits_its_terminal(size: tuple[int, int]) -> None:
     _, _, shown = sampled(60)
