@@ -55,7 +55,7 @@ def test_a_limit_that_cannot_be_given_is_remarked(model, capsys) -> None:
     [
         (["-n", "0"], "max_tokens is 0"),
         (["--temperature", "-1"], "temperature is -1.0"),
-        (["-c", "16"], "prompt has"),
+        (["-c", "16"], "This model's maximum context length is 16 tokens"),
         (["--policy", "zzz"], "unknown policy 'zzz'; give one of"),
     ],
 )

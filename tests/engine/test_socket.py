@@ -133,7 +133,7 @@ async def test_refusals_keep_their_class() -> None:
         await client.submit(make_request("long", max_tokens=2))
         with pytest.raises(EngineError, match="no verb"):
             await client.control("dance")  # type: ignore[arg-type]
-        assert await client.control("explain", "nobody") == unknown("nobody")
+        assert await client.control("explain", "nobody") == {**unknown("nobody"), "new_request_s": None}
 
 
 async def test_L06_duplicates_are_refused_on_this_side_already() -> None:
