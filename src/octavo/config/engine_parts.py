@@ -25,7 +25,7 @@ class ModelConfig:
     """Which model, and how it is loaded."""
 
     model: str = option(
-        "smollm2", "alias, local folder, .gguf file, Hugging Face repository, or scripted:FILE", "--model", "-m"
+        "smollm2", "short name, folder, .gguf file, Hugging Face repository, or scripted:FILE", "--model", "-m"
     )
     revision: str | None = option(None, "branch, tag or commit of the repository", "--revision")
     offline: bool = option(
