@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=f"what to get [{DEFAULT_MODEL}]")
     parser.add_argument("--revision", help="branch, tag or commit of the repository")
     parser.add_argument("--offline", action="store_true", help="only look whether it is here")
-    parser.epilog = "MODEL is a short name (octavo list), or owner/name on the Hugging Face hub, with :Q8_0 or :file.gguf."
+    parser.epilog = "MODEL: a short name (octavo list), or owner/name on the Hugging Face hub (:Q8_0 or :file.gguf)."
 
 
 def run(args: argparse.Namespace) -> int:
