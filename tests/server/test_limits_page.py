@@ -72,6 +72,9 @@ BODIES = {
     "MAX_METADATA_KEY_CHARACTERS": "characters of a key of metadata",
     "MAX_METADATA_CHARACTERS": "characters of a value of metadata",
     "MAX_LABEL_CHARACTERS": "characters of a label",
+    "MAX_DOCUMENTS": "documents for the chat template",
+    "MAX_PATHS": "ignored fields that are named in an answer",
+    "MAX_PATH_CHARACTERS": "characters of each of them",
 }
 
 
