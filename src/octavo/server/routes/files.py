@@ -18,6 +18,7 @@ from octavo.server.auth import KEY
 from octavo.server.batches.records import BatchRecord, FileRecord
 from octavo.server.batches.service import BatchService
 from octavo.server.batches.store import new_id
+from octavo.server.bodies.ignored import IGNORED_FIELDS, collecting, ignore
 from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.keys import KeyInfo
@@ -39,7 +40,8 @@ async def create_file(request: Request) -> Response:
     async with service.uploads:
         form = await _read_form(request, context, service)
         try:
-            file, expires_s = _checked(form)
+            with collecting(request.scope[IGNORED_FIELDS]):
+                file, expires_s = _checked(form)
             now = int(time.time())
             record = FileRecord(
                 new_id("file-"),
@@ -93,7 +95,7 @@ def _checked(form: FormData) -> tuple[UploadFile, int | None]:
     """The file, and for how many seconds it is kept. Raises ApiError."""
     for name in form:
         if name not in ("file", "purpose", *_EXPIRY):
-            raise bad_field(name[:64], f"{name[:64]} is not a field that this endpoint knows", "unknown_field")
+            ignore(name[:64])
     file, purpose = form.get("file"), form.get("purpose")
     if not isinstance(file, UploadFile):
         raise bad_field("file", "file is missing", "missing_field")
