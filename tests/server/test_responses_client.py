@@ -125,8 +125,9 @@ def test_I02_a_chain_of_responses(client: openai.OpenAI) -> None:
 
 def test_mistakes_and_failures_are_told(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, "hi", tools=[{"type": "web_search"}])
+        ask(client, "hi", tools=[{"type": "web_search"}], tool_choice="required")
     assert (refused.value.param, refused.value.code) == ("tools[0].type", "unsupported_field")
+    assert ask(client, "hi", tools=[{"type": "web_search"}]).output_text, "left out, and told"
     with pytest.raises(openai.NotFoundError) as missing:
         ask(client, "hi", previous_response_id="resp_no")
     assert missing.value.param == "previous_response_id"
