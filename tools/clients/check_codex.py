@@ -90,10 +90,10 @@ def check_output_schema() -> None:
 
 
 def check_errors() -> None:
-    """A prompt that is too long ends the turn, and the user is told why."""
+    """A prompt that is too long is known by its code: the turn fails with Codex's own words for it."""
     events = codex(prompt="hi " * 60_000)
     assert events[-1]["type"] == "turn.failed", events[-1]
-    assert "maximum context length" in events[-1]["error"]["message"], events[-1]
+    assert "ran out of room in the model's context window" in events[-1]["error"]["message"], events[-1]
 
 
 if __name__ == "__main__":
