@@ -22,7 +22,7 @@ CLIENT = "LiteLLM proxy"
 PACKAGES = ["litellm[proxy]", "openai", "anthropic"]
 ENVIRONMENT = "litellm"
 SERVER = ["--model", "scripted:agents.yaml", "--served-model-name", "scripted"]
-READY_S = 120.0
+READY_S = 300.0  # it takes 15 s on an idle machine
 KEY = "sk-" + secrets.token_hex(32)
 
 CONFIG = {
