@@ -64,7 +64,7 @@ def told(status: str, **more: Any) -> dict[str, Any]:
 
 def test_the_page_counts_and_says_why(tmp_path: Path) -> None:
     script = runner.Script(tmp_path / "check_x.py", "x", (), ("--model", "smollm2"), False, "What it is.")
-    lines = [told("pass", count=7), told("skip", detail="no node here"), told("fail", detail="a|b <c>")]
+    lines = [told("pass", count=7), told("skip", detail="no node here"), told("fail", detail=f"{ROOT}/a|b <c>")]
     page = runner.page([runner.Outcome(script, lines, "ended with status 1")], "today")
     assert "| x | 1 | 7 | 2 | 1 | What it is. |" in page
     assert "today: 7 checks passed, 2 failed, 1 skipped." in page and "Fuzzed" not in page

@@ -294,8 +294,8 @@ def _listed(outcome: Outcome) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """One line without marks of its own, and without an address that is only this run's."""
-    flat = re.sub(r"http://127\.0\.0\.1:\d+", "the server", " ".join(text.split()))
+    """Return one line without marks of its own, and without addresses and paths that are only this run's."""
+    flat = re.sub(r"http://127\.0\.0\.1:\d+", "the server", " ".join(text.split())).replace(f"{ROOT}/", "")
     return flat.replace("|", "\\|").replace("`", "'").replace("<", "&lt;")[:300]
 
 
