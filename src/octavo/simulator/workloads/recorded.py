@@ -6,6 +6,7 @@ Owns: what of a recorded request an arrival keeps. Does not: read recordings (oc
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 from octavo.simulator.arrival import Arrival, choice_lengths
@@ -23,7 +24,8 @@ def recording(spec: Spec, around: Surroundings) -> Source:
         requests = arrivals(open_recording(path))
         given: dict[str, tuple[int, ...]] = {}
         for one in requests:  # of one that went on after a crash, the last life knows the whole answer
-            given[one.name] = max(given.get(one.name, ()), one.output_tokens, key=sum)
+            before = given.get(one.name, ())
+            given[one.name] = tuple(map(max, zip_longest(before, one.output_tokens, fillvalue=0)))
         first = requests[0].arrival if requests else 0.0
         for one in requests:
             if one.is_resumed:
