@@ -34,7 +34,7 @@ Made by `tools/behaviours.py` from `docs/behaviours.toml`, the tests, and the st
 `make docs` makes it again. A row has one of these states:
 
 - **end to end**: a test named after it passes through the executor that computes, the HTTP application, a socket to
-  an engine process, the command line or a browser.
+  an engine process, the command line or a browser. It may show a part of the row; the other tests show the rest.
 - **scheduler's interface**: the tests named after it use a fake executor or none: they prove what the scheduler (or
   another part by itself) decides, not that an engine acts on it.
 - **open**: no test is named after it, or the note says what is missing.
