@@ -27,6 +27,14 @@ async def test_the_page_lists_every_endpoint_and_field_and_loads_nothing() -> No
     assert "default-src 'none'" in page.headers["content-security-policy"]
 
 
+def test_no_body_is_said_to_have_no_other_fields_as_they_are_ignored_and_told() -> None:
+    paths = Harness().app.openapi()["paths"].values()
+    posted = [path["post"] for path in paths if "requestBody" in path.get("post", {})]
+    schemas = [body["schema"] for post in posted for body in post["requestBody"]["content"].values()]
+    assert len(schemas) >= 20
+    assert [schema["title"] for schema in schemas if schema.get("additionalProperties") is False] == []
+
+
 def test_what_the_document_says_is_escaped() -> None:
     field = {"type": "string", "default": "<y>", "description": "<z>"}
     body = {"content": {"application/json": {"schema": {"properties": {"<x>": field}}}}}

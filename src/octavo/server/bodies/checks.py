@@ -146,7 +146,7 @@ def field_notes(refused: Refused, ignored_fields: Mapping[str, str] = IGNORED) -
 
 
 def inline_schema(body: type[BaseModel]) -> dict[str, object]:
-    """The body's JSON schema with its definitions put in place, for the API description."""
+    """The body's JSON schema with its definitions put in place, for the API description. Other fields may be there."""
     schema = body.model_json_schema()
     definitions = schema.pop("$defs", {})
 
@@ -159,4 +159,6 @@ def inline_schema(body: type[BaseModel]) -> dict[str, object]:
             return placed(definitions[node["$ref"].rsplit("/", 1)[-1]])
         return {key: placed(value) for key, value in node.items() if (key, value) != ("additionalProperties", False)}
 
-    return {str(key): placed(value) for key, value in schema.items()}
+    made = placed(schema)
+    assert isinstance(made, dict)
+    return made
