@@ -70,8 +70,8 @@ def test_the_readme_quotes_the_page() -> None:
     page = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
     assert headline.FIGURE.findall(page.partition("## In one sentence")[2])
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    if "docs/figures.md" in readme:
-        assert headline.strange_figures(readme, page) == []
+    assert "docs/figures.md" in readme
+    assert headline.strange_figures(readme, page) == []
 
 
 def test_the_comparison_is_run_with_the_servers_and_its_last_line_read(tmp_path: Path, monkeypatch: Any) -> None:
