@@ -96,7 +96,7 @@ def test_a_request_that_cannot_run_is_its_own_error() -> None:
             Workload("long", ((Item(draw_workload(1, 300, 1, VOCAB, 0).groups[0][0].prompt_token_ids, 1),),))
         )
 
-    with pytest.raises(AdmissionError, match="prompt has 300 tokens"):
+    with pytest.raises(AdmissionError, match="maximum context length is 256 tokens, and the prompt has 300"):
         asyncio.run(_bench(work))
 
 

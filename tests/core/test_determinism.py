@@ -126,7 +126,8 @@ def table() -> dict[str, str]:
 def test_the_scenario_is_worth_comparing() -> None:
     run = scenario("fcfs", 2)
     statistics = run.scheduler.statistics()
-    assert statistics.num_preemptions > 3 and statistics.prefix_hit_tokens > 50 and run.num_failures > 0
+    assert statistics.num_preemptions > 0 and statistics.num_preemptions + statistics.num_requeued > 3
+    assert statistics.prefix_hit_tokens > 50 and run.num_failures > 0
     assert all(count > 0 for reason, count in statistics.finished.items() if reason != "error")
 
 
@@ -134,7 +135,9 @@ def test_the_rich_scenario_uses_what_it_is_there_for() -> None:
     run = rich_scenario("fifo", 3)
     for name in ("copies", "swap_outs", "host_loads", "id_edits", "encode_jobs", "encoder_frees"):
         assert any(getattr(plan, name) for plan in run.plans), name
-    assert run.scheduler.statistics().num_preemptions > 3 and run.num_failures > 0
+    statistics = run.scheduler.statistics()
+    assert statistics.num_preemptions > 0 and statistics.num_preemptions + statistics.num_requeued > 3
+    assert run.num_failures > 0
 
 
 def test_equal_calls_make_equal_plans() -> None:

@@ -272,7 +272,9 @@ def make_tokenizer() -> Tokenizer:
 def make_text() -> Any:
     """What Sessions needs of a TextModel."""
     tokenizer = make_tokenizer()
-    spec = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), generation={"temperature": 0.0, "top_k": 3.0})
+    spec = SimpleNamespace(
+        vocab_size=VOCAB_SIZE, max_model_len=256, eos_token_ids=(EOS,), generation={"temperature": 0.0, "top_k": 3.0}
+    )
 
     def prompt_ids(messages: list[dict[str, str]], **_: Any) -> list[int]:
         return tokenizer.encode("".join(f"{m['role']}:{m['content']};" for m in messages))

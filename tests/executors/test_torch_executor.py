@@ -128,9 +128,9 @@ def test_timings_have_three_parts(driver: Driver) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"num_blocks": 0}, "--num-gpu-blocks-override 0 holds no KV block"),
         ({"num_blocks": None, "pool_bytes": 10}, "holds no KV block"),
-        ({"num_blocks": None, "pool_tokens": 3}, "given 3 tokens"),
+        ({"num_blocks": None, "pool_tokens": 3}, "--kv-cache-tokens 3 holds no KV block of 4 tokens"),
         ({"num_blocks": 10**9}, "would hold"),
         ({"num_blocks": 5, "pool_tokens": 30}, "give one of"),
     ],
@@ -185,7 +185,7 @@ def test_K11_K10_the_host_tier_comes_out_of_the_same_memory_on_a_cpu(tiny_folder
     executor = make(tiny_folder)
     capacity = executor.open(replace(spec, host_bytes=30 * BLOCK_BYTES))
     assert (capacity.num_blocks, capacity.host_blocks) == ((70,), (30,))
-    with pytest.raises(CapacityError, match="of the host's memory are free"):
+    with pytest.raises(CapacityError, match="exceeds the 409600 bytes of free host memory"):
         make(tiny_folder).open(replace(spec, host_bytes=101 * BLOCK_BYTES))
 
 
