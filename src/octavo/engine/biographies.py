@@ -256,7 +256,7 @@ def write_biographies(loop: EngineLoop, scheduler: Scheduler, config: Statistics
 
 def unknown(name: str) -> dict[str, object]:
     """The answer about an id that no open request has, and none that ended and is kept."""
-    text = "is not known here: it never was, or ended and is forgotten"
+    text = "is not known here: no such request was submitted, or it ended and its record was dropped"
     return {"id": name, "state": "unknown", "text": f"{name} {text}", "public_text": text}
 
 
