@@ -5,13 +5,16 @@ The bugs that would show only here are planted with these tests to find them (se
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from tests.core.harness import Run, limits, prompt
 from tests.core.records import Record
-from tests.fake_model import quads
+from tests.fake_model import Faults, quads
 
-from octavo.core.plan import ROW_FORK, EventKind, WaitReason
+from octavo.core.plan import ROW_FORK, ROW_SAMPLE, EventKind, WaitReason
 from octavo.core.policy import Policy, register_policy
-from octavo.core.request import RequestState
+from octavo.core.request import FinishReason, RequestState
 
 
 class Skipping(Policy):
@@ -184,6 +187,25 @@ def test_P05_forks_behind_a_row_that_failed_are_not_taken_though_the_root_has_en
     events = run.take(run.scheduler.commit(plan, result, run.now))
     assert not events.token_ids and len(record.of_kind(EventKind.PREEMPTED)) == 1
     run.finish()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+@pytest.mark.parametrize("depth", [2, 3])
+def test_P05_forks_in_flight_behind_a_chunk_that_failed_are_not_taken(depth: int, has_ended: bool) -> None:
+    run = Run(limits(num_blocks=40, max_batch_tokens=2), depth=depth)
+    record = run.admit(prompt(3), 4, n=2)  # no full block: nothing that could be withdrawn
+    run.fill()
+    assert not run.plans[0].flags[0] & ROW_SAMPLE and run.plans[1].flags[1] & ROW_FORK
+    if has_ended:  # the root's rows are void then; the other choice goes on
+        assert run.end_choice("r0", 0)
+    run.executor.faults = Faults(random.Random(1), bad=frozenset({"r0"}))
+    run.executor.run(run.flight[0][1])
+    run.executor.faults = Faults(random.Random(1))
+    for _ in range(depth):  # later rows compute on what the failed one wrote, and do not notice
+        assert not run.commit().token_ids
+    assert len(record.of_kind(EventKind.PREEMPTED)) == 1
+    run.finish()
+    assert record.reason == FinishReason.LENGTH
 
 
 # -- who waits

@@ -96,12 +96,9 @@ class Committer:
     def _bad_rows(self, result: StepResult) -> dict[int, str]:
         """Rows without a usable result, and the forks behind them: they stand on the same KV and logits."""
         bad = dict(result.errors)
-        flags = self.flight.plan.flags
         for index, reason in result.errors:
-            fork = index + 1
-            while fork < len(flags) and flags[fork] & ROW_FORK:
+            for fork in recovery.forks_behind(self.flight, index):
                 bad.setdefault(fork, reason)
-                fork += 1
         return bad
 
     def _commit_regular(self, result: StepResult) -> None:

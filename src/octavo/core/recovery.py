@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 
+from octavo.core.plan import ROW_FORK
 from octavo.core.request import FinishReason, RequestState, Sequence, Status
 from octavo.core.state import Flight, State
 
@@ -43,6 +44,10 @@ def reject(state: State, flight: Flight, bad: dict[int, str], now: float) -> Non
         sequence.retried_at = sequence.num_committed
         put_back.append(request)
         discard(state, sequence, now)
+    for index in bad:
+        for fork in _forks_ahead(state, flight.rows[index]):
+            if fork.request.status != Status.FINISHED and not fork.stale:
+                discard(state, fork, now)
 
 
 def end(state: State, flight: Flight, dead_ends: tuple[tuple[int, str], ...], now: float) -> None:
@@ -54,6 +59,24 @@ def end(state: State, flight: Flight, dead_ends: tuple[tuple[int, str], ...], no
         sequence = flight.rows[index]
         if sequence.request.status != Status.FINISHED and not sequence.stale:
             state.finish(sequence.request, now, FinishReason.ERROR, message=reason)
+
+
+def forks_behind(flight: Flight, index: int) -> range:
+    """Rows that a plan forks from this one: they stand on the same KV and logits."""
+    flags, stop = flight.plan.flags, index + 1
+    while stop < len(flags) and flags[stop] & ROW_FORK:
+        stop += 1
+    return range(index + 1, stop)
+
+
+def _forks_ahead(state: State, root: Sequence) -> list[Sequence]:
+    """Choices that a plan in flight forks from a sequence, whose prompt it goes on with there."""
+    for flight in state.flight:
+        if root in flight.rows:
+            forks = forks_behind(flight, flight.rows.index(root))
+            if forks:
+                return [flight.rows[index] for index in forks]
+    return []
 
 
 def _poison(state: State, flight: Flight, first: Sequence, now: float) -> None:
