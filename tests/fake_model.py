@@ -174,7 +174,12 @@ class FakeExecutor:
             self.pool.edit(self.slots[entry[0]], entry, fresh)
         self.pool.check_filled(plan, fresh)
         self.encoder.encode(plan, self.slots)
-        rows = [row for row in plan.rows() if not self.is_baseless(row)]
+        rows = []
+        for row in plan.rows():
+            if self.is_baseless(row):
+                self.pool.write_garbage(self.slots[row.slot], row)
+            else:
+                rows.append(row)
         self.check_rows(rows)
         if self.strict:
             self.check_prefixes(plan)

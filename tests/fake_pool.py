@@ -19,6 +19,7 @@ from octavo.core.request import SamplingParams
 from tests.hash_chain import Continuation
 
 HOLE = 0  # content of a cell that nobody ever wrote
+GARBAGE = -1  # content of a cell that no sequence may read
 Place = tuple[int, int]  # group, block
 Content = tuple[list[int], list[bool], bool]  # cells, which are written, whether a failed row wrote them
 
@@ -254,6 +255,14 @@ class FakePool:
         for is_written, table in zip(self.is_written, state.tables, strict=True):
             for position in range(start, end):
                 is_written[table[position // self.block_size]][position % self.block_size] = False
+
+    def write_garbage(self, state: Slot, row: Row) -> None:
+        """A row planned on a withheld token writes anything: its block may leave, but nobody may read it."""
+        size = self.block_size
+        for cells, is_written, table in zip(self.cells, self.is_written, state.tables, strict=True):
+            for position in range(row.start, row.start + row.count):
+                cells[table[position // size]][position % size] = GARBAGE
+                is_written[table[position // size]][position % size] = True
 
     def has_bad(self, state: Slot) -> bool:
         """Whether any block of a slot was written by a row that failed alone."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import pytest
 from tests.beam_oracle import beam_oracle
-from tests.fake_model import FakeExecutor, FakeModelError, oracle
+from tests.fake_model import FakeExecutor, FakeModelError, Faults, oracle
 
 from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.core.plan import (
@@ -222,6 +223,20 @@ def test_what_leaves_and_what_arrives_must_be_right() -> None:
         run(executor(), ENTER, plan([], freed_slots=(0,), swap_outs=(0, 3, 2, 0, 3, 1)))
     with pytest.raises(FakeModelError, match="nobody wrote it"):
         run(executor(), ENTER, plan([], freed_slots=(0,), swap_outs=(0, 4, 2)))
+
+
+def test_what_a_row_wrote_without_its_token_may_leave_but_is_never_read() -> None:
+    """The first row's result is withheld, so the second stands on no token; its block leaves, and comes back."""
+    ids = [*PROMPT, 11, 12]
+    first = plan([(0, 0, 8, ROW_SAMPLE)], (0, 0, 0, 3, 0, 0, 1, 5), new_sequences=(new(0, ids),))
+    second = plan([(0, 8, 1, CARRY)], (0, 0, 2, 6))
+    out = plan([], freed_slots=(0,), swap_outs=(0, 3, 0, 0, 5, 1, 0, 6, 2))
+    made = executor(faults=Faults(random.Random(0), zero_tokens=1.0))
+    run(made, first, second, out)
+    edits, loads = (1, 0, 0, 0, 1, 0, 1, 1, 1, 0, 2, 2), (0, 0, 0, 0, 1, 1, 0, 2, 2)
+    entered = (new(1, [*ids, 13, 14], num_prompt=8),)
+    with pytest.raises(FakeModelError, match="foreign content in block 2"):
+        run(made, plan([(1, 9, 1, ROW_SAMPLE)], edits, host_loads=loads, new_sequences=entered))
 
 
 # -- media

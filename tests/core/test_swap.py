@@ -302,6 +302,26 @@ def test_L05_a_swap_in_a_step_that_failed_means_recompute(depth: int) -> None:
     assert run.rows(resumed[-1])["r1"] == (0, 9 + num_delivered, ROW_SAMPLE)
 
 
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_S09_a_swap_of_a_block_planned_on_a_token_that_never_came_means_recompute(preemption: str) -> None:
+    run = Run(limits(num_blocks=4, host_blocks=(8,), preemption=preemption, prefix_caching=False), depth=3)
+    run.admit(prompt(8, 1), 2)
+    record = run.admit(prompt(4, 2), 6)
+    run.submit(run.plan(["r0"]))
+    run.commit()
+    for name in ("r1", "r1", "r0"):  # r1's second row opens its second block; then r0 needs the room
+        run.submit(run.plan([name]))
+    assert len(run.plans[-1].swap_outs) == (3 * 2 if preemption == "swap" else 0)
+    run.executor.faults.zero_tokens = 1.0
+    run.commit()
+    run.executor.faults.zero_tokens = 0.0
+    totals = run.scheduler.statistics()
+    assert totals.num_swapped == totals.num_host_blocks_used == 0
+    run.finish()
+    assert not any(plan.host_loads for plan in run.plans)
+    assert len(record.of_kind(EventKind.SWAPPED)) == (preemption == "swap") and len(record.token_ids) == 6
+
+
 # -- prefixes on the host
 
 
