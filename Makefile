@@ -63,8 +63,9 @@ first-steps: setup
 test-all: lint
 	$(ONE_THREAD) $(PYTHON) -m pytest -q --durations=20 $(PYTEST_FLAGS)
 
-# Every row of the reliability scorecard in its whole dose, about two hours; writes docs/reliability.md and the states
-# that docs/behaviours.md takes from it. SOAK_S=60 shortens row 31, which then says so.
+# Every row of the reliability scorecard in its whole dose; writes docs/reliability.md and the states that docs/behaviours.md
+# takes from it. 25 minutes on two cores with PYTEST_FLAGS='-n 2 --dist loadfile' and SOAK_S=300 (row 31 then says that it
+# was cut short); one test at a time and with the whole soak of 30 minutes, some 75 (an estimate).
 reliability: setup
 	$(PYTHON) tools/reliability.py --begin $(FIGURES)
 	RELIABILITY=1 SCORECARD_FILE=$(FIGURES) $(ONE_THREAD) $(PYTHON) -m pytest -q --timeout 1800 tests/reliability $(PYTEST_FLAGS); \
