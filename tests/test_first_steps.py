@@ -191,8 +191,8 @@ def test_10_why_a_request_waits(served: Place) -> None:
                     break
                 assert asking.poll() is None, said
                 said = served.run("sh", ask.replace("mine-40", f"mine-{number}"))
-            (sentence,) = json.loads(said)["explanations"]
-            assert re.search(r"waits at position \d+ of \d+: \w+", sentence), sentence
+            (explanation,) = json.loads(said)["explanations"]
+            assert re.search(r"waits at position \d+ of \d+: \w+", explanation["text"]), explanation
         finally:
             names = [f"http://127.0.0.1:8000/v1/requests/mine-{number}/cancel" for number in range(1, 41)]
             served.run("sh", f"curl -s -o /dev/null -X POST {' '.join(names)}")
