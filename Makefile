@@ -53,6 +53,7 @@ test: lint
 	SCORECARD_FILE=$(QUICK_FIGURES) $(ONE_THREAD) $(PYTHON) -m pytest -q -n 2 --dist loadfile -m 'not slow' --durations=10 $(PYTEST_FLAGS)
 
 # What `make test` leaves out: every exactness combination, the first steps, the pages, the wheel, real workloads.
+# Some 20 minutes on two cores (an estimate: four fifths of what is not pages, first steps or scorecard took 8, the pages 3).
 test-slow: lint
 	$(ONE_THREAD) $(PYTHON) -m pytest -q -n 2 --dist loadfile -m slow --durations=10 $(PYTEST_FLAGS)
 
