@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from octavo.errors import UnknownModelError
 
-# What is chosen where nobody says: good answers for the size first. Only types that can be read are here: the K types
+# The order where none is named: good answers for the size first. Only types that can be read are here: the K types
 # of other sizes hold blocks of Q2_K, Q3_K or Q5_K.
 ORDER = ("Q4_K_M", "Q4_K_L", "Q4_K", "Q8_0", "Q6_K", "Q6_K_L", "Q4_1", "Q4_0", "BF16", "F16", "F32")
 SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
