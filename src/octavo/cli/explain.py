@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     is_server_named(args)
     is_elsewhere = args.url is not None and (bool(args.api_key) or server_at(full_url(args.url)) is None)
     if is_elsewhere and not args.id:
-        raise UsageError("--url names a server that is not one of yours; give the ID of one request to explain")
+        raise UsageError("--url names a server that is not one of yours; to explain one request there, give its ID")
     if args.api_key and args.url is None:
         raise UsageError("--api-key is for --url; a server here needs none")
     if args.follow and not args.id:
