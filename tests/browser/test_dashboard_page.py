@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,12 +112,18 @@ def pixels(page: Page, selector: str) -> int:
 
 
 def point(page: Page, selector: str, x: float = 0.6, y: float = 0.5) -> str:
-    """Point at a share of a drawing; what is told there."""
-    box = page.locator(selector).bounding_box()
-    assert box is not None
-    page.mouse.move(box["x"] + box["width"] * x, box["y"] + box["height"] * y)
-    drawn(page)
-    return page.inner_text("#tip") if page.is_visible("#tip") else ""
+    """Point at a share of a drawing, where it lies once the page stopped moving; what is told there."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        box = page.locator(selector).bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] * x, box["y"] + box["height"] * y)
+        drawn(page)
+        if page.locator(selector).bounding_box() == box and page.is_visible("#tip"):
+            return page.inner_text("#tip")
+        page.mouse.move(2, 2)  # else the next move is none
+        drawn(page)
+    return ""
 
 
 def test_I06_a_page_with_a_simulation_shows_it_without_a_server(page: Page, recorded: Recorded) -> None:
@@ -170,8 +177,7 @@ def test_I06_the_timeline_draws_steps_and_tells_their_numbers(page: Page, record
     step = next(step for step in recorded.steps if step["n"] == number)
     assert re.search(rf"decode tokens\s+{step['tok'][1]}\b", told) and "forward" in told
     page.mouse.move(5, 5)
-    drawn(page)
-    assert not page.is_visible("#tip")
+    until(page, "document.getElementById('tip').hidden")
 
 
 def test_I06_where_the_time_went_is_told_as_a_table(page: Page, recorded: Recorded) -> None:
@@ -509,8 +515,7 @@ def test_I06_plots_are_drawn_and_tell_their_numbers(page: Page, plot: str) -> No
     told = point(page, f"#plot-{plot}", 0.8, 0.4)
     assert re.search(r"\d", told)
     page.mouse.move(2, 2)
-    drawn(page)
-    assert not page.is_visible("#tip")
+    until(page, "document.getElementById('tip').hidden")
 
 
 def test_I06_a_file_is_opened_by_choosing_and_by_dropping(page: Page, recorded: Recorded, tmp_path: Path) -> None:
