@@ -36,6 +36,7 @@ from octavo.engine.process_side import run_engine_process
 from octavo.engine.sessions import Sessions
 from octavo.engine.showing import show
 from octavo.engine.statistics import collect
+from octavo.engine.warm_up import warm_up
 from octavo.errors import ConfigError
 from octavo.executors.openmp import limit_spinning
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, MemoryPlan
@@ -123,6 +124,8 @@ def open_engine(
     vocabulary = Vocabulary(load, capacity.vocab_size)
     grammars = Grammars(GrammarBank(vocabulary)) if capacity.has_masks else Grammars()
     loop = EngineLoop(scheduler, executor, clock=clock, depth=config.execution.depth, grammars=grammars)
+    if is_own_process and files.kind != "scripted":  # a script has no kernels, and may end the process in any step
+        loop.warm_up = partial(warm_up, sizes, executor, capacity.has_masks, clock.now)
     if recorder is not None:
         loop.closers.append(recorder.close)
         loop.sections["recording"] = recorder.status

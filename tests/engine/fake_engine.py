@@ -2,8 +2,9 @@
 
 The configured model's name says how it behaves: "fake" works, "slow" takes 5 ms a step, "gated" never ends its fourth
 step, "broken" cannot open, "crash" exits while opening, "dying" dies after some steps, "stillborn" kills itself in its
-first. A request whose id begins with "poison" kills the process in any of its steps; one with a grammar, if its id
-begins with "venom", while that is built.
+first; "stops" is stopped (SIGSTOP) in its first step in the first epoch, "stops_later" in the second, "stops_large" in
+its first step of more than 16 tokens in the first; the warm-up of "cold" fails. A request whose id begins with "poison"
+kills the process in any of its steps; one with a grammar, if its id begins with "venom", while that is built.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from octavo.grammar.matcher import Matcher  # noqa: E402
 from octavo.grammar.vocabulary import Vocabulary  # noqa: E402
 
 SLOW_STEP_S = 0.005
+EPOCH = int(sys.argv[sys.argv.index("--epoch") + 1])
 
 
 def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
@@ -48,9 +50,14 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
     if behaviour == "gated":
         executor.shut_after = 4
 
+    stops_above = {("stops", 1): 0, ("stops_later", 2): 0, ("stops_large", 1): 16}.get((behaviour, EPOCH))
+
     def fail(plan: StepPlan, owners: list[str]) -> Exception | None:
         if behaviour == "stillborn" or any(name.startswith("poison") for name in owners):
             os.kill(os.getpid(), signal.SIGKILL)
+        if stops_above is not None and plan.num_query_tokens > stops_above:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60.0)  # this thread may not stop at once, and goes on while its stacks are written
         if behaviour == "slow":
             time.sleep(SLOW_STEP_S)
         return EngineDeadError("the device is gone") if behaviour == "dying" and plan.step > 8 else None
@@ -59,7 +66,13 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
     scheduler = Scheduler(limits)
     loop = EngineLoop(scheduler, executor, grammars=Grammars(DeadlyBank()))
     write_biographies(loop, scheduler, config.statistics)
+    if behaviour == "cold":
+        loop.warm_up = fail_to_warm_up
     return loop, capacity
+
+
+def fail_to_warm_up() -> dict[int, float]:
+    raise RuntimeError("no kernel for this")
 
 
 class DeadlyBank(GrammarBank):

@@ -11,16 +11,7 @@ import pytest
 from octavo.core.plan import NewSequence, StepPlan
 from octavo.core.request import SamplingParams
 from octavo.engine import heartbeat
-from octavo.engine.heartbeat import (
-    FIRST_STEP_S,
-    MIN_STEP_S,
-    NEW_KIND_S,
-    Heart,
-    HeartbeatPage,
-    NoHeart,
-    Phase,
-    StepLimits,
-)
+from octavo.engine.heartbeat import LONG_CONTEXT, MIN_STEP_S, Heart, HeartbeatPage, NoHeart, Phase, StepLimits
 
 
 @pytest.fixture
@@ -65,7 +56,7 @@ def test_another_process_sees_what_the_loop_does(tmp_path: Path) -> None:
     heart.begins(plan_of(8, [0, 1], {0: "a", 1: "b"}))
     beat = page.beat()
     assert beat is not None and (beat.phase, beat.step, beat.num_committed) == (Phase.STEP, 8, 0)
-    assert beat.deadline == clock.now + FIRST_STEP_S and ids_on(page) == ["a", "b"]
+    assert beat.deadline == clock.now + MIN_STEP_S and ids_on(page) == ["a", "b"]
     clock.now += 0.5
     heart.ended(True)
     heart.begins(plan_of(9, [0, 1]))
@@ -133,19 +124,52 @@ def test_ids_that_do_not_fit_are_left_out(page: HeartbeatPage) -> None:
 
 def test_limits_follow_what_steps_of_a_size_took() -> None:
     limits = StepLimits()
-    assert limits.limit(1) == FIRST_STEP_S
     limits.note(1, 0.02)
     assert limits.limit(1) == MIN_STEP_S
-    assert limits.limit(512) == pytest.approx(10 * 0.02 * 512)
     limits.note(512, 3.0)
-    assert limits.limit(600) == 30.0 and limits.limit(20) == NEW_KIND_S
+    assert limits.limit(512) == 30.0 and limits.limit(768) == 45.0
     for _ in range(200):
         limits.note(512, 1.0)
     assert limits.limit(512) == pytest.approx(10.0, rel=0.01)
 
 
+def test_no_step_has_longer_than_five_seconds_or_ten_times_its_prediction() -> None:
+    """Also the first of all, and the first of a size that was never seen."""
+    assert StepLimits().limit(1) == StepLimits().limit(100_000) == MIN_STEP_S
+    limits = StepLimits({1: 0.02, 64: 0.1})
+    assert limits.limit(1) == limits.limit(20) == limits.limit(64) == limits.limit(256) == MIN_STEP_S
+    assert limits.limit(512) == pytest.approx(10 * 0.1 * 8), "eight times the tokens that were measured"
+    slow = StepLimits({1: 3.0, 16: 8.0})  # a large model on a small machine
+    assert slow.limit(2) == 60.0 and slow.limit(3) == 80.0, "not longer than 16 tokens took"
+    assert slow.limit(2048) == pytest.approx(10 * 8.0 * 128)
+    assert StepLimits({16: 8.0}).limit(1) == 80.0, "a smaller step takes no longer than a larger one"
+
+
+def test_a_long_context_has_longer() -> None:
+    limits = StepLimits({64: 1.0})
+    assert limits.limit(64, LONG_CONTEXT) == 10.0 and limits.limit(64, 4 * LONG_CONTEXT) == 40.0
+    limits.note(64, 3.0, 4 * LONG_CONTEXT)
+    assert limits.limit(64, 4 * LONG_CONTEXT) == limits.limit(64, 10) == 30.0
+    assert limits.limit(64, 8 * LONG_CONTEXT) == 60.0
+
+
+def test_the_first_step_is_bounded_by_what_was_measured_before(page: HeartbeatPage) -> None:
+    clock = Hand()
+    heart = Heart(page, 1, now=clock)
+    heart.measured({1: 0.7, 64: 2.0})
+    heart.begins(plan_of(1, [0], {0: "a"}, tokens=128))
+    beat = page.beat()
+    assert beat is not None and beat.deadline == clock.now + 40.0
+    heart.ended(True)
+    long = StepPlan(2, 0.0, slots=array("i", [0]), starts=array("i", [40_960]), num_query_tokens=1, num_kv_read=40_961)
+    heart.begins(long)
+    beat = page.beat()
+    assert beat is not None and beat.deadline == clock.now + 70.0
+
+
 def test_a_loop_without_a_watcher_has_the_same_methods() -> None:
     still = NoHeart()
+    still.measured({1: 0.1})
     still.begins(plan_of(1, [0]))
     still.ended(True)
     still.commands()

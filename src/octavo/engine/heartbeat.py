@@ -13,7 +13,7 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -26,10 +26,9 @@ from octavo.core.plan import StepPlan
 
 PAGE_NAME = "heartbeat"
 MIN_STEP_S = 5.0  # what any step may take
-NEW_KIND_S = 20.0  # a step of a size not seen before: kernels and graphs are made for it
-FIRST_STEP_S = 60.0  # the first step of all
 COMMANDS_S = 5.0  # taking in requests, or an export of statistics
 MARGIN = 10.0  # how many times the predicted seconds a step may take
+LONG_CONTEXT = 4096  # tokens from which attention over them may be most of a step; below, the margin has room for it
 
 _BEAT = struct.Struct("<QIIQQdQ")  # number, epoch, phase, step, steps committed, deadline, number of the batch
 _BATCH = struct.Struct("<QI")  # number, bytes of ids
@@ -128,36 +127,62 @@ class HeartbeatPage:
         return Beat(number, epoch, Phase(phase), step, num_committed, deadline or None, batch)
 
 
+@dataclass(slots=True)
+class _Kind:
+    """What steps of one size took of late: tokens, seconds, and the weight of their contexts."""
+
+    tokens: float
+    seconds: float
+    weight: float
+
+
 class StepLimits:
-    """How long a step may take, from what steps of its size took: sizes are powers of two of its tokens."""
+    """How long a step may take, from what others took: sizes are powers of two of its tokens.
 
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
+    A size not seen yet is predicted from those that were: no step takes longer than a larger one, nor than a smaller
+    one times the ratio of their tokens. Where a row's context is long, the prediction grows with it.
+    """
 
-    def limit(self, num_tokens: int) -> float:
-        """Seconds that a step of so many tokens may take."""
-        size = num_tokens.bit_length()
-        known = self._seconds.get(size)
-        if known is not None:
-            return max(MIN_STEP_S, MARGIN * known)
-        if not self._seconds:
-            return FIRST_STEP_S
-        smaller = max((other for other in self._seconds if other < size), default=None)
-        if smaller is not None:
-            predicted = self._seconds[smaller] * 2.0 ** (size - smaller)
+    def __init__(self, measured: Mapping[int, float] | None = None) -> None:
+        self._kinds: dict[int, _Kind] = {}
+        for num_tokens, seconds in (measured or {}).items():
+            self.note(num_tokens, seconds)
+
+    def limit(self, num_tokens: int, context: int = 0) -> float:
+        """Return the seconds that a step of so many tokens may take; `context` is the longest of its rows'."""
+        kind, weight = self._kinds.get(num_tokens.bit_length() or 1), _weight(context)
+        if kind is not None and num_tokens <= kind.tokens and weight <= kind.weight:
+            seconds = kind.seconds
         else:
-            predicted = self._seconds[min(self._seconds)]
-        return max(NEW_KIND_S, MARGIN * predicted)
+            kinds = self._kinds.values() if kind is None else (kind,)
+            seconds = min((_predict(one, num_tokens, weight) for one in kinds), default=0.0)
+        return max(MIN_STEP_S, MARGIN * seconds)
 
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long. Slower counts at once, faster little by little."""
-        size = num_tokens.bit_length()
-        known = self._seconds.get(size, 0.0)
-        self._seconds[size] = seconds if seconds > known else 0.95 * known + 0.05 * seconds
+    def note(self, num_tokens: int, seconds: float, context: int = 0) -> None:
+        """Note what a step took. A slower one counts at once, a faster one little by little."""
+        num_tokens, weight = max(num_tokens, 1), _weight(context)  # a step of effects alone has none
+        kind = self._kinds.get(num_tokens.bit_length())
+        if kind is None or seconds > kind.seconds:
+            self._kinds[num_tokens.bit_length()] = _Kind(num_tokens, seconds, weight)
+            return
+        kind.tokens += 0.05 * (num_tokens - kind.tokens)
+        kind.seconds += 0.05 * (seconds - kind.seconds)
+        kind.weight += 0.05 * (weight - kind.weight)
+
+
+def _predict(kind: _Kind, num_tokens: int, weight: float) -> float:
+    return kind.seconds * max(1.0, num_tokens / kind.tokens) * max(1.0, weight / kind.weight)
+
+
+def _weight(context: int) -> float:
+    return context / LONG_CONTEXT if context > LONG_CONTEXT else 1.0
 
 
 class NoHeart:
     """What a loop has that nobody watches."""
+
+    def measured(self, seconds: Mapping[int, float]) -> None:
+        """See Heart."""
 
     def begins(self, plan: StepPlan) -> None:
         """See Heart."""
@@ -184,20 +209,26 @@ class Heart(NoHeart):
         self._step = 0
         self._num_committed = 0
         self._batch = 0
-        self._flight: deque[tuple[int, float, float, tuple[str, ...]]] = deque()  # tokens, limit, begun, whose rows
+        # Tokens, longest context, limit, begun, whose rows.
+        self._flight: deque[tuple[int, int, float, float, tuple[str, ...]]] = deque()
         self._allowed = 0.0  # seconds that all of it may take
         self._last_end = 0.0
         self._slots: object = None  # of the plan whose batch is on the page; None: write it anew
         self._names: tuple[str, ...] = ()  # that plan's requests
         self._owners: dict[int, str] = {}
 
+    def measured(self, seconds: Mapping[int, float]) -> None:
+        """Take note of what steps of so many tokens took before there were requests."""
+        self._limits = StepLimits(seconds)
+
     def begins(self, plan: StepPlan) -> None:
         """A plan is about to be submitted."""
         if plan.new_sequences or plan.slots != self._slots:
             self._write_batch(plan)
         num_tokens, now = plan.num_query_tokens, self._now()
-        limit = self._limits.limit(num_tokens)
-        self._flight.append((num_tokens, limit, now, self._names))
+        context = max(plan.starts) if plan.num_kv_read > LONG_CONTEXT else 0
+        limit = self._limits.limit(num_tokens, context)
+        self._flight.append((num_tokens, context, limit, now, self._names))
         self._allowed += limit
         self._step = plan.step
         self._beat(_STEP, now + self._allowed)
@@ -206,9 +237,9 @@ class Heart(NoHeart):
         """The oldest plan in flight was committed, or it failed, and with it all that were in flight."""
         now = self._now()
         if is_committed:
-            num_tokens, limit, begun, _ = self._flight.popleft()
+            num_tokens, context, limit, begun, _ = self._flight.popleft()
             last_end = self._last_end
-            self._limits.note(num_tokens, now - (begun if begun > last_end else last_end))
+            self._limits.note(num_tokens, now - (begun if begun > last_end else last_end), context)
             self._allowed -= limit
             self._num_committed += 1
         else:

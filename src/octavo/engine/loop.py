@@ -61,6 +61,7 @@ class EngineLoop:
         self.verbs: dict[str, Callable[[str], object]] = {}  # more of control; both are set before start
         self.closers: list[Callable[[], object]] = [executor.close]  # called in the end
         self.heart = NoHeart()  # told what the loop does; set before start
+        self.warm_up: Callable[[], Mapping[int, float]] = dict  # runs before the first turn; set before start
         self.num_turns = 0
         self.num_discarded = 0
         self._scheduler = scheduler
@@ -81,6 +82,7 @@ class EngineLoop:
         self._has_ended = False
         self._is_draining = False
         self._failure: str | None = None
+        self._is_warm = threading.Event()
         self._thread: threading.Thread | None = None
 
     def attach(self, receive: Callable[[Delivery], None], ended: Callable[[], None] | None = None) -> None:
@@ -100,6 +102,11 @@ class EngineLoop:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
                 self._thread.start()
+
+    def wait_warm(self) -> bool:
+        """Wait until the warm-up is over; False where it failed. Call after start."""
+        self._is_warm.wait()
+        return self._failure is None
 
     def stop(self) -> None:
         """Ask the loop to answer everyone and end. Idempotent; does not wait (see join)."""
@@ -157,12 +164,15 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            self.heart.measured(self.warm_up())
+            self._is_warm.set()
             while not self._is_stopping:
                 self._turn()
         except Exception as error:  # the shell: whatever broke, everyone is answered
             self._failure = f"{type(error).__name__}: {error}"
             _LOG.exception("the engine died")
         finally:
+            self._is_warm.set()
             self._end()
 
     def _turn(self) -> None:

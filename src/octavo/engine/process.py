@@ -31,7 +31,7 @@ from octavo.executors.protocol import Capacity
 COMMAND = (sys.executable, "-m", "octavo.assembly")
 CONNECT_POLL_S = 0.02
 CONNECT_LIMIT_S = 60.0  # to import and listen
-OPEN_LIMIT_S = 600.0  # to load a model
+OPEN_LIMIT_S = 600.0  # to load a model and run a step of each kind
 STOP_TIMEOUT_S = 5.0
 KILL_LIMIT_S = 15.0  # for a killed process to be gone
 DUMP_S = 0.3  # for the stacks to be written
@@ -53,7 +53,13 @@ class EngineProcess:
 
     @classmethod
     async def start(
-        cls, config: Config, *, epoch: int = 1, command: Sequence[str] = COMMAND, receive: Receive | None = None
+        cls,
+        config: Config,
+        *,
+        epoch: int = 1,
+        command: Sequence[str] = COMMAND,
+        receive: Receive | None = None,
+        open_limit_s: float = OPEN_LIMIT_S,
     ) -> EngineProcess:
         """Start an engine and wait until it is ready. Raises what kept it from opening, or EngineDeadError.
 
@@ -82,7 +88,7 @@ class EngineProcess:
             process.stdin.write(msgspec.json.encode(config) + b"\n")
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 await engine._listens(path)
-            async with asyncio.timeout(OPEN_LIMIT_S):
+            async with asyncio.timeout(open_limit_s):
                 await engine._connect(path, epoch, receive)
         except BaseException as error:
             if not isinstance(error, OctavoError):  # else it has said its last word and ends by itself

@@ -76,7 +76,8 @@ class EngineServer:
         assert self._connection is not None, "accept comes first"
         engine.attach(partial(self._deliver, engine), partial(self._engine_ended, engine))
         engine.start()
-        self._send(wire.Ready(self.epoch, wire.VERSION, capacity))
+        if engine.wait_warm():
+            self._send(wire.Ready(self.epoch, wire.VERSION, capacity))
         splitter = wire.FrameSplitter()
         try:
             while data := self._connection.recv(_READ_BYTES):

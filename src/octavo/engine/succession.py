@@ -12,16 +12,19 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from octavo.config import Config
-from octavo.engine.process import EngineProcess
+from octavo.engine.process import OPEN_LIMIT_S, EngineProcess
 from octavo.engine.socket_client import Receive
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
 
 _LOG = logging.getLogger(__name__)
+LATER_OPEN_S = 60.0  # that every later engine has to open, or OPEN_MARGIN times what the first one took
+OPEN_MARGIN = 10.0
 STANDBY_PAUSES_S = (1.0, 5.0, 30.0)  # before a standby that died, or did not open, is tried again
 
 
@@ -34,6 +37,7 @@ class Succession:
         self._receive = receive
         self._epochs = itertools.count(1)
         self._capacity: Capacity | None = None
+        self._open_limit_s = OPEN_LIMIT_S
         self._standby: EngineProcess | None = None
         self._opening: asyncio.Task[EngineProcess] | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -86,10 +90,16 @@ class Succession:
             await standby.close()
 
     async def _start(self) -> EngineProcess:
+        begun = time.monotonic()
         engine = await EngineProcess.start(
-            self._config, epoch=next(self._epochs), command=self._command, receive=self._receive
+            self._config,
+            epoch=next(self._epochs),
+            command=self._command,
+            receive=self._receive,
+            open_limit_s=self._open_limit_s,
         )
         if self._capacity is None:
+            self._open_limit_s = min(OPEN_LIMIT_S, max(LATER_OPEN_S, OPEN_MARGIN * (time.monotonic() - begun)))
             self._capacity = engine.capacity
             cache = replace(
                 self._config.cache,

@@ -1,0 +1,94 @@
+"""Steps that an engine runs before it is ready, one of each kind.
+
+Owns: what is run, and how long each took. The watchdog has a prediction for the first request from it, and the
+first request does not wait for weights to be paged in, threads to be started and kernels to be chosen.
+Does not: touch the engine's own scheduler; its own ends with no sequence and no block, and caches nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from octavo.core.limits import Limits
+from octavo.core.plan import ROW_SAMPLE, StepPlan
+from octavo.core.request import Request, SamplingParams
+from octavo.core.scheduler import Scheduler
+from octavo.errors import AdmissionError
+from octavo.executors.protocol import Executor
+from octavo.grammar.masks import Masks
+
+MAX_PROMPT = 64  # tokens of the prompt
+MIN_PROMPT = 16  # the same where a token takes long
+PROMPT_S = 2.0  # if computed token by token
+
+_GREEDY = SamplingParams(max_tokens=2, temperature=0.0, seed=0)
+_SAMPLED = SamplingParams(
+    max_tokens=2,
+    temperature=0.8,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.01,
+    presence_penalty=0.5,
+    repetition_penalty=1.1,
+    logprobs=2,
+    prompt_logprobs=1,
+    seed=0,
+)
+
+
+def warm_up(limits: Limits, executor: Executor, has_masks: bool, now: Callable[[], float]) -> dict[int, float]:
+    """Run a decode, a prompt, and rows that are sampled and masked; return the last seconds by the tokens of a step.
+
+    What does not fit into a small pool is left out, as is all after a step that ran out of memory.
+    """
+    trial = _Trial(limits, executor, now)
+    kinds = [_SAMPLED] if limits.max_sequences > 1 or not has_masks else []
+    if has_masks:
+        kinds.insert(0, replace(_SAMPLED, grammar="any"))
+    try:
+        trial.run(1, _GREEDY)
+        one_s = trial.seconds.get(1, 0.0)
+        trial.run(int(min(max(PROMPT_S / max(one_s, 1e-9), MIN_PROMPT), MAX_PROMPT)), _GREEDY)
+        trial.run(2, *kinds)
+    except MemoryError:  # the step loop makes steps smaller where a request meets it
+        trial.abandon()
+    return trial.seconds
+
+
+class _Trial:
+    """Runs requests through a scheduler of its own, to their ends; `seconds` has the last of each size of step."""
+
+    def __init__(self, limits: Limits, executor: Executor, now: Callable[[], float]) -> None:
+        self.seconds: dict[int, float] = {}
+        self._limits = replace(limits, prefix_caching=False, host_blocks=(), max_draft_tokens=0, policy="fcfs")
+        self._scheduler = Scheduler(self._limits)
+        self._executor = executor
+        self._now = now
+        words = -(-limits.vocab_size // 32)
+        self._anything = Masks(np.zeros(1, dtype=np.int64), np.full((1, words), -1, dtype=np.int32))
+
+    def run(self, num_tokens: int, *kinds: SamplingParams) -> None:
+        """Run a prompt of so many tokens for each of these. Only the first may have a grammar: its mask allows all."""
+        ids = array("i", [index % self._limits.vocab_size for index in range(num_tokens)])
+        with contextlib.suppress(AdmissionError):
+            for number, params in enumerate(kinds):
+                self._scheduler.admit(Request(f"warm-up-{number}", ids, params), 0.0)
+        while not (plan := self._scheduler.plan(0.0)).is_empty:
+            begun = self._now()
+            ticket = self._executor.submit(plan)
+            if kinds[0].grammar and any(flags & ROW_SAMPLE for flags in plan.flags):
+                self._executor.supply(ticket, self._anything)
+            result = self._executor.collect(ticket)
+            self._scheduler.commit(plan, result, 0.0)
+            if plan.num_query_tokens:
+                self.seconds[plan.num_query_tokens] = self._now() - begun
+
+    def abandon(self) -> None:
+        """Free what the executor holds after a step that failed."""
+        slots = array("i", range(self._limits.max_sequences))
+        self._executor.collect(self._executor.submit(StepPlan(0, 0.0, freed_slots=slots)))
