@@ -236,6 +236,19 @@ def test_S20_the_verb_answers_over_a_live_loop() -> None:
         assert ask("")["open"] == [] and ask("")["num_ended_kept"] == 1
 
 
+def test_ended_requests_of_one_tenant_never_push_out_anothers() -> None:
+    bench = Bench(
+        Limits(block_size=4, num_blocks=(64,), max_model_len=64, max_batch_tokens=64, vocab_size=99), max_ended=6
+    )
+    names = [*(f"bob-{number}" for number in range(3)), *(f"alice-{number}" for number in range(20))]
+    for name in names:
+        bench.admit(name, 4, 1, tenant=name.partition("-")[0])
+        while bench.scheduler.has_work:
+            bench.step()
+    kept = [name for name in names if bench.lives.answer(name)["state"] == "finished"]
+    assert kept == ["bob-0", "bob-1", "bob-2", "alice-17", "alice-18", "alice-19"] and bench.lives.num_kept == 6
+
+
 def test_a_look_that_fails_is_told_and_ends_nothing() -> None:
     def fails(argument: str) -> object:
         raise ZeroDivisionError("of course")

@@ -75,7 +75,7 @@ def concrete(path: str) -> str:
 
 def harness(tmp_path: Path) -> Harness:
     path = tmp_path / "keys.yaml"
-    path.write_text(f"keys: [{{name: a, key: {KEY}}}]")
+    path.write_text(f"keys: [{{name: a, key: {KEY}, metrics: true}}]")
     path.chmod(0o600)
     return Harness(config=Config(serving=ServingConfig(api_key=("sk-other",), api_key_file=str(path))))
 

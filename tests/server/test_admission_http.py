@@ -14,7 +14,7 @@ from tests.server.fakes import Harness, events
 KEYS = """
 keys:
   - {name: alice, key: sk-alice-1, requests_per_minute: 3, tokens_per_minute: 100, priority: 2, max_priority: -1}
-  - {name: bob, key: sk-bob-11, max_concurrent: 1}
+  - {name: bob, key: sk-bob-11, max_concurrent: 1, metrics: true}
   - {name: carol, key: sk-carol-1, tenant: bob}
 """
 ALICE, BOB, CAROL = ({"authorization": f"Bearer sk-{name}"} for name in ("alice-1", "bob-11", "carol-1"))

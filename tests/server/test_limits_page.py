@@ -26,6 +26,8 @@ HTTP = {
     "max_pipelined": "requests sent ahead on one connection",
     "body_timeout_s": "seconds for a body",
     "body_grace_s": "seconds more until its connection is cut",
+    "upload_grace_s": "seconds of an upload after which its speed counts",
+    "min_upload_bytes_per_s": "bytes a second that an upload then has on average",
     "stall_timeout_s": "seconds that a client may not read a stream",
     "max_unread_bytes": "bytes of a stream that may wait for its reader, beside its connection's buffer of 64 KB",
     "keep_alive_s": "seconds between keep-alive comments",

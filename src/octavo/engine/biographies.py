@@ -8,7 +8,7 @@ in age; the seconds of a life add up to its end minus its arrival; a step costs 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -92,6 +92,7 @@ class Biographies:
         self._max_age_s = max_age_s
         self._open: dict[str, Life] = {}
         self._ended: OrderedDict[str, Life] = OrderedDict()
+        self._num_ended: Counter[str] = Counter()  # by tenant
         self._silent: dict[str, Life] = {}  # that run and wait for a token: their first, or the next after a return
         self._ends: list[Life] = []  # told, but the tokens of their step are not yet
         self._pace = Pace()
@@ -108,7 +109,7 @@ class Biographies:
     def admitted(self, request: Request) -> None:
         """A request was taken."""
         self._settle()  # an id may be used again at once
-        self._ended.pop(request.request_id, None)
+        self._forget(request.request_id)
         self._open[request.request_id] = Life(request, self._now() if request.emitted_token_ids else 0.0)
 
     def decided(self, decisions: tuple[Event, ...]) -> None:
@@ -156,16 +157,25 @@ class Biographies:
             life.turn(_DECODE, events.time)
 
     def _settle(self) -> None:
-        """Close the lives that ended; the oldest are forgotten."""
+        """Close the lives that ended; beyond the bound the tenant that has most loses its oldest."""
         for life in self._ends:
             life.turn(life.phase, life.ended_at)
             self._silent.pop(life.name, None)
             self._open.pop(life.name, None)
-            self._ended.pop(life.name, None)
+            self._forget(life.name)
             self._ended[life.name] = life
+            self._num_ended[life.tenant] += 1
         self._ends.clear()
         while len(self._ended) > self._max_ended:
-            self._ended.popitem(last=False)
+            most = max(self._num_ended, key=self._num_ended.__getitem__)
+            self._forget(next(name for name, life in self._ended.items() if life.tenant == most))
+
+    def _forget(self, name: str) -> None:
+        life = self._ended.pop(name, None)
+        if life is not None:
+            self._num_ended[life.tenant] -= 1
+            if not self._num_ended[life.tenant]:
+                del self._num_ended[life.tenant]
 
     # --- what people ask
 
@@ -177,7 +187,7 @@ class Biographies:
         self._settle()
         now = self._now()
         while self._ended and now - next(iter(self._ended.values())).ended_at > self._max_age_s:
-            self._ended.popitem(last=False)
+            self._forget(next(iter(self._ended)))
         told = self._one(argument, now) if argument else self._all(now)
         found = self._oracle.ask().get(NEW)
         return {**told, "new_request_s": None if found is None else found.seconds}

@@ -132,6 +132,12 @@ class Admission:
             meter = self._meters[key.name] = Meter(key, self.now())
         return meter
 
+    def _current_meter(self, key: KeyInfo) -> Meter | None:
+        meter = self.meter(key)
+        if meter is not None and meter.info is not key:  # the keys were read anew
+            meter.update(key, self.now())
+        return meter
+
     @property
     def meters(self) -> Mapping[str, Meter]:
         """Of every key that came, by its name."""
@@ -148,9 +154,7 @@ class Admission:
 
         `may_be_known`: it may ask for something that is here already, and so needs no room.
         """
-        meter = self.meter(key)
-        if meter is not None and meter.info is not key:  # the keys were read anew
-            meter.update(key, self.now())
+        meter = self._current_meter(key)
         with _counted(meter):
             if not may_be_known:
                 self._check_full(key, 1)
@@ -158,6 +162,19 @@ class Admission:
                 if not may_be_known:
                     self._check_concurrent(meter)
                 meter.begin(self.now())
+
+    def count(self, key: KeyInfo) -> None:
+        """Count a request that needs no place in the queue, or refuse it at its key's limit (BusyError)."""
+        meter = self._current_meter(key)
+        with _counted(meter):
+            if meter is not None:
+                meter.begin(self.now())
+
+    def charge(self, key: KeyInfo, num_tokens: int) -> None:
+        """Charge a key for tokens that were counted or decoded for it, and not generated."""
+        meter = self.meter(key)
+        if meter is not None:
+            meter.use_tokens(num_tokens, self.now())
 
     def enter(self, wish: Wish) -> Lease:
         """Take a seat for a checked body. Raises BusyError."""

@@ -32,6 +32,7 @@ from octavo.server.prompts import PromptReader
 from octavo.server.replay_outputs import one_by_one
 from octavo.server.responses.background import Background
 from octavo.server.responses.store import ResponseStore
+from octavo.server.shares import Shares
 from octavo.server.waiting import WaitingRoom
 from octavo.text.dialect import Dialect, read_dialect
 from octavo.tool.process import ToolProcess
@@ -116,7 +117,7 @@ def build_context(
     waiting = _waiting_room(config, sessions)
     keys = KeyRing.of(config.serving)
     tool = ToolProcess()
-    runs = Runs(config.retry, text.tokenizer)
+    runs = Runs(config.retry, text.tokenizer, Shares(keys))
     template = None if text.chat_template is None else text.chat_template.source
     dialect = read_dialect(template, config.model.tool_call_parser, config.model.reasoning_parser)
     max_len = _max_len(config, text, sessions)

@@ -8,8 +8,10 @@ many are kept as the engine can explain.
 from __future__ import annotations
 
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+
+from octavo.server.shares import keeps_most
 
 MARK = "~"  # in no client's own id, so that nobody can spell the engine's name of another's request
 
@@ -24,7 +26,9 @@ class Directory:
 
     def __init__(self, max_ended: int = 0) -> None:
         self._names: dict[tuple[str, str], list[Sequence[str]]] = {}
-        self._ended: deque[tuple[str, str, Sequence[str]]] = deque(maxlen=max_ended)
+        self._max_ended = max_ended
+        self._ended: deque[tuple[str, str, Sequence[str]]] = deque()
+        self._num_ended: Counter[str] = Counter()  # by tenant
 
     def add(self, tenant: str, name: str, engine_ids: Sequence[str]) -> Callable[[], None]:
         """List a request; call what is returned when it has ended."""
@@ -35,11 +39,22 @@ class Directory:
             listed = self._names.get(key, [])
             if engine_ids in listed:
                 listed.remove(engine_ids)
-                self._ended.append((tenant, name, engine_ids))
+                self._note_end((tenant, name, engine_ids))
             if not listed:
                 self._names.pop(key, None)
 
         return remove
+
+    def _note_end(self, end: tuple[str, str, Sequence[str]]) -> None:
+        """Keep an end; beyond the bound the tenant that keeps most loses its oldest."""
+        self._ended.append(end)
+        self._num_ended[end[0]] += 1
+        if len(self._ended) > self._max_ended:
+            tenant = keeps_most(self._num_ended)
+            self._ended.remove(next(each for each in self._ended if each[0] == tenant))
+            self._num_ended[tenant] -= 1
+            if not self._num_ended[tenant]:
+                del self._num_ended[tenant]
 
     def find(self, name: str, tenant: str | None = None) -> list[str]:
         """The engine's names of what is open under a client's name, or under the engine's own: of one tenant, or (for

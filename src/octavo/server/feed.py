@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from octavo.server.faults import ApiError
 from octavo.server.keys import KeyInfo, KeyRing
 from octavo.server.lifecycle import ClientGoneError, Lifecycle, Phase, ServerStoppingError
 from octavo.server.limits import HttpLimits
+from octavo.server.shares import keeps_most
 
 MAX_WATCHERS = 16
 MAX_UNREAD_BYTES = 8 << 20  # that wait for one watcher: some seconds of a busy engine, or all that it keeps, twice
@@ -91,7 +92,7 @@ class Feed:
         if not self._keys.may_watch(holder):
             message = f"the key {holder.name!r} may not watch the engine: give it dashboard = true in --api-key-file"
             raise ApiError(403, message, code="dashboard_not_allowed")
-        if len(self._watchers) >= MAX_WATCHERS:
+        if len(self._watchers) >= MAX_WATCHERS and not self._end_oldest(holder.tenant):
             message = f"{MAX_WATCHERS} watch already, which is the most; close one"
             raise ApiError(429, message, code="too_many_watchers", retry_after_s=5)
         watcher = Watcher(holder)
@@ -99,6 +100,17 @@ class Feed:
         if self._polling is None or self._polling.done():
             self._polling = asyncio.create_task(self._poll())
         return watcher
+
+    def _end_oldest(self, tenant: str) -> bool:
+        """End the oldest watcher of the tenant that has most, for one of a tenant with fewer; say whether there is."""
+        used = Counter(watcher.holder.tenant for watcher in self._watchers)
+        most = keeps_most(used)
+        if used[most] <= used[tenant] + 1:
+            return False
+        oldest = next(watcher for watcher in self._watchers if watcher.holder.tenant == most)
+        self.leave(oldest)
+        oldest.end()
+        return True
 
     def leave(self, watcher: Watcher) -> None:
         """It does not watch any more. Idempotent."""

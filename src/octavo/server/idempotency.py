@@ -2,7 +2,8 @@
 
 Owns: the table from (tenant, key) to a run, its bounds in number, bytes and age, running a request apart from the
 connections that read it, and giving up one that nobody reads any more.
-Does not: submit (reply does), put back what a former server left (idempotency_restore does), or write files.
+Does not: submit (reply does), put back what a former server left (idempotency_restore does), write files, or say which
+tenant gives way (shares does).
 Invariants: a run that goes on or ended well is never begun again while it is kept; a failure that may be tried again
 is not kept; what is told of an end was journaled before.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from octavo.server.faults import ApiError, bad_field, draining_error, from_excep
 from octavo.server.replay import Position, Replay, Tape
 from octavo.server.shapes.form import Form
 from octavo.server.shapes.registry import shape_of
+from octavo.server.shares import Shares, keeps_most
 
 if TYPE_CHECKING:
     from octavo.config import RetryConfig
@@ -127,16 +129,21 @@ class Run:
 class Runs:
     """All runs of this server."""
 
-    def __init__(self, config: RetryConfig, pieces: Pieces, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: RetryConfig, pieces: Pieces, shares: Shares, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self.journal: Journal | None = None  # set before anything is served
         self.num_attached = 0
         self.num_conflicts = 0
         self.num_orphaned = 0
         self._config = config
         self._pieces = pieces
+        self._shares = shares
         self._now = now
         self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()  # least recently asked for first
-        self._kept_bytes = 0  # of ended runs
+        self._num_runs: Counter[str] = Counter()  # by tenant
+        self._num_running: Counter[str] = Counter()  # of these, those that go on
+        self._kept_bytes: Counter[str] = Counter()  # of ended runs, by tenant
         self._sweeper: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -147,7 +154,7 @@ class Runs:
     def num_bytes(self) -> int:
         """Roughly what they take in memory."""
         running = (run.tape.num_bytes for run in self._runs.values() if run.tape is not None and not run.is_ended)
-        return self._kept_bytes + sum(running)
+        return self._kept_bytes.total() + sum(running)
 
     def report(self) -> dict[str, object]:
         """What /health and /metrics tell."""
@@ -180,9 +187,11 @@ class Runs:
         if key.last_event is not None:
             message = "nothing is kept under this Idempotency-Key; ask again without Last-Event-ID to start anew"
             raise ApiError(409, message, code="nothing_to_resume", param="Last-Event-ID")
-        self._make_room(1)
+        self._check_running(key.tenant)
         self.start_sweeping()
-        run = self._runs[key.name] = Run(key)
+        run = Run(key)
+        self._put(run)
+        self._make_room()
         try:
             begun = await begin(run)
         except BaseException as error:
@@ -192,6 +201,10 @@ class Runs:
             raise
         self.start(run, begun)
         return run
+
+    def has(self, key: RetryKey) -> bool:
+        """Return True if the run of this key is kept."""
+        return key.name in self._runs
 
     def announce(self, run: Run, form: Form, request_ids: Sequence[str]) -> None:
         """It is about to be submitted under these names: the journal has it before the engine."""
@@ -218,10 +231,9 @@ class Runs:
     def keep(self, run: Run) -> None:
         """Take in a run of a former server."""
         self.start_sweeping()
-        self._runs[run.key.name] = run
+        self._put(run)
         if run.is_ended:
-            self._kept_bytes += run.num_bytes
-            self._make_room(0)
+            self._make_room()
         else:
             self._await_reader(run)
 
@@ -307,12 +319,13 @@ class Runs:
             self._end(run, tape, failure)
 
     def _end(self, run: Run, tape: Tape, failure: ApiError | None) -> None:
-        if run.is_ended and self._runs.get(run.key.name) is run:
-            self._kept_bytes -= run.num_bytes  # it is counted anew
+        is_kept = self._runs.get(run.key.name) is run
+        if is_kept:
+            self._count(run, -1)  # and again as it is now
         run.ended_at = self._now() if run.ended_at is None else run.ended_at
         run.num_bytes = tape.num_bytes
-        if self._runs.get(run.key.name) is run:
-            self._kept_bytes += run.num_bytes
+        if is_kept:
+            self._count(run, 1)
         if run.orphaned is not None:
             run.orphaned.cancel()
             run.orphaned = None
@@ -321,27 +334,52 @@ class Runs:
                 run.number = None  # the journal keeps it, for a server that has an engine
             self._drop(run)
         tape.finish(failure)
-        self._make_room(0)
+        self._make_room()
+
+    def _put(self, run: Run) -> None:
+        self._runs[run.key.name] = run
+        self._count(run, 1)
+
+    def _count(self, run: Run, sign: int) -> None:
+        """Count a run that is kept, or what it was no more."""
+        tenant = run.key.tenant
+        changes = ((self._num_runs, 1), (self._num_running, int(not run.is_ended)),
+                   (self._kept_bytes, run.num_bytes if run.is_ended else 0))  # fmt: skip
+        for counter, amount in changes:
+            counter[tenant] += sign * amount
+            if not counter[tenant]:
+                del counter[tenant]
 
     def _drop(self, run: Run) -> None:
         if self._runs.get(run.key.name) is run:
             del self._runs[run.key.name]
-            self._kept_bytes -= run.num_bytes if run.is_ended else 0
+            self._count(run, -1)
         if run.number is not None and self.journal is not None and not self.journal.is_closed:
             self.journal.forget(run.number)
 
-    def _make_room(self, num_new: int) -> None:
-        """Drop ended runs beyond the bounds, the least recently asked for first. Raises ApiError when all go on."""
-        config = self._config
-        if len(self._runs) + num_new <= config.max_kept and self._kept_bytes <= config.max_kept_bytes:
-            return
-        for run in [run for run in self._runs.values() if run.is_ended]:
-            self._drop(run)
-            if len(self._runs) + num_new <= config.max_kept and self._kept_bytes <= config.max_kept_bytes:
-                return
-        if num_new and len(self._runs) + num_new > config.max_kept:
-            message = f"{len(self._runs)} requests with an Idempotency-Key go on, {config.max_kept} may"
+    def _check_running(self, tenant: str) -> None:
+        """Refuse another run where its tenant has so many going on that it leaves others no room (ApiError)."""
+        running, most = self._num_running, self._config.max_kept
+        if running.total() >= most // 2 and self._shares.free(tenant, running, most) < 1:
+            message = (
+                f"{running[tenant]} of your requests with an Idempotency-Key go on, and there is no room for another "
+                f"(--max-kept-requests is {most}); wait for one to end"
+            )
             raise ApiError(429, message, code="too_many_idempotency_keys", retry_after_s=RETRY_FULL_S)
+
+    def _make_room(self) -> None:
+        """Drop ended runs beyond the bounds: of the tenant that keeps most, the least recently asked for first."""
+        config = self._config
+        while len(self._runs) > config.max_kept:
+            tenants = [tenant for tenant, number in self._num_runs.items() if number > self._num_running[tenant]]
+            if not tenants:
+                return
+            self._drop_oldest(keeps_most(self._num_runs, tenants))
+        while self._kept_bytes.total() > config.max_kept_bytes:
+            self._drop_oldest(keeps_most(self._kept_bytes))
+
+    def _drop_oldest(self, tenant: str) -> None:
+        self._drop(next(run for run in self._runs.values() if run.is_ended and run.key.tenant == tenant))
 
     def start_sweeping(self) -> None:
         """Look after what is kept, and the journal, about once a second. Idempotent."""

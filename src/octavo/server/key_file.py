@@ -23,6 +23,7 @@ MIN_KEY_CHARACTERS = 8
 _HEX = r"^[0-9a-fA-F]{64}$"
 _NAME = r"^[A-Za-z0-9._@-]{1,64}$"
 _PerMinute = Annotated[int, Field(ge=1, le=10**12)]
+_Count = Annotated[int, Field(ge=1, le=2**53)]
 _Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,10 @@ class KeyEntry(BaseModel):
     max_priority: _Priority | None = None
     weight: float = Field(1.0, gt=0, lt=1e6, strict=False)
     dashboard: bool = False
+    metrics: bool = False
+    max_files: _Count | None = None
+    max_storage_bytes: _Count | None = None
+    max_pending_batches: _Count | None = None
 
     @property
     def digest(self) -> bytes:

@@ -28,7 +28,8 @@ class KeyInfo:
     """The holder of a key. `name` may be shown, in logs, metrics and answers; limits that are None do not bound.
 
     `priority` is that of requests that name none, `max_priority` the most urgent (least) that they may name;
-    `dashboard`: may watch the requests of all tenants.
+    `dashboard`: may watch the requests of all tenants; `metrics`: may read what is counted for all of them.
+    `max_files`, `max_storage_bytes` and `max_pending_batches` bound what its tenant keeps when this key adds to it.
     """
 
     name: str
@@ -40,6 +41,10 @@ class KeyInfo:
     max_priority: int | None = None
     weight: float = 1.0
     dashboard: bool = False
+    metrics: bool = False
+    max_files: int | None = None
+    max_storage_bytes: int | None = None
+    max_pending_batches: int | None = None
     digest: bytes = field(default=b"", repr=False)
 
 
@@ -87,6 +92,15 @@ class KeyRing:
     def may_watch(self, info: KeyInfo) -> bool:
         """Whether a holder may see what the engine does for everyone: a right of its key, where there are several."""
         return len(self._keys) < 2 or info.dashboard
+
+    def may_measure(self, info: KeyInfo) -> bool:
+        """Return True if a holder may read /metrics and the details of /health: a right like `may_watch`."""
+        return len(self._keys) < 2 or info.metrics
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """The tenants of all keys."""
+        return frozenset(info.tenant for info in self._keys)
 
     def salt(self, tenant: str, given: str | None) -> bytes:
         """Prefix-cache salt: with keys, tenants never share; a client's own salt only narrows."""
@@ -143,6 +157,10 @@ def _info(entry: KeyEntry) -> KeyInfo:
         entry.max_priority,
         entry.weight,
         entry.dashboard,
+        entry.metrics,
+        entry.max_files,
+        entry.max_storage_bytes,
+        entry.max_pending_batches,
         entry.digest,
     )
 

@@ -29,7 +29,8 @@ class HttpLimits:
 
     `max_header_bytes` get an answer (431); a head of more than `max_head_bytes` is cut. The application answers a slow
     body after `body_timeout_s`; a connection whose body nobody reads is cut `body_grace_s` later.
-    `max_upload_bytes` are of a file (--max-upload-bytes, where there is a --batch-dir).
+    `max_upload_bytes` are of a file (--max-upload-bytes, where there is a --batch-dir); after `upload_grace_s` it must
+    have come at `min_upload_bytes_per_s` on average.
     A client that does not read its stream is cut after `stall_timeout_s`, or once `max_unread_bytes` wait for it.
     """
 
@@ -46,6 +47,8 @@ class HttpLimits:
     max_pipelined: int = 4
     body_timeout_s: float = 30.0
     body_grace_s: float = 5.0
+    upload_grace_s: float = 5.0
+    min_upload_bytes_per_s: int = 8192
     stall_timeout_s: float = 30.0
     max_unread_bytes: int = 128 * 1024
     keep_alive_s: float = 10.0

@@ -13,7 +13,7 @@ import hashlib
 import ipaddress
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -22,8 +22,9 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from octavo.server.keys import KeyInfo, KeyRing
+from octavo.server.shares import keeps_most
 
-MAX_SESSIONS = 1024  # of all keys: the one unused for longest makes place
+MAX_SESSIONS = 1024  # of all keys: beyond it the key with most of them loses the one unused for longest
 MAX_SESSIONS_PER_KEY = 64
 MAX_IDLE_S = 12 * 3600.0
 MAX_SESSION_S = 7 * 24 * 3600.0
@@ -61,14 +62,19 @@ class Logins:
         holder = self._keys.find(key)
         if holder is None:
             return None
-        own = [name for name, session in self._sessions.items() if session.key_digest == holder.digest]
-        for name in own[: max(0, len(own) + 1 - MAX_SESSIONS_PER_KEY)]:
-            del self._sessions[name]
-        while len(self._sessions) >= MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+        if self._count()[holder.digest] >= MAX_SESSIONS_PER_KEY:
+            self._end_oldest(holder.digest)
         session_id, now = secrets.token_urlsafe(32), self._now()
         self._sessions[_name(session_id)] = _Session(holder.digest, now, now)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._end_oldest(keeps_most(self._count()))
         return session_id
+
+    def _count(self) -> Counter[bytes]:
+        return Counter(session.key_digest for session in self._sessions.values())
+
+    def _end_oldest(self, digest: bytes) -> None:
+        del self._sessions[next(name for name, session in self._sessions.items() if session.key_digest == digest)]
 
     def log_out(self, session_id: str) -> None:
         """End a session. Unknown ones are ignored."""

@@ -21,13 +21,14 @@ from octavo.server.batches.lines import Ask, not_answered, read_asks, read_finis
 from octavo.server.batches.records import BatchRecord, LineError
 from octavo.server.batches.runner import BatchRun, Counts, RunOptions, append
 from octavo.server.batches.store import BatchStore
+from octavo.server.batches.uploads import UploadSlots
 from octavo.server.faults import ApiError
 from octavo.server.keys import NOBODY, KeyInfo, KeyRing
+from octavo.server.shares import Shares
 
 BATCH_PRIORITY = 10  # behind interactive requests: low at a busy queue, later under --policy priority
 MAX_LINE_ERRORS = 100
 _MAX_OPEN = 128  # where nobody says otherwise
-_MAX_UPLOADS = 4  # at once: what they bring lies in temporary files
 _TIDY_S = 600.0
 _log = logging.getLogger(__name__)
 
@@ -43,10 +44,12 @@ class BatchService:
         """Open the folder. Raises ConfigError."""
         self.config = config
         self._keys = keys
-        self._store = None if config.batch_dir is None else BatchStore(config, Path(config.batch_dir).expanduser())
+        self._store = None
+        if config.batch_dir is not None:
+            self._store = BatchStore(config, Path(config.batch_dir).expanduser(), Shares(keys))
         self._num_open = config.batch_concurrency or min(_MAX_OPEN, max(1, num_slots // 2))
         self._room = asyncio.Semaphore(self._num_open)
-        self.uploads = asyncio.Semaphore(_MAX_UPLOADS)
+        self.uploads = UploadSlots()
         self._app: ASGIApp | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
@@ -63,9 +66,9 @@ class BatchService:
         """Say what answers the requests of batches."""
         self._app = app
 
-    async def add(self, batch: BatchRecord) -> None:
-        """Take a batch. Raises ApiError."""
-        await asyncio.to_thread(self.store.add_batch, batch)
+    async def add(self, batch: BatchRecord, holder: KeyInfo) -> None:
+        """Take a batch of a key's holder. Raises ApiError."""
+        await asyncio.to_thread(self.store.add_batch, batch, holder)
         self._wake.set()
 
     async def cancel(self, batch: BatchRecord) -> None:
@@ -156,6 +159,12 @@ class BatchService:
 
     def _look(self, store: BatchStore, batch: BatchRecord) -> tuple[int, list[LineError]]:
         """The number of requests, and what keeps the file from being a batch."""
+        holder = self._holder(batch)
+        if holder is not None:  # else the run ends it
+            try:
+                store.check_output_room(holder)
+            except ApiError as error:
+                return 0, [LineError(error.code, str(error), param=error.param)]
         errors: list[LineError] = []
         total = 0
         for ask in read_asks(store.path(batch.input_id), batch.endpoint):

@@ -1,6 +1,6 @@
 """Files and batches on disk: a folder with a small record beside each file's bytes.
 
-Owns: names, bounds (files, bytes, age), whose is whose, the lock that keeps a second server out.
+Owns: names, bounds (files, bytes, batches, age), whose is whose, the lock that keeps a second server out.
 Does not: run batches. All methods but reads of what is in memory wait for the disk: call them off the event loop.
 Invariant: a record is written beside its place and renamed, so it is whole or not there; a file without a record is
 nobody's, and is removed when the folder is opened, but for outputs of batches that are not over.
@@ -15,6 +15,7 @@ import secrets
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -26,7 +27,10 @@ from octavo.errors import ConfigError
 from octavo.server.batches.records import BatchRecord, FileRecord
 from octavo.server.batches.runner import BatchPaths
 from octavo.server.faults import ApiError, bad_field
+from octavo.server.keys import KeyInfo
+from octavo.server.shares import Shares
 
+MAX_ENDED_BATCHES = 1000  # of one tenant: a new batch makes the oldest that are over be forgotten, not their files
 _OURS = re.compile(r"file-[0-9a-f]{32}\.(data|new)")  # what may be removed; anything else is somebody's
 R = TypeVar("R", FileRecord, BatchRecord)
 
@@ -34,9 +38,10 @@ R = TypeVar("R", FileRecord, BatchRecord)
 class BatchStore:
     """The folder. Ids are drawn here, so no name of a client's ever becomes a path."""
 
-    def __init__(self, config: BatchConfig, folder: Path) -> None:
+    def __init__(self, config: BatchConfig, folder: Path, shares: Shares) -> None:
         """Open the folder, take its lock, and read its records. Raises ConfigError."""
         self._config = config
+        self._shares = shares
         self._folder = folder
         self._lock_fd = _lock(folder)
         self._changes = threading.Lock()
@@ -60,10 +65,10 @@ class BatchStore:
         """The files of a batch."""
         return BatchPaths(self.path(batch.input_id), self.path(batch.output_id), self.path(batch.error_id))
 
-    def add_file(self, source: IO[bytes], record: FileRecord) -> None:
-        """Keep a file. Raises ApiError when there is no room."""
+    def add_file(self, source: IO[bytes], record: FileRecord, holder: KeyInfo) -> None:
+        """Keep a file that a key's holder sent. Raises ApiError when its tenant has no room."""
         with self._changes:
-            self._check_room(record)
+            self.check_room(holder, record.bytes)
             self.files[record.id] = record
         try:
             with self.path(record.id).open("xb") as file:
@@ -100,12 +105,18 @@ class BatchStore:
         """Keep what a batch is now."""
         self._write("batches", batch)
 
-    def add_batch(self, batch: BatchRecord) -> None:
-        """Keep a new batch. Raises ApiError when there are too many."""
-        pending = sum(other.is_pending for other in self.batches.values() if other.tenant == batch.tenant)
-        if pending >= self._config.max_pending_batches:
-            message = f"{pending} of your batches are not over, {self._config.max_pending_batches} may be; wait for one"
+    def add_batch(self, batch: BatchRecord, holder: KeyInfo) -> None:
+        """Keep a new batch of a key's holder. Raises ApiError when its tenant has too many."""
+        own = [other for other in self.batches.values() if other.tenant == batch.tenant]
+        pending = sum(other.is_pending for other in own)
+        most = min(self._config.max_pending_batches, holder.max_pending_batches or self._config.max_pending_batches)
+        if pending >= most:
+            message = f"{pending} of your batches are not over, {most} may be; wait for one, or cancel one"
             raise ApiError(429, message, code="too_many_batches", retry_after_s=60)
+        self.check_output_room(holder)
+        ended = [other for other in own if not other.is_pending]
+        for other in ended[: max(0, len(ended) + 1 - MAX_ENDED_BATCHES)]:
+            self._drop_batch(other)
         self.batches[batch.id] = batch
         self.save(batch)
 
@@ -117,18 +128,47 @@ class BatchStore:
                 self._drop_file(file)
         for batch in list(self.batches.values()):
             if not batch.is_pending and now >= batch.created_at + self._config.batch_keep_s:
-                self.batches.pop(batch.id, None)
-                (self._folder / "batches" / f"{batch.id}.json").unlink(missing_ok=True)
+                self._drop_batch(batch)
 
-    def _check_room(self, record: FileRecord) -> None:
-        most, room = self._config.max_files, self._config.max_batch_bytes
-        if len(self.files) >= most:
-            message = f"{len(self.files)} files are kept here, the most there may be; delete some"
+    def check_room(self, holder: KeyInfo, num_bytes: int) -> None:
+        """Refuse a file of so many bytes where its tenant has no room for it (ApiError)."""
+        counts = Counter(file.tenant for file in tuple(self.files.values()))
+        files = counts[holder.tenant]
+        free, bound = self._shares.free(holder.tenant, counts, self._config.max_files), "--max-batch-files"
+        if holder.max_files is not None and holder.max_files - files < free:
+            free, bound = holder.max_files - files, "max_files of your key"
+        if free < 1:
+            message = f"you keep {files} files, and there is no room for another ({bound}); delete some"
             raise bad_field("file", message, "storage_full")
-        used = sum(file.bytes for file in self.files.values())
-        if used + record.bytes > room:
-            message = f"the file has {record.bytes} bytes, {max(0, room - used)} of {room} are free; delete others"
-            raise bad_field("file", message, "storage_full")
+        free, told = self._free_bytes(holder)
+        if num_bytes > free:
+            raise bad_field("file", f"the file has {num_bytes} bytes; {told}; delete some files", "storage_full")
+
+    def check_output_room(self, holder: KeyInfo) -> None:
+        """Refuse a batch whose tenant has no room for its answers (ApiError)."""
+        free, told = self._free_bytes(holder)
+        if free < 1:
+            message = f"there is no room for the answers of a batch: {told}; delete some files"
+            raise bad_field("input_file_id", message, "storage_full")
+
+    def _free_bytes(self, holder: KeyInfo) -> tuple[int, str]:
+        """Return the bytes that a tenant may add, and in words what it keeps. Answers of open batches count."""
+        sizes: Counter[str] = Counter()
+        for file in tuple(self.files.values()):
+            sizes[file.tenant] += file.bytes
+        for batch in tuple(self.batches.values()):
+            for file_id in (batch.output_id, batch.error_id) if batch.is_pending else ():
+                if file_id not in self.files and (path := self.path(file_id)).exists():
+                    sizes[batch.tenant] += path.stat().st_size
+        used = sizes[holder.tenant]
+        free, bound = self._shares.free(holder.tenant, sizes, self._config.max_batch_bytes), "--max-batch-bytes"
+        if holder.max_storage_bytes is not None and holder.max_storage_bytes - used < free:
+            free, bound = max(0, holder.max_storage_bytes - used), "max_storage_bytes of your key"
+        return free, f"you keep {used} bytes, and have room for {free} more ({bound})"
+
+    def _drop_batch(self, batch: BatchRecord) -> None:
+        self.batches.pop(batch.id, None)
+        (self._folder / "batches" / f"{batch.id}.json").unlink(missing_ok=True)
 
     def _drop_file(self, record: FileRecord) -> None:
         self.files.pop(record.id, None)

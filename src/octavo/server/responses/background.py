@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from octavo.server.lifecycle import Lifecycle
     from octavo.server.replay import Replay
 
-MAX_RESUMABLE = 10_000  # responses whose events may be read again, as long as their runs are kept
+MAX_RESUMABLE = 10_000  # responses whose runs are remembered before those are forgotten that are not kept any more
 
 
 @dataclass(slots=True)
@@ -49,6 +49,7 @@ class Background:
         self._lifecycle = lifecycle
         self._jobs: dict[tuple[str, str], _Job] = {}
         self._keys: dict[tuple[str, str], RetryKey] = {}
+        self._max_keys = MAX_RESUMABLE
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -62,8 +63,9 @@ class Background:
         keep(shape.begun())
         self._jobs[name] = job = _Job(key, replay, shape, keep)
         self._keys[name] = key
-        while len(self._keys) > MAX_RESUMABLE:
-            del self._keys[next(iter(self._keys))]
+        if len(self._keys) > self._max_keys:
+            self._keys = {name: each for name, each in self._keys.items() if self._runs.has(each)}
+            self._max_keys = MAX_RESUMABLE + 2 * len(self._keys)
         is_open = ExitStack()
         is_open.enter_context(self._lifecycle.opened())
         task = asyncio.create_task(self._follow(name, job))

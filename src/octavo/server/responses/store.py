@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from octavo.server.faults import ApiError, bad_field
+from octavo.server.shares import keeps_most
 
 if TYPE_CHECKING:
     from octavo.config import ResponsesConfig
@@ -214,9 +215,9 @@ class ResponseStore:
     def _make_room(self) -> None:
         config = self._config
         while self._num > config.max_stored_responses:
-            self._drop_oldest(max(self._shelves, key=lambda tenant: len(self._shelves[tenant].stored)))
+            self._drop_oldest(keeps_most({tenant: len(shelf.stored) for tenant, shelf in self._shelves.items()}))
         while self._shelves and self.num_bytes > config.max_stored_bytes:
-            self._drop_oldest(max(self._shelves, key=lambda tenant: self._shelves[tenant].num_bytes))
+            self._drop_oldest(keeps_most({tenant: shelf.num_bytes for tenant, shelf in self._shelves.items()}))
 
     def _drop_oldest(self, tenant: str) -> None:
         self.delete(tenant, next(iter(self._shelves[tenant].stored)))

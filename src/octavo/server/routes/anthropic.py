@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from octavo.server.anthropic_chat import SPELLING, chat_of
+from octavo.server.auth import KEY
 from octavo.server.bodies.anthropic import (
     IGNORED_MESSAGES,
     REFUSED_MESSAGES,
@@ -52,6 +53,7 @@ async def count_tokens(request: Request) -> Response:
         count = len(await context.prompts.chat(chat))
     except ApiError as error:
         raise respelled(error, SPELLING) from None
+    context.admission.charge(request.scope[KEY], count)
     return Response(msgspec.json.encode({"input_tokens": count}), media_type="application/json")
 
 

@@ -50,7 +50,7 @@ async def create_batch(request: Request) -> Response:
         output_keep_s=None if body.output_expires_after is None else body.output_expires_after.seconds,
         metadata=body.metadata,
     )
-    await context.batches.add(batch)
+    await context.batches.add(batch, holder)
     return _json(batch)
 
 

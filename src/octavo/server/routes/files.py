@@ -18,6 +18,7 @@ from octavo.server.auth import KEY
 from octavo.server.batches.records import BatchRecord, FileRecord
 from octavo.server.batches.service import BatchService
 from octavo.server.batches.store import new_id
+from octavo.server.batches.uploads import UploadPace
 from octavo.server.bodies.ignored import IGNORED_FIELDS, collecting, ignore
 from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError, bad_field
@@ -27,6 +28,7 @@ R = TypeVar("R", FileRecord, BatchRecord)
 _MAX_FIELDS = 8
 _MAX_FIELD_BYTES = 4096
 _MAX_NAME = 255
+_AROUND_FILE = 65_536  # bytes of a form beside its file
 _MAX_LISTED = 10_000  # OpenAI's bound of a page
 _EXPIRY = ("expires_after[anchor]", "expires_after[seconds]")
 
@@ -37,7 +39,11 @@ async def create_file(request: Request) -> Response:
     context.check_admitting()
     service = context.batches
     store = service.store
-    async with service.uploads:
+    holder: KeyInfo = request.scope[KEY]
+    declared = request.headers.get("content-length", "")
+    least = int(declared[:19]) - _AROUND_FILE if declared.isascii() and declared.isdigit() else 0
+    await asyncio.to_thread(store.check_room, holder, max(0, least))
+    async with service.uploads.take(holder.tenant):
         form = await _read_form(request, context, service)
         try:
             with collecting(request.scope[IGNORED_FIELDS]):
@@ -45,14 +51,14 @@ async def create_file(request: Request) -> Response:
             now = int(time.time())
             record = FileRecord(
                 new_id("file-"),
-                _tenant(request),
+                holder.tenant,
                 (file.filename or "file")[:_MAX_NAME],
                 str(form["purpose"]),
                 file.size or 0,
                 now,
                 None if expires_s is None else now + expires_s,
             )
-            await asyncio.to_thread(store.add_file, file.file, record)
+            await asyncio.to_thread(store.add_file, file.file, record, holder)
         finally:
             await form.close()
     return _json(record.shown())
@@ -66,11 +72,16 @@ async def _read_form(request: Request, context: Context, service: BatchService) 
         )
     most = service.config.max_upload_bytes
 
+    deadline = asyncio.timeout(None)
+
     async def stream() -> AsyncGenerator[bytes, None]:
         size = 0
+        pace = UploadPace(context.limits, asyncio.get_running_loop().time())
+        deadline.reschedule(pace.deadline(size))
         async for part in request.stream():
             size += len(part)
-            if size > most + 65_536:  # what is around the file
+            deadline.reschedule(pace.deadline(size))
+            if size > most + _AROUND_FILE:
                 message = f"the upload is larger than {most} bytes, the most this server takes (--max-upload-bytes)"
                 raise ApiError(413, message, code="body_too_large", param="file")
             yield part
@@ -78,12 +89,16 @@ async def _read_form(request: Request, context: Context, service: BatchService) 
     parser = MultiPartParser(
         request.headers, stream(), max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES
     )
-    seconds = context.limits.body_timeout_s
     try:
-        async with asyncio.timeout(seconds):
+        async with deadline:
             return await parser.parse()
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {seconds:g} s", code="body_timeout") from None
+        limits = context.limits
+        message = (
+            f"the body did not arrive within {limits.body_timeout_s:g} s, or came at less than "
+            f"{limits.min_upload_bytes_per_s} bytes a second after the first {limits.upload_grace_s:g} s"
+        )
+        raise ApiError(408, message, code="body_timeout") from None
     except ClientDisconnect:
         raise ApiError(400, "the client left before the body was complete", code="client_disconnected") from None
     except (MultiPartException, ValueError, LookupError) as error:

@@ -13,7 +13,7 @@ from octavo.errors import EngineError
 from octavo.server.auth import KEY
 from octavo.server.context import Context, context_of
 from octavo.server.faults import RETRY_ENGINE_S, ApiError
-from octavo.server.keys import NOBODY
+from octavo.server.keys import NOBODY, KeyInfo
 
 PROBE_TIMEOUT_S = 2.0
 
@@ -30,12 +30,14 @@ async def ready(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Return the status; where keys are set, a key's holder alone sees the model, the open requests and the journal.
+    """Return the status, and the model, the open requests and the journal where the key may read metrics.
 
+    Without a key, where one is set, and with one of several keys without `metrics = true`, it is the bare status.
     `open_requests` counts requests that are queued or generate, not this one.
     """
     context = context_of(request)
-    has_details = context.keys.is_empty or request.scope[KEY] is not NOBODY
+    holder: KeyInfo = request.scope[KEY]
+    has_details = context.keys.is_empty or (holder is not NOBODY and context.keys.may_measure(holder))
     try:
         await _check_ready(context)
     except ApiError as error:

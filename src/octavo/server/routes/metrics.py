@@ -16,15 +16,25 @@ from octavo.metrics.engine import EngineMetrics
 from octavo.metrics.responses import ResponseMetrics
 from octavo.metrics.retries import RetryMetrics
 from octavo.metrics.tool import ToolMetrics
+from octavo.server.auth import KEY
 from octavo.server.context import context_of
+from octavo.server.faults import ApiError
+from octavo.server.keys import KeyInfo
 
 PROBE_TIMEOUT_S = 2.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def metrics(request: Request) -> Response:
-    """The front end's series and, while the engine answers, its gauges."""
+    """Return the front end's series and, while the engine answers, its gauges.
+
+    Where there are several keys, only those with `metrics = true` in the key file may read them.
+    """
     context = context_of(request)
+    holder: KeyInfo = request.scope[KEY]
+    if not context.keys.may_measure(holder):
+        message = f"the key {holder.name!r} may not read metrics: give it metrics = true in --api-key-file"
+        raise ApiError(403, message, code="metrics_not_allowed")
     statistics: Mapping[str, object] | None = None
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):

@@ -102,6 +102,7 @@ async def count(request: Request) -> Response:
     context.check_model(body.model)
     asked = await response_task(context, _tenant(request), body)
     num_tokens = sum(map(len, await asked.task.read_prompts()))
+    context.admission.charge(request.scope[KEY], num_tokens)
     return _json(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": num_tokens}))
 
 

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from octavo.server.auth import KEY
 from octavo.server.bodies.tokenizing import DetokenizeBody, TokenizeBody, read_detokenize, read_tokenize
 from octavo.server.context import Context, context_of
 from octavo.server.faults import bad_field
@@ -30,14 +31,15 @@ async def tokenize(request: Request) -> Response:
     tokenizer, text = context.text.tokenizer, body.prompt or ""
     known = None if chat is None else await context.prompts.chat(chat)
 
-    def answer() -> bytes:
+    def answer() -> tuple[bytes, int]:
         ids = tokenizer.encode(text, body.add_special_tokens is not False) if known is None else known
         strings = [tokenizer.id_to_piece(token_id) for token_id in ids] if body.return_token_strs else None
         shown = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": strings}
-        return msgspec.json.encode(shown)
+        return msgspec.json.encode(shown), len(ids)
 
     size = len(text) + len(known or ())
-    data = answer() if size <= HERE_CHARS else await off_loop(answer, size)
+    data, num_tokens = answer() if size <= HERE_CHARS else await off_loop(answer, size)
+    context.admission.charge(request.scope[KEY], num_tokens)
     return Response(data, media_type="application/json")
 
 
@@ -55,6 +57,7 @@ async def detokenize(request: Request) -> Response:
         return msgspec.json.encode({"prompt": context.text.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     count = len(body.tokens)
+    context.admission.charge(request.scope[KEY], count)
     return Response(
         answer() if count <= _OFF_LOOP_IDS else await off_loop(answer, count), media_type="application/json"
     )
