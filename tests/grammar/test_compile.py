@@ -6,7 +6,8 @@ import pytest
 from llguidance import LLMatcher
 
 from octavo.errors import InvalidRequestError
-from octavo.grammar.compile import KINDS, MAX_REASON_CHARACTERS, compile_grammar
+from octavo.grammar.compile import KINDS, compile_grammar
+from octavo.grammar.limits import MAX_REASON_CHARACTERS
 
 SOURCES = {
     "json_schema": '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}',

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.core.plan import StepResult, TokenLogprobs
+from octavo.errors import InvalidRequestError
 from octavo.executors.batch_inputs import StepInputs
 from octavo.executors.columns import to_packed
 from octavo.executors.slots import Slots
@@ -28,7 +29,8 @@ SCORE_CHUNK = 64  # positions whose logits exist at once: 12 MiB at a vocabulary
 
 NOT_FINITE = "the model's logits are not finite"
 NOTHING_LEFT = (
-    "no token may follow: what grammar, allowed ids, bad words, biases and min_tokens leave together is none; "
+    f"{InvalidRequestError.__name__}: no token may follow: what "
+    "grammar, allowed ids, bad words, biases and min_tokens leave together is none; "
     "ask for less of them at once"
 )
 NO_STATE = "the model's hidden state is not finite"

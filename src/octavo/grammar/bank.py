@@ -18,14 +18,14 @@ import numpy as np
 
 from octavo.core.plan import ROW_SAMPLE, Event, EventKind, Events, StepPlan
 from octavo.core.request import Request
-from octavo.errors import InvalidRequestError, RequestError
+from octavo.errors import InvalidRequestError, OctavoError, RequestError
 from octavo.grammar.masks import Masks
-from octavo.grammar.matcher import Matcher
+from octavo.grammar.matcher import NO_FURTHER, Matcher
 from octavo.grammar.vocabulary import Vocabulary
 
 MAX_KEPT = 32  # grammars kept for the next request that has the same
 Choice = tuple[str, int]  # request id, choice
-Failure = tuple[int, str]  # row of the plan, why its grammar can be followed no further
+Failure = tuple[int, str]  # row of the plan, and the error of its grammar as "class: message"
 
 
 class GrammarBank:
@@ -56,9 +56,9 @@ class GrammarBank:
             outcome = self._build(request.params.grammar, request.eos_token_ids).fork()
             outcome.replay(request.emitted_token_ids or array("i"))
             if outcome.failure is not None:
-                outcome = InvalidRequestError(outcome.failure, "grammar")
-        except RequestError as error:
-            outcome = error
+                raise outcome.failure
+        except OctavoError as error:
+            outcome = error if isinstance(error, RequestError) else InvalidRequestError(str(error), "grammar")
         except BaseException as error:  # a shell: what breaks here must be answered too; a panic is no Exception
             outcome = InvalidRequestError(f"the grammar cannot be followed: {type(error).__name__}: {error}", "grammar")
         done(outcome)
@@ -120,9 +120,9 @@ class GrammarBank:
             try:
                 matcher.fill(bits_MW[end - size : end], drafts)
             except BaseException as error:  # a shell: a library that panics ends this output, not the step
-                matcher.failure = f"the grammar cannot be followed any further: {type(error).__name__}"
+                matcher.failure = InvalidRequestError(f"{NO_FURTHER}: {type(error).__name__}", "grammar")
             if matcher.failure is not None:
-                failures.append((row, matcher.failure))
+                failures.append((row, f"{type(matcher.failure).__name__}: {matcher.failure}"))
         first = np.asarray([at for _, _, at, _ in work], dtype=np.int64)
         within = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
         return Masks(np.repeat(first, sizes) + within, bits_MW), tuple(failures)

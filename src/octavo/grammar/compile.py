@@ -16,6 +16,7 @@ from octavo.errors import InvalidRequestError
 from octavo.grammar.answer import answer_grammars
 from octavo.grammar.dialects import ascii_digits, is_lark, with_escaped_lines
 from octavo.grammar.json_schema import prepare, subschemas
+from octavo.grammar.limits import grammar_error
 from octavo.grammar.trial import Specials, fault_of
 
 # No free whitespace: a small or hot model would fill its tokens with it. json.dumps writes the same.
@@ -25,7 +26,6 @@ JSON_OPTIONS: Mapping[str, object] = {
     "key_separator": ": ",
 }
 COMPACT_OPTIONS: Mapping[str, object] = {"whitespace_flexible": False}
-MAX_REASON_CHARACTERS = 600
 _MAX_PLACES = 256  # schemas that are tried one by one to find the one at fault; each takes a tenth of a millisecond
 _UNSATISFIABLE = "Unsatisfiable schema"
 _NAMES = {
@@ -54,19 +54,14 @@ def compile_grammar(kind: str, source: str, whitespace: str | None = None, speci
     reason = fault_of(text, specials)
     if reason and kind.startswith("json"):
         where, reason = _place(json.loads(text)["grammars"][0]["json_schema"], reason)
-        raise InvalidRequestError(f"schema: {where}: {_shown(reason)}", "schema")
+        raise grammar_error(f"schema: {where}", reason, "schema")
     if reason:
         raise _refused(kind, reason)
     return text
 
 
 def _refused(kind: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {_shown(reason)}")
-
-
-def _shown(reason: str) -> str:
-    reason = reason.strip()
-    return reason if len(reason) <= MAX_REASON_CHARACTERS else reason[:MAX_REASON_CHARACTERS] + "..."
+    return grammar_error(f"the {_NAMES[kind]} cannot be followed", reason)
 
 
 def _json_schema(source: str, whitespace: str | None) -> str:
@@ -93,7 +88,7 @@ def _place(schema: dict[str, Any], reason: str) -> tuple[str, str]:
     shared = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
     for where, each in list(subschemas(schema))[::-1][:_MAX_PLACES]:
         if isinstance(each, dict):
-            found = fault_of(_top_level({"json_schema": {**each, **shared}}))
+            found = fault_of(_top_level({"json_schema": {**each, **shared}}), num_walks=0)
             if found == reason or (found.startswith(_UNSATISFIABLE) and reason.startswith(_UNSATISFIABLE)):
                 return where[:200], found
     return "#", reason

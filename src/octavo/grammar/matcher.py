@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import InvalidRequestError
-from octavo.grammar.limits import parser_limits
+from octavo.errors import EngineError, OctavoError, TooComplexError
+from octavo.grammar.limits import grammar_error, parser_limits
 from octavo.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_REASON_CHARACTERS = 600
+NO_FURTHER = "the grammar cannot be followed any further"
 Bits = NDArray[np.int32]
 
 
@@ -35,7 +35,7 @@ class Matcher:
         self._inner = inner
         self.num_taken = num_taken  # pending ones included
         self.pending: array[int] = array("i")
-        self.failure: str | None = None
+        self.failure: OctavoError | None = None
 
     @classmethod
     def of(cls, grammar: str, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...]) -> Matcher:
@@ -44,7 +44,7 @@ class Matcher:
 
         inner = LLMatcher(vocabulary.reader(eos_token_ids), grammar, log_level=0, limits=parser_limits())
         if inner.is_error():
-            raise InvalidRequestError(f"the grammar cannot be followed: {_reason(inner)}", "grammar")
+            raise grammar_error("the grammar cannot be followed", inner.get_error(), "grammar")
         return cls(inner)
 
     def fork(self) -> Matcher:
@@ -85,16 +85,13 @@ class Matcher:
         self._inner.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
         if self._inner.is_error():
             line[:] = kept
-            self.failure = f"the grammar cannot be followed any further: {_reason(self._inner)}"
+            self.failure = grammar_error(NO_FURTHER, self._inner.get_error(), "grammar")
         return self.failure is None
 
     def _follow(self) -> None:
         """Go on by what is pending."""
         ids, self.pending = self.pending, array("i")
         if ids and self.failure is None and not self._inner.consume_tokens(ids.tolist()):
-            self.failure = f"the output has left its grammar: {_reason(self._inner)}"
-
-
-def _reason(inner: LLMatcher) -> str:
-    reason = inner.get_error().strip()
-    return reason if len(reason) <= MAX_REASON_CHARACTERS else reason[:MAX_REASON_CHARACTERS] + "..."
+            error = grammar_error(NO_FURTHER, self._inner.get_error(), "grammar")
+            is_at_limit = isinstance(error, TooComplexError)
+            self.failure = error if is_at_limit else EngineError(f"the output has left its grammar: {error}")

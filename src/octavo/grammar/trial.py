@@ -1,11 +1,14 @@
 """A first look at a compiled grammar, over bytes: whether it can be followed at all, before the engine has to.
 
-Owns: a vocabulary of the 256 bytes and the model's special tokens, and what is asked of a grammar with it.
+Owns: a vocabulary of the 256 bytes and the model's special tokens, what is asked of a grammar with it, and a few short
+walks through it, which meet most limits that the engine would meet later.
 Does not: know what the other ids of a model are.
 """
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -13,9 +16,12 @@ from typing import TYPE_CHECKING
 from octavo.grammar.limits import parser_limits
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 _NUM_BYTES = 256
+_NUM_WALKS = 4
+_WALK_BYTES = 24
+_WALKS_S = 0.1  # of processor time; most need a hundredth
 _PANIC = "PanicException"  # of a library in Rust; no Exception, and its class cannot be imported
 
 
@@ -30,20 +36,20 @@ class Specials:
 NO_SPECIALS = Specials(_NUM_BYTES + 1, ((_NUM_BYTES, "<end>"),))
 
 
-def fault_of(text: str, specials: Specials | None = None) -> str:
+def fault_of(text: str, specials: Specials | None = None, num_walks: int = _NUM_WALKS) -> str:
     """What is wrong with a compiled grammar, "" for nothing. Takes the limits that hold where it is followed.
 
     Without `specials` a special token that the grammar names is taken to be there.
     """
     try:
-        return _fault_of(text, specials)
+        return _fault_of(text, specials, num_walks)
     except BaseException as error:
         if type(error).__name__ != _PANIC:
             raise
         return "the compiler cannot read it"
 
 
-def _fault_of(text: str, specials: Specials | None) -> str:
+def _fault_of(text: str, specials: Specials | None, num_walks: int) -> str:
     from llguidance import LLMatcher  # a tenth of a second, and seven megabytes, only where grammars are made
 
     has_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
@@ -52,11 +58,29 @@ def _fault_of(text: str, specials: Specials | None) -> str:
     matcher = LLMatcher(_reader(specials or NO_SPECIALS), text, log_level=0, limits=parser_limits())
     is_empty = not matcher.is_error() and not any(matcher.compute_bitmask())
     if not matcher.is_error():
-        return "it allows no text" if is_empty else ""
+        return "it allows no text" if is_empty else _fault_on_walks(matcher, num_walks)
     reason = matcher.get_error().strip()
     if specials is None and ("special token" in reason or "Token range" in reason):
         return ""
     return reason if "NoExtension" not in reason else "it allows no text"
+
+
+def _fault_on_walks(begin: LLMatcher, num_walks: int) -> str:
+    """Follow a few outputs for a few bytes each: the error that the grammar meets, "" for none."""
+    until = time.process_time() + _WALKS_S
+    for seed in range(num_walks):
+        rng = random.Random(seed)
+        matcher = begin.deep_copy()
+        for _ in range(_WALK_BYTES):
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
+            if matcher.is_error():
+                return str(matcher.get_error())
+            if not mask or matcher.is_stopped() or time.process_time() > until:
+                break
+            allowed = [token for token in range(mask.bit_length()) if mask >> token & 1]
+            if not matcher.consume_token(rng.choice(allowed)):
+                return str(matcher.get_error())
+    return ""
 
 
 class _Tokens:

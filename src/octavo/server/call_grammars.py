@@ -48,7 +48,8 @@ def read_grammar(
             if structure is not None and not body.forced and not (error.param or "").startswith("tools"):
                 raise refusal(error, structure) from None
             param = error.param or "tools"
-            raise from_exception(type(error)(f"{param}: {error}", param)) from None
+            message = str(error) if str(error).startswith(param) else f"{param}: {error}"
+            raise from_exception(type(error)(message, param)) from None
 
     return read
 

@@ -13,10 +13,11 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from octavo import errors
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.engine.output_slices import token_bytes
 from octavo.engine.sessions import Terms
-from octavo.errors import EngineDeadError, EngineError, OctavoError, StepFailedError
+from octavo.errors import EngineDeadError, EngineError, OctavoError, RequestError, StepFailedError
 from octavo.metrics.requests import Finished, RequestMetrics
 from octavo.server.admission import Lease
 from octavo.server.faults import RETRY_ENGINE_S, ApiError, from_exception
@@ -237,6 +238,10 @@ def failure_of(delta: TextDelta) -> ApiError:
         return from_exception(StepFailedError(message))
     if message.startswith((EngineDeadError.__name__, "the engine ")):  # it ended, and says how
         return from_exception(EngineDeadError(message))
+    name, _, said = message.partition(": ")
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, RequestError):  # what it asks for cannot be gone on with
+        return from_exception(kind(said))
     return from_exception(EngineError(message))
 
 

@@ -40,7 +40,7 @@ def check_regex(pattern: str, param: str = "regex") -> int:
     except SchemaError as error:
         reason = " ".join(str(error).removeprefix(_SHELL).split())[-200:]
         if "size limit" in reason:
-            raise TooComplexError(f"{param} needs too much memory when compiled", param) from None
+            raise TooComplexError(f"{param} needs more than 10 MiB when compiled", param) from None
         raise InvalidRequestError(f"{param} is no regular expression that can be used ({reason})", param) from None
     return weight
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequestError, TooComplexError
 from octavo.grammar.json_schema import EQUIVALENT_PATTERNS
+from octavo.grammar.limits import MAX_OPTIONAL_PROPERTIES
 from octavo.grammar.pointer import NOWHERE, target_of
 from octavo.tool.regex_check import check_regex
 
@@ -21,6 +22,7 @@ MAX_SCHEMA_DEPTH = 32
 MAX_EXPANDED = 100_000  # schemas, when every reference that is not recursive is put in its place
 MAX_COUNT = 65_536  # of items, properties, characters that a keyword may ask for
 MAX_PATTERNS = 64
+MAX_REFERENCES_IN_ROW = 300  # each leading to the next
 _PARAM = "schema"
 _ONE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else",
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
@@ -53,7 +55,7 @@ def check_schema(text: str) -> dict[str, int]:
     try:
         return {"values": num_values, "depth": depth, "expanded": checker.expanded()}
     except RecursionError:
-        raise TooComplexError(f"{_PARAM} has references in too long a row", _PARAM) from None
+        raise _too_long_row() from None
 
 
 def _no_constant(name: str) -> object:
@@ -62,6 +64,11 @@ def _no_constant(name: str) -> object:
 
 def _too_deep() -> TooComplexError:
     return TooComplexError(f"{_PARAM} is nested more than {MAX_SCHEMA_DEPTH} deep", _PARAM)
+
+
+def _too_long_row() -> TooComplexError:
+    message = f"{_PARAM} has more than {MAX_REFERENCES_IN_ROW} references in a row, each leading to the next"
+    return TooComplexError(message, _PARAM)
 
 
 def _measure(schema: object) -> tuple[int, int]:
@@ -100,6 +107,7 @@ class _Checker:
             if not isinstance(listed, list) or not listed:
                 raise _wrong(f"{where}/{name}", "a list of at least one schema is needed")
         self._check_values(schema, where)
+        _check_optional(schema, where)
         for name, child in _children(schema):
             self.check(child, f"{where}/{name}")
 
@@ -168,6 +176,8 @@ class _Checker:
         def referred(reference: str) -> int:
             if reference in sizes or reference in open_references:
                 return sizes.get(reference, 1)
+            if len(open_references) >= MAX_REFERENCES_IN_ROW:
+                raise _too_long_row()
             open_references.add(reference)
             size = sizes[reference] = size_of(self._references[reference])
             open_references.discard(reference)
@@ -192,6 +202,17 @@ def _check_kinds(schema: dict[str, Any], where: str) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise _wrong(f"{where}/required", "a list of names is needed")
+
+
+def _check_optional(schema: dict[str, Any], where: str) -> None:
+    """Each property that may be left out is a way to go on at every place before it."""
+    names = schema.get("propertyNames")
+    listed = names.get("enum", ()) if isinstance(names, dict) else ()
+    optional = len(schema.get("properties", {}).keys() - set(schema.get("required", ())))
+    optional = max(optional, len(listed) if isinstance(listed, list) else 0)
+    if optional > MAX_OPTIONAL_PROPERTIES:
+        most = f"at most {MAX_OPTIONAL_PROPERTIES} are taken; have more of them required, or group them in objects"
+        raise TooComplexError(f"{_PARAM}: {where[:120]} has {optional} optional properties; {most}", _PARAM)
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
