@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -20,7 +20,7 @@ from octavo.server.bodies.structure import MAX_ALTERNATIVES
 from octavo.tool.regex_check import MAX_GROUP_DEPTH, MAX_PATTERN_BYTES, MAX_WEIGHT
 from octavo.tool.schema_check import MAX_COUNT, MAX_PATTERNS, MAX_REFERENCES_IN_ROW, MAX_SCHEMA_DEPTH
 from tests.reliability.scorecard import Score
-from tests.server.fakes import Harness
+from tests.server.fakes import Harness, events
 from tests.tiny_models import make_tiny_model
 
 Json = dict[str, Any]
@@ -31,8 +31,8 @@ Case = tuple[str, str, object]  # its name, the kind of source, the source
 async def served(folder: Path) -> AsyncIterator[Harness]:
     """The app over a real engine with a tiny model, both in this process; schemas are compiled by a tool process."""
     make_tiny_model("smollm2", folder, max_position_embeddings=2048)
-    template = folder / "short.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")  # shows no tools: they fit in any prompt
+    template = folder / "short.jinja"  # shows no tools: they fit into any prompt
+    template.write_text("{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}")
     config = Config(model=ModelConfig(model=str(folder), tool_call_parser="hermes", chat_template=str(template)))
     loop, _ = open_engine(config)
     client = LocalClient(loop)
@@ -198,7 +198,8 @@ def bodies(kind: str, source: object) -> Iterator[tuple[str, Json]]:
     yield chat(max_tokens=4, response_format={"type": "json_schema", "json_schema": form}, stream=True)
     yield "/v1/responses", {"input": "x", "max_output_tokens": 16, "text": {"format": {"type": "json_schema", **form}}}
     yield "/api/chat", {
-        "model": "tiny", "messages": [{"role": "user", "content": "x"}], "format": source, "options": {"num_predict": 4},
+        "model": "tiny", "messages": [{"role": "user", "content": "x"}], "format": source,
+        "options": {"num_predict": 4},
         "stream": False,
     }  # fmt: skip
     tool = {"type": "function", "function": {"name": "f", "parameters": source}}
@@ -243,3 +244,19 @@ async def test_row_42_every_bound_is_kept_or_named(score: Score, tmp_path: Path)
     score.tell("refused by a bound that is named", counts["refused"])
     assert wrong == []
     score.count("500s, and refusals that name nothing", len(wrong))
+
+
+async def test_row_42_a_limit_that_is_met_late_ends_that_request_alone(score: Score, tmp_path: Path) -> None:
+    """Thirty letters, and then a text that takes more than one token may: no check before sees so far."""
+    late = {"structured_outputs": {"grammar": 'start: /[a-z]{30}/ "a"~100000'}, "max_tokens": 60, "seed": 1}
+    wrong = 0
+    async with served(tmp_path / "tiny") as harness:
+        beside = asyncio.create_task(harness.chat(max_tokens=50, structured_outputs={"regex": "[a-z]{45}"}))
+        whole, streamed = await harness.chat(**late), await harness.chat(**late, stream=True)
+        for error in (whole.json()["error"], events(streamed.text)[-2]["error"]):
+            wrong += error["code"] != "too_complex" or "50000 parser items" not in error["message"]
+        assert whole.status_code == 400 and whole.headers["x-should-retry"] == "false", whole.text
+        assert (await beside).json()["choices"][0]["finish_reason"] == "stop"
+        nothing = await harness.chat(structured_outputs={"choice": ["a"]}, allowed_token_ids=[5], max_tokens=3)
+        wrong += nothing.status_code != 400 or "no token may follow" not in nothing.text
+    score.count("late limits answered as a fault of ours", wrong)

@@ -6,10 +6,12 @@ from pkgutil import iter_modules
 
 from octavo.config import AdmissionConfig
 from octavo.core.request import SamplingParams
+from octavo.grammar import limits
 from octavo.server import bodies, key_file
 from octavo.server.admission import _BOUNDS, MAX_RETRY_S, Load
 from octavo.server.json_reader import JsonLimits
 from octavo.server.limits import HttpLimits
+from octavo.tool import grammar_check, regex_check, schema_check
 from tests.source_tree import ROOT
 
 PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
@@ -115,3 +117,25 @@ def test_the_page_has_the_queues_limits_and_levels() -> None:
     for name in key_file.KeyEntry.model_fields:
         assert name in PAGE, f"docs/limits.md does not tell of {name}"
     assert SamplingParams(logprobs=20) and "| 20 | `top_logprobs`" in PAGE
+
+
+def test_the_bounds_of_forms_are_on_their_page() -> None:
+    page = (ROOT / "docs" / "structured-output.md").read_text(encoding="utf-8")
+    for bound in (
+        limits.MAX_OPTIONAL_PROPERTIES,
+        limits.MAX_ROW_ITEMS,
+        limits.MAX_STEP_ITEMS,
+        limits.MAX_STEP_FUEL,
+        limits.MAX_LEXER_STATES,
+        limits.MAX_GRAMMAR_SYMBOLS,
+        schema_check.MAX_SCHEMA_DEPTH,
+        schema_check.MAX_EXPANDED,
+        schema_check.MAX_REFERENCES_IN_ROW,
+        schema_check.MAX_PATTERNS,
+        schema_check.MAX_COUNT,
+        regex_check.MAX_WEIGHT,
+        regex_check.MAX_GROUP_DEPTH,
+        grammar_check.MAX_ANSWER_BYTES,
+        grammar_check.MAX_COMPILED_CHARACTERS,
+    ):
+        assert f"| {bound} |" in page, bound

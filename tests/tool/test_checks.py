@@ -106,8 +106,10 @@ CHAIN = {"$defs": {**{f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(900)
     [json.dumps(doubling(40)), json.dumps(nested(40)), json.dumps(CHAIN), "[" * 60_000, '{"a":' * 5000,
      " " * 70_000 + "{}",
      json.dumps({"maxItems": 10**9}), json.dumps({"pattern": "(a{1000}){1000}"}),
-     json.dumps({"properties": {str(i): {"pattern": "a"} for i in range(100)}})],
-    ids=range(9),
+     json.dumps({"properties": {str(i): {"pattern": "a"} for i in range(100)}}),
+     json.dumps({"items": {"properties": {str(i): {} for i in range(1201)}}}),
+     json.dumps({"propertyNames": {"enum": [str(i) for i in range(1201)]}})],
+    ids=range(11),
 )  # fmt: skip
 def test_schema_bombs_are_too_complex(text: str) -> None:
     begun = time.process_time()

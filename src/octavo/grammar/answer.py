@@ -16,7 +16,9 @@ import msgspec
 
 from octavo.errors import InvalidRequestError
 
-_CLOSED = ("allOf", "anyOf", "oneOf", "enum", "const", "$ref", "patternProperties", "unevaluatedProperties", "not", "if")
+_CLOSED = (
+    "allOf", "anyOf", "oneOf", "enum", "const", "$ref", "patternProperties", "unevaluatedProperties", "not", "if",
+)  # fmt: skip
 
 
 class CallSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

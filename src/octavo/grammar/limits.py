@@ -31,7 +31,7 @@ _BOUNDS = (
     (
         "Too many items",
         f"one token of an output needs too much of it; at most {MAX_STEP_ITEMS} parser items are taken "
-        '(a text that must follow is taken whole: shorten what is repeated)',
+        "(a text that must follow is taken whole: shorten what is repeated)",
     ),
     ("too many states", f"its expressions need too many states; at most {MAX_LEXER_STATES} are taken"),
     ("fuel", f"one token of an output needs too much of its expressions; at most {MAX_STEP_FUEL} steps are taken"),
