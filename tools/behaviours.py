@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CLAIM = re.compile(r"(?:bug_(\d{1,2})|row_(0[1-9]|[12]\d|3[0-2])|([SKEPLTXIR]\d\d))_")
+CLAIM = re.compile(r"(?:bug_(\d{1,2})|row_(0[1-9]|[123]\d|4[0-2])|([SKEPLTXIR]\d\d))_")
 SCORED = re.compile(r"^\| (R\d\d) \|[^|]*\| ([^|]+) \|", re.MULTILINE)
 END_TO_END, INTERFACE, OPEN = "end to end", "scheduler's interface", "open"
 # What a test that proves a row end to end uses: the executor that computes, an HTTP application, a process behind a

@@ -178,3 +178,15 @@ def test_a_last_line_that_was_cut_is_taken_off(tmp_path: Path, data: bytes, kept
     assert path.read_bytes() == kept
     assert repair(tmp_path / "none") == 0
     assert os.path.exists(path)
+
+
+@pytest.mark.parametrize("flag", ["--output", "--errors"])
+@pytest.mark.parametrize("more", [[], ["--retry-failed"]])
+def test_a_file_that_is_no_output_is_refused_and_stays(
+    tmp_path: Path, script: str, capsys: Any, flag: str, more: list[str]
+) -> None:
+    file, thesis = write(tmp_path, ask("a")), tmp_path / "thesis.txt"
+    thesis.write_text("a line that does not end")
+    assert main(["batch", str(file), "--model", script, flag, str(thesis), *more]) == 2
+    assert f"{flag} {thesis} holds something else than answers" in capsys.readouterr().err
+    assert thesis.read_text() == "a line that does not end"

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
+import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from octavo import cli
 from octavo.cli import servers
-from octavo.cli.servers import Record, find_servers, own_home
+from octavo.cli.servers import Record, find_servers, own_home, process_start, send_signal
+from octavo.engine.scratch import PAGE_NAME, SOCKET_NAME, VARIABLE
 from octavo.errors import ConfigError
 
 
@@ -42,26 +48,171 @@ def test_a_server_is_found_while_it_lives(folder: Path) -> None:
     assert find_servers() == [] and list(folder.iterdir()) == []
 
 
-def test_what_a_killed_server_left_is_removed(folder: Path) -> None:
+ENGINE = "octavo-ab12cd_9"  # as tempfile names it
+
+
+def engine_folder(scratch: Path) -> Path:
+    """Make what a killed engine leaves."""
+    folder = scratch / ENGINE
+    folder.mkdir(mode=0o700)
+    (folder / PAGE_NAME).write_bytes(bytes(100))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / SOCKET_NAME))
+    return folder
+
+
+def kill_a_server() -> tuple[Path, Path]:
+    """Make a server that is killed while it runs; return its folder and its scratch folder."""
     script = (
         "import os\nfrom octavo.cli.servers import Record, own_home\nwith own_home() as home:\n"
-        "    (home.scratch / 'engine').mkdir()\n    print(home.scratch)\n"
+        "    print(home.path, home.scratch, sep='\\n')\n"
         f"    home.record(Record({os.getpid()}, 'http://127.0.0.1:1', 'tiny', '/x', 1.0))\n    os.kill(os.getpid(), 9)"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-uc", script], stdout=subprocess.PIPE, text=True, env=environ)
-    scratch = Path(done.stdout.strip())
-    assert len(list(folder.iterdir())) == 1 and (scratch / "engine").is_dir()
+    path, scratch = map(Path, done.stdout.split())
+    return path, scratch
+
+
+def test_what_a_killed_server_left_is_removed(folder: Path) -> None:
+    path, scratch = kill_a_server()
+    engine_folder(scratch)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path / "admin.sock"))
+    assert list(folder.iterdir()) == [path]
     assert find_servers() == [], "although a process of that number lives"
     assert list(folder.iterdir()) == [] and not scratch.exists()
 
 
 def test_what_a_killed_process_left_is_removed() -> None:
     with own_home() as home:
-        (home.scratch / "octavo-x").mkdir()
+        engine_folder(home.scratch)
         home.clear_scratch()
         assert list(home.scratch.iterdir()) == []
     assert not home.scratch.exists()
+
+
+def test_files_of_others_in_a_dead_servers_folders_stay(folder: Path, tmp_path: Path) -> None:
+    path, scratch = kill_a_server()
+    others = [path / "thesis", scratch / "notes" / "thesis", engine_folder(scratch) / "thesis", tmp_path / "thesis"]
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+        other.write_text("mine")
+    (scratch / "octavo-linkto_x").symlink_to(tmp_path)
+    (path / "admin.sock").symlink_to(tmp_path / "thesis")
+    assert find_servers() == []
+    assert [other.read_text() for other in others] == ["mine"] * 4
+    assert (path / "admin.sock").is_symlink() and not (path / "server.json").exists()
+    assert sorted(left.name for left in (scratch / ENGINE).iterdir()) == ["thesis"]
+    shutil.rmtree(scratch)
+
+
+def proof_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / "server.json").read_text())
+    return found
+
+
+def write_proof(path: Path, **changes: object) -> None:
+    proof = proof_of(path)
+    proof["made"].update(changes)
+    (path / "server.json").write_text(json.dumps(proof))
+
+
+def _copied(path: Path) -> None:
+    """As a backup has it: the name is the same, and the folder is another one."""
+    aside = path.with_name("aside")
+    path.rename(aside)
+    shutil.copytree(aside, path, symlinks=True)
+    path.chmod(0o700)
+    shutil.rmtree(aside)
+
+
+def _linked(path: Path) -> None:
+    real = path.with_name("real")
+    path.rename(real)
+    path.symlink_to(real)
+
+
+def _record_is_a_link(path: Path) -> None:
+    (path / "server.json").rename(path / "other.json")
+    (path / "server.json").symlink_to(path / "other.json")
+
+
+UNPROVEN: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: (path / "server.json").write_text(""),
+    "no record": lambda path: (path / "server.json").write_text('{"pid": 1}'),
+    "of another format": lambda path: write_proof(path, format="octavo-server-0"),
+    "of another name": lambda path: write_proof(path, name="x"),
+    "of another inode": lambda path: write_proof(path, inode=1),
+    "renamed": lambda path: path.rename(path.with_name("app")),
+    "open to others": lambda path: path.chmod(0o755),
+    "a pipe": lambda path: ((path / "server.json").unlink(), os.mkfifo(path / "server.json")),
+    "a folder": lambda path: ((path / "server.json").unlink(), (path / "server.json").mkdir()),
+    "a copy": _copied,
+    "a link to a folder": _linked,
+    "a link to a record": _record_is_a_link,
+}
+
+
+@pytest.mark.parametrize("kind", UNPROVEN)
+def test_a_folder_without_proof_stays(folder: Path, kind: str) -> None:
+    path, scratch = kill_a_server()
+    (path / "thesis").write_text("mine")
+    UNPROVEN[kind](path)
+    before = sorted(folder.rglob("*"))
+    assert find_servers() == []
+    assert sorted(folder.rglob("*")) == before and scratch.is_dir()
+    scratch.rmdir()
+
+
+@pytest.mark.parametrize(("name", "inode"), [("octavo-thesis", 1), ("thesis", None)])
+def test_a_scratch_folder_of_another_inode_or_name_stays(tmp_path: Path, name: str, inode: int | None) -> None:
+    other = tmp_path / name
+    other.mkdir(mode=0o700)
+    engine_folder(other)
+    path, scratch = kill_a_server()
+    write_proof(path, scratch=str(other), scratch_inode=inode or other.stat().st_ino)
+    assert find_servers() == [] and not path.exists()
+    assert sorted(left.name for left in (other / ENGINE).iterdir()) == [SOCKET_NAME, PAGE_NAME]
+    scratch.rmdir()
+
+
+def test_a_folder_of_the_user_is_refused_and_not_changed(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match=rf"{folder}, is open to other users \(mode 0755\); chmod 700 it"), own_home():
+        pass
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755 and list(folder.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(ConfigError, match="No space left"), own_home():
+        pass
+    assert list(folder.iterdir()) == [] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are told apart by /proc")
+def test_a_process_that_has_a_servers_number_is_not_signalled(capsys: pytest.CaptureFixture[str]) -> None:
+    """A record that a container, or a backup that somebody locks, shows to this machine."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as innocent, own_home() as home:
+        home.record(Record(innocent.pid, "http://127.0.0.1:1", "tiny", "/none/admin.sock", 1.0, "17"))
+        assert cli.main(["stop", "--timeout", "0.1"]) == 1
+        assert f"process {innocent.pid} is not tiny at http://127.0.0.1:1" in capsys.readouterr().err
+        assert innocent.poll() is None
+        innocent.kill()
+
+
+def test_only_the_process_that_is_meant_is_signalled() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        server = Record(process.pid, "", "", "", 0.0, process_start(process.pid))
+        assert send_signal(server, signal.SIGTERM)
+        assert process.wait(30) == -signal.SIGTERM
+    assert not send_signal(server, signal.SIGTERM)
 
 
 def test_a_folder_that_cannot_be_used_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -497,3 +497,24 @@ def test_one_delivery_is_one_write(tmp_path: Path) -> None:
     journal.appended(Delivery(names, zeros, zeros, zeros))
     assert disk.num_writes == before + 1, "nobody of them is open"
     journal.close()
+
+
+@pytest.mark.parametrize("number", [1, 4, "a"])
+@pytest.mark.parametrize("kind", ["seg", "tmp"])
+def test_a_file_that_is_no_segment_stays(tmp_path: Path, number: int | str, kind: str) -> None:
+    name = f"journal-{number:0>8}.{kind}"
+    (tmp_path / name).write_text("my thesis, chapter one\n")
+    for _ in range(2):
+        journal = Journal(tmp_path, "model")
+        assert sum(name in warning for warning in journal.warnings) == (kind == "seg" and number != "a")
+        journal.close()
+    assert (tmp_path / name).read_text() == "my thesis, chapter one\n"
+
+
+@pytest.mark.parametrize("kind", ["seg", "tmp"])
+@pytest.mark.parametrize(("length", "zeros"), [(0, 0), (0, 4096), (11, 0), (30, 0)])
+def test_a_segment_that_was_cut_or_never_written_is_cleared(tmp_path: Path, kind: str, length: int, zeros: int) -> None:
+    left = tmp_path / f"journal-00000001.{kind}"
+    left.write_bytes(packed(Head(1, 1, 0, "", 0.0, 0.0, "model"))[:length] + bytes(zeros))
+    Journal(tmp_path, "model").close()
+    assert not left.exists()

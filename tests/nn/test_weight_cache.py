@@ -269,12 +269,29 @@ def test_the_least_recently_used_leave_first(cache: WeightCache, source: Path) -
 
 def test_what_a_dead_writer_left_goes_after_an_hour(cache: WeightCache, source: Path) -> None:
     cache.folder.mkdir()
-    dead, alive = cache.folder / "x.1.unfinished", cache.folder / "x.2.unfinished"
+    dead, alive = (cache.folder / f"{'a' * 32}.{name}.unfinished" for name in ("ab12cd_9", "ab12cd_8"))
     for path, age in ((dead, 7200), (alive, 60)):
         path.write_bytes(bytes(10))
         os.utime(path, (time.time() - age,) * 2)
     check(write(cache, CacheKey.of([source])))
     assert alive.exists() and not dead.exists()
+
+
+def test_files_of_others_neither_count_nor_leave(cache: WeightCache, source: Path) -> None:
+    cache.folder.mkdir()
+    others = [cache.folder / name for name in ("thesis.octavo", "thesis.unfinished", "a.b.unfinished", "thesis")]
+    for path in others:
+        path.write_bytes(bytes(1_000_000))
+        os.utime(path, (time.time() - 7200,) * 2)
+    link = cache.folder / f"{'a' * 32}.octavo"
+    link.symlink_to(source)
+    key = CacheKey.of([source])
+    check(write(cache, key))
+    assert used_bytes(cache.folder) == cache.path(key).stat().st_size
+    cache.max_bytes = used_bytes(cache.folder)
+    check(write(cache, CacheKey.of([source], "other")))
+    assert not cache.path(key).exists()
+    assert all(path.stat().st_size == 1_000_000 for path in others) and link.is_symlink()
 
 
 def test_writers_at_once_all_get_whole_files(cache: WeightCache, source: Path) -> None:

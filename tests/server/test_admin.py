@@ -131,3 +131,15 @@ async def test_another_user_is_not_answered(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "a.sock"
     async with serving(path):
         assert await ask(path, line("echo")) == []
+
+
+async def test_a_socket_that_took_the_path_meanwhile_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    async with serving(path):
+        path.unlink()
+        async with serving(path):
+            pass
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(path))
+            inode = path.stat().st_ino
+    assert path.stat().st_ino == inode

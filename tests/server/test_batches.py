@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from octavo.config import BatchConfig, Config, ServingConfig
 from octavo.errors import ConfigError
+from octavo.server.batches.records import FileRecord
+from octavo.server.batches.store import BatchStore
 from tests.server.fakes import Harness
 
 
@@ -300,6 +304,24 @@ async def test_old_files_go_and_one_server_has_the_folder(tmp_path: Path) -> Non
         assert not store.files
         with pytest.raises(ConfigError, match="in use by another server"):
             Harness(config=replace(config))
+
+
+def test_a_record_that_cannot_be_read_keeps_its_file(tmp_path: Path) -> None:
+    """One of a later version, and one that names other files than its own."""
+    folder = tmp_path / "batches" / "files"
+    folder.mkdir(parents=True)
+    thesis = tmp_path / "thesis.data"
+    thesis.write_text("mine")
+    names = [f"file-{digit * 32}" for digit in "ab"]
+    wrong = FileRecord("../../thesis", "", "x", "batch", 4, 0)
+    for name, record in zip(names, (b'{"version": 9}', msgspec.json.encode(wrong)), strict=True):
+        (folder / f"{name}.json").write_bytes(record)
+        (folder / f"{name}.data").write_text("theirs")
+    store = BatchStore(BatchConfig(), tmp_path / "batches")
+    store.expire(time.time())
+    store.close()
+    assert not store.files and thesis.read_text() == "mine"
+    assert [(folder / f"{name}.data").read_text() for name in names] == ["theirs"] * 2
 
 
 async def test_what_a_crash_left_is_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -2,19 +2,22 @@
 
 Owns: where it is, how much is in it, and its bound: the least recently used files leave first.
 Does not: read or write the files' contents.
-Invariants: removing a file disturbs nobody who has it mapped; nothing that has not the suffix of a cache file, or of
-one being written, is ever removed.
+Invariants: removing a file does not disturb a process that has it mapped; only regular files with the name of a cache
+file, or of one that is being written, count and are removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import stat
 import time
 from pathlib import Path
 
 SUFFIX = ".octavo"
 UNFINISHED = ".unfinished"
+_NAME = re.compile(rf"[0-9a-f]{{32}}({re.escape(SUFFIX)}|\.[a-z0-9_]{{8}}{re.escape(UNFINISHED)})")
 _ABANDONED_S = 3600.0  # a file not finished after an hour has no writer any more
 
 
@@ -46,7 +49,7 @@ def make_room(folder: Path, max_bytes: int, keep: Path) -> None:
 def touch(path: Path) -> None:
     """Note that the file was used now; where it may not be changed, its age is that of its writing."""
     with contextlib.suppress(OSError):
-        os.utime(path)
+        os.utime(path, follow_symlinks=False)
 
 
 def _files(folder: Path) -> list[tuple[float, int, Path]]:
@@ -54,8 +57,9 @@ def _files(folder: Path) -> list[tuple[float, int, Path]]:
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
-            if entry.name.endswith((SUFFIX, UNFINISHED)):
+            if _NAME.fullmatch(entry.name):
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
-                    found.append((status.st_mtime, status.st_size, Path(entry.path)))
+                    if stat.S_ISREG(status.st_mode):
+                        found.append((status.st_mtime, status.st_size, Path(entry.path)))
     return found

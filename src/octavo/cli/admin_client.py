@@ -6,6 +6,7 @@ Owns: one question and its answer. Does not: find the socket (servers does), or 
 from __future__ import annotations
 
 import socket
+import struct
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from octavo.errors import OctavoError
 TIMEOUT_S = 65.0  # above the server's own bound
 _READ_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 24
+_CREDENTIALS = struct.Struct("3i")  # process, user, group: SO_PEERCRED, unix(7)
 
 
 class AdminError(OctavoError):
@@ -41,6 +43,21 @@ def ask(path: str, verb: str, argument: str = "", timeout_s: float = TIMEOUT_S) 
     if answer.error is not None:
         raise AdminError(answer.error)
     return answer.ok
+
+
+def peer_of(path: str) -> int | None:
+    """Return the process that listens on an admin socket, by its number here; None where the system does not say."""
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        return None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.connect(path)
+            data = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
+        except OSError as error:
+            raise AdminError(f"no answer on the admin socket {path} ({reason_of(error)})") from None
+    number: int = _CREDENTIALS.unpack(data)[0]
+    return number
 
 
 def _read_line(connection: socket.socket) -> bytes:

@@ -21,7 +21,7 @@ from octavo.cli.flags import UsageError, add_settings, check_output, config_from
 from octavo.cli.inner_app import answering
 from octavo.cli.terminal import loading, say, warn_limits
 from octavo.config import Config
-from octavo.server.batches.lines import ENDPOINTS
+from octavo.server.batches.lines import ENDPOINTS, is_output
 from octavo.server.batches.runner import BatchPaths, BatchRun, Counts, RunOptions
 
 MAX_TRIES = 5
@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     with _locked(paths.output):
         if args.overwrite:
             paths.output.unlink(missing_ok=True)
+        else:
+            _check_outputs(paths)
         if args.overwrite or args.retry_failed:
             paths.errors.unlink(missing_ok=True)
         with loading(config.model.model, args.quiet):
@@ -79,6 +81,13 @@ def paths_of(file: str, output: str | None, errors: str | None) -> BatchPaths:
     if len({path.resolve() for path in (requests, out, failed)}) < 3:
         raise UsageError(f"requests, answers and errors must be three files; give --output and --errors beside {file}")
     return BatchPaths(requests, out, failed)
+
+
+def _check_outputs(paths: BatchPaths) -> None:
+    """Refuse a file that is no output of a run: taking it up would cut its last line. Raises UsageError."""
+    for flag, path in (("--output", paths.output), ("--errors", paths.errors)):
+        if not is_output(path):
+            raise UsageError(f"{flag} {path} holds something else than answers; give another file, or --overwrite")
 
 
 def _beside(path: Path, word: str) -> Path:

@@ -21,7 +21,7 @@ from octavo.bench.drill import FAULTS, Drill, Drilling, Outcome
 from octavo.bench.percentiles import percentile
 from octavo.bench.server_facts import first_model
 from octavo.bench.table import show_facts
-from octavo.cli.admin_client import AdminError, ask
+from octavo.cli.admin_client import AdminError, ask, peer_of
 from octavo.cli.flags import UsageError
 from octavo.cli.servers import add_server_arguments, full_url, named_server
 from octavo.server.listener import is_loopback
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     before = ask(server.admin, "status")
     url = before["url"]
     _check_local(url)
+    _check_processes(server.admin, before["processes"]["api"])
     if not args.yes:
         _confirm(drill, f"{before['model']} at {url}")
     key = args.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
@@ -186,3 +187,10 @@ def _seconds(flag: str, text: str) -> float:
 def _check_local(url: str) -> None:
     if not is_loopback(urlsplit(url).hostname or ""):
         raise UsageError(f"--url is {url!r}; a drill is for a server on this machine: give a loopback address")
+
+
+def _check_processes(socket: str, api: int) -> None:
+    """Refuse a server whose numbers of processes are of another machine or container: here they are other programs'."""
+    number = peer_of(socket)
+    if number not in (None, api):
+        raise UsageError(f"process {api} of the server is process {number} here; run the drill where the server runs")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from octavo.cli.api_task import COMMAND, ApiTask
 from octavo.cli.flags import UsageError, add_settings, resolve_args
-from octavo.cli.servers import Home, Record, find_servers, own_home, who_has
+from octavo.cli.servers import Home, Record, find_servers, own_home, process_start, who_has
 from octavo.cli.systemd import notify
 from octavo.config import Config
 from octavo.engine import scratch
@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.closing(_listen(config)) as listener, own_home() as home:
         admin = str(home.admin_path(config.serving.admin_socket))
         task = ApiTask(config, admin, is_quiet=args.quiet)
-        home.record(Record(os.getpid(), url_of(listener, config.web), _name(config), admin, time.time()))
+        pid = os.getpid()
+        url = url_of(listener, config.web)
+        home.record(Record(pid, url, _name(config), admin, time.time(), process_start(pid)))
         os.environ[scratch.VARIABLE] = str(home.scratch)
         find_servers()  # for what those left that were killed
         if config.serving.in_process:

@@ -1,9 +1,10 @@
 """The servers that this user runs on this machine: a folder with a record for each, and the arguments that name one.
 
 Owns: the folder of a server (mode 0700: record, admin socket), a second one for what its processes write all the time,
-finding the servers that live, removing what dead ones left, which server a command line means.
-Does not: talk to a server (see admin_client). Invariant: a server holds a lock on its record as long as it lives, so a
-record without a lock is stale, whatever became of its process or of the process's number.
+finding the servers that live, removing what dead ones left, signals, which server a command line means.
+Does not: talk to a server (see admin_client).
+Invariants: a server holds a lock on its record as long as it lives. A folder is removed only where its record proves
+that a server made it (name, inode, owner), and then file by file: any other file and folder stays as it is.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import argparse
 import contextlib
 import fcntl
 import os
-import shutil
+import signal
 import socket
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ import msgspec
 
 from octavo.cli.flags import UsageError
 from octavo.config.spelling import unknown
-from octavo.engine.scratch import scratch_root
+from octavo.engine.scratch import is_own_folder, open_folder, remove_engine_folders, scratch_root
 from octavo.errors import ConfigError
 from octavo.machine import listener_of
 from octavo.server.listener import is_loopback
@@ -35,17 +37,38 @@ MAX_SOCKET_PATH = 100  # bytes; the system's bound is 104 or 108
 _RECORD = "server.json"
 _UNLOCKED = "server.new"
 _ADMIN = "admin.sock"
-_SCRATCH = "scratch"
+_FORMAT = "octavo-server-1"
+_SCRATCH_PREFIX = "octavo-"
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What is known of a server from outside. `begun` is seconds since 1970, for people."""
+    """What is known of a server from outside. `begun` is seconds since 1970; `started` tells its process from others
+    that have had the same number, None where the system does not say.
+    """
 
     pid: int
     url: str
     model: str
     admin: str
     begun: float
+    started: str | None = None
+
+
+class _Made(msgspec.Struct, frozen=True):
+    """The proof that a server made a folder: the folder's name and inode. Likewise its scratch folder's."""
+
+    format: str
+    name: str
+    inode: int
+    scratch: str
+    scratch_inode: int
+
+
+class _File(msgspec.Struct, frozen=True):
+    """The contents of server.json; `server` is None until the server has opened its port."""
+
+    made: _Made
+    server: Record | None = None
 
 
 def run_folder() -> Path:
@@ -60,20 +83,39 @@ def run_folder() -> Path:
 class Home:
     """The folder of this process's server, and the scratch folder of its processes."""
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path) -> None:
+        """Fill a new folder. Its record gets its name last: it is locked and proves what it stands for."""
         self.path = path
-        self._lock = lock
-        self.scratch = Path(tempfile.mkdtemp(prefix="octavo-", dir=scratch_root()))
-        (path / _SCRATCH).symlink_to(self.scratch)  # for whoever clears up behind a server that was killed
+        self.scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX, dir=scratch_root()))
+        inode, scratch_inode = (folder.stat().st_ino for folder in (path, self.scratch))
+        self._made = _Made(_FORMAT, path.name, inode, str(self.scratch), scratch_inode)
+        self._lock = os.open(path / _UNLOCKED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._write(None)
+            (path / _UNLOCKED).rename(path / _RECORD)
+        except OSError:  # no room
+            self.remove()
+            raise
 
     def clear_scratch(self) -> None:
-        """Remove what a process left that was killed."""
-        for left in self.scratch.iterdir():
-            shutil.rmtree(left, ignore_errors=True)
+        """Remove what a killed process left."""
+        _clear_scratch(self._made)
 
     def record(self, record: Record) -> None:
         """Let others find this server."""
-        os.pwrite(self._lock, msgspec.json.encode(record), 0)
+        self._write(record)
+
+    def remove(self) -> None:
+        """Remove both folders, and release the lock."""
+        folder = open_folder(self.path)
+        if folder is not None:
+            _remove(self.path, folder, self._made)
+            os.close(folder)
+        os.close(self._lock)
+
+    def _write(self, server: Record | None) -> None:
+        os.pwrite(self._lock, msgspec.json.encode(_File(self._made, server)), 0)
 
     def admin_path(self, given: str | None) -> Path:
         """Where the admin socket is: as given, else here. Raises ConfigError for a path that is too long."""
@@ -88,32 +130,59 @@ class Home:
 
 @contextlib.contextmanager
 def own_home() -> Iterator[Home]:
-    """Make a folder for this process's server, gone at the end. Raises ConfigError."""
+    """Make a folder for this process's server, and remove it at the end. Raises ConfigError."""
     root = run_folder()
     try:
-        _make_private(root)
-        path = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=root))
-        lock = os.open(path / _UNLOCKED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (path / _UNLOCKED).rename(path / _RECORD)  # so that nobody ever sees it without its lock
-        home = Home(path, lock)
+        _make_root(root)
+        home = Home(Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=root)))
     except OSError as error:
         raise ConfigError(f"no folder can be made in {root} ({error.strerror}); set {RUN_DIR}") from None
     try:
         yield home
     finally:
-        _remove(path)
-        os.close(lock)
+        home.remove()
 
 
 def find_servers() -> list[Record]:
-    """The running servers, oldest first; what dead ones left is removed."""
-    found = []
-    for folder in _folders():
-        record = _read(folder)
-        if record is not None:
-            found.append(record)
+    """Return the running servers, oldest first; remove what dead ones left."""
+    try:
+        paths = sorted(run_folder().iterdir())
+    except OSError:
+        return []
+    found = [record for path in paths if (record := _look(path)) is not None]
     return sorted(found, key=lambda record: record.begun)
+
+
+def process_start(pid: int) -> str | None:
+    """Return what tells a process from others of the same number: when it started, in ticks. None: not known."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()[19]  # the name in brackets may hold anything
+
+
+def send_signal(server: Record, number: int) -> bool:
+    """Signal a server; return False where its number is not (or no longer) that of its process here.
+
+    The lock says that a server lives, not where: one in a container has numbers of its own. Raises UsageError.
+    """
+    try:
+        if sys.platform != "linux" or server.started is None:
+            os.kill(server.pid, number)
+            return True
+        process = os.pidfd_open(server.pid)  # from here on it is one process, and no other that gets its number
+        try:
+            if process_start(server.pid) != server.started:
+                return False
+            signal.pidfd_send_signal(process, number)
+        finally:
+            os.close(process)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        raise UsageError(f"process {server.pid} belongs to another user") from None
+    return True
 
 
 def add_server_arguments(group: Any, *, is_positional: bool = False, default: str = "the only one") -> None:
@@ -226,38 +295,67 @@ def port_of(url: str) -> int:
     return parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
 
 
-def _folders() -> list[Path]:
-    try:
-        return sorted(path for path in run_folder().iterdir() if path.is_dir())
-    except OSError:
-        return []
-
-
-def _read(folder: Path) -> Record | None:
-    """The record of a live server. Removes the folder of a dead one."""
-    try:
-        fd = os.open(folder / _RECORD, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None  # it is starting, or ending
-    try:
-        data = os.read(fd, 1 << 16)
-        if _can_lock(fd):
-            _remove(folder)
-            return None
-        return msgspec.json.decode(data, type=Record)
-    except msgspec.MsgspecError:
+def _look(path: Path) -> Record | None:
+    """Return the record of a live server; remove the folder of a dead one. Anything else is left as it is."""
+    folder = open_folder(path)
+    if folder is None:
         return None
+    try:
+        for name in (_RECORD, _UNLOCKED):
+            with contextlib.suppress(OSError):
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is not waited for
+                file = os.open(name, flags, dir_fd=folder)
+                try:
+                    return _read(path, folder, file)
+                finally:
+                    os.close(file)
     finally:
-        os.close(fd)
+        os.close(folder)
+    return None
 
 
-def _remove(folder: Path) -> None:
-    """Remove a server's folder, and its scratch folder."""
+def _read(path: Path, folder: int, file: int) -> Record | None:
+    """Return what a record says, if its server lives; else remove the folder that it proves."""
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+        return None
+    try:
+        found = msgspec.json.decode(os.read(file, 1 << 16), type=_File)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    made = found.made
+    if (made.format, made.name) != (_FORMAT, path.name) or not is_own_folder(folder, made.inode):
+        return None
+    if not _can_lock(file):
+        return found.server
+    _remove(path, folder, made)
+    return None
+
+
+def _remove(path: Path, folder: int, made: _Made) -> None:
+    """Remove a server's folder, and its scratch folder. A file that the server did not make keeps its folder."""
+    _clear_scratch(made)
     with contextlib.suppress(OSError):
-        scratch = (folder / _SCRATCH).readlink()
-        if scratch.name.startswith("octavo-"):
-            shutil.rmtree(scratch, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
+        os.rmdir(made.scratch)
+    for name, is_kind in ((_ADMIN, stat.S_ISSOCK), (_UNLOCKED, stat.S_ISREG), (_RECORD, stat.S_ISREG)):
+        with contextlib.suppress(OSError):
+            if is_kind(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=folder)
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+def _clear_scratch(made: _Made) -> None:
+    """Remove what engines left in a server's scratch folder."""
+    path = Path(made.scratch)
+    folder = open_folder(path) if path.name.startswith(_SCRATCH_PREFIX) else None
+    if folder is None:
+        return
+    try:
+        if is_own_folder(folder, made.scratch_inode):
+            remove_engine_folders(folder)
+    finally:
+        os.close(folder)
 
 
 def _can_lock(fd: int) -> bool:
@@ -268,11 +366,15 @@ def _can_lock(fd: int) -> bool:
     return True
 
 
-def _make_private(folder: Path) -> None:
-    """Make the folder for this user alone. Raises OSError, also for one that others may enter."""
+def _make_root(folder: Path) -> None:
+    """Make the folder of all servers for this user alone. Raises OSError, ConfigError for one that others may enter."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
+    mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.getuid():
-        raise PermissionError(1, "it belongs to another user")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        folder.chmod(0o700)
+        raise ConfigError(f"the folder of servers, {folder}, belongs to user {status.st_uid}; set {RUN_DIR} to another")
+    if mode & 0o077:
+        raise ConfigError(
+            f"the folder of servers, {folder}, is open to other users (mode {mode:04o}); "
+            f"chmod 700 it, or set {RUN_DIR} to a folder that is not there yet"
+        )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import time
 from collections.abc import Sequence
 
 from octavo.cli.admin_client import AdminError, ask
 from octavo.cli.flags import UsageError
-from octavo.cli.servers import Record, add_server_arguments, find_servers, is_server_named, named_server
+from octavo.cli.servers import (
+    Record,
+    add_server_arguments,
+    find_servers,
+    is_server_named,
+    named_server,
+    send_signal,
+)
 from octavo.cli.terminal import say
 
 TIMEOUT_S = 60.0
@@ -49,13 +55,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tell(server: Record) -> None:
-    """Ask it to end. It was found by the lock that it holds, so the number is its own."""
+    """Ask it to end: by a signal, or over its admin socket where its process is not one of this machine's own."""
+    if send_signal(server, signal.SIGTERM):
+        return
     try:
-        os.kill(server.pid, signal.SIGTERM)
-    except ProcessLookupError:
-        pass
-    except PermissionError:
-        raise UsageError(f"process {server.pid} belongs to another user") from None
+        ask(server.admin, "drain", timeout_s=_HURRY_S)
+    except AdminError as error:
+        say(f"process {server.pid} is not {server.model} at {server.url}, and was left alone: {error}")
 
 
 def _hurry(server: Record) -> bool:

@@ -24,7 +24,6 @@ import msgspec
 
 from octavo.core.plan import StepPlan
 
-PAGE_NAME = "heartbeat"
 MIN_STEP_S = 5.0  # what any step may take
 COMMANDS_S = 5.0  # taking in requests, or an export of statistics
 MARGIN = 10.0  # how many times the predicted seconds a step may take

@@ -3,7 +3,7 @@
 Owns: file names, modes (the folder 0700, files 0600: they hold prompts and answers), whole writes, syncs, recovery.
 Does not: decide when to write, sync or compact (journal does).
 Invariants: a segment is only ever added to; a snapshot has its name only when it is whole and on the disk, and only
-then what it supersedes is deleted; one process holds the lock.
+then what it supersedes is deleted; one process holds the lock; a file that is no segment is neither read nor deleted.
 """
 
 from __future__ import annotations
@@ -12,17 +12,28 @@ import contextlib
 import fcntl
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from octavo.engine.journal_records import VERSION, Contents, Head, Record, packed, read_records
+from octavo.engine.journal_records import (
+    MARK_BYTES,
+    VERSION,
+    Contents,
+    Head,
+    Record,
+    is_segment,
+    packed,
+    read_records,
+)
 from octavo.engine.journal_state import JournalState
 from octavo.errors import ConfigError
 
 _NAME = re.compile(r"journal-(\d{8})\.seg")
+_UNFINISHED = re.compile(r"journal-\d{8}\.tmp")
 _BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
 _WRITE_BYTES = 1 << 20
 SAME_CLOCK_S = 1.0  # clocks that drifted by less are taken as the same boot where the boot has no name
@@ -130,8 +141,7 @@ def write_snapshot(folder: Path, head: Head, records: Iterable[Record], disk: Di
     """Write a segment that replaces all before it, then delete those; give its size. Raises OSError, WireError."""
     path = segment_path(folder, head.number)
     unfinished = path.with_suffix(".tmp")
-    with contextlib.suppress(OSError):
-        unfinished.unlink()
+    _delete(unfinished)
     segment = Segment(unfinished, disk)
     try:
         held = bytearray(packed(head))
@@ -167,8 +177,22 @@ def delete_below(folder: Path, number: int) -> None:
     """Delete superseded segments; one that stays is superseded all the same."""
     for found, path in numbered(folder):
         if found < number:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete a segment, finished or not; leave a file of somebody else."""
+    with contextlib.suppress(OSError):
+        if _is_own(path):
+            path.unlink()
+
+
+def _is_own(path: Path) -> bool:
+    """Return True for a segment. Raises OSError."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        return False
+    with path.open("rb") as file:
+        return is_segment(file.read(MARK_BYTES))
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
@@ -189,9 +213,9 @@ class Recovery:
 def recover(folder: Path, model: str, clock: Clock) -> Recovery:
     """Read every segment that counts. Raises OSError when the folder cannot be read."""
     result = Recovery()
-    for unfinished in folder.glob("journal-*.tmp"):
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
+    for path in folder.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            _delete(path)
     segments = numbered(folder)
     contents: list[tuple[Path, Contents]] = []
     first = 0
@@ -215,6 +239,9 @@ def recover(folder: Path, model: str, clock: Clock) -> Recovery:
 
 def _read(path: Path, result: Recovery) -> Contents:
     try:
+        if not _is_own(path):
+            result.warnings.append(f"{path.name} is no segment of a journal and is left alone")
+            return Contents((), 0, 0)
         return read_records(path.read_bytes())
     except OSError as error:
         result.warnings.append(f"{path.name} cannot be read ({error.strerror or error}); what it holds is lost")

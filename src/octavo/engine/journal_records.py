@@ -24,6 +24,9 @@ from octavo.errors import RequestError
 VERSION = 1
 MAX_RECORD_BYTES = MAX_FRAME_BYTES
 _HEAD = struct.Struct("<II")
+_MARK = b"\xa4Head"  # the tag of a segment's first record, behind its length, its checksum and one byte
+_MARK_AT = _HEAD.size + 1
+MARK_BYTES = _MARK_AT + len(_MARK)
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -138,6 +141,11 @@ def packed(record: Record) -> bytes:
     if len(body) > MAX_RECORD_BYTES:
         raise RecordTooLargeError(f"a {type(record).__name__} record of {len(body)} bytes, at most {MAX_RECORD_BYTES}")
     return _HEAD.pack(len(body), _checksum(len(body), body)) + body
+
+
+def is_segment(start: bytes) -> bool:
+    """Return True if a file that begins so is a segment: whole, cut off, or with no byte but zeros on the disk."""
+    return not any(start) or (len(start) > _MARK_AT and _MARK.startswith(start[_MARK_AT:MARK_BYTES]))
 
 
 def _checksum(length: int, body: bytes | memoryview) -> int:

@@ -21,9 +21,9 @@ from pathlib import Path
 import msgspec
 
 from octavo.config import Config
-from octavo.engine.heartbeat import PAGE_NAME, HeartbeatPage
+from octavo.engine.heartbeat import HeartbeatPage
 from octavo.engine.process_side import DUMP_SIGNAL
-from octavo.engine.scratch import scratch_root
+from octavo.engine.scratch import PAGE_NAME, PREFIX, SOCKET_NAME, scratch_root
 from octavo.engine.socket_client import Receive, SocketClient
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
@@ -65,8 +65,8 @@ class EngineProcess:
 
         `receive` gets its deliveries; without it the client keeps them, and ends open requests with its connection.
         """
-        folder = tempfile.TemporaryDirectory(prefix="octavo-", dir=scratch_root())  # mode 0700
-        path = Path(folder.name) / "engine.sock"
+        folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=scratch_root())  # mode 0700
+        path = Path(folder.name) / SOCKET_NAME
         page = HeartbeatPage(path.with_name(PAGE_NAME), create=True)
         try:
             process = await asyncio.create_subprocess_exec(

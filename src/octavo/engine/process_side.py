@@ -18,9 +18,10 @@ from pathlib import Path
 import msgspec
 
 from octavo.config import Config
-from octavo.engine.heartbeat import PAGE_NAME, Heart, HeartbeatPage
+from octavo.engine.heartbeat import Heart, HeartbeatPage
 from octavo.engine.loop import EngineLoop
 from octavo.engine.parent import end_with_parent
+from octavo.engine.scratch import PAGE_NAME
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import ConfigError, OctavoError
 from octavo.executors.protocol import Capacity

@@ -45,11 +45,13 @@ class AdminServer:
         self.path = path
         self._verbs = verbs
         self._server: asyncio.Server | None = None
+        self._inode = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Listen. Raises ConfigError."""
         self._server = await asyncio.start_unix_server(self._serve, sock=bind(self.path), limit=MAX_LINE_BYTES)
+        self._inode = self.path.lstat().st_ino
 
     async def close(self) -> None:
         """Stop answering, and take the socket's file away. Idempotent."""
@@ -61,7 +63,8 @@ class AdminServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(OSError):
-            self.path.unlink()
+            if self.path.lstat().st_ino == self._inode:  # else another server has the path by now
+                self.path.unlink()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -116,13 +119,15 @@ def bind(path: Path) -> socket.socket:
 
 
 def _clear(path: Path) -> None:
-    """Remove the file of a socket that nobody listens to."""
+    """Remove the file of this user's socket that no process listens to. Raises ConfigError for anything else."""
     try:
-        is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+        status = path.lstat()
     except OSError:
         return
-    if not is_socket:
+    if not stat.S_ISSOCK(status.st_mode):
         raise ConfigError(f"--admin-socket {str(path)!r} is a file that is no socket; give another path")
+    if status.st_uid != os.getuid():
+        raise ConfigError(f"--admin-socket {str(path)!r} belongs to user {status.st_uid}; give another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

@@ -106,6 +106,9 @@ def not_answered(line: int, custom_id: str | None, code: str, message: str) -> b
     return _line(line, custom_id, None, {"code": code, "message": message})
 
 
+_START = b'{"id":"batch_req_'  # of every line
+
+
 def _line(line: int, custom_id: str | None, response: object, error: object) -> bytes:
     made = {"id": f"batch_req_{line}", "custom_id": custom_id, "response": response, "error": error}
     return msgspec.json.encode(made) + b"\n"
@@ -116,6 +119,15 @@ class _Done(msgspec.Struct):
 
     id: str
     custom_id: str | None = None
+
+
+def is_output(path: Path) -> bool:
+    """Return True if a file holds lines of an output, or nothing yet; False for a file of something else."""
+    try:
+        with path.open("rb") as file:
+            return _START.startswith(file.read(len(_START)))
+    except FileNotFoundError:
+        return True
 
 
 def repair(path: Path) -> int:

@@ -191,7 +191,8 @@ class BatchStore:
             if batch.is_pending:
                 kept |= {batch.output_id, batch.error_id}
         for path in (self._folder / "files").iterdir():
-            if _OURS.fullmatch(path.name) and (path.suffix == ".new" or path.stem not in kept):
+            is_kept = path.stem in kept or path.with_suffix(".json").exists()  # a record of a later version, too
+            if _OURS.fullmatch(path.name) and (path.suffix == ".new" or not is_kept):
                 path.unlink(missing_ok=True)
         for record in [record for record in self.files.values() if not self.path(record.id).exists()]:
             self._drop_file(record)
@@ -224,7 +225,9 @@ def _read_all(folder: Path, record_type: type[R]) -> Iterable[tuple[str, R]]:
     found: list[R] = []
     for path in sorted(folder.glob("*.json")):
         try:
-            found.append(decoder.decode(path.read_bytes()))
+            record = decoder.decode(path.read_bytes())
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             continue
+        if record.id == path.stem:  # else its id would name other files than its own
+            found.append(record)
     return [(record.id, record) for record in sorted(found, key=lambda record: record.created_at)]

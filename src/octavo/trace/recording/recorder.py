@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import tempfile
 import threading
 import time
 from collections import deque
@@ -39,9 +40,8 @@ def prepare_folder(folder: Path) -> None:
     """Make the folder of a recording, and see that it can be written to. Raises ConfigError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        trial = folder / f".trial-{os.getpid()}"
-        trial.write_bytes(b"octavo")
-        trial.unlink()
+        with tempfile.TemporaryFile(dir=folder) as trial:
+            trial.write(b"octavo")
     except OSError as error:
         raise ConfigError(
             f"--record {folder} cannot be written to ({(error.strerror or str(error)).lower()}); give another folder"
