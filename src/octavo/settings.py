@@ -100,6 +100,8 @@ class Setting:
                 return None
             if value is None:
                 raise ConfigError(f"{spelled} has no value; {self.remedy()}")
+        if self.is_secret and _is_blank(value):
+            raise ConfigError(f"{spelled} is empty; give a key, or leave it out")
         read = {bool: _read_bool, int: _read_int, float: _read_float, tuple: _read_tuple}.get(self.kind, _read_text)
         result = read(value)
         if self.choices:
@@ -107,8 +109,6 @@ class Setting:
         if self.choices and result not in self.choices:
             raise ConfigError(unknown(spelled, str(value), self.choices, self.remedy()))
         if result is None or not self._allows(result):
-            if self.is_secret and isinstance(value, (list, tuple)) and "" in value:
-                raise ConfigError(f"{spelled} is empty")
             shown = "***" if self.is_secret else repr(value)
             raise ConfigError(f"{spelled} is {shown}; {self.remedy()}")
         return result
@@ -276,6 +276,12 @@ def _add(found: dict[str, tuple[object, str]], setting: Setting, value: object, 
     if setting.name in found:
         raise ConfigError(f"{found[setting.name][1]} and {spelled} are one setting; give one of them")
     found[setting.name] = (value, spelled)
+
+
+def _is_blank(value: object) -> bool:
+    """Return True if a secret, or one of several, is white space alone: a variable that was not filled in, mostly."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return isinstance(parts, (list, tuple)) and any(isinstance(part, str) and not part.strip() for part in parts)
 
 
 def _read_bool(value: object) -> bool | None:

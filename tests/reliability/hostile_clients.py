@@ -23,7 +23,7 @@ Attack = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, A
 
 def head(path: str = PATH, method: str = "POST", **headers: str) -> bytes:
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    return f"{method} {path} HTTP/1.1\r\nhost: x\r\n{lines}\r\n".encode()
+    return f"{method} {path} HTTP/1.1\r\nhost: localhost\r\n{lines}\r\n".encode()
 
 
 async def _drip(writer: asyncio.StreamWriter, first: bytes, piece: bytes) -> None:

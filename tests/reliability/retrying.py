@@ -56,7 +56,7 @@ class Retrying:
     async def _once(self) -> None:
         self.num_connections += 1
         body = json.dumps(self.fields).encode()
-        head = f"POST {self.path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{self.headers}"
+        head = f"POST {self.path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{self.headers}"
         head += f"idempotency-key: {self.key}\r\n"
         if self.last_id is not None:
             head += f"last-event-id: {self.last_id}\r\n"

@@ -85,7 +85,7 @@ async def serving() -> AsyncIterator[tuple[Server, Sessions]]:
 
 def request(fields: dict[str, Any]) -> bytes:
     body = json.dumps(fields).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    return b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
 
 async def stop_reading(port: int) -> socket.socket:

@@ -84,7 +84,7 @@ async def test_row_14_no_answer_is_a_fault_of_ours(score: Score) -> None:
             wrong.extend(f"{nasty.shown}: {fault}" for fault in faults_of(response))
 
     requests = [nasty_request(rng) for _ in range(count)]
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         await asyncio.gather(*(work(client, requests[i::AT_ONCE]) for i in range(AT_ONCE)))
         assert (await client.get("/livez")).status_code == 200
     await harness.context.tool.close()

@@ -87,7 +87,7 @@ def answers_of(app: FastAPI, runner: asyncio.Runner, count: int) -> Answers:
         async with httpx.AsyncClient(transport=transport) as client:
             return await client.send(request)
 
-    description = runner.run(send(httpx.Request("GET", "http://test/openapi.json"))).json()
+    description = runner.run(send(httpx.Request("GET", "http://localhost/openapi.json"))).json()
     for result in schemathesis.openapi.from_dict(description).get_all_operations():
         operation = result.ok()
         for mode in MODES:
@@ -116,7 +116,9 @@ def _cases(strategy: Any, count: int) -> list[Any]:
 
 def _spelled(case: Any) -> httpx.Request | None:
     """The request; None where the client cannot spell it."""
-    parts = {name: value for name, value in case.as_transport_kwargs(base_url="http://test").items() if name in PARTS}
+    parts = {
+        name: value for name, value in case.as_transport_kwargs(base_url="http://localhost").items() if name in PARTS
+    }
     if isinstance(parts.get("data"), bytes | str):
         parts["content"] = parts.pop("data")
     try:

@@ -279,7 +279,7 @@ class Harness:
 
     async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         options["headers"] = {**self.headers, **options.get("headers", {})}
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost") as client:
             return await client.request(method, path, **options)
 
     async def get(self, path: str, **options: Any) -> httpx.Response:
@@ -343,7 +343,7 @@ class Wire:
             "query_string": b"",
             "root_path": "",
             "scheme": "http",
-            "headers": [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()],
+            "headers": [(k.lower().encode(), v.encode()) for k, v in {"host": "localhost", **(headers or {})}.items()],
             "server": ("test", 80),
             "client": ("test", 1),
         }

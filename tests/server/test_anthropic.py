@@ -22,9 +22,9 @@ BASE: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "messages": USER}
 async def client_of(harness: Harness, **options: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
     transport = httpx2.ASGITransport(harness.app)
     async with (
-        httpx2.AsyncClient(transport=transport, base_url="http://test") as http,
+        httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http,
         anthropic.AsyncAnthropic(
-            **{"api_key": "x", "base_url": "http://test", "http_client": http, "max_retries": 0, **options}
+            **{"api_key": "x", "base_url": "http://localhost", "http_client": http, "max_retries": 0, **options}
         ) as client,
     ):
         yield client

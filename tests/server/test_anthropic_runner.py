@@ -64,8 +64,8 @@ async def test_the_tool_runner_goes_on_without_a_thread(sent: Recording, stream:
         return "25 degrees"
 
     async with (
-        httpx2.AsyncClient(transport=sent, base_url="http://test") as http,
-        anthropic.AsyncAnthropic(api_key="x", base_url="http://test", http_client=http, max_retries=0) as client,
+        httpx2.AsyncClient(transport=sent, base_url="http://localhost") as http,
+        anthropic.AsyncAnthropic(api_key="x", base_url="http://localhost", http_client=http, max_retries=0) as client,
     ):
         runner: Any = client.beta.messages.tool_runner(
             model="script",

@@ -99,7 +99,7 @@ async def test_right_keys_get_in_and_the_error_never_repeats_a_key() -> None:
     assert response.status_code == 401 and "guess" not in response.text
     assert response.json()["error"]["code"] == "invalid_api_key"
     twice = [("authorization", "Bearer x"), ("authorization", f"Bearer {KEY}")]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(harness.app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(harness.app), base_url="http://localhost") as client:
         assert (await client.get("/v1/models", headers=twice)).status_code == 401
 
 

@@ -77,7 +77,7 @@ async def test_I07_openais_client_runs_a_batch(tmp_path: Path) -> None:
     async with serving(configured(tmp_path, "secret")) as harness:
         transport = httpx.ASGITransport(harness.app)
         async with httpx.AsyncClient(transport=transport) as http:
-            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="secret", http_client=http)
+            client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="secret", http_client=http)
             file = await client.files.create(
                 file=("in.jsonl", lines(ask("a"), ask("b", n=2), ask("c"))), purpose="batch"
             )

@@ -142,7 +142,7 @@ async def test_S11_more_choices_than_the_engine_runs_are_refused_by_the_clients_
         ({"n": 5, "use_beam_search": True}, "n"),
         ({"best_of": 5, "use_beam_search": True}, "best_of"),
     ]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         for fields, param in cases:
             response = await client.post("/v1/completions", json={"prompt": "hi", **fields})
             error = response.json()["error"]
@@ -220,8 +220,8 @@ async def test_P03_openais_client_streams_two_choices() -> None:
     harness = several()
     transport = httpx.ASGITransport(harness.app)
     async with (
-        httpx.AsyncClient(transport=transport, base_url="http://test") as http,
-        openai.AsyncOpenAI(api_key="x", base_url="http://test/v1", http_client=http) as client,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
+        openai.AsyncOpenAI(api_key="x", base_url="http://localhost/v1", http_client=http) as client,
     ):
         stream = await client.chat.completions.create(
             model="tiny",

@@ -41,7 +41,7 @@ def connect(server: Running) -> socket.socket:
 
 def head(path: str = "/v1/chat/completions", method: str = "POST", **headers: str) -> bytes:
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    return f"{method} {path} HTTP/1.1\r\nhost: x\r\n{lines}\r\n".encode()
+    return f"{method} {path} HTTP/1.1\r\nhost: localhost\r\n{lines}\r\n".encode()
 
 
 def rest(sock: socket.socket) -> bytes:
@@ -111,7 +111,7 @@ INVALID = {
     "zero in a header": b"GET /livez HTTP/1.1\r\nx: a\x00b\r\n\r\n",
     "space in a name": b"GET /livez HTTP/1.1\r\nx y : a\r\n\r\n",
     "bare line ends": b"GET /livez HTTP/1.1\nhost: x\n x: y\r\r\n\n",
-    "url of bytes": b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+    "url of bytes": b"GET /\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n",
     "wrong version": b"GET /livez HTTP/9.9\r\n\r\n",
 }
 

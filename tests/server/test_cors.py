@@ -131,6 +131,6 @@ def test_names_of_methods_and_headers_are_names() -> None:
 
 async def test_two_origins_in_one_request_are_none() -> None:
     server = harness(APP)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://localhost") as client:
         response = await client.get("/livez", headers=[("origin", APP), ("origin", APP)])
     assert granted(response) is None

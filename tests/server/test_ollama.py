@@ -27,7 +27,7 @@ FUNCTIONS = [
 
 @asynccontextmanager
 async def client_of(harness: Harness, **options: Any) -> AsyncIterator[ollama.AsyncClient]:
-    client = ollama.AsyncClient("http://test", transport=httpx.ASGITransport(harness.app), **options)
+    client = ollama.AsyncClient("http://localhost", transport=httpx.ASGITransport(harness.app), **options)
     async with client:
         yield client
 

@@ -95,7 +95,7 @@ def test_what_is_no_path_is_refused_at_the_start(path: str) -> None:
 
 async def test_request_ids_come_back_on_every_answer() -> None:
     server = harness(keys=("k",))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://localhost") as client:
         for path in ("/octavo/livez", "/octavo/v1/models", "/nowhere", "/v1/chat/completions"):
             for method in ("GET", "POST", "PUT"):
                 given = await client.request(method, path, headers={"x-request-id": "mine-1"})

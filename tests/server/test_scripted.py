@@ -49,7 +49,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     config = config_from(f"scripted:{path}", {})
     engine = build_local(config)
     app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         yield http
     await app.state.context.tool.close()
     await engine.client.close()
@@ -110,7 +110,7 @@ async def test_the_wait_of_a_new_request_is_from_the_forecast_of_those_that_wait
     config = config_from(f"scripted:{path}", {"max_sequences": 1})
     engine = build_local(config)
     app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
 
         async def ask(name: str) -> int:
             body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
@@ -138,7 +138,7 @@ async def test_a_pool_that_is_shorter_than_the_model_is_what_every_card_tells(tm
     config = config_from(f"scripted:{path}", {"kv_cache_tokens": 1000})
     engine = build_local(config)
     app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] == 992
         listed = await http.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
         assert listed.json()["data"][0]["max_input_tokens"] == 992

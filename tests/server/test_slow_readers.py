@@ -127,7 +127,7 @@ def test_a_whole_answer_that_nobody_reads_does_not_stay(monkeypatch: pytest.Monk
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.settimeout(10)
         sock.connect((host, int(port)))
-        lines = f"host: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(body)}\r\n\r\n"
+        lines = f"host: localhost\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(body)}\r\n\r\n"
         sock.sendall(f"POST /v1/completions HTTP/1.1\r\n{lines}".encode() + body)
         assert sock.recv(12) == b"HTTP/1.1 200"
         end = time.monotonic() + 10

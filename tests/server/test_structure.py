@@ -296,7 +296,7 @@ async def test_openais_client_parses_into_a_pydantic_model() -> None:
     harness = Harness(engine=FakeClient(HOME))
     http = httpx.AsyncClient(transport=httpx.ASGITransport(harness.app))
     try:
-        async with openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=http) as client:
+        async with openai.AsyncOpenAI(api_key="none", base_url="http://localhost/v1", http_client=http) as client:
             completion = await client.chat.completions.parse(
                 model="tiny", messages=[{"role": "user", "content": "a home"}], response_format=Home
             )

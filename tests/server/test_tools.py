@@ -422,7 +422,7 @@ async def test_the_openai_client_puts_streamed_calls_together() -> None:
     harness = saying(CALLS)
     client = openai.AsyncOpenAI(
         api_key="none",
-        base_url="http://test/v1",
+        base_url="http://localhost/v1",
         http_client=httpx.AsyncClient(transport=httpx.ASGITransport(harness.app)),
     )
     async with client.chat.completions.stream(

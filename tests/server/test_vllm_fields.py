@@ -22,8 +22,8 @@ USER = {"role": "user", "content": "hi"}
 
 def client_of(harness: Harness) -> openai.AsyncOpenAI:
     transport = httpx.ASGITransport(harness.app)
-    http = httpx.AsyncClient(transport=transport, base_url="http://test")
-    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0)
+    http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+    return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0)
 
 
 # --- usage -------------------------------------------------------------------------------------------

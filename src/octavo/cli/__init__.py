@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from octavo.cli.flags import Parser, UsageError
+from octavo.cli.hide_keys import hide_keys
 from octavo.config.spelling import unknown
 from octavo.errors import InvariantError, OctavoError
 from octavo.machine import needing_torch
@@ -70,6 +71,9 @@ Start here:  octavo run "Why is the sky blue?"      octavo serve
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; give its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    warning = hide_keys(words) if argv is None else None
+    if warning is not None:
+        print(f"warning: {warning}", file=sys.stderr)
     try:
         with needing_torch():
             return _dispatch(words)

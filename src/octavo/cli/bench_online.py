@@ -112,6 +112,10 @@ async def _measure(
         run, facts = await _drive(args, target, prompts, load)
         return OnlineMeasured(url, prompts.name, load, objectives, run, facts)
     words = [sys.executable, "-m", "octavo", "serve", *([args.model] if args.model else []), *respell(args)]
+    keys = settings_given(args).get("api_key")
+    if isinstance(keys, list):
+        os.environ["OCTAVO_API_KEY"] = ",".join(keys)  # for the server; other users see a process's arguments
+        target = replace(target, api_key=keys[0])
     with loading(args.model or "the server", args.json):
         server = await ServerProcess.start([*words, "--host", "127.0.0.1", "--port", "{port}"])
     try:

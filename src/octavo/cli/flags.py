@@ -386,10 +386,12 @@ def settings_given(args: argparse.Namespace) -> dict[str, object]:
 
 
 def respell(args: argparse.Namespace) -> list[str]:
-    """The words that give another command the same settings: the flags given here, and --config."""
+    """The words that give another command the same settings: the flags given here, and --config; no keys."""
     words = ["--config", args.config] if args.config else []
-    flags = {setting.name: setting.flags[0] for setting in SETTINGS}
+    flags = {setting.name: setting.flags[0] for setting in SETTINGS if not setting.is_secret}
     for name, value in settings_given(args).items():
+        if name not in flags:
+            continue
         flag = flags[name]
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))

@@ -14,6 +14,12 @@ from octavo.config.option import option
 class WebConfig:
     """Browsers, certificates, proxies (docs/operating.md)."""
 
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "names under which this server may be addressed beside localhost and this machine's own, such as "
+        "chat.example.com, where no key is set (checked with keys too once given); * = any",
+        "--allowed-hosts",
+    )
     allowed_origins: tuple[str, ...] = option(
         (),
         "origins whose pages may use this server, such as https://app.example.com; * = any (default: none)",

@@ -1,8 +1,8 @@
 """create_app: the HTTP application over Sessions.
 
 Owns: putting routes, middleware and error handlers together. Does not: start a server or an engine.
-Order from outside: path in front and CORS (where set), shell (id, limits, last catch), auth (default deny), gate (room
-for new work), router.
+Order from outside: path in front and CORS (where set), shell (id, limits, last catch), trusted hosts, auth (default
+deny), gate (room for new work), router.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from octavo.server.routes import (
     tokenize,
 )
 from octavo.server.shell import ShellMiddleware
+from octavo.server.trusted_hosts import TrustedHostMiddleware
 
 if TYPE_CHECKING:
     from octavo.config import Config
@@ -99,9 +100,16 @@ def create_app(
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_middleware(GateMiddleware, context=context)
-    app.add_middleware(AuthMiddleware, keys=context.keys, logins=context.logins)
+    app.add_middleware(
+        AuthMiddleware,
+        keys=context.keys,
+        logins=context.logins,
+        wrong_keys=context.wrong_keys,
+        note=context.metrics.failed,
+    )
     if web.allowed_origins:
         app.add_middleware(PreflightMiddleware)
+    app.add_middleware(TrustedHostMiddleware, config=config, keys=context.keys, note=context.metrics.failed)
     app.add_middleware(
         ShellMiddleware,
         limits=context.limits,

@@ -1,13 +1,15 @@
 """Who may use which route: refused unless a policy lets in.
 
-Owns: the routes' policies, and whose request it is: the holder of the key in a header, else of a session's.
+Owns: the routes' policies, and whose request it is: the holder of the key in a header, else of a session's; the
+answers to wrong keys.
 Does not: hold keys (keys does) or sessions (logins does), or trust a path in any spelling but the exact one.
 Invariant: a route without a policy cannot be served (`check_policies` at start), and an unknown path needs a key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 
 from starlette.datastructures import Headers
@@ -17,11 +19,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from octavo.dashboard.page import HEADERS, login_page
 from octavo.server.faults import ApiError
 from octavo.server.keys import NOBODY, KeyInfo, KeyRing
-from octavo.server.logins import Logins
+from octavo.server.logins import Logins, WrongKeys
 from octavo.server.pages import wants_html
 
 KEY = "octavo.key"  # the KeyInfo of the request
 SESSION = "octavo.session"  # the id of the session that let it in, where one did
+_NO_KEY = "give a valid key in the header: Authorization: Bearer KEY (or x-api-key: KEY)"
 PAGES = {"/": "", "/dashboard": "dashboard", "/docs": "docs"}  # where a browser is shown the login form
 
 
@@ -107,7 +110,13 @@ def given_key(scope: Scope) -> bytes | None:
     return key.strip() if scheme.lower() == b"bearer" and len(values) == 1 else None
 
 
-def _open_policy(scope: Scope) -> Access | None:
+def source_of(scope: Scope) -> str:
+    """Return the address whose wrong keys are counted together: the connection's, whatever a header says."""
+    client = scope.get("client")
+    return str(client[0]) if client else ""
+
+
+def open_policy(scope: Scope) -> Access | None:
     """The policy of a path that needs no key, in its exact spelling; else None."""
     path: str = scope["path"]
     raw: bytes = scope.get("raw_path") or path.encode()
@@ -124,24 +133,34 @@ def login_form(status: int, message: str, next_page: str, headers: Mapping[str, 
     return Response(page, status, sent, media_type="text/html")
 
 
-def _refusal(scope: Scope) -> Response:
-    """401: for a browser that wants one of the pages the form that asks for a key, else an error object."""
+def wrong_key_error(message: str, wait_s: float) -> ApiError:
+    """401; 429 where WrongKeys says that the address must wait before the next wrong key is looked at."""
+    if wait_s <= 0:
+        return ApiError(401, message, code="invalid_api_key")
+    text = f"{message}; there were too many wrong keys from this address, so try again later"
+    return ApiError(429, text, code="too_many_wrong_keys", retry_after_s=math.ceil(wait_s), is_final=True)
+
+
+def _refusal(scope: Scope, error: ApiError) -> Response:
+    """The error as an object; for a browser that wants one of the pages a 401 is the form that asks for a key."""
     page = PAGES.get(scope["path"])
     accept = ", ".join(Headers(scope=scope).getlist("accept"))
-    message = "give a valid key in the header: Authorization: Bearer KEY (or x-api-key: KEY)"
-    error = ApiError(401, message, code="invalid_api_key")
-    if page is None or scope["method"] not in ("GET", "HEAD") or not wants_html(accept):
+    if error.status != 401 or page is None or scope["method"] not in ("GET", "HEAD") or not wants_html(accept):
         return error.response()
     return login_form(401, "", page, error.headers())
 
 
 class AuthMiddleware:
-    """Lets a request through when its path's policy and its key or its session allow it; else 401."""
+    """Lets a request through when its path's policy and its key or its session allow it; else 401 or 429."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, logins: Logins) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, logins: Logins, wrong_keys: WrongKeys, note: Callable[[str], None]
+    ) -> None:
         self._app = app
         self._keys = keys
         self._logins = logins
+        self._wrong_keys = wrong_keys
+        self._note = note  # counts a refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decide on the raw path, before any routing."""
@@ -149,29 +168,36 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
-        elif isinstance(scope.get(KEY), KeyInfo) or self._is_allowed(scope):
-            # The first: called from inside (batches.inner_call); a client cannot set it.
+        else:
+            await self._decide(scope, receive, send)
+
+    async def _decide(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The first: called from inside (batches.inner_call); a client cannot set it.
+        error = None if isinstance(scope.get(KEY), KeyInfo) else self._check(scope)
+        if error is None:
             await self._app(scope, receive, send)
         else:
-            await _refusal(scope)(scope, receive, send)
+            self._note(error.code)
+            await _refusal(scope, error)(scope, receive, send)
 
-    def _is_allowed(self, scope: Scope) -> bool:
+    def _check(self, scope: Scope) -> ApiError | None:
         """Decide, and note in the scope whose request it is: NOBODY's where no key is needed and none was valid."""
-        policy = Access.OPEN if self._keys.is_empty else _open_policy(scope)
-        if policy is not Access.OPEN and self._lets_in(scope):
-            return True
-        scope[KEY] = NOBODY
-        return policy is not None
+        policy = Access.OPEN if self._keys.is_empty else open_policy(scope)
+        error = None if policy is Access.OPEN else self._identify(scope)
+        if error is not None or policy is Access.OPEN:
+            scope[KEY] = NOBODY
+        return error if policy is None else None
 
-    def _lets_in(self, scope: Scope) -> bool:
+    def _identify(self, scope: Scope) -> ApiError | None:
         """Find the holder: by the key that is given, right or wrong; by a session only where none is."""
-        if any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"]):
+        is_given = any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"])
+        if is_given:
             key = given_key(scope)
             holder = None if key is None else self._keys.find(key)
         else:
             found = self._logins.holder(scope)
             holder, scope[SESSION] = (None, None) if found is None else found
         if holder is None:
-            return False
+            return wrong_key_error(_NO_KEY, self._wrong_keys.note(source_of(scope)) if is_given else 0.0)
         scope[KEY] = holder
-        return True
+        return None

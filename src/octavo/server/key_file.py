@@ -20,6 +20,7 @@ from octavo.errors import ConfigError
 MAX_FILE_BYTES = 1 << 20
 MAX_KEYS = 1024  # every one is compared with on each request
 MIN_KEY_CHARACTERS = 8
+_EMPTY = hashlib.sha256(b"").digest()
 _HEX = r"^[0-9a-fA-F]{64}$"
 _NAME = r"^[A-Za-z0-9._@-]{1,64}$"
 _PerMinute = Annotated[int, Field(ge=1, le=10**12)]
@@ -55,7 +56,7 @@ class KeyEntry(BaseModel):
         return bytes.fromhex(self.key_sha256) if self.key_sha256 else hashlib.sha256((self.key or "").encode()).digest()
 
 
-def read_key_file(path: Path) -> list[KeyEntry]:
+def read_key_file(path: Path, min_characters: int = MIN_KEY_CHARACTERS) -> list[KeyEntry]:
     """Read and check every entry. Raises ConfigError naming the file, the entry and the field, never a key."""
     content = _read(path)
     entries = content.get("keys") if isinstance(content, dict) and len(content) == 1 else None
@@ -64,6 +65,12 @@ def read_key_file(path: Path) -> list[KeyEntry]:
     if len(entries) > MAX_KEYS:
         raise ConfigError(f"key file {path} holds {len(entries)} keys; give at most {MAX_KEYS}")
     found = [_entry(path, number, entry) for number, entry in enumerate(entries, 1)]
+    for number, entry in enumerate(found, 1):
+        if entry.key is not None and len(entry.key) < min_characters:
+            raise ConfigError(
+                f"key file {path}: entry {number} ({entry.name}): key has {len(entry.key)} characters, and can be "
+                f"guessed where others reach --host; give one of at least {min_characters}"
+            )
     _warn_of_readers(path, found)
     return found
 
@@ -78,6 +85,10 @@ def _entry(path: Path, number: int, value: object) -> KeyEntry:
         raise ConfigError(f"{where}: {named}: {first['msg']}") from None
     if (entry.key is None) == (entry.key_sha256 is None):
         raise ConfigError(f"{where} ({entry.name}): give either key or key_sha256")
+    if entry.key is not None and entry.key != entry.key.strip():
+        raise ConfigError(f"{where} ({entry.name}): key begins or ends with white space; take it away")
+    if entry.digest == _EMPTY:
+        raise ConfigError(f"{where} ({entry.name}): key_sha256 is that of an empty key; give that of a key")
     if entry.max_priority is not None and entry.priority < entry.max_priority:
         raise ConfigError(
             f"{where} ({entry.name}): priority {entry.priority} is more urgent than max_priority {entry.max_priority}"

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
-from octavo.server.key_file import KeyEntry, read_key_file
+from octavo.server.key_file import MIN_KEY_CHARACTERS, KeyEntry, read_key_file
+from octavo.server.listener import MIN_PUBLIC_KEY_CHARACTERS, is_public
 
 if TYPE_CHECKING:
     from octavo.config import Config, ServingConfig
@@ -77,7 +78,9 @@ class KeyRing:
         return self._keys
 
     def find(self, key: bytes) -> KeyInfo | None:
-        """The key's holder, or None."""
+        """The key's holder, or None; an empty key has none."""
+        if not key:
+            return None
         given = hashlib.sha256(key).digest()
         found = None
         for info in self._keys:
@@ -143,7 +146,8 @@ def _configured(serving: ServingConfig) -> Iterable[KeyInfo]:
         digest = hashlib.sha256(key.encode()).digest()
         yield KeyInfo(f"key-{number}", digest.hex(), digest=digest)
     if serving.api_key_file is not None:
-        yield from map(_info, read_key_file(Path(serving.api_key_file)))
+        min_characters = MIN_PUBLIC_KEY_CHARACTERS if is_public(serving) else MIN_KEY_CHARACTERS
+        yield from map(_info, read_key_file(Path(serving.api_key_file), min_characters))
 
 
 def _info(entry: KeyEntry) -> KeyInfo:

@@ -7,6 +7,7 @@ Invariant: a body is refused before memory or time beyond its own size is spent 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -20,6 +21,7 @@ from octavo.server.offload import parse_off_loop
 
 T = TypeVar("T")
 UPLOADS = "/v1/files"
+_JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json", re.ASCII | re.IGNORECASE)
 OFF_LOOP_BYTES = 32 * 1024  # beyond this, parsing a body leaves the event loop
 
 
@@ -57,8 +59,10 @@ class HttpLimits:
 async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[str, object]], T]) -> T:
     """Read a body that must be one strict JSON object, and have it checked. Raises ApiError.
 
+    Where a browser sent it, its content type must say that it is JSON: other types are sent across sites unasked.
     A long body is parsed and checked on another thread. Fields that are ignored are noted in the request's scope.
     """
+    _check_content_type(request)
     body = await read_body(request, limits, limits.max_body_bytes)
 
     def read() -> T:
@@ -89,6 +93,17 @@ async def read_body(request: Request, limits: HttpLimits, max_bytes: int) -> byt
     except ClientDisconnect:
         raise ApiError(400, "the client left before the body was complete", code="client_disconnected") from None
     return b"".join(parts)
+
+
+def _check_content_type(request: Request) -> None:
+    """Refuse a browser's body that is not declared as JSON; programs such as curl need not declare it."""
+    headers = request.headers
+    if "origin" not in headers and "sec-fetch-site" not in headers:
+        return
+    given = ", ".join(headers.getlist("content-type"))
+    if not _JSON_TYPE.fullmatch(given.partition(";")[0].strip()):
+        message = f"Content-Type is {given[:128]!r}; send the body as application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
 
 
 def _too_large(max_bytes: int) -> ApiError:

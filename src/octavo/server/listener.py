@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from octavo.config import ServingConfig, WebConfig
 
 BACKLOG = 2048
+MIN_PUBLIC_KEY_CHARACTERS = 16  # of a key that others than this machine may guess at
+_log = logging.getLogger(__name__)
 
 
 class PortInUseError(ConfigError):
@@ -24,14 +27,8 @@ class PortInUseError(ConfigError):
 
 
 def open_socket(serving: ServingConfig) -> socket.socket:
-    """Bind and listen. Raises ConfigError for an exposed address without a key, or one that cannot be had."""
-    if not (is_loopback(serving.host) or serving.has_keys or serving.insecure):
-        raise ConfigError(
-            f"--host is {serving.host!r} and there is no --api-key, so anyone who reaches this address could use it; "
-            "give --api-key or --api-key-file, or --insecure if that is meant"
-        )
-    if not all(serving.api_key):
-        raise ConfigError("an --api-key is empty, so a client without one would get in; give a key")
+    """Bind and listen. Raises ConfigError for an exposed address without a good key, or one that cannot be had."""
+    _check_keys(serving)
     family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
     try:
         listener = socket.create_server((serving.host, serving.port), family=family, backlog=BACKLOG)
@@ -45,6 +42,30 @@ def open_socket(serving: ServingConfig) -> socket.socket:
         raise ConfigError(f"cannot listen on {serving.host}, port {serving.port}: {reason}; {remedy}") from None
     listener.setblocking(False)
     return listener
+
+
+def _check_keys(serving: ServingConfig) -> None:
+    """Refuse an address that others reach without a key, or with one that is soon guessed. Raises ConfigError."""
+    if is_public(serving) and not serving.has_keys:
+        raise ConfigError(
+            f"--host is {serving.host!r} and there is no key, so anyone who reaches this address could use it; give "
+            "--api-key-file, or a key in the variable OCTAVO_API_KEY, or --insecure if that is meant"
+        )
+    if not all(key.strip() for key in serving.api_key):
+        raise ConfigError("an --api-key is empty, so a client without one would get in; give a key")
+    shortest = min(map(len, serving.api_key), default=MIN_PUBLIC_KEY_CHARACTERS)
+    if shortest >= MIN_PUBLIC_KEY_CHARACTERS:
+        return
+    message = f"an --api-key has {shortest} characters, and can be guessed"
+    remedy = f"give one of at least {MIN_PUBLIC_KEY_CHARACTERS}, such as openssl rand -hex 16 makes"
+    if is_public(serving):
+        raise ConfigError(f"{message}, while --host is {serving.host!r}; {remedy}")
+    _log.warning("%s; %s", message, remedy)
+
+
+def is_public(serving: ServingConfig) -> bool:
+    """Whether others than this machine reach the address, and --insecure does not say that this is meant."""
+    return not (is_loopback(serving.host) or serving.insecure)
 
 
 def is_loopback(host: str) -> bool:

@@ -1,7 +1,7 @@
 """Logins: sessions of browsers, which cannot send a key in a header with every page.
 
-Owns: sessions (a random id in a cookie stands for a key's holder), their bounds and ends, the rate of failed logins,
-and when a cookie counts.
+Owns: sessions (a random id in a cookie stands for a key's holder), their bounds and ends, when a cookie counts, and
+how many wrong keys each address gave.
 Does not: hold a key (its digest, by which the ring finds the holder anew each time), or outlive the process.
 Invariants: a session of a key that is gone is gone; a cookie never counts for a request that another site's page
 may have made; every table is bounded.
@@ -13,7 +13,7 @@ import hashlib
 import ipaddress
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -28,9 +28,9 @@ MAX_SESSIONS = 1024  # of all keys: beyond it the key with most of them loses th
 MAX_SESSIONS_PER_KEY = 64
 MAX_IDLE_S = 12 * 3600.0
 MAX_SESSION_S = 7 * 24 * 3600.0
-MAX_FAILURES = 10  # of one address within FAILURES_S
-FAILURES_S = 60.0
-MAX_FAILING_ADDRESSES = 4096
+MAX_WRONG_KEYS = 10  # of one address within WRONG_KEYS_S that are answered 401
+WRONG_KEYS_S = 60.0
+MAX_WRONG_KEY_ADDRESSES = 4096
 COOKIE = "octavo-session"
 _MAX_COOKIES = 8  # of ours that are looked at: servers on other ports of this host have theirs
 _SAFE = ("GET", "HEAD")
@@ -43,14 +43,35 @@ class _Session:
     used: float
 
 
+class WrongKeys:
+    """Counts wrong keys by address, from /login and headers alike. `now` is a monotonic clock.
+
+    It slows wrong keys down only: a right one is never refused, for a proxy's clients share its address.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._times: OrderedDict[str, deque[float]] = OrderedDict()  # by network, the one quiet for longest first
+
+    def note(self, address: str) -> float:
+        """Count one; return the seconds that the address must wait, 0 for its first MAX_WRONG_KEYS of a minute."""
+        network, now = _network(address), self._now()
+        times = self._times.pop(network, None) or deque(maxlen=MAX_WRONG_KEYS)
+        wait_s = times[0] + WRONG_KEYS_S - now if len(times) == MAX_WRONG_KEYS else 0.0
+        times.append(now)
+        self._times[network] = times
+        if len(self._times) > MAX_WRONG_KEY_ADDRESSES:
+            self._times.popitem(last=False)
+        return max(0.0, wait_s)
+
+
 class Logins:
-    """Sessions and failed logins of one server. `now` is a monotonic clock."""
+    """Sessions of one server. `now` is a monotonic clock."""
 
     def __init__(self, keys: KeyRing, now: Callable[[], float] = time.monotonic) -> None:
         self._keys = keys
         self._now = now
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()  # by the SHA-256 of the id; longest unused first
-        self._failures: OrderedDict[str, list[float]] = OrderedDict()
 
     @property
     def num_sessions(self) -> int:
@@ -93,21 +114,6 @@ class Logins:
         session.used = now
         self._sessions.move_to_end(name)
         return holder
-
-    def wait_s(self, address: str) -> float:
-        """Seconds until an address that failed too often may try again; 0 for all others."""
-        failures = self._failures.get(_network(address), [])
-        now = self._now()
-        recent = [at for at in failures if now - at < FAILURES_S]
-        return recent[-MAX_FAILURES] + FAILURES_S - now if len(recent) >= MAX_FAILURES else 0.0
-
-    def failed(self, address: str) -> None:
-        """Note a wrong key from an address."""
-        network, now = _network(address), self._now()
-        recent = [at for at in self._failures.pop(network, []) if now - at < FAILURES_S]
-        self._failures[network] = [*recent, now][-MAX_FAILURES:]
-        while len(self._failures) > MAX_FAILING_ADDRESSES:
-            self._failures.popitem(last=False)
 
     def holder(self, scope: Scope) -> tuple[KeyInfo, str] | None:
         """Who a request's cookie stands for, and the session's id; None where no cookie counts."""
@@ -155,7 +161,7 @@ def _name(session_id: str) -> bytes:
 
 
 def _network(address: str) -> str:
-    """What one client may have many of counts as one: the /64 of an IPv6 address."""
+    """Return what one client is counted by: its IPv4 address, or the /64 of its IPv6 address."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:

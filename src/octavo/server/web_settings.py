@@ -1,4 +1,4 @@
-"""What is checked of WebConfig before anything starts: origins, the path in front, the files of TLS.
+"""What is checked of WebConfig before anything starts: hosts, origins, the path in front, the files of TLS.
 
 Owns: the checks, so that what is wrong is told at once; TLS as uvicorn takes it.
 Does not: serve, or import a web framework (the supervisor checks too).
@@ -6,6 +6,7 @@ Does not: serve, or import a web framework (the supervisor checks too).
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import ssl
 from typing import TYPE_CHECKING, Any
@@ -18,14 +19,34 @@ if TYPE_CHECKING:
 
 TOKENS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(\s*,\s*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")  # names of headers or methods
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,*?#]+")
+_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 _PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 def check_web(web: WebConfig) -> None:
     """Refuse what cannot work, mean anything or be meant. Raises ConfigError naming the flag."""
+    _check_hosts(web)
     _check_cors(web)
     _check_root_path(web.root_path)
     _check_tls(web)
+
+
+def _check_hosts(web: WebConfig) -> None:
+    """Refuse what is no host's name or address. Raises ConfigError."""
+    for host in web.allowed_hosts:
+        if host != "*" and not (_NAME.fullmatch(host) or _is_address(host)):
+            raise ConfigError(
+                f"--allowed-hosts is {host!r}; give names or addresses without scheme, port or path, such as "
+                "chat.example.com, several with commas, or *"
+            )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_cors(web: WebConfig) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse
 
+from octavo.dashboard.page import HEADERS
+
 _STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --fg: #16202c; --link: #2457c5; --verb: #9c4413 }
 @media (prefers-color-scheme: dark) { :root { --bg: #0e131a; --fg: #e6ebf2; --link: #7fa8ff; --verb: #f0a573 } }
@@ -31,7 +33,8 @@ td:last-child { min-width: 9rem }
 th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid #8884 }
 .verb { color: var(--verb) }
 """
-_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'", "cache-control": "no-store"}
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_HEADERS = {**HEADERS, "content-security-policy": _POLICY, "cache-control": "no-store"}
 _CODE = re.compile(r"`([^`]+)`")
 
 

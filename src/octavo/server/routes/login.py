@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from urllib.parse import parse_qs
 
 import msgspec
@@ -10,7 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from octavo.server.auth import SESSION, login_form
+from octavo.server.auth import SESSION, login_form, source_of, wrong_key_error
 from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError
 from octavo.server.limits import read_body
@@ -38,14 +37,10 @@ async def log_in(request: Request) -> Response:
     next_page = _next(fields.get("next", ""))
     if context.keys.is_empty:
         return _away(next_page or "./") if is_page else Response(status_code=204)
-    address = request.client.host if request.client else ""
-    wait_s = context.logins.wait_s(address)
-    if wait_s > 0:
-        return _refused(_too_many(wait_s), is_page, next_page)
     session_id = context.logins.log_in(fields.get("key", "").strip().encode("utf-8", "surrogatepass"))
     if session_id is None:
-        context.logins.failed(address)
-        return _refused(ApiError(401, _NO_KEY, code="invalid_api_key"), is_page, next_page)
+        wait_s = context.wrong_keys.note(source_of(request.scope))
+        return _refused(wrong_key_error(_NO_KEY, wait_s), is_page, next_page)
     for old in session_cookies(request.headers):
         context.logins.log_out(old)
     response = _away(next_page or "./") if is_page else Response(status_code=204)
@@ -92,11 +87,6 @@ async def _fields(request: Request, context: Context) -> dict[str, str]:
         return {name: values[0] for name, values in parse_qs(body.decode(), max_num_fields=8).items()}
     except ValueError:
         raise ApiError(400, "give the field key, as a form sends it", code="invalid_value", param="key") from None
-
-
-def _too_many(wait_s: float) -> ApiError:
-    message = "too many wrong keys from this address; try again later"
-    return ApiError(429, message, code="too_many_logins", retry_after_s=math.ceil(wait_s))
 
 
 def _refused(error: ApiError, is_page: bool, next_page: str) -> Response:

@@ -1,0 +1,53 @@
+"""Keys given on the command line, taken out of what `ps` shows to every user of the machine.
+
+Owns: overwriting them in this process's arguments (Linux: /proc). Does not: hide them from a shell's history, or in the
+first moments of the process: OCTAVO_API_KEY and --api-key-file do that. Child processes never have them as arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+FLAG = b"--api-key"
+_PROC = Path("/proc/self")
+_ARG_START = 48 - 3  # fields of stat(5), counted from the one after the process's name
+
+
+def hide_keys(words: Sequence[str], proc: Path = _PROC) -> str | None:
+    """Overwrite the keys among this process's arguments; return a warning where that cannot be done."""
+    if not any(word == "--api-key" or word.startswith("--api-key=") for word in words):
+        return None
+    try:
+        _overwrite(proc)
+        is_hidden = not any(set(shown) - {ord("*")} for _, shown in _keys((proc / "cmdline").read_bytes()))
+    except (OSError, ValueError, IndexError):
+        is_hidden = False
+    if is_hidden:
+        return None
+    return "--api-key can be seen by every user of this machine (ps); set OCTAVO_API_KEY, or use --api-key-file"
+
+
+def _overwrite(proc: Path) -> None:
+    shown = (proc / "cmdline").read_bytes()
+    fields = (proc / "stat").read_text().rpartition(")")[2].split()
+    start, end = (int(field) for field in fields[_ARG_START : _ARG_START + 2])
+    with (proc / "mem").open("r+b", buffering=0) as memory:
+        memory.seek(start)
+        if end - start != len(shown) or memory.read(len(shown)) != shown:
+            return
+        for offset, key in _keys(shown):
+            memory.seek(start + offset)
+            memory.write(b"*" * len(key))
+
+
+def _keys(shown: bytes) -> Iterator[tuple[int, bytes]]:
+    """Find each key among arguments that end with NUL: where it begins, and itself."""
+    offset, is_key = 0, False
+    for argument in shown.split(b"\0"):
+        if is_key:
+            yield offset, argument
+        elif argument.startswith(FLAG + b"="):
+            yield offset + len(FLAG) + 1, argument[len(FLAG) + 1 :]
+        is_key = argument == FLAG and not is_key
+        offset += len(argument) + 1

@@ -1,0 +1,148 @@
+"""Which Hosts and which sites' pages a server without keys answers: this machine's and those that are listed.
+
+Owns: the decision by Host, Origin and Sec-Fetch-Site, and the 403. Does not: add CORS headers (cors does), ask for keys
+(auth does), or read X-Forwarded-Host and its kin, which anyone may send.
+Invariants: decided on the raw request before routing, for every path; only the bare status of the probes is open.
+With keys nothing here is needed: a key in a header is in no other site's page, and cookies are bound (logins). There
+only the Host is checked, and only where --allowed-hosts is given.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo.server.auth import KEY, Access, open_policy
+from octavo.server.faults import ApiError
+from octavo.server.keys import KeyInfo, KeyRing
+
+if TYPE_CHECKING:
+    from octavo.config import Config
+
+UNTRUSTED = "octavo.untrusted"  # in the scope of a probe that is answered with the bare status alone
+MAX_SHOWN = 64  # characters of a client's header that a message repeats
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{0,5})?")
+_SAFE = ("GET", "HEAD")
+
+
+class TrustedHosts:
+    """The names and origins of one server. Addresses of this machine are known by the connection."""
+
+    def __init__(self, config: Config) -> None:
+        serving, web = config.serving, config.web
+        names = ("localhost", serving.host, socket.gethostname(), *web.allowed_hosts)
+        self._names = frozenset(map(_normal, names)) - {""}
+        self._is_any_host = "*" in web.allowed_hosts
+        self._origins = frozenset(web.allowed_origins)
+        self.has_listed = bool(web.allowed_hosts)
+
+    def host_refusal(self, scope: Scope) -> ApiError | None:
+        """Refuse a Host that is neither this machine nor listed, also where there is none, or two."""
+        hosts = Headers(scope=scope).getlist("host")
+        if self._is_any_host or (len(hosts) == 1 and self._is_own_host(hosts[0], scope)):
+            return None
+        message = (
+            f"Host is {' and '.join(hosts)[:MAX_SHOWN]!r}, which is neither an address of this machine nor listed; "
+            "add the name to --allowed-hosts, or serve with a key (OCTAVO_API_KEY)"
+        )
+        return ApiError(403, message, code="host_not_allowed")
+
+    def site_refusal(self, scope: Scope) -> ApiError | None:
+        """Refuse what a browser sends for a page of another site, or for a link there."""
+        headers = Headers(scope=scope)
+        origins, sites = headers.getlist("origin"), headers.getlist("sec-fetch-site")
+        if not (origins or sites) or "*" in self._origins:
+            return None
+        if len(origins) == 1 and origins[0] in self._origins:
+            return None
+        if origins and not (len(origins) == 1 and _is_same_origin(origins[0], headers, scope)):
+            message = (
+                f"Origin is {' and '.join(origins)[:MAX_SHOWN]!r}, a page of another site; add it to "
+                "--allowed-origins, or serve with a key (OCTAVO_API_KEY)"
+            )
+            return ApiError(403, message, code="cross_site")
+        if sites in ([], ["same-origin"]) or (sites == ["none"] and scope["method"] in _SAFE):
+            return None
+        message = (
+            f"Sec-Fetch-Site is {' and '.join(sites)[:MAX_SHOWN]!r}: a page of another site asks, or a link there; "
+            "type this server's address into the browser, or add the page's origin to --allowed-origins"
+        )
+        return ApiError(403, message, code="cross_site")
+
+    def _is_own_host(self, host: str, scope: Scope) -> bool:
+        found = _HOST.fullmatch(host)
+        if found is None:
+            return False
+        name = _normal(found[1].strip("[]"))
+        address = _address(name)
+        if address is None:
+            return name in self._names
+        return address.is_loopback or name in self._names or address == _local_address(scope)
+
+
+class TrustedHostMiddleware:
+    """Inside the shell and CORS, before preflights and keys."""
+
+    def __init__(self, app: ASGIApp, config: Config, keys: KeyRing, note: Callable[[str], None]) -> None:
+        self._app = app
+        self._trusted = TrustedHosts(config)
+        self._keys = keys
+        self._note = note  # counts a refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 403."""
+        if scope["type"] != "http" or isinstance(scope.get(KEY), KeyInfo):  # a call from inside has no Host
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None and _is_probe(scope):
+            scope[UNTRUSTED] = True
+            refusal = None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            self._note(refusal.code)
+            await refusal.response()(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        if not self._keys.is_empty:
+            return self._trusted.host_refusal(scope) if self._trusted.has_listed else None
+        return self._trusted.host_refusal(scope) or self._trusted.site_refusal(scope)
+
+
+def _is_probe(scope: Scope) -> bool:
+    return scope["path"] != "/login" and open_policy(scope) in (Access.OPEN, Access.STATUS)
+
+
+def _is_same_origin(origin: str, headers: Headers, scope: Scope) -> bool:
+    """Return True for this server's own origin: the Host, which was checked. A proxy before us may speak the TLS."""
+    scheme, _, host = origin.partition("://")
+    schemes = ("https",) if scope["scheme"] == "https" else ("http", "https")
+    return scheme in schemes and host.lower() == headers.get("host", "").lower()
+
+
+def _local_address(scope: Scope) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address of this machine that the client connected to."""
+    server = scope.get("server")
+    return None if not server else _address(str(server[0]).partition("%")[0])
+
+
+def _normal(name: str) -> str:
+    """A name or address in the one spelling that is compared."""
+    plain = name.lower().removesuffix(".")
+    address = _address(plain)
+    return plain if address is None else str(address)
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
