@@ -35,7 +35,8 @@ async def ask(port: int, fields: Mapping[str, Any] | None, path: str = PATH, hea
     """One request, a GET without fields; a refused connection is status 0."""
     body = b"" if fields is None else json.dumps(fields).encode()
     verb = "GET" if fields is None else "POST"
-    head = f"{verb} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n{headers}"
+    head = f"{verb} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\n{headers}"
     outcome = Outcome(time.perf_counter())
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)

@@ -58,7 +58,8 @@ class Heavy(Thread):
 
     def run(self) -> None:
         for path, body in self._requests:
-            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+            head += f"content-length: {len(body)}\r\n\r\n"
             received = b""
             with socket.create_connection(("127.0.0.1", self._port), timeout=60) as sock, suppress(ConnectionError):
                 sock.sendall(head.encode() + body)

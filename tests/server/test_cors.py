@@ -35,12 +35,16 @@ def granted(response: httpx.Response) -> str | None:
 
 
 async def test_nothing_is_said_of_origins_unless_some_are_allowed() -> None:
-    server = harness()
-    response = await server.chat(headers={"origin": APP})
-    assert response.status_code == 200
-    assert not [name for name in response.headers if name.startswith("access-control")]
-    assert (await preflight(server)).status_code == 405
-    assert (await preflight(harness(keys=("k",)))).status_code == 401
+    open_to_all, keyed_server = harness(), harness(keys=("k",))
+    answers = [
+        await open_to_all.chat(headers={"origin": APP}),
+        await preflight(open_to_all),
+        await keyed_server.chat(headers={"origin": APP, "authorization": "Bearer k"}),
+        await preflight(keyed_server),
+    ]
+    assert [response.status_code for response in answers] == [403, 403, 200, 401]
+    for response in answers:
+        assert not [name for name in response.headers if name.startswith("access-control")]
 
 
 async def test_allowed_origins_are_named_and_others_are_not() -> None:
@@ -50,8 +54,8 @@ async def test_allowed_origins_are_named_and_others_are_not() -> None:
     assert "X-Request-Id" in response.headers["access-control-expose-headers"]
     for origin in (OTHER, APP + ":8443", APP.upper(), "null", APP + ".evil.com"):
         response = await server.chat(headers={"origin": origin})
-        assert granted(response) is None and response.headers["vary"] == "Origin"
-    assert granted(await server.chat()) is None
+        assert granted(response) is None and response.headers["vary"] == "Origin" and response.status_code == 403
+    assert granted(await server.chat()) is None and len(server.engine.requests) == 2
     assert granted(await harness("*").chat(headers={"origin": OTHER})) == "*"
 
 

@@ -1,5 +1,6 @@
 """Signing in by key: sessions and their bounds, cookies and where they count, failed tries."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from starlette.datastructures import Headers
 from octavo.config import Config, ServingConfig, WebConfig
 from octavo.server import logins as logins_module
 from octavo.server.keys import KeyRing
-from octavo.server.logins import Logins, cookie_name, is_own_page
+from octavo.server.logins import Logins, WrongKeys, cookie_name, is_own_page
 from tests.server.fakes import Harness, keyed
 
 KEY = "sk-right-and-long"
@@ -90,7 +91,9 @@ async def test_a_cookie_does_not_count_for_another_sites_request(headers: dict[s
 async def test_where_browsers_say_less_the_origin_decides() -> None:
     harness = Harness(config=keyed(KEY))
     cookie = {"cookie": cookie_of(await signed_in(harness))}
-    assert (await harness.chat(headers={**cookie, "origin": "http://test", "host": "test"})).status_code == 200
+    assert (
+        await harness.chat(headers={**cookie, "origin": "http://localhost", "host": "localhost"})
+    ).status_code == 200
     assert (await harness.get("/v1/models", headers=cookie)).status_code == 200
     assert (await harness.get("/v1/models", headers={**cookie, "sec-fetch-site": "cross-site"})).status_code == 401
 
@@ -111,19 +114,41 @@ async def test_cookies_that_are_none_let_nobody_in(cookie: str) -> None:
     assert (await harness.get("/v1/models", headers={"cookie": cookie.encode("latin-1"), **OWN})).status_code == 401
 
 
-async def test_wrong_keys_are_told_and_too_many_have_to_wait() -> None:
+async def test_wrong_keys_are_told_and_too_many_have_to_wait_but_a_right_one_never() -> None:
     harness = Harness(config=keyed(KEY))
-    for _ in range(logins_module.MAX_FAILURES):
+    for _ in range(logins_module.MAX_WRONG_KEYS):
         response = await signed_in(harness, "sk-secret-guess")
         assert response.status_code == 401 and "guess" not in response.text and "set-cookie" not in response.headers
         assert "no valid key" in response.text
-    for key in ("sk-secret-guess", KEY):
-        response = await signed_in(harness, key)
-        assert response.status_code == 429 and int(response.headers["retry-after"]) > 0
+    response = await signed_in(harness, "sk-secret-guess")
+    assert response.status_code == 429 and 0 < int(response.headers["retry-after"]) <= 60
     program = {"content-type": "application/json", "accept": "application/json"}
     response = await harness.request("POST", "/login", content=b'{"key": "x"}', headers=program)
-    assert response.status_code == 429 and response.json()["error"]["code"] == "too_many_logins"
+    assert response.status_code == 429 and response.json()["error"]["code"] == "too_many_wrong_keys"
+    right = await signed_in(harness, KEY)
+    assert right.status_code == 303 and "set-cookie" in right.headers, "others share a proxy's address"
     assert (await harness.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})).status_code == 200
+
+
+async def test_wrong_keys_in_headers_are_limited_per_address_and_counted() -> None:
+    harness = Harness(config=keyed(KEY))
+    wrong, right = {"authorization": "Bearer sk-guess"}, {"authorization": f"Bearer {KEY}"}
+    statuses = [(await harness.get("/v1/models", headers=wrong)).status_code for _ in range(13)]
+    assert statuses == [401] * 10 + [429] * 3
+    refused = await harness.get("/v1/models", headers={"x-api-key": "sk-guess"})
+    assert refused.status_code == 429 and 0 < int(refused.headers["retry-after"]) <= 60
+    assert refused.headers["x-should-retry"] == "false", "the same key would be as wrong"
+    assert refused.json()["error"]["code"] == "too_many_wrong_keys"
+    assert (await harness.get("/v1/models", headers=right)).status_code == 200, "a right key always passes"
+    assert (await harness.chat(headers=right)).status_code == 200
+    assert (await harness.get("/v1/models")).status_code == 401, "no key is no guess"
+    assert (await signed_in(harness, "sk-guess")).status_code == 429, "one count for headers and the form"
+    forwarded = {**wrong, "x-forwarded-for": "10.9.8.7"}
+    assert (await harness.get("/v1/models", headers=forwarded)).status_code == 429, "anyone may send this header"
+    assert harness.context.logins.wrong_keys.note("10.9.8.7") == 0
+    metrics = (await harness.get("/metrics", headers=right)).text
+    counts = dict(re.findall(r'octavo_requests_failed_total\{.*?code="(\w+)".*?\} (\d+)', metrics))
+    assert int(counts["too_many_wrong_keys"]) >= 5 and int(counts["invalid_api_key"]) >= 11
 
 
 async def test_a_program_may_sign_in_with_json_too() -> None:
@@ -219,16 +244,20 @@ def test_a_key_that_is_gone_takes_its_sessions_along(tmp_path: Path) -> None:
     assert found is not None and found.name == "b" and found.dashboard
 
 
-def test_failures_are_counted_by_address_and_bounded() -> None:
-    logins, clock = made(KEY)
-    for number in range(logins_module.MAX_FAILURES):
-        logins.failed(f"2001:db8::{number:x}")
-    assert logins.wait_s("2001:db8::ffff") > 0 and logins.wait_s("2001:db8:1::1") == 0
-    clock.now += logins_module.FAILURES_S
-    assert logins.wait_s("2001:db8::1") == 0
-    for number in range(logins_module.MAX_FAILING_ADDRESSES + 10):
-        logins.failed(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
-    assert len(logins._failures) == logins_module.MAX_FAILING_ADDRESSES
+def test_wrong_keys_are_counted_by_address_and_bounded() -> None:
+    clock = Clock()
+    wrong_keys = WrongKeys(clock)
+    for number in range(logins_module.MAX_WRONG_KEYS):
+        assert wrong_keys.note(f"2001:db8::{number:x}") == 0
+        clock.now += 1
+    assert wrong_keys.note("2001:db8::ffff") == logins_module.WRONG_KEYS_S - 10, "of one network"
+    assert wrong_keys.note("2001:db8:1::1") == 0, "another one"
+    clock.now += logins_module.WRONG_KEYS_S
+    assert wrong_keys.note("2001:db8::1") == 0
+    for number in range(logins_module.MAX_WRONG_KEY_ADDRESSES + 10):
+        wrong_keys.note(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+    assert len(wrong_keys._times) == logins_module.MAX_WRONG_KEY_ADDRESSES
+    assert all(len(times) <= logins_module.MAX_WRONG_KEYS for times in wrong_keys._times.values())
 
 
 def test_cookies_of_servers_on_other_ports_have_other_names() -> None:

@@ -100,13 +100,7 @@ def create_app(
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_middleware(GateMiddleware, context=context)
-    app.add_middleware(
-        AuthMiddleware,
-        keys=context.keys,
-        logins=context.logins,
-        wrong_keys=context.wrong_keys,
-        note=context.metrics.failed,
-    )
+    app.add_middleware(AuthMiddleware, keys=context.keys, logins=context.logins, note=context.metrics.failed)
     if web.allowed_origins:
         app.add_middleware(PreflightMiddleware)
     app.add_middleware(TrustedHostMiddleware, config=config, keys=context.keys, note=context.metrics.failed)

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from octavo.dashboard.page import HEADERS, login_page
 from octavo.server.faults import ApiError
 from octavo.server.keys import NOBODY, KeyInfo, KeyRing
-from octavo.server.logins import Logins, WrongKeys
+from octavo.server.logins import Logins
 from octavo.server.pages import wants_html
 
 KEY = "octavo.key"  # the KeyInfo of the request
@@ -153,13 +153,10 @@ def _refusal(scope: Scope, error: ApiError) -> Response:
 class AuthMiddleware:
     """Lets a request through when its path's policy and its key or its session allow it; else 401 or 429."""
 
-    def __init__(
-        self, app: ASGIApp, keys: KeyRing, logins: Logins, wrong_keys: WrongKeys, note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, logins: Logins, note: Callable[[str], None]) -> None:
         self._app = app
         self._keys = keys
         self._logins = logins
-        self._wrong_keys = wrong_keys
         self._note = note  # counts a refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -198,6 +195,6 @@ class AuthMiddleware:
             found = self._logins.holder(scope)
             holder, scope[SESSION] = (None, None) if found is None else found
         if holder is None:
-            return wrong_key_error(_NO_KEY, self._wrong_keys.note(source_of(scope)) if is_given else 0.0)
+            return wrong_key_error(_NO_KEY, self._logins.wrong_keys.note(source_of(scope)) if is_given else 0.0)
         scope[KEY] = holder
         return None

@@ -26,7 +26,7 @@ from octavo.server.idempotency import Runs
 from octavo.server.keys import KeyRing
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
-from octavo.server.logins import Logins, WrongKeys
+from octavo.server.logins import Logins
 from octavo.server.params import ParamsReader
 from octavo.server.prompts import PromptReader
 from octavo.server.replay_outputs import one_by_one
@@ -63,7 +63,6 @@ class Context:
     lifecycle: Lifecycle
     keys: KeyRing
     logins: Logins
-    wrong_keys: WrongKeys
     feed: Feed
     metrics: RequestMetrics
     fine_sessions: Sessions
@@ -133,7 +132,6 @@ def build_context(
         lifecycle=lifecycle,
         keys=keys,
         logins=Logins(keys),
-        wrong_keys=WrongKeys(),
         feed=Feed(sessions.client, keys, lifecycle, limits),
         metrics=RequestMetrics(models[0]),
         fine_sessions=one_by_one(sessions),

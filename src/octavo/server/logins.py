@@ -66,9 +66,10 @@ class WrongKeys:
 
 
 class Logins:
-    """Sessions of one server. `now` is a monotonic clock."""
+    """Sessions of one server, and its wrong keys. `now` is a monotonic clock."""
 
     def __init__(self, keys: KeyRing, now: Callable[[], float] = time.monotonic) -> None:
+        self.wrong_keys = WrongKeys(now)
         self._keys = keys
         self._now = now
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()  # by the SHA-256 of the id; longest unused first

@@ -39,7 +39,7 @@ async def log_in(request: Request) -> Response:
         return _away(next_page or "./") if is_page else Response(status_code=204)
     session_id = context.logins.log_in(fields.get("key", "").strip().encode("utf-8", "surrogatepass"))
     if session_id is None:
-        wait_s = context.wrong_keys.note(source_of(request.scope))
+        wait_s = context.logins.wrong_keys.note(source_of(request.scope))
         return _refused(wrong_key_error(_NO_KEY, wait_s), is_page, next_page)
     for old in session_cookies(request.headers):
         context.logins.log_out(old)
