@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
@@ -154,6 +156,20 @@ def test_keys_come_as_list_or_commas_and_stay_secret() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"api_key": ["hunter2", 3]})
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["", " ", "\t", "a,,b", "a, ,b", "a,"])
+def test_a_blank_key_is_refused_wherever_it_comes_from(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "octavo.yaml"
+    path.write_text(f"api-key: {json.dumps(value)}\n")
+    with pytest.raises(ConfigError, match="OCTAVO_API_KEY is empty; give a key, or leave it out"):
+        load_config({}, {"OCTAVO_API_KEY": value})
+    with pytest.raises(ConfigError, match=r"octavo.yaml: api-key is empty"):
+        load_config({}, {}, path)
+    if "," not in value:
+        for given in ([value], ["sk-a", value]):
+            with pytest.raises(ConfigError, match="--api-key is empty"):
+                load_config({"api_key": given})
 
 
 def test_two_pool_sizes_are_refused() -> None:

@@ -93,7 +93,9 @@ def test_a_dead_engine_is_replaced(model) -> None:
     ("words", "message"),
     [
         (["--served-model-name", "mine", "smollm2"], "MODEL is missing; give it first: octavo serve MODEL "),
-        (["--host", "1.2.3.4"], "--host is '1.2.3.4' and there is no --api-key"),
+        (["--host", "1.2.3.4"], "--host is '1.2.3.4' and there is no key"),
+        (["--host", "1.2.3.4", "--api-key", "a"], "an --api-key has 1 characters, and can be guessed, while --host is"),
+        (["--host", "1.2.3.4", "--api-key", " "], "--api-key is empty; give a key"),
         (["nosuch"], "unknown model 'nosuch'; give a name from octavo list"),
     ],
 )

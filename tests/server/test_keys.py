@@ -1,13 +1,14 @@
 """Key files and the ring: every mistake is named, no key is shown, a reload takes all or nothing."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from octavo.config import Config, ServingConfig
 from octavo.errors import ConfigError
-from octavo.server.keys import KeyRing, with_key_weights
+from octavo.server.keys import KeyInfo, KeyRing, with_key_weights
 
 TOML = """
 [[keys]]
@@ -69,12 +70,31 @@ def test_a_file_of_named_keys_is_read(tmp_path: Path) -> None:
         ('[[keys]]\nname = "a"\nkey = "sk-topsecret"\n[[keys]]\nname = "a"\nkey = "sk-topsecret2"', "named 'a'"),
         ('[[keys]]\nname = "a"\nkey = "sk-topsecret"\n[[keys]]\nname = "b"\nkey = "sk-topsecret"', "the same key"),
         ('key = "sk-topsecret\n', "not well formed TOML"),
+        ('[[keys]]\nname = "a"\nkey = "            "', "key begins or ends with white space"),
+        ('[[keys]]\nname = "a"\nkey = "sk-topsecret\\n"', "key begins or ends with white space"),
+        ('[[keys]]\nname = "a"\nkey = ""', "at least 8"),
+        (f'[[keys]]\nname = "a"\nkey_sha256 = "{hashlib.sha256(b"").hexdigest()}"', "that of an empty key"),
     ],
 )
 def test_a_bad_file_is_refused_without_a_word_of_its_keys(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         KeyRing.of(serving(tmp_path / "keys.toml", text))
     assert "topsecret" not in str(refused.value)
+
+
+def test_a_short_key_in_a_file_is_refused_where_others_reach_the_address(tmp_path: Path) -> None:
+    made = serving(tmp_path / "keys.yaml", YAML)
+    public = replace(made, host="192.0.2.1")
+    with pytest.raises(ConfigError, match=r"entry 1 \(alice\): key has 15 characters.*at least 16") as refused:
+        KeyRing.of(public)
+    assert "secret" not in str(refused.value)
+    assert len(KeyRing.of(replace(public, insecure=True)).keys) == len(KeyRing.of(made).keys) == 2
+    assert len(KeyRing.of(serving(tmp_path / "keys.yaml", YAML.replace("-secret", "-secret-and-long"))).keys) == 2
+
+
+def test_an_empty_key_has_no_holder() -> None:
+    empty = KeyInfo("a", "a", digest=hashlib.sha256(b"").digest())
+    assert KeyRing([empty]).find(b"") is None
 
 
 def test_bad_yaml_and_a_missing_file_are_refused(tmp_path: Path) -> None:

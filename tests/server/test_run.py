@@ -194,13 +194,30 @@ def test_listening_beyond_loopback_needs_a_key() -> None:
     for host in ("::", "192.0.2.1", "example.org", ""):
         with pytest.raises(ConfigError, match="--insecure"):
             open_socket(ServingConfig(host=host, port=0))
-    with pytest.raises(ConfigError, match="empty"):
-        open_socket(ServingConfig(port=0, api_key=("",)))
+    for key in ("", " ", "\t\n"):
+        with pytest.raises(ConfigError, match="empty"):
+            open_socket(ServingConfig(port=0, api_key=(key,)))
     assert is_loopback("127.0.0.9") and is_loopback("::1") and is_loopback("localhost")
     with open_socket(ServingConfig(port=0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} is in use; give another --port"):
             open_socket(ServingConfig(port=port))
+
+
+def test_a_key_that_is_soon_guessed_is_refused_where_others_reach_the_address(caplog: pytest.LogCaptureFixture) -> None:
+    for keys in (("a",), ("k" * 15,), ("k" * 40, "sk-topsecret")):
+        shortest = min(map(len, keys))
+        with pytest.raises(ConfigError, match=f"has {shortest} characters.*at least 16, such as openssl") as refused:
+            open_socket(ServingConfig(host="192.0.2.1", port=0, api_key=keys))
+        assert "topsecret" not in str(refused.value)
+    with pytest.raises(ConfigError, match="cannot listen on 192"):
+        open_socket(ServingConfig(host="192.0.2.1", port=0, api_key=("k" * 16,)))
+    assert not caplog.records
+    open_socket(ServingConfig(port=0, api_key=("sk-topsecret",))).close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("an --api-key has 12 characters, and can be guessed; give one of at least 16")
+    open_socket(ServingConfig(port=0, api_key=("k" * 16,))).close()
+    assert len(caplog.records) == 1
 
 
 SIGTERM_SCRIPT = """

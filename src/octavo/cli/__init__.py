@@ -71,7 +71,7 @@ Start here:  octavo run "Why is the sky blue?"      octavo serve
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; give its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    warning = hide_keys(words) if argv is None else None
+    warning = hide_keys(words)
     if warning is not None:
         print(f"warning: {warning}", file=sys.stderr)
     try:
