@@ -90,7 +90,12 @@ def find_files(config: Config) -> ModelFiles:
 def load_text(config: Config, files: ModelFiles) -> TextModel:
     """Load tokenizer and template. Raises ModelFileError, CapacityError."""
     with opening(files):
-        return TextModel.load(files, config.model.chat_template)
+        return TextModel.load(
+            files,
+            config.chat.chat_template,
+            trust_template=config.chat.trust_template,
+            special_tokens_in_text=config.chat.special_tokens_in_text,
+        )
 
 
 def open_engine(

@@ -19,6 +19,7 @@ from octavo.config import (
     AdmissionConfig,
     BatchConfig,
     CacheConfig,
+    ChatConfig,
     Config,
     ExecutionConfig,
     ModelConfig,
@@ -40,6 +41,7 @@ PREFIX = "OCTAVO_"
 _NO_SETTINGS = (PREFIX + "CONFIG", PREFIX + "RUN_DIR", PREFIX + "SCRATCH_DIR")
 _PARTS: dict[str, Any] = {
     "model": ModelConfig,
+    "chat": ChatConfig,
     "cache": CacheConfig,
     "scheduling": SchedulingConfig,
     "execution": ExecutionConfig,

@@ -117,9 +117,12 @@ async def _loop_lateness(late: list[float]) -> None:
 
 @pytest.mark.timeout(600)
 async def test_row_15_bombs_are_refused_or_killed_in_time(score: Score) -> None:
-    """One bomb after another; beside them small jobs, which have a second process, and the event loop itself."""
+    """One bomb after another; beside them small jobs, which have a second process, and the event loop itself.
+
+    A third process is left for templates.
+    """
     count = score.dose(12, 100)
-    tool = ToolProcess(ToolLimits(num_processes=2))
+    tool = ToolProcess(ToolLimits(num_processes=3))
     harness = Harness()
     late: list[float] = []
     watching = asyncio.create_task(_loop_lateness(late))

@@ -78,7 +78,7 @@ def make_text(generation: Mapping[str, float] | None = None) -> TextModel:
         generation=generation or {},
     )
     tokenizer = Tokenizer(backend, {"eos_token": "</s>"}, [EOS], Path("fake"))
-    return TextModel("tiny", spec, tokenizer, ChatTemplate(TEMPLATE, {}))
+    return TextModel("tiny", spec, tokenizer, ChatTemplate(TEMPLATE, {}, is_trusted=True))
 
 
 class FakeClient:

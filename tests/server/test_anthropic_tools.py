@@ -38,7 +38,7 @@ def thinking(text: str) -> Harness:
     from octavo.text.text_model import TextModel
 
     plain = make_text()
-    text_model = TextModel(plain.name, plain.spec, plain.tokenizer, ChatTemplate(THINKS, {}))
+    text_model = TextModel(plain.name, plain.spec, plain.tokenizer, ChatTemplate(THINKS, {}, is_trusted=True))
     return Harness(engine=FakeClient(text), text=text_model)
 
 

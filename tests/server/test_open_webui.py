@@ -36,7 +36,9 @@ CANNOT = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
 
 def with_template(template: str, **options: Any) -> Harness:
     plain = make_text()
-    return Harness(text=TextModel(plain.name, plain.spec, plain.tokenizer, ChatTemplate(template, {})), **options)
+    return Harness(
+        text=TextModel(plain.name, plain.spec, plain.tokenizer, ChatTemplate(template, {}, is_trusted=True)), **options
+    )
 
 
 def check(harness: Harness) -> None:

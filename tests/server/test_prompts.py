@@ -1,7 +1,8 @@
 """Where prompts are made: here, on a thread, in a tool process; the ids are the same, faults are the client's 400."""
 
+import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from octavo.server import prompts
 from octavo.text.chat_template import ChatTemplate
 from octavo.tool.process import ToolLimits, ToolProcess
-from tests.server.fakes import MAX_LEN, TEMPLATE, Harness, make_text
+from tests.server.fakes import EOS, MAX_LEN, TEMPLATE, Harness, make_text
 
 TALK = [{"role": "user", "content": "é <x> {{ 1 }}"}, {"role": "assistant", "content": "yes"}] * 3
 
@@ -26,6 +27,13 @@ async def harness() -> AsyncIterator[Harness]:
 def refusal(response: httpx.Response) -> tuple[int, str, str]:
     error = response.json()["error"]
     return response.status_code, error["code"], error["param"]
+
+
+def ids_of(harness: Harness) -> Sequence[int]:
+    """The last prompt that the engine saw."""
+    ids = harness.engine.requests[-1].prompt_token_ids
+    assert ids is not None
+    return ids
 
 
 async def test_the_same_prompt_wherever_it_is_rendered(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +69,7 @@ async def test_only_large_conversations_leave_the_process(harness: Harness) -> N
 
 async def test_a_template_that_is_slow_is_rendered_elsewhere_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = "{% for a in range(3000) %}{% set x = a ~ 'x' %}{% endfor %}" + TEMPLATE
-    harness = Harness(text=replace(make_text(), chat_template=ChatTemplate(slow, {})))
+    harness = Harness(text=replace(make_text(), chat_template=ChatTemplate(slow, {}, is_trusted=True)))
     monkeypatch.setattr(prompts, "SLOW_RENDER_S", 0.0)
     try:
         for _ in range(3):
@@ -69,6 +77,87 @@ async def test_a_template_that_is_slow_is_rendered_elsewhere_from_then_on(monkey
         assert harness.context.tool.counters.jobs == 2, "all but the first"
     finally:
         await harness.context.tool.close()
+
+
+async def test_a_template_that_is_not_trusted_is_rendered_elsewhere_by_every_route() -> None:
+    harness = Harness(text=replace(make_text(), chat_template=ChatTemplate(TEMPLATE, {})))
+    trusted = Harness()
+    talk = {"messages": TALK, "model": "tiny"}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", talk),
+        ("/v1/messages", {**talk, "max_tokens": 4}),
+        ("/v1/messages/count_tokens", talk),
+        ("/tokenize", talk),
+        ("/v1/responses", {"model": "tiny", "input": TALK, "truncation": "auto"}),
+        ("/v1/responses/input_tokens", {"model": "tiny", "input": TALK}),
+        ("/api/chat", {**talk, "stream": False}),
+        ("/api/generate", {"model": "tiny", "prompt": "x", "stream": False}),
+    ]
+    try:
+        for number, (path, body) in enumerate(bodies, 1):
+            responses = [await each.request("POST", path, json=body) for each in (harness, trusted)]
+            assert [response.status_code for response in responses] == [200, 200], responses[0].text
+            assert harness.context.tool.counters.jobs >= number, path
+        assert trusted.context.tool.counters.jobs == 0
+        mine, theirs = ([each.prompt_token_ids for each in one.engine.requests] for one in (harness, trusted))
+        assert mine == theirs and len(mine) == 5
+    finally:
+        await harness.context.tool.close()
+
+
+async def test_a_template_that_stalls_is_cut_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operation inside C, which no budget counts: the event loop goes on, and the client is told the limit."""
+    stalls = (
+        "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}"
+        "{% set ns.y = [ns.y, ns.y] %}{% endfor %}{% if 'stall' in messages[0].content %}{{ ns.x == ns.y }}{% endif %}"
+    )
+    harness = Harness(text=replace(make_text(), chat_template=ChatTemplate(stalls + TEMPLATE, {})))
+    monkeypatch.setattr(prompts, "RENDER_LIMIT_S", 0.5)
+    try:
+        await harness.context.prompts.warm_up()
+        assert harness.context.tool.counters.starts == 1 and (await harness.chat()).status_code == 200
+        bad = asyncio.create_task(harness.chat(messages=[{"role": "user", "content": "stall"}]))
+        answered = 0
+        while not bad.done():
+            assert (await harness.get("/livez")).status_code == 200
+            answered += 1
+            await asyncio.sleep(0.01)
+        response = await bad
+        assert refusal(response) == (400, "too_complex", "messages")
+        assert "the chat template is too slow" in response.text and "0.5 s" in response.text
+        assert answered > 5 and harness.context.tool.counters.kills == 1
+        assert (await harness.chat()).status_code == 200
+    finally:
+        await harness.context.tool.close()
+
+
+async def test_special_tokens_in_messages_are_text_in_every_chat_interface(harness: Harness) -> None:
+    forged = "</s>"
+    count = len(forged) + len("user:\nassistant:")
+    talk: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": forged}]}
+    told = {"model": "tiny", "messages": [{"role": role, "content": forged} for role in ("system", "user")]}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", told),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": forged}]}]}),
+        ("/v1/messages", {**talk, "max_tokens": 4, "system": forged}),
+        ("/v1/responses", {"model": "tiny", "input": forged, "instructions": forged}),
+        ("/api/chat", {**told, "stream": False}),
+        ("/api/generate", {"model": "tiny", "prompt": forged, "system": forged, "stream": False}),
+    ]
+    for path, body in bodies:
+        response = await harness.request("POST", path, json=body)
+        assert response.status_code == 200, response.text
+        assert forged in harness.prompt and EOS not in ids_of(harness), path
+    counted = (await harness.request("POST", "/v1/messages/count_tokens", json=talk)).json()["input_tokens"]
+    shown = (await harness.request("POST", "/tokenize", json=talk)).json()["tokens"]
+    assert counted == len(shown) == count and EOS not in shown
+    await harness.chat(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": forged}])
+    assert EOS in ids_of(harness), "an assistant's own tokens"
+    await harness.complete(prompt=forged)
+    assert EOS in ids_of(harness), "a raw prompt"
+    switched = Harness(text=replace(make_text(), special_tokens_in_text=True))
+    await switched.chat(messages=talk["messages"])
+    assert EOS in ids_of(switched)
 
 
 async def test_faults_in_a_tool_process_are_told_like_those_here(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from octavo.config import Config, ModelConfig
+from octavo.config import ChatConfig, Config
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.text_model import TextModel
 from tests.server.fakes import FakeClient, Harness, assert_ignored, events, make_text
@@ -24,8 +24,8 @@ FORMAT = {"type": "json_object"}
 
 def saying(text: str, template: str, **settings: Any) -> Harness:
     plain = make_text()
-    model = TextModel("tiny", plain.spec, plain.tokenizer, ChatTemplate(template, {}))
-    return Harness(FakeClient(text), model, Config(model=ModelConfig(**settings)))
+    model = TextModel("tiny", plain.spec, plain.tokenizer, ChatTemplate(template, {}, is_trusted=True))
+    return Harness(FakeClient(text), model, Config(chat=ChatConfig(**settings)))
 
 
 def of(message: dict[str, Any]) -> tuple[str | None, str | None]:

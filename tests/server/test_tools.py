@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.config import Config, ModelConfig
+from octavo.config import ChatConfig, Config
 from octavo.core.request import FinishReason
 from octavo.engine.deltas import TextDelta
 from octavo.server.answer_formats import format_fact, format_of
@@ -79,7 +79,7 @@ def speaking(template: str, special: tuple[str, ...] = ()) -> TextModel:
     backend.add_special_tokens(list(special))
     spec = replace(text.spec, vocab_size=backend.get_vocab_size())
     tokenizer = Tokenizer(backend, {"eos_token": "</s>"}, [1], Path("fake"))
-    return TextModel("tiny", spec, tokenizer, ChatTemplate(template, {}))
+    return TextModel("tiny", spec, tokenizer, ChatTemplate(template, {}, is_trusted=True))
 
 
 def saying(text: str, template: str | None = None) -> Harness:
@@ -290,7 +290,7 @@ async def test_a_structure_and_free_calls_are_alternatives() -> None:
 
 
 async def test_calls_of_qwen3_coder_are_written_as_json_where_a_grammar_holds() -> None:
-    config = Config(model=ModelConfig(tool_call_parser="qwen3_coder"))
+    config = Config(chat=ChatConfig(tool_call_parser="qwen3_coder"))
     harness = Harness(FakeClient(CALLS), config=config)
     for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
         message = (await harness.chat(tools=TOOLS, **fields)).json()["choices"][0]["message"]
@@ -350,10 +350,10 @@ async def test_allowed_tools_are_all_that_the_model_is_told_of() -> None:
 async def test_the_settings_choose_the_format() -> None:
     harness = Harness(
         FakeClient('{"name": "get_time", "parameters": {}}'),
-        config=Config(model=ModelConfig(tool_call_parser="llama3")),
+        config=Config(chat=ChatConfig(tool_call_parser="llama3")),
     )
     assert (await harness.chat(tools=TOOLS)).json()["choices"][0]["message"]["tool_calls"]
-    harness = Harness(FakeClient(CALLS), config=Config(model=ModelConfig(tool_call_parser="none")))
+    harness = Harness(FakeClient(CALLS), config=Config(chat=ChatConfig(tool_call_parser="none")))
     assert (await harness.chat(tools=TOOLS)).json()["choices"][0]["message"]["content"] == CALLS
     error = (await harness.chat(tools=TOOLS, tool_choice="required")).json()["error"]
     assert (error["param"], error["code"]) == ("tool_choice", "unsupported_field")

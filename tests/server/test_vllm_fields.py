@@ -80,7 +80,7 @@ async def test_options_of_a_stream_need_one(path: str) -> None:
 async def test_usage_of_a_chat_counts_the_reasoning() -> None:
     template = TEMPLATE + "{% if false %}</think>{% endif %}"
     plain = make_text()
-    text = TextModel("tiny", plain.spec, plain.tokenizer, ChatTemplate(template, {}))
+    text = TextModel("tiny", plain.spec, plain.tokenizer, ChatTemplate(template, {}, is_trusted=True))
     harness = Harness(FakeClient("<think>aaaa</think>bb"), text)
     usage = (await harness.chat()).json()["usage"]
     share = 4 / len("<think>aaaa</think>bb")
@@ -191,7 +191,7 @@ async def test_special_tokens_are_added_where_they_are_asked_for() -> None:
 
 async def test_documents_are_shown_by_templates_that_have_them() -> None:
     template = "{% for d in documents or [] %}<{{ d.title }}:{{ d.text }}>{% endfor %}" + TEMPLATE
-    harness = Harness(text=replace(make_text(), chat_template=ChatTemplate(template, {})))
+    harness = Harness(text=replace(make_text(), chat_template=ChatTemplate(template, {}, is_trusted=True)))
     documents = [{"title": "a", "text": "b"}]
     assert (await harness.chat(documents=documents)).status_code == 200
     assert harness.prompt.startswith("<a:b>user:hi")

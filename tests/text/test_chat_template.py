@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 from tests.text.tiny_tokenizers import random_text
@@ -79,7 +80,10 @@ def test_the_default_models_template_equals_transformers(default_model, transfor
             text = transformers_tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
             assert default_model.prompt_from_messages(messages, add_generation_prompt=prompt) == text
             theirs = transformers_tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)["input_ids"]
-            assert default_model.prompt_ids_from_messages(messages, add_generation_prompt=prompt) == theirs
+            switched = replace(default_model, special_tokens_in_text=True)
+            assert switched.prompt_ids_from_messages(messages, add_generation_prompt=prompt) == theirs
+            if default_model.conversation(messages).mark is None:  # no special token is spelled
+                assert default_model.prompt_ids_from_messages(messages, add_generation_prompt=prompt) == theirs
 
 
 def test_continuing_the_final_message_equals_transformers(default_model, transformers_tokenizer):

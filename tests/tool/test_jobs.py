@@ -1,6 +1,7 @@
 """Rendering in a tool process gives what rendering here gives, and evil templates end there too."""
 
 import json
+import time
 
 import pytest
 
@@ -45,6 +46,43 @@ async def test_a_compiler_that_panics_is_a_refusal_and_prints_nothing(capfd: pyt
     finally:
         await tool.close()
     assert "猫" not in capfd.readouterr().err
+
+
+# Two equal lists of 2**40 places each, shared within, and a list whose sorting takes long: one operation inside C.
+SHARED = (
+    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+)
+STALLS = {
+    "==": SHARED + "{{ ns.x == ns.y }}",
+    "<": SHARED + "{{ ns.x < ns.y }}",
+    "in": SHARED + "{{ ns.x in [ns.y] }}",
+    "count": SHARED + "{{ [ns.y].count(ns.x) }}",
+    "index": SHARED + "{{ [ns.y].index(ns.x) }}",
+    "sort": SHARED + "{{ [ns.x, ns.y]|sort }}",
+    "max": SHARED + "{{ [ns.x, ns.y]|max }}",
+    "unique": SHARED + "{{ [ns.x, ns.y]|unique|list }}",
+    "select": SHARED + "{{ [ns.x]|select('eq', ns.y)|list }}",
+    "groupby": SHARED + "{{ [{'a': ns.x}, {'a': ns.y}]|groupby('a') }}",
+    "wide": "{{ (range(99999)|list * 50)|sort|length }}" * 4,
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", STALLS)
+async def test_templates_that_stall_inside_one_operation_are_cut(name: str) -> None:
+    """No budget counts these; the process is killed, and the next job has another."""
+    tool = ToolProcess(ToolLimits(num_processes=1))
+    probe = RenderChat("{{ messages[0].content }}", {}, [{"content": "x"}])
+    try:
+        await tool.run("render_chat", probe)
+        begun = time.monotonic()
+        with pytest.raises(InvalidRequestError):
+            await tool.run("render_chat", RenderChat(STALLS[name], {}, [{"content": "x"}]), 0.3)
+        assert time.monotonic() - begun < 5.0
+        assert await tool.run("render_chat", probe) == "x"
+    finally:
+        await tool.close()
 
 
 @pytest.mark.timeout(60)

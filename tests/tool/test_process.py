@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,7 @@ from octavo.errors import (
     TooComplexError,
     ToolUnavailableError,
 )
-from octavo.tool.process import ToolLimits, ToolProcess
+from octavo.tool.process import ToolLimits, ToolProcess, current_tenant
 from octavo.tool.wire import CheckRegex, RenderChat
 
 NASTY = (sys.executable, str(Path(__file__).with_name("nasty_child.py")))
@@ -168,6 +169,89 @@ async def test_a_caller_who_leaves_disturbs_nobody() -> None:
         assert gone.cancelled() and waits.cancelled()
         assert await tool.run("echo", {"value": 2}) == 2
         assert (tool.counters.kills, tool.counters.deaths) == (0, 0)
+
+
+def as_tenant(name: str, work: Awaitable[object]) -> asyncio.Task[object]:
+    """A task that does a job for a tenant."""
+
+    async def done() -> object:
+        return await work
+
+    context = copy_context()
+    context.run(current_tenant.set, name)
+    return asyncio.create_task(done(), context=context)
+
+
+THREE = ToolLimits(num_processes=3, max_waiting=8, job_s=4.0)
+
+
+async def start_all(tool: ToolProcess) -> None:
+    """Wait until every process is there."""
+    while len(tool.pids) < tool.limits.num_processes:
+        await asyncio.gather(*(as_tenant(name, tool.run("sleep", {"value": 0.1})) for name in "abc"))
+
+
+async def test_one_tenant_never_holds_every_process() -> None:
+    async with tools(THREE) as tool:
+        await start_all(tool)
+        slow = [as_tenant("a", tool.run("spin", {})) for _ in range(6)]
+        await asyncio.sleep(0.1)
+        begun = time.monotonic()
+        assert await as_tenant("b", tool.run("echo", {"value": 1})) == 1
+        assert await as_tenant("b", tool.run("echo", {"value": 2})) == 2
+        assert time.monotonic() - begun < 2.0, "a process of its own, though six jobs came before"
+        assert tool.counters.kills == 0
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_one_process_is_left_for_templates() -> None:
+    """Whatever other jobs of however many tenants take their time."""
+    chat = RenderChat("{{ messages[0].content }}", {}, [{"content": "x"}])
+    async with tools(THREE) as tool:
+        await start_all(tool)
+        slow = [as_tenant(name, tool.run("spin", {})) for name in "aabbcc"]
+        await asyncio.sleep(0.05)
+        begun = time.monotonic()
+        for _ in range(3):
+            assert await as_tenant("a", tool.run("render_chat", chat)) == "x"
+        assert time.monotonic() - begun < 2.0
+        assert tool.counters.kills == 0
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_tenants_take_turns_and_fill_queues_of_their_own() -> None:
+    ended: list[str] = []
+    async with tools(ToolLimits(num_processes=1, max_waiting=4, job_s=5.0)) as tool:
+        await tool.run("echo", {})
+        many = [as_tenant("a", tool.run("sleep", {"value": 0.05})) for _ in range(5)]
+        for task in many:
+            task.add_done_callback(lambda _: ended.append("a"))
+        await asyncio.sleep(0.02)
+        assert await fails(as_tenant("a", tool.run("echo", {})), QueueFullError) < 0.5
+        other = as_tenant("b", tool.run("echo", {"value": "b"}))
+        other.add_done_callback(lambda _: ended.append("b"))
+        assert await other == "b"
+        await asyncio.gather(*many)
+        assert ended.index("b") <= 2, ended
+        crowd = [as_tenant(f"t{number}", tool.run("sleep", {"value": 0.01})) for number in range(18)]
+        found = await asyncio.gather(*crowd, return_exceptions=True)
+        assert sum(isinstance(one, QueueFullError) for one in found) >= 1, "of all tenants four times as many"
+
+
+async def test_a_job_takes_a_process_that_is_free_before_the_one_that_starts() -> None:
+    async with tools(THREE) as tool:
+        await tool.run("echo", {})
+        begun = time.monotonic()
+        await asyncio.gather(*(tool.run("echo", {"value": number}) for number in range(8)))
+        assert time.monotonic() - begun < 5.0
+        jobs = [tool.run("sleep", {"value": 0.001}) for _ in range(8)]
+        await asyncio.gather(*jobs)
+        assert tool.statistics()["waiting"] == 0
+        assert tool.counters.starts <= 2
 
 
 @pytest.mark.parametrize("command", [("/nonexistent",), (sys.executable, "-c", "pass"), ("/bin/echo", "GGGGGGGG")])

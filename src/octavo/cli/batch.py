@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--retry-failed", action="store_true", help="ask again for what failed in an earlier run")
     group.add_argument("--overwrite", action="store_true", help="begin anew, whatever an earlier run left")
     group.add_argument("--quiet", "-q", action="store_true", help="no progress and no numbers on stderr")
-    add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
+    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation"))
 
 
 def run(args: argparse.Namespace) -> int:

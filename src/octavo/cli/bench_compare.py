@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-groups", type=int, metavar="N", help="only the first N groups")
     group.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each peer at each workload [3]")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    add_settings(parser, ("model", "cache", "scheduling", "execution"), is_short=False)
+    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution"), is_short=False)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens produced for each [128]")
     group.add_argument("--runs", type=int, default=3, metavar="N", help="passes; the median one is reported [3]")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
+    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation"))
 
 
 def run(args: argparse.Namespace) -> int:

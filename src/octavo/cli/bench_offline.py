@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = add_workload(parser)
     group.add_argument("--runs", type=int, default=1, metavar="N", help="passes; the median one is reported [1]")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation", "recording"))
+    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation", "recording"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--runs", type=int, default=5, metavar="N", help="processes of each kind, in turn [5]")
     group.add_argument("--input-len", type=int, default=32, metavar="N", help="tokens of the prompt [32]")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    add_settings(parser, ("model", "cache", "scheduling", "execution"))
+    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("conversation")
     group.add_argument("--load", metavar="FILE", help="go on with a conversation that /save kept")
     add_answer_arguments(group, max_tokens=None)
-    add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
+    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation"))
 
 
 def run(args: argparse.Namespace) -> int:

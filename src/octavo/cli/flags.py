@@ -25,6 +25,7 @@ _DEST = "setting:"  # keeps settings apart from a command's own arguments
 _TAKES_WORDS = {"served_model_name"}  # the flag takes all words that follow it, as vLLM's does; others are repeated
 _TITLES = {
     "model": "model",
+    "chat": "conversations and chat templates",
     "cache": "KV cache",
     "scheduling": "scheduling",
     "execution": "execution",

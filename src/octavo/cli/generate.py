@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--raw", action="store_true", help="continue each text as it is, without the chat template")
     group.add_argument("--jsonl", action="store_true", help="lines are JSON, whatever the file is called")
     add_answer_arguments(group)
-    add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
+    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="what to plan for [smollm2]")
     parser.add_argument("--tokens", type=whole, metavar="N", help="also say how many requests of so many tokens fit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_settings(parser, ("model", "cache", "scheduling", "execution"))
+    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution"))
 
 
 def run(args: argparse.Namespace) -> int:

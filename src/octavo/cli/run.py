@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_answer_arguments(group)
     parser.set_defaults(max_tokens=None)  # MAX_TOKENS of one answer, as many as fit in a conversation
     group.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    add_settings(parser, ("model", "cache", "scheduling", "execution", "speculation"))
+    add_settings(parser, ("model", "chat", "cache", "scheduling", "execution", "speculation"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from octavo.config.engine_parts import (
     QUANTIZATIONS,
     REASONING_PARSERS,
     CacheConfig,
+    ChatConfig,
     ExecutionConfig,
     ModelConfig,
     RecordingConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "AdmissionConfig",
     "BatchConfig",
     "CacheConfig",
+    "ChatConfig",
     "Config",
     "ExecutionConfig",
     "ModelConfig",
@@ -62,6 +64,7 @@ class Config:
     """All settings."""
 
     model: ModelConfig = ModelConfig()
+    chat: ChatConfig = ChatConfig()
     cache: CacheConfig = CacheConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
     execution: ExecutionConfig = ExecutionConfig()

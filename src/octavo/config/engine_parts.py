@@ -60,8 +60,29 @@ class ModelConfig:
         "-c",
         within=(1, None),
     )
+
+    def shown_name(self, default: str) -> str:
+        """The first name under which it is served, else the default."""
+        return self.served_model_name[0] if self.served_model_name else default
+
+
+@dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """How conversations become prompts, and answers calls and reasoning."""
+
     chat_template: str | None = option(
         None, "file with a jinja chat template to use instead of the model's", "--chat-template"
+    )
+    trust_template: bool = option(
+        False,
+        "render the chat template inside the API process, which one that means harm can stop (default: in a process "
+        "that is killed in time)",
+        "--trust-template",
+    )
+    special_tokens_in_text: bool = option(
+        False,
+        "special tokens spelled in messages, such as <|im_end|>, become their ids, as in transformers (default: text)",
+        "--special-tokens-in-text",
     )
     tool_call_parser: str = option(
         "auto",
@@ -75,10 +96,6 @@ class ModelConfig:
         "--reasoning-parser",
         choices=REASONING_PARSERS,
     )
-
-    def shown_name(self, default: str) -> str:
-        """The first name under which it is served, else the default."""
-        return self.served_model_name[0] if self.served_model_name else default
 
 
 @dataclass(frozen=True, slots=True)

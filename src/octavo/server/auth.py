@@ -21,6 +21,7 @@ from octavo.server.faults import ApiError
 from octavo.server.keys import NOBODY, KeyInfo, KeyRing
 from octavo.server.logins import Logins
 from octavo.server.pages import wants_html
+from octavo.tool.process import current_tenant
 
 KEY = "octavo.key"  # the KeyInfo of the request
 SESSION = "octavo.session"  # the id of the session that let it in, where one did
@@ -172,6 +173,7 @@ class AuthMiddleware:
         # The first: called from inside (batches.inner_call); a client cannot set it.
         error = None if isinstance(scope.get(KEY), KeyInfo) else self._check(scope)
         if error is None:
+            current_tenant.set(scope[KEY].tenant)
             await self._app(scope, receive, send)
         else:
             self._note(error.code)

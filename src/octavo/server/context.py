@@ -119,7 +119,7 @@ def build_context(
     tool = ToolProcess()
     runs = Runs(config.retry, text.tokenizer, Shares(keys))
     template = None if text.chat_template is None else text.chat_template.source
-    dialect = read_dialect(template, config.model.tool_call_parser, config.model.reasoning_parser)
+    dialect = read_dialect(template, config.chat.tool_call_parser, config.chat.reasoning_parser)
     max_len = _max_len(config, text, sessions)
     return Context(
         sessions=sessions,

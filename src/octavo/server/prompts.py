@@ -4,29 +4,35 @@ Owns: which work leaves the loop, to a thread or to a tool process, and the refu
 Does not: know templates or vocabularies (TextModel does).
 Invariant: what is done in the event loop itself is bounded: a short text, a short conversation.
 
-Tokenizing releases the interpreter's lock, so a thread does; a template does not, so a large conversation is rendered
-in another process, where it can also be ended.
+Tokenizing releases the interpreter's lock, so a thread does; a template does not, and one operation of it can take
+minutes inside C. So it is rendered in another process, where it can be ended, unless it is trusted and the
+conversation is small.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from octavo.errors import RequestError
+from octavo.errors import OctavoError, RequestError, TooComplexError
 from octavo.server.bodies.chat import ChatBody, Message
 from octavo.server.faults import bad_field, from_exception, too_long
 from octavo.server.offload import off_loop
 from octavo.text.dialect import Dialect
 from octavo.text.length import num_tokens_if_over
+from octavo.text.text_model import Conversation
+from octavo.tool.process import RENDER
 from octavo.tool.wire import RenderChat
 
 if TYPE_CHECKING:
-    from octavo.text.text_model import Conversation, TextModel
+    from octavo.text.chat_template import ChatTemplate
+    from octavo.text.text_model import TextModel
     from octavo.tool.process import ToolProcess
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 HERE_CHARS = 4096  # a text of this length is tokenized in 2 ms
 HERE_JSON = 65_536  # characters of JSON that are parsed in under a millisecond
@@ -82,11 +88,12 @@ class PromptReader:
             )
 
         try:
-            asked = conversation() if num_in_json <= HERE_JSON else await off_loop(conversation)
             if size > HERE_CHARS and num_kept is None:
                 await off_loop(lambda: self._check_size("messages", size))
+            is_small = num_in_json <= HERE_JSON and size <= HERE_JSON
+            asked = conversation() if is_small else await off_loop(conversation)
             prompt = asked.finish(await self._render(asked, _work_of(size, asked)))
-            ids = await self._encode("messages", prompt, body.add_special_tokens, num_kept)
+            ids = await self._encode("messages", prompt, body.add_special_tokens, num_kept, asked.mark)
         except RequestError as error:
             error.param = _INDEX.sub(r"messages[\1]", error.param or "messages")  # as it is spelled elsewhere here
             raise from_exception(error) from None
@@ -114,10 +121,11 @@ class PromptReader:
             self._is_slow |= time.thread_time() - begun > SLOW_RENDER_S
             return prompt
 
-        if work <= HERE_WORK and not self._is_slow:
-            return render()
-        if work <= THREAD_WORK and not self._is_slow:
-            return await off_loop(render)
+        if template.is_trusted and not self._is_slow and work <= THREAD_WORK:
+            return render() if work <= HERE_WORK else await off_loop(render)
+        return await self._render_elsewhere(template, asked)
+
+    async def _render_elsewhere(self, template: ChatTemplate, asked: Conversation) -> str:
         order = RenderChat(
             template.source,
             template.tokens,
@@ -126,7 +134,23 @@ class PromptReader:
             tools=None if asked.tools is None else [dict(tool) for tool in asked.tools],
             variables=asked.variables,
         )
-        return str(await self._tool.run("render_chat", order, RENDER_LIMIT_S))
+        try:
+            return str(await self._tool.run(RENDER, order, RENDER_LIMIT_S))
+        except TooComplexError as error:
+            raise TooComplexError(f"the chat template is too slow or too large for these messages: {error}") from None
+
+    async def warm_up(self) -> None:
+        """Start a tool process and compile the template there, before the first request needs it."""
+        template = self._text.chat_template
+        if template is None or template.is_trusted:
+            return
+        probe = Conversation([{"role": "user", "content": "x"}], True, None, {}, False)
+        try:
+            await self._render_elsewhere(template, probe)
+        except RequestError:
+            pass  # the template asks for other messages; it is compiled
+        except OctavoError as error:
+            _log.warning("chat templates cannot be rendered now: %s", error)
 
     async def completion(
         self, prompts: Sequence[str | list[int]], num_kept: int | None = None, add_special_tokens: bool = True
@@ -143,7 +167,7 @@ class PromptReader:
                 raise too_long("prompt", self._max_len, f"the prompt has {len(prompt)}")
             return prompt  # Sessions checks the ids
         try:
-            return await self._encode("prompt", prompt, add_special_tokens, num_kept)
+            return await self._encode("prompt", prompt, add_special_tokens, num_kept, None)
         except RequestError as error:
             raise from_exception(error, {"prompt_token_ids": "prompt"}) from None
 
@@ -157,16 +181,13 @@ class PromptReader:
         num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
         return await self._run(texts, num_ids)
 
-    async def _encode(self, param: str, text: str, add_special_tokens: bool, num_kept: int | None) -> list[int]:
-        tokenizer = self._text.tokenizer
-        if num_kept is not None:  # no token stands for more characters than the longest piece
-            text = text[-num_kept * tokenizer.longest_piece :]
-
+    async def _encode(
+        self, param: str, text: str, add_special_tokens: bool, num_kept: int | None, mark: str | None
+    ) -> list[int]:
         def encode() -> list[int]:
-            if num_kept is not None:
-                return tokenizer.encode(text, add_special_tokens)[-num_kept:]
-            self._check_size(param, len(text), text)
-            return tokenizer.encode(text, add_special_tokens)
+            if num_kept is None:
+                self._check_size(param, len(text), text)
+            return self._text.encode_prompt(text, mark, add_special_tokens, num_kept)
 
         return await self._run(encode, len(text))
 

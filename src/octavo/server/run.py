@@ -91,6 +91,7 @@ class HttpServer:
         signals = SIGNALS if threading.current_thread() is threading.main_thread() else ()
         for number in signals:
             loop.add_signal_handler(number, self.stop)
+        warming = asyncio.create_task(self._context.prompts.warm_up())
         try:
             await self._server.serve([self._listener])
         finally:
@@ -100,6 +101,7 @@ class HttpServer:
                 await self._ending
             await self._context.runs.close()  # what is open stays so in the journal, for the next server
             await self._context.tool.close()
+            await warming
 
     def stop(self) -> None:
         """Drain and end; called again, end what is open now. Call in the event loop's thread."""

@@ -30,7 +30,12 @@ def _environment() -> TemplateEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template. Safe to share between threads."""
+    """A compiled template. Safe to share between threads.
+
+    The budget counts what the sandbox's own operations do. One operation inside C (comparing or sorting shared lists)
+    can still take minutes and hold the interpreter's lock, so a server renders a template that is not trusted in a
+    tool process, where it can be killed.
+    """
 
     def __init__(
         self,
@@ -39,11 +44,13 @@ class ChatTemplate:
         *,
         max_output_chars: int = 4_000_000,
         path: object = "chat template",
+        is_trusted: bool = False,
     ) -> None:
         """Compile. `tokens` are the named special tokens ("bos_token": "<s>"). Raises ModelFileError naming `path`."""
         if len(source) > _MAX_SOURCE_CHARS:
             raise ModelFileError(path, f"chat template has {len(source)} characters; {_MAX_SOURCE_CHARS} are supported")
         self.source = source
+        self.is_trusted = is_trusted
         self.tokens = dict(tokens)
         self._max_output_chars = max_output_chars
         try:

@@ -27,7 +27,8 @@ CALL_ALIASES = {"llama3_json": "llama3", "qwen3_xml": "qwen3_coder", "qwen": "he
 REASONING_ALIASES = {"deepseek_r1": "think", "qwen3": "think", "command_a": "cohere", "seed_oss": "seed"}
 WITHOUT_TEMPLATE = "hermes"  # what models are told to write whose template knows no tools
 _VARIABLE = r"(?<![.\w'\"])tools\b(?!['\"])"
-_TAKES_TOOLS = re.compile(rf"\{{%[^%]*{_VARIABLE}|\{{\{{[^}}]*{_VARIABLE}")
+_TOOLS = re.compile(_VARIABLE)
+_CODE = re.compile(r"\{%[^%]*|\{\{[^}]*")  # parts of a template that are no text
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 
 
@@ -67,7 +68,7 @@ def read_dialect(template: str | None, call_parser: str = "auto", reasoning_pars
 @lru_cache(maxsize=16)
 def takes_tools(template: str) -> bool:
     """Whether a template shows tools by itself."""
-    return _TAKES_TOOLS.search(template) is not None
+    return any(_TOOLS.search(part[0]) for part in _CODE.finditer(template))
 
 
 def _calls_of(source: str) -> str:

@@ -7,7 +7,7 @@ Does not: load torch or weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +20,60 @@ from octavo.text.chat_template import ChatTemplate, check_variables
 from octavo.text.dialect import takes_tools
 from octavo.text.messages import cut_at_continuation, mark_continuation, plain_messages
 from octavo.text.scripted_text import TEMPLATE, scripted_tokenizer
+from octavo.text.special_text import SpecialTextGuard
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import NO_SYSTEM, with_short_ids, with_tools
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Checked messages and what else the template is given; `is_continued` when the last message is to go on."""
+    """Checked messages and what else the template is given; `is_continued` when the last message is to go on.
+
+    `mark` is inside each special token that the messages spell; None where they spell none (special_text.py).
+    """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
     tools: Sequence[Mapping[str, Any]] | None
     variables: dict[str, Any]
     is_continued: bool
+    mark: str | None = None
 
     def finish(self, prompt: str) -> str:
-        """Return the prompt to be used, from the one that the template made. Raises InvalidRequestError."""
+        """Return the prompt to be used, marks included, from the one that the template made.
+
+        Raises InvalidRequestError.
+        """
         return cut_at_continuation(prompt) if self.is_continued else prompt
 
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """A model's text side. `chat_template` is None for a model without one."""
+    """A model's text side. `chat_template` is None for a model without one.
+
+    `special_tokens_in_text`: special tokens spelled in messages become their ids, as in transformers.
+    """
 
     name: str
     spec: ModelSpec
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
+    special_tokens_in_text: bool = False
+    guard: SpecialTextGuard = field(init=False)
+
+    def __post_init__(self) -> None:
+        source = None if self.chat_template is None else self.chat_template.source
+        object.__setattr__(self, "guard", SpecialTextGuard(self.tokenizer, source))
 
     @classmethod
-    def load(cls, files: ModelFiles, chat_template_file: str | Path | None = None) -> TextModel:
+    def load(
+        cls,
+        files: ModelFiles,
+        chat_template_file: str | Path | None = None,
+        *,
+        trust_template: bool = False,
+        special_tokens_in_text: bool = False,
+    ) -> TextModel:
         """Read everything. `chat_template_file` replaces the model's template. Raises ModelFileError."""
         spec = read_model_spec(files)
         found: tuple[str, Path] | None
@@ -64,8 +88,12 @@ class TextModel:
             found = _folder_template(files.root)
         if chat_template_file is not None:
             found = _read_text(Path(chat_template_file)), Path(chat_template_file)
-        template = None if found is None else ChatTemplate(found[0], tokenizer.special_tokens, path=found[1])
-        return cls(files.name, spec, tokenizer, template)
+        template = None
+        if found is not None:
+            source, path = found
+            is_trusted = trust_template or source is TEMPLATE
+            template = ChatTemplate(source, tokenizer.special_tokens, path=path, is_trusted=is_trusted)
+        return cls(files.name, spec, tokenizer, template, special_tokens_in_text)
 
     def prompt_from_messages(
         self,
@@ -83,6 +111,10 @@ class TextModel:
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         asked = self.conversation(messages, **options, tools=tools, variables={**(template_kwargs or {}), **variables})
+        prompt = self._rendered(asked)
+        return prompt if asked.mark is None else prompt.replace(asked.mark, "")
+
+    def _rendered(self, asked: Conversation) -> str:
         assert self.chat_template is not None
         made = self.chat_template.render(asked.messages, asked.add_generation_prompt, asked.tools, **asked.variables)
         return asked.finish(made)
@@ -104,22 +136,46 @@ class TextModel:
             reason = f"{self.name} has no chat template; start with --chat-template FILE, or use plain completions"
             raise InvalidRequestError(reason, "messages")
         plain = plain_messages(messages)
-        variables = dict(variables or {})
+        variables, mark = dict(variables or {}), None
         check_variables(variables)
+        if not self.special_tokens_in_text:  # before Octavo's own words are put among the messages
+            plain, tools, variables, mark = self.guard.mark(plain, tools, variables)
         if takes_tools(self.chat_template.source):
             plain = with_short_ids(plain) if "[TOOL_CALLS]" in self.chat_template.source else plain
         else:
             plain, tools = with_tools(plain, tools, NO_SYSTEM not in self.chat_template.source), None
         if continue_final_message:
-            return Conversation(mark_continuation(plain), False, tools, variables, True)
-        return Conversation(plain, add_generation_prompt, tools, variables, False)
+            return Conversation(mark_continuation(plain), False, tools, variables, True, mark)
+        return Conversation(plain, add_generation_prompt, tools, variables, False, mark)
 
-    def prompt_ids_from_messages(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Return the prompt ids of a chat; `options` are those of prompt_from_messages.
+    def prompt_ids_from_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Return the prompt ids of a chat; the arguments are those of prompt_from_messages.
 
         The template writes the beginning-of-sequence token where the model wants one, so none is added here.
         """
-        return self.tokenizer.encode(self.prompt_from_messages(messages, **options), add_special_tokens=False)
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        asked = self.conversation(messages, **options, tools=tools, variables={**(template_kwargs or {}), **variables})
+        return self.encode_prompt(self._rendered(asked), asked.mark)
+
+    def encode_prompt(
+        self, prompt: str, mark: str | None, add_special_tokens: bool = False, num_kept: int | None = None
+    ) -> list[int]:
+        """Return the ids of a rendered prompt, of which the last `num_kept` are kept. Raises InvalidRequestError."""
+        if mark is not None:
+            return self.guard.encode(prompt, mark, add_special_tokens, num_kept)
+        if num_kept is None:
+            return self.tokenizer.encode(prompt, add_special_tokens)
+        # No token stands for more characters than the longest piece.
+        return self.tokenizer.encode(prompt[-num_kept * self.tokenizer.longest_piece :], add_special_tokens)[-num_kept:]
 
 
 def _gguf_template(file: GGUFFile) -> tuple[str, Path] | None:

@@ -84,11 +84,7 @@ class Tokenizer:
         its batch calls let it go, and the fast one leaves out offsets.
         Raises InvalidRequestError for a text with lone surrogates, which no UTF-8 can hold.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            reason = f"the text has a lone surrogate at character {error.start}; send valid Unicode"
-            raise InvalidRequestError(reason, "prompt") from None
+        check_text(text)
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -119,6 +115,15 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that an id adds inside a text; they may be part of a character."""
         return self.pieces.of(token_id)
+
+
+def check_text(text: str) -> None:
+    """Refuse lone surrogates. Raises InvalidRequestError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = f"the text has a lone surrogate at character {error.start}; send valid Unicode"
+        raise InvalidRequestError(reason, "prompt") from None
 
 
 def _read_backend(path: Path) -> Backend:

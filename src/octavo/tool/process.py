@@ -1,9 +1,11 @@
 """ToolProcess: jobs done in child processes, each within its time, whatever it was asked.
 
-Owns: the children, the wait for a free one, the time of each job, retrying, counting.
+Owns: the children, the queue of jobs and its order, the time of each job, retrying, counting.
 Does not: know what the jobs do.
 Invariants: at most `num_processes` children; a child does one job at a time, so that killing it disturbs no other; a
-job whose child ended by itself is done once more in a new one; every job ends with a value or a typed error.
+job whose child ended by itself is done once more in a new one; every job ends with a value or a typed error. With
+three children, one is left for renders of templates, and no tenant holds all that there are for its kind of job;
+tenants with waiting jobs take turns.
 """
 
 from __future__ import annotations
@@ -14,24 +16,29 @@ import itertools
 import os
 import sys
 import time
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
 
-from octavo.errors import EngineError, QueueFullError, TooComplexError, ToolUnavailableError
+from octavo.errors import EngineError, OctavoError, QueueFullError, TooComplexError, ToolUnavailableError
 from octavo.tool import wire
 
 COMMAND = (sys.executable, "-m", "octavo.tool")
 # What a child inherits: no key of ours, and nothing that says where other things are.
 _VARIABLES = frozenset(("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "TMPDIR", "SYSTEMROOT"))
 _RETRY_START_S = 5.0  # after a child that could not be started, before the next try
+RENDER = "render_chat"  # the job that one child is always left for
+# Whose job it is, for the turns; set once for each request.
+current_tenant: ContextVar[str] = ContextVar("octavo_tool_tenant", default="")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolLimits:
-    """Bounds of the children and their jobs."""
+    """Bounds of the children and their jobs. `max_waiting` is of one tenant; of all tenants four times as many wait."""
 
-    num_processes: int = 2
-    max_waiting: int = 64
+    num_processes: int = 3
+    max_waiting: int = 1024
     job_s: float = 2.0
     start_s: float = 20.0
     memory_bytes: int = 1 << 30
@@ -111,11 +118,91 @@ class _Child:
 
 
 class _Slot:
-    """A place for one child, started when it is first needed."""
+    """A place for one child. `start` runs while its child starts; a busy one belongs to the job that it serves."""
 
     def __init__(self) -> None:
         self.child: _Child | None = None
-        self.restart: asyncio.Task[None] | None = None
+        self.start: asyncio.Task[None] | None = None
+        self.is_busy = False
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One job, from the queue to its answer."""
+
+    number: int
+    tenant: str
+    is_render: bool
+    order: bytes
+    limit_s: float
+    done: asyncio.Future[object] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def end(self, value: object, error: BaseException | None = None) -> None:
+        """Give the caller its value or error; a caller that left gets neither."""
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(value)
+        else:
+            self.done.set_exception(error)
+
+
+class _JobQueue:
+    """Waiting jobs, and whose turn it is. Bounded for each tenant and in all."""
+
+    def __init__(self, limits: ToolLimits) -> None:
+        self._limits = limits
+        self._waiting: OrderedDict[tuple[str, bool], deque[_Job]] = OrderedDict()
+        self._running: list[_Job] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def put(self, job: _Job) -> None:
+        """Add a job. Raises QueueFullError."""
+        waiting = [jobs for (tenant, _), jobs in self._waiting.items() if tenant == job.tenant]
+        num, limit = sum(map(len, waiting)), self._limits.max_waiting
+        if num >= limit or len(self) >= 4 * limit:
+            raise QueueFullError(f"{max(num, limit)} inputs wait already to be read; try again later")
+        self._waiting.setdefault((job.tenant, job.is_render), deque()).append(job)
+
+    def take(self) -> _Job | None:
+        """Return the next job that may run now, and count it as running."""
+        for key in list(self._waiting):
+            jobs = self._waiting[key]
+            while jobs and jobs[0].done.done():  # its caller left
+                jobs.popleft()
+            if jobs and self._may_run(*key):
+                job = jobs.popleft()
+                self._running.append(job)
+                if jobs:
+                    self._waiting.move_to_end(key)
+                else:
+                    del self._waiting[key]
+                return job
+            if not jobs:
+                del self._waiting[key]
+        return None
+
+    def _may_run(self, tenant: str, is_render: bool) -> bool:
+        """Leave a child for renders, and of each kind one for other tenants. Jobs without a tenant are anyone's."""
+        most = self._limits.num_processes - 1
+        own = [job.is_render for job in self._running if job.tenant == tenant and tenant]
+        checks = [job for job in self._running if not job.is_render]
+        if is_render:
+            return len(own) < max(1, most)
+        return len(checks) < max(1, most) and own.count(False) < max(1, most - 1) and len(own) < max(1, most)
+
+    def ended(self, job: _Job) -> None:
+        """Count a job as no longer running."""
+        self._running.remove(job)
+
+    def clear(self, error: OctavoError) -> None:
+        """Fail every waiting job."""
+        jobs = [job for waiting in self._waiting.values() for job in waiting]
+        self._waiting.clear()
+        for job in jobs:
+            job.end(None, error)
 
 
 class ToolProcess:
@@ -127,11 +214,9 @@ class ToolProcess:
         self._command = command
         self._numbers = itertools.count(1)
         self._slots = [_Slot() for _ in range(self.limits.num_processes)]
-        self._free: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()  # the last one used is warm
-        for slot in self._slots:
-            self._free.put_nowait(slot)
-        self._num_waiting = 0
-        self._serving: set[asyncio.Task[object]] = set()
+        self._idle: list[_Slot] = []  # children without a job, the last one used last: it is warm
+        self._queue = _JobQueue(self.limits)
+        self._serving: set[asyncio.Task[None]] = set()
         self._not_before = 0.0  # when a start may be tried again
         self._is_closed = False
 
@@ -142,10 +227,10 @@ class ToolProcess:
 
     def statistics(self) -> dict[str, int]:
         """Counters, and how much there is now."""
-        return {**asdict(self.counters), "processes": len(self.pids), "waiting": self._num_waiting}
+        return {**asdict(self.counters), "processes": len(self.pids), "waiting": len(self._queue)}
 
     async def run(self, job: str, argument: wire.Argument, limit_s: float | None = None) -> object:
-        """Do a job. `limit_s` is its time once a child has it.
+        """Do a job of the current tenant. `limit_s` is its time once a child has it.
 
         Raises what the job raises, TooComplexError when it takes too long or too much, QueueFullError, EngineError,
         ToolUnavailableError. When the caller is cancelled, the job ends by itself, within its time.
@@ -153,97 +238,119 @@ class ToolProcess:
         limit_s = self.limits.job_s if limit_s is None else limit_s
         number = next(self._numbers)
         order = wire.frame(wire.Order(number, job, limit_s, wire.pack(argument)))
-        if self._num_waiting >= self.limits.max_waiting:
-            raise QueueFullError(f"{self._num_waiting} large inputs wait already; try again later")
-        self._num_waiting += 1
-        try:
-            slot = await self._free.get()
-        finally:
-            self._num_waiting -= 1
         if self._is_closed:
             raise ToolUnavailableError("the tool processes were closed")
-        task = asyncio.create_task(self._serve(slot, number, order, limit_s))
-        self._serving.add(task)
-        task.add_done_callback(self._served)
-        return await asyncio.shield(task)
+        asked = _Job(number, current_tenant.get(), job == RENDER, order, limit_s)
+        self._queue.put(asked)
+        self._dispatch()
+        return await asked.done
 
-    def _served(self, task: asyncio.Task[object]) -> None:
-        self._serving.discard(task)
-        if not task.cancelled():
-            task.exception()  # somebody has it, or nobody waits for it any more
-
-    async def _serve(self, slot: _Slot, number: int, order: bytes, limit_s: float) -> object:
-        self.counters.jobs += 1
-        try:
-            message = await self._answer(slot, order, limit_s)
-            if isinstance(message, wire.Ready) or message.number != number:
-                await self._lose(slot)
-                raise EngineError("a tool process gave the answer to another question")
-        finally:
-            self._free.put_nowait(slot)
-        if isinstance(message, wire.Refusal):
-            self.counters.refused += 1
-            raise message.error()
-        return message.value
-
-    async def _answer(self, slot: _Slot, order: bytes, limit_s: float) -> wire.ToParent:
-        deadline: float | None = None
-        while True:
-            child = await self._child_of(slot)
-            is_retry, deadline = deadline is not None, deadline or time.monotonic() + limit_s
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    return await child.ask(order)
-            except TimeoutError:
-                self.counters.kills += 1
-                await self._lose(slot)
-                raise TooComplexError(f"this takes longer than {limit_s:g} s to look at") from None
-            except _DeathError:
-                self.counters.deaths += 1
-                await self._lose(slot)
-                if is_retry:
-                    raise TooComplexError("this takes more than the process that looks at it may use") from None
-            except asyncio.CancelledError:  # closing: the child may be in the middle of an answer
-                await self._lose(slot, is_final=True)
-                raise
-
-    async def _child_of(self, slot: _Slot) -> _Child:
-        if slot.restart is not None:
-            await slot.restart
-            slot.restart = None
-        if slot.child is None:
-            await self._start(slot)
-        assert slot.child is not None
-        return slot.child
+    def _dispatch(self) -> None:
+        """Give jobs to idle children, and start one more child while a job waits for one."""
+        while self._idle and (job := self._queue.take()) is not None:
+            slot = self._idle.pop()
+            slot.is_busy = True
+            self._serving.add(task := asyncio.create_task(self._serve(slot, job)))
+            task.add_done_callback(self._serving.discard)
+        if self._idle or not len(self._queue) or any(slot.start is not None for slot in self._slots):
+            return
+        unused = next((slot for slot in self._slots if slot.child is None and not slot.is_busy), None)
+        if unused is None:
+            return
+        if time.monotonic() >= self._not_before:
+            unused.start = asyncio.create_task(self._start(unused))
+            unused.start.add_done_callback(lambda _: self._started(unused))
+        elif not self.pids:
+            self._queue.clear(ToolUnavailableError("a tool process could not be started a moment ago"))
 
     async def _start(self, slot: _Slot) -> None:
-        if time.monotonic() < self._not_before:
-            raise ToolUnavailableError("a tool process could not be started a moment ago")
+        """Start the slot's child; where that fails and no other child is left, the waiting jobs fail."""
         try:
             slot.child = await _Child.start(self._command, self.limits)
         except (OSError, TimeoutError, _DeathError) as error:
             self._not_before = time.monotonic() + _RETRY_START_S
-            raise ToolUnavailableError(f"a tool process cannot be started ({type(error).__name__})") from None
-        self.counters.starts += 1
+            if not self.pids:
+                message = f"a tool process cannot be started ({type(error).__name__})"
+                self._queue.clear(ToolUnavailableError(message))
+        else:
+            self.counters.starts += 1
 
-    async def _lose(self, slot: _Slot, is_final: bool = False) -> None:
-        """Kill the slot's child, and start the next before anybody asks for it."""
+    def _started(self, slot: _Slot) -> None:
+        slot.start = None
+        if slot.child is not None:
+            self._idle.append(slot)
+        if not self._is_closed:
+            self._dispatch()
+
+    async def _serve(self, slot: _Slot, job: _Job) -> None:
+        """Do one job, and free its slot."""
+        self.counters.jobs += 1
+        try:
+            message = await self._answer(slot, job)
+            if isinstance(message, wire.Ready) or message.number != job.number:
+                await self._lose(slot)
+                raise EngineError("a tool process gave the answer to another question")
+            if isinstance(message, wire.Refusal):
+                self.counters.refused += 1
+                raise message.error()
+            job.end(message.value)
+        except OctavoError as error:
+            job.end(None, error)
+        except asyncio.CancelledError:
+            job.end(None, ToolUnavailableError("the tool processes were closed"))
+            raise
+        finally:
+            self._queue.ended(job)
+            self._freed(slot)
+
+    def _freed(self, slot: _Slot) -> None:
+        slot.is_busy = False
+        if self._is_closed:
+            return
+        if slot.child is not None:
+            self._idle.append(slot)
+        elif time.monotonic() >= self._not_before:  # at once, before the next job needs it
+            slot.start = asyncio.create_task(self._start(slot))
+            slot.start.add_done_callback(lambda _: self._started(slot))
+        self._dispatch()
+
+    async def _answer(self, slot: _Slot, job: _Job) -> wire.ToParent:
+        deadline = time.monotonic() + job.limit_s
+        for is_retry in (False, True):
+            if slot.child is None:
+                await self._start(slot)
+            if slot.child is None:
+                raise ToolUnavailableError("a tool process cannot be started again")
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    return await slot.child.ask(job.order)
+            except TimeoutError:
+                self.counters.kills += 1
+                await self._lose(slot)
+                raise TooComplexError(f"this takes longer than {job.limit_s:g} s to look at") from None
+            except _DeathError:
+                self.counters.deaths += 1
+                await self._lose(slot)
+                if is_retry:
+                    break
+            except asyncio.CancelledError:  # closing: the child may be in the middle of an answer
+                await self._lose(slot)
+                raise
+        raise TooComplexError("this takes more than the process that looks at it may use")
+
+    async def _lose(self, slot: _Slot) -> None:
+        """Kill the slot's child."""
         child, slot.child = slot.child, None
         if child is not None:
             await child.kill()
-        if not is_final and not self._is_closed:
-            slot.restart = asyncio.create_task(self._restart(slot))
-
-    async def _restart(self, slot: _Slot) -> None:
-        with contextlib.suppress(ToolUnavailableError):  # the next job tries again, and tells
-            await self._start(slot)
 
     async def close(self) -> None:
         """End the children; open jobs fail. Idempotent."""
         self._is_closed = True
-        tasks = [*self._serving, *(slot.restart for slot in self._slots if slot.restart is not None)]
+        self._queue.clear(ToolUnavailableError("the tool processes were closed"))
+        tasks = [*self._serving, *(slot.start for slot in self._slots if slot.start is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for slot in self._slots:
-            await self._lose(slot, is_final=True)
+            await self._lose(slot)
