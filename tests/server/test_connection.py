@@ -195,7 +195,7 @@ def test_when_all_places_are_at_work_the_next_connection_is_told_to_come_later()
 def test_connections_leave_files_to_the_rest_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_files, most in ((1024, 768), (256, 128), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, num=num_files: (num, num))
-        assert bounded(HttpLimits(), print).limits.max_connections == most
+        assert bounded(HttpLimits(), print).places.limits.max_connections == most
 
 
 async def test_every_request_can_be_cut_also_one_without_headers() -> None:

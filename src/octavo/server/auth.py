@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.dashboard.page import HEADERS, login_page
+from octavo.server.connection import JUDGED
 from octavo.server.faults import ApiError
 from octavo.server.keys import NOBODY, KeyInfo, KeyRing
 from octavo.server.logins import Logins
@@ -172,6 +173,8 @@ class AuthMiddleware:
     async def _decide(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The first: called from inside (batches.inner_call); a client cannot set it.
         error = None if isinstance(scope.get(KEY), KeyInfo) else self._check(scope)
+        if JUDGED in scope:  # it came over a connection
+            scope[JUDGED](scope[KEY] is not NOBODY)
         if error is None:
             current_tenant.set(scope[KEY].tenant)
             await self._app(scope, receive, send)

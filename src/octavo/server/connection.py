@@ -1,47 +1,112 @@
 """BoundedConnection: an HTTP/1.1 connection that is bounded in time, size and number, whatever is sent over it.
 
-Owns: the bounds that the parser has not: on heads, on bodies that nobody reads, on what surrounds a body (chunk sizes,
-extensions, trailers), on pipelined requests, on connections.
-Does not: bound a body that is read (limits does) or say when an answer is too slow (stream does).
-Invariant: a connection without a request in hand is cut within a bounded time, or sooner when its place is needed.
+Owns: what the parser (llhttp, by httptools) leaves open: how long heads and bodies may take, what surrounds a body,
+which framing and Host are accepted, `Upgrade` (ignored), and which connection is cut when a place is needed.
+Does not: bound a body that is read (limits does), find keys (auth does) or end slow answers (stream does).
+Invariants: a connection without a request in hand is cut within a bounded time, or sooner when its place is needed;
+a request that was read whole and came with a valid key keeps its place; no byte of a body is read as a head.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import resource
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from octavo.server.faults import RETRY_ENGINE_S, ApiError
 from octavo.server.limits import UPLOADS, HttpLimits
 
 CUT = "octavo.cut"  # in a request's scope: ends an answer that its client does not read
+JUDGED = "octavo.judged"  # in a request's scope: called with True if the request has a valid key, else with False
 LINGER_S = 5.0  # that a closed connection's client gets to read what is left
 _OVERHEAD = 8  # bytes around a body for each byte of it: one-byte chunks have five
 _UNREAD_BYTES = 1 << 20  # beyond the largest body, before a connection that sends on is cut
 _HEADERS = 4  # times as many as get an answer, before a connection is cut; trailers count too
 _OTHER_FILES = 256  # sockets of the engine, pipes, model files
-_PHRASES = {400: b"Bad Request", 503: b"Service Unavailable"}
+_STRANGERS_SHARE = 8  # one place in so many is left to clients without a key while key holders idle
+_PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
+_HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")  # RFC 9112, section 3.2: host [":" port], or empty
+_AUTHORITY = re.compile(rb"^[A-Za-z]+://([^/?#]*).*", re.DOTALL)  # of a URL in absolute form
 _log = logging.getLogger(__name__)
-_log.setLevel(logging.ERROR)  # the library warns of every malformed request, so anybody could fill a log
+_log.setLevel(logging.ERROR)  # uvicorn warns of every malformed request, which would let anyone fill the log
+Ordered = dict["BoundedConnection", None]  # a set that keeps its order, oldest first
+
+
+class Places:
+    """The connections of one server, and which of them is cut when there are too many.
+
+    With keys, a connection is a stranger's until a request on it had a valid key; strangers are cut first, then
+    key holders' connections that idle, then those whose body is still coming. Without keys, everyone is treated as a
+    key holder. A connection whose request was read whole is in none of these.
+    """
+
+    def __init__(self, limits: HttpLimits, note: Callable[[str], None], has_keys: Callable[[], bool]) -> None:
+        self.limits = limits
+        self.note = note
+        self.has_keys = has_keys
+        self.num_open = 0
+        self.strangers: Ordered = {}
+        self.idle: Ordered = {}
+        self.receiving: Ordered = {}
+        self.bodies: Ordered = {}  # strangers whose body is still coming
+
+    def make_room(self) -> bool:
+        """Cut a connection if there are too many; return False if all are at work."""
+        if self.num_open <= self.limits.max_connections:
+            return True
+        spare = len(self.strangers) > self.limits.max_connections // _STRANGERS_SHARE
+        for group in (self.strangers if spare else {}, self.idle, self.receiving, self.strangers):
+            oldest = next(iter(group), None)
+            if oldest is not None:
+                oldest.evict("idle_connection")
+                return True
+        return False
+
+    def add_body(self, connection: BoundedConnection) -> None:
+        """Count a stranger's unfinished body; beyond the bound the oldest one is cut."""
+        self.bodies[connection] = None
+        if len(self.bodies) > self.limits.max_stranger_bodies:
+            next(iter(self.bodies)).evict("too_many_bodies")
+
+    def put(self, connection: BoundedConnection, group: Ordered | None) -> None:
+        """Move a connection to a group, or out of all; within its group it keeps its place."""
+        for other in (self.strangers, self.idle, self.receiving):
+            if other is not group:
+                other.pop(connection, None)
+        if group is not None:
+            group.setdefault(connection)
+
+    def remove(self, connection: BoundedConnection) -> None:
+        """Forget a connection that closes."""
+        self.num_open -= 1
+        self.put(connection, None)
+        self.bodies.pop(connection, None)
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Closes a connection that keeps to no bound. `bounded` makes the class for one server."""
+    """Closes a connection that exceeds a bound. `bounded` makes the class for one server."""
 
-    limits = HttpLimits()
-    places: dict[BoundedConnection, None]  # of this server's connections, those without a request, longest first
-    note: Callable[[str], None]
+    places: Places
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logger = _log
+        self.limits = self.places.limits
+        self._is_open = False
+        self._is_holder = False  # a request on this connection had a valid key
+        self._is_receiving = False  # between the end of a head and the end of its body
+        self._is_upgrade = False  # the head at hand asks for one
+        self._cycles: deque[RequestResponseCycle] = deque()  # requests without a whole answer, oldest first
+        self._refusal = ""  # why the head at hand is refused
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._body_bytes = 0  # of this message
@@ -52,47 +117,54 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Expect a head, if there is a place."""
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            oldest = next(iter(self.places), None)
-            if oldest is None:
-                self._refuse(ApiError(503, "too many connections", code="too_many_connections",
-                                      retry_after_s=RETRY_ENGINE_S))  # fmt: skip
-                return
-            oldest._cut("idle_connection")
-        self._expect_head()
+        self._is_open = True
+        self.places.num_open += 1
+        if self.places.make_room():
+            self._expect_head()
+        else:
+            self._refuse(ApiError(503, "too many connections", code="too_many_connections",
+                                  retry_after_s=RETRY_ENGINE_S))  # fmt: skip
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
-        self._stop_timer()
+        self._forget()
         if self._writing is not None:
             self._writing.cancel()
-        self.places.pop(self, None)
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         """Expect the rest of a head; between requests uvicorn's own keep-alive time counts."""
+        self._is_upgrade = False
+        self._refusal = ""
+        self._body_bytes = self._other_bytes = self._num_headers = 0
         if self._timer is None:
             self._expect_head()
-        if self._is_answering:
-            self.places.pop(self, None)
-        self._body_bytes = self._other_bytes = self._num_headers = 0
         super().on_message_begin()
-        cast(dict[str, object], self.scope)[CUT] = self.cut_answer
+        scope = cast(dict[str, object], self.scope)
+        scope[CUT] = self.cut_answer
+        scope[JUDGED] = lambda has_key: self._judge(scope, has_key)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count it: each costs time, however short."""
+        """Count a header: each costs time, however short. Trailers are counted, and dropped."""
         self._num_headers += 1
         if self._num_headers > _HEADERS * self.limits.max_headers:
             raise ValueError("too many headers")  # stops the parser; answered like any malformed request
-        super().on_header(name, value)
+        if not self._is_receiving:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Expect the body."""
-        self.places.pop(self, None)
-        self._expect_body()
+        """Check the head, start the request, and expect the body."""
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._is_upgrade = True  # data_received takes it from here
+            return
+        self._refusal = self._fault_of_head()
+        if self._refusal or len(self._cycles) > self.limits.max_pipelined:
+            raise ValueError("refused")  # stops the parser
         super().on_headers_complete()
-        if len(self.pipeline) > self.limits.max_pipelined:
-            raise ValueError("too many pipelined requests")  # stops the parser; answered like any malformed request
+        self._cycles.append(self.cycle)
+        self._is_receiving = True
+        self._settle()
+        self._expect_body(is_stranger=self.places.has_keys())  # until the key is found
 
     def on_body(self, body: bytes) -> None:
         """Count it."""
@@ -101,45 +173,104 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The message is here."""
+        """Expect nothing more, until the next head."""
+        if self._is_upgrade:
+            return
         self._stop_timer()
+        self._is_receiving = False
+        self.places.bodies.pop(self, None)
+        self._settle()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Give the place up to whoever needs it, while there is no next request."""
+        """Wait for the next request. A body that was not read, and has not come, counts as a stranger's."""
+        if self._cycles:
+            self._cycles.popleft()
         super().on_response_complete()
-        if not self.pipeline and not self.transport.is_closing():
-            self.places[self] = None
+        if self.places.has_keys() and not self._is_holder and self._is_receiving and not self._cycles:
+            self.places.add_body(self)
+        self._settle()
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, and count."""
         if self.transport.is_closing():
             return
+        self._unset_keepalive_if_required()
         self._fed_bytes = 0
-        super().data_received(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self._refuse_http()
+            return
         self._other_bytes += len(data) - self._fed_bytes
         if self._other_bytes > self.limits.max_head_bytes + _OVERHEAD * self._body_bytes:
             self._cut("head_too_large")
         elif self._body_bytes > max(self.limits.max_body_bytes, self._max_upload) + _UNREAD_BYTES:
             self._cut("body_too_large")
 
+    def _feed(self, data: bytes) -> None:
+        """Feed the parser; a head that asks for an upgrade is fed again to a new one, as if it had not.
+
+        The parser stops at the end of such a head and would read the body as the next request. RFC 9110, section 7.8: a
+        server may ignore `Upgrade`; curl and Java's HttpClient ask for h2c with every request and expect just that.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+            head = self._head_without_upgrade()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does: for pipelines
+            self.parser.feed_data(head)
+
+    def _head_without_upgrade(self) -> bytes:
+        """Spell the head at hand again, without `Upgrade`."""
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(token for token in tokens if token.lower() != b"upgrade") or b"keep-alive"
+            if name != b"upgrade":
+                lines.append(name + b": " + value)
+        return b"\r\n".join((*lines, b"", b""))
+
+    def _fault_of_head(self) -> str:
+        """Say what two programs on the way might read in two ways; "" if nothing."""
+        version = self.parser.get_http_version()
+        hosts = [value for name, value in self.headers if name == b"host"]
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if version not in ("1.0", "1.1") or self.parser.get_method() == b"CONNECT":
+            return "this server speaks HTTP/1.1 and HTTP/1.0, without CONNECT"
+        if len(hosts) != 1 and (hosts or version == "1.1"):
+            return f"give one Host header, got {len(hosts)}"
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            return "the Host header is not a host with an optional port"
+        if codings and (version == "1.0" or len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
+            return "Transfer-Encoding may only be chunked, in HTTP/1.1"
+        if not self.url.startswith(b"/") and hosts and _AUTHORITY.sub(rb"\1", self.url) != hosts[0]:
+            return "the URL names another host than the Host header"
+        return ""
+
     @property
     def _max_upload(self) -> int:
         """Bytes of a file that may be sent here; its route reads it in pieces, and bounds it."""
         return self.limits.max_upload_bytes if self.scope.get("path") == UPLOADS else 0
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
-        self._refuse(ApiError(400, "this is no request in HTTP/1.1 that can be read", code="invalid_http"))
+    def _refuse_http(self) -> None:
+        """Refuse what is not HTTP."""
+        reason = self._refusal or "this is no request in HTTP/1.1 that can be read"
+        self._refuse(ApiError(400, reason, code="invalid_http"))
 
     def pause_writing(self) -> None:
-        """The client reads slower than it is answered: not for ever."""
+        """Bound the time that the client may take to read what it is answered."""
         super().pause_writing()
         if self._writing is None:
             self._writing = self.loop.call_later(self.limits.stall_timeout_s + LINGER_S, self._abort)
 
     def resume_writing(self) -> None:
-        """It reads."""
+        """The client reads again."""
         super().resume_writing()
         if self._writing is not None:
             self._writing.cancel()
@@ -147,35 +278,65 @@ class BoundedConnection(HttpToolsProtocol):
 
     def cut_answer(self, last: bytes) -> None:
         """End an answer whose client does not read; `last` is what it finds at the end, should it read on soon."""
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or self.transport.is_closing():
+        cycle = self._cycles[0] if self._cycles else None
+        if cycle is None or self.transport.is_closing():
             return
         self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if cycle.chunked_encoding else last)
-        cycle.response_complete = True
-        cycle.message_event.set()
         self._close()
+
+    def evict(self, why: str) -> None:
+        """Free this connection's place at once."""
+        self.places.note(why)
+        self._forget()
+        self._abort()
 
     def _abort(self) -> None:
         self.transport.abort()
 
-    @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+    def _judge(self, scope: dict[str, object], has_key: bool) -> None:
+        """Learn if a request has a valid key: then its body has its time, and the connection a key holder's place."""
+        is_coming = self._is_receiving and scope is cast(dict[str, object], self.scope)
+        if not self.places.has_keys() or not self._is_open:
+            return
+        if has_key:
+            self._is_holder = True
+            self._settle()
+            if is_coming:
+                self._expect_body(is_stranger=False)
+        elif is_coming:
+            self.places.add_body(self)
+
+    def _settle(self) -> None:
+        """Take the place that the connection's state gives it."""
+        places = self.places
+        group: Ordered | None
+        if not self._is_open:
+            return
+        if places.has_keys() and not self._is_holder:
+            group = places.strangers
+        elif self._is_receiving:
+            group = places.receiving
+        else:
+            group = None if self._cycles else places.idle
+        places.put(self, group)
 
     def _expect_head(self) -> None:
-        self.places.pop(self, None)
-        self.places[self] = None
+        self.places.idle.pop(self, None)  # the longest idle one comes first
+        self._settle()
         self._stop_timer()
         self._timer = self.loop.call_later(self.limits.head_timeout_s, self._cut, "head_timeout")
 
-    def _expect_body(self) -> None:
+    def _expect_body(self, is_stranger: bool) -> None:
         self._stop_timer()
-        seconds = self.limits.body_timeout_s + self.limits.body_grace_s
-        self._timer = self.loop.call_later(seconds, self._give_up_body)
+        limits = self.limits
+        seconds = limits.stranger_body_timeout_s if is_stranger else limits.body_timeout_s + limits.body_grace_s
+        self._timer = self.loop.call_later(seconds, self._give_up_body, is_stranger)
 
-    def _give_up_body(self) -> None:
-        if self.pipeline:  # it is not read before the requests before it are answered
-            self._expect_body()
+    def _give_up_body(self, is_stranger: bool) -> None:
+        if len(self._cycles) > 1:  # it is not read before the requests before it are answered
+            self._expect_body(is_stranger)
+        elif self._cycles:
+            self._refuse(ApiError(408, "the body did not arrive in time", code="body_timeout"))
         else:
             self._cut("body_timeout")
 
@@ -185,8 +346,11 @@ class BoundedConnection(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answer without the application, and close."""
-        self.note(refusal.code)
+        """Answer without the application, and close; in the midst of another answer only close."""
+        if any(cycle.response_started for cycle in self._cycles) or len(self._cycles) > 1:
+            self._cut(refusal.code)
+            return
+        self.places.note(refusal.code)
         body = msgspec.json.encode(refusal.body())
         headers = {**refusal.headers(), "content-type": "application/json", "content-length": str(len(body))}
         lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
@@ -196,19 +360,35 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _cut(self, why: str) -> None:
         if not self.transport.is_closing():
-            self.note(why)
+            self.places.note(why)
         self._close()
 
     def _close(self) -> None:
-        self._stop_timer()
-        self.places.pop(self, None)
+        self._forget()
         if not self.transport.is_closing():
             self.transport.close()
             self.loop.call_later(LINGER_S, self._abort)  # it would wait for ever for a client that does not read
 
+    def _forget(self) -> None:
+        """Give the place back, and tell every request on this connection that its client is gone.
 
-def bounded(limits: HttpLimits, note: Callable[[str], None]) -> type[BoundedConnection]:
-    """The class of one server's connections. `note` is told why a connection was refused or cut.
+        uvicorn tells the newest one alone, so that an older one went on writing to a closed transport, which raises.
+        """
+        self._stop_timer()
+        if self._is_open:
+            self._is_open = False
+            self.places.remove(self)
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._cycles.clear()
+        self.pipeline.clear()
+
+
+def bounded(
+    limits: HttpLimits, note: Callable[[str], None], has_keys: Callable[[], bool] = bool
+) -> type[BoundedConnection]:
+    """Make the class of one server's connections. `note` is told why a connection was refused or cut.
 
     There are never more of them than leave files to the process for everything else.
     """
@@ -216,4 +396,4 @@ def bounded(limits: HttpLimits, note: Callable[[str], None]) -> type[BoundedConn
     if num_files != resource.RLIM_INFINITY:
         most = max(num_files - _OTHER_FILES, num_files // 2)
         limits = replace(limits, max_connections=min(limits.max_connections, most))
-    return type("Connection", (BoundedConnection,), {"limits": limits, "places": {}, "note": staticmethod(note)})
+    return type("Connection", (BoundedConnection,), {"places": Places(limits, note, has_keys)})

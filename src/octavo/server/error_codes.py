@@ -88,7 +88,8 @@ CODES: Mapping[str, Code] = {
     "loading": Code((503,), "the model is loading"),
     "draining": Code((503,), "the server is going down"),
     "cancelled": Code((503,), "whoever runs the server, or the client elsewhere, cancelled the request"),
-    "idle_connection": Code((), "in metrics only: a connection without a request was cut, for its place was needed"),
+    "idle_connection": Code((), "in metrics only: a connection was cut because its place was needed"),
+    "too_many_bodies": Code((), "in metrics only: an unfinished body without a key was cut because others came"),
     "head_timeout": Code((), "in metrics only: a connection was cut because a head did not arrive in time"),
     "head_too_large": Code((), "in metrics only: a connection was cut because there was too much around a body"),
 }

@@ -29,6 +29,8 @@ OFF_LOOP_BYTES = 32 * 1024  # beyond this, parsing a body leaves the event loop
 class HttpLimits:
     """Bounds of one request, one connection and all of them.
 
+    A body that comes without a valid key, where keys are set, has `stranger_body_timeout_s`, and at most
+    `max_stranger_bodies` of them may be unfinished.
     `max_header_bytes` get an answer (431); a head of more than `max_head_bytes` is cut. The application answers a slow
     body after `body_timeout_s`; a connection whose body nobody reads is cut `body_grace_s` later.
     `max_upload_bytes` are of a file (--max-upload-bytes, where there is a --batch-dir); after `upload_grace_s` it must
@@ -51,6 +53,8 @@ class HttpLimits:
     body_grace_s: float = 5.0
     upload_grace_s: float = 5.0
     min_upload_bytes_per_s: int = 8192
+    stranger_body_timeout_s: float = 2.0
+    max_stranger_bodies: int = 16
     stall_timeout_s: float = 30.0
     max_unread_bytes: int = 128 * 1024
     keep_alive_s: float = 10.0

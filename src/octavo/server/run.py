@@ -68,7 +68,7 @@ class HttpServer:
         context = app.state.context
         config = uvicorn.Config(
             app,
-            http=bounded(context.limits, context.metrics.failed),
+            http=bounded(context.limits, context.metrics.failed, lambda: not context.keys.is_empty),
             ws="none",
             lifespan="off",
             log_config=None,
