@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
+import logging
 import re
 import resource
 import socket
+import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -18,6 +21,7 @@ import uvicorn
 from octavo.config import Config
 from octavo.server.connection import CUT as CUT_KEY
 from octavo.server.connection import bounded
+from octavo.server.event_loop import new_event_loop
 from octavo.server.limits import HttpLimits
 from tests.server.test_run import Running, running
 
@@ -156,6 +160,99 @@ def test_a_body_of_tiny_chunks_is_honest() -> None:
         chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in long)
         send(sock, head(transfer_encoding="chunked", connection="close") + chunks + b"0\r\n\r\n")
         assert b" 200 " in rest(sock)
+
+
+def until(sock: socket.socket, end: bytes) -> bytes:
+    received = b""
+    while not received.endswith(end):
+        received += sock.recv(65_536)
+    return received
+
+
+def resets(sock: socket.socket) -> None:
+    """Close with a reset."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def test_resets_and_pipelined_chats_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """uvicorn told the newest request of a connection alone that the client is gone; the older ones wrote on."""
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
+    chat = head(content_length=str(len(body))) + body
+    with running(config=Config(), loop_factory=new_event_loop) as server:
+        for num in (1, 2, 3, 20):
+            for pause_s in (0.0, 0.001, 0.003, 0.01):
+                sock = connect(server)
+                send(sock, chat * num)
+                time.sleep(pause_s)
+                resets(sock)
+        with connect(server) as sock:
+            send(sock, chat * 20)
+            rest(sock)
+        assert is_served(server)
+        deadline = time.monotonic() + 5
+        while server.context.lifecycle.num_open and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert server.context.lifecycle.num_open == 0
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_garbage_after_a_request_is_no_answer_to_it() -> None:
+    """It was answered 400 in the place of the request before it, or in the midst of that one's answer."""
+    with running(config=Config(), limits=QUICK) as server:
+        server.engine.is_held = True
+        with connect(server) as sock:
+            send(sock, head(content_length=str(len(BODY))) + BODY)
+            while not server.engine.requests:
+                time.sleep(0.01)
+            send(sock, b"garbage\r\n\r\n")
+            assert rest(sock) == b""
+        server.engine.is_held = False
+        with connect(server) as sock:
+            send(sock, head("/livez", "GET", content_length="5"))
+            until(sock, b"}")
+            send(sock, b"hello" + b"garbage\r\n\r\n")
+            assert b" 400 " in rest(sock), "it is the next request then"
+        with connect(server) as sock:
+            send(sock, head("/livez", "GET", transfer_encoding="chunked"))
+            until(sock, b"}")
+            send(sock, b"garbage\r\n\r\n")
+            assert rest(sock) == b"", "the request was answered before"
+        assert is_served(server)
+
+
+def test_a_body_with_a_content_coding_is_refused_by_name() -> None:
+    """It was read as if it had none: 400 invalid_json for bytes of gzip."""
+    packed = gzip.compress(BODY)
+    with running(config=Config()) as server, httpx.Client(base_url=server.url) as client:
+        for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/tokenize"):
+            for coding in ("gzip", "deflate", "br", "zstd", "GZIP, identity", "x"):
+                refused = client.post(path, content=packed, headers={"content-encoding": coding})
+                assert (refused.status_code, refused.headers["accept-encoding"]) == (415, "identity"), (path, coding)
+                assert "Content-Encoding" in refused.text and "identity" in refused.text
+        chat = client.post("/v1/chat/completions", content=BODY, headers={"content-encoding": "identity"})
+        assert chat.status_code == 200
+        error = client.post("/v1/chat/completions", content=packed, headers={"content-encoding": "gzip"}).json()
+        assert error["error"]["code"] == "unsupported_content_encoding"
+
+
+def test_refusals_of_heads_say_why() -> None:
+    heads = {
+        b"GET /livez HTTP/1.1\r\n\r\n": b"give one Host header, got 0",
+        b"GET /livez HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n": b"give one Host header, got 2",
+        head(transfer_encoding="gzip, chunked"): b"Transfer-Encoding may only be chunked",
+        b"GET http://a/livez HTTP/1.1\r\nhost: b\r\n\r\n": b"names another host",
+        b"GET /livez\r\n\r\n": b"HTTP/1.1",
+    }
+    with running(config=Config(), limits=QUICK) as server:
+        for sent, reason in heads.items():
+            with connect(server) as sock:
+                send(sock, sent)
+                received = rest(sock)
+                assert b" 400 " in received and reason in received and b"connection: close" in received
+        with connect(server) as sock:
+            send(sock, head("/livez?next=http://elsewhere/", "GET"))
+            assert b" 200 " in sock.recv(1000), "no host is named in a query"
 
 
 def test_when_all_places_are_taken_the_longest_idle_one_goes() -> None:

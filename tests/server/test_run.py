@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,10 @@ class Running:
 
 @contextmanager
 def running(
-    config: Config | None = None, drain_timeout_s: float = 5.0, limits: HttpLimits | None = None
+    config: Config | None = None,
+    drain_timeout_s: float = 5.0,
+    limits: HttpLimits | None = None,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
 ) -> Iterator[Running]:
     """Serve in a thread; gone when the block ends."""
     listener = open_socket(ServingConfig(port=0))
@@ -59,7 +62,11 @@ def running(
         begun.set()
         await server.run()
 
-    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    def run() -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(main())
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert begun.wait(5)
     try:

@@ -60,6 +60,18 @@ def test_answers_and_streams_over_https(server: Running, web: WebConfig) -> None
         httpx.get(server.url.replace("https", "http") + "/livez")
 
 
+def test_a_handshake_that_does_not_end_is_cut(web: WebConfig) -> None:
+    """It had asyncio's 60 s, in which nothing counts it."""
+    with running(Config(web=web), limits=HttpLimits(handshake_timeout_s=0.3)) as found:
+        port = int(found.url.rpartition(":")[2])
+        for sent in (b"", b"\x16\x03\x01\x02\x00\x01"):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as sock, suppress(ConnectionError):
+                sock.sendall(sent)
+                assert sock.recv(100) == b""
+        trusting = ssl.create_default_context(cafile=web.ssl_certfile)
+        assert httpx.get(found.url + "/livez", verify=trusting).status_code == 200
+
+
 def test_with_authorities_a_client_shows_its_certificate(folder: Path, web: WebConfig) -> None:
     mine = certify(folder, "client")
     asking = WebConfig(ssl_certfile=web.ssl_certfile, ssl_keyfile=web.ssl_keyfile, ssl_ca_certs=mine.ssl_certfile)

@@ -346,8 +346,9 @@ class BoundedConnection(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answer without the application, and close; in the midst of another answer only close."""
-        if any(cycle.response_started for cycle in self._cycles) or len(self._cycles) > 1:
+        """Answer the request at hand without the application; close. Only close if another answer is due first."""
+        num_due = len(self._cycles)
+        if num_due != self._is_receiving or (num_due and self._cycles[0].response_started):
             self._cut(refusal.code)
             return
         self.places.note(refusal.code)

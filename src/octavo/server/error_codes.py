@@ -68,6 +68,7 @@ CODES: Mapping[str, Code] = {
     "idempotency_key_reused": Code((409,), "another request was made with this `Idempotency-Key`"),
     "body_too_large": Code((413,), "the body is larger than the bound"),
     "unsupported_media_type": Code((415,), "a browser sent a body that must be JSON with another `Content-Type`"),
+    "unsupported_content_encoding": Code((415,), "the body is compressed; send it as it is"),
     "headers_too_large": Code((431,), "too many headers, or too large ones"),
     "busy": Code((429,), "the request may be taken later", errors.BusyError),
     "too_many_batches": Code((429,), "too many batches of the tenant are not over"),

@@ -78,6 +78,8 @@ class ApiError(Exception):
             headers["x-should-retry"] = "false"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.code == "unsupported_content_encoding":
+            headers["accept-encoding"] = "identity"
         return headers
 
     def response(self, extra_headers: Mapping[str, str] | None = None) -> Response:

@@ -47,6 +47,7 @@ class HttpLimits:
     max_choices: int = 16
     max_head_bytes: int = 64 * 1024
     head_timeout_s: float = 10.0
+    handshake_timeout_s: float = 5.0
     max_connections: int = 1024
     max_pipelined: int = 4
     body_timeout_s: float = 30.0
@@ -78,6 +79,7 @@ async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[
 
 async def read_body(request: Request, limits: HttpLimits, max_bytes: int) -> bytes:
     """Read a body of at most `max_bytes`. Raises ApiError."""
+    check_coding(request)
     declared = request.headers.get("content-length", "0")
     if not (declared.isascii() and declared.isdigit()) or int(declared[:19]) > max_bytes:
         raise _too_large(max_bytes)
@@ -108,6 +110,17 @@ def _check_content_type(request: Request) -> None:
     if not _JSON_TYPE.fullmatch(given.partition(";")[0].strip()):
         message = f"Content-Type is {given[:128]!r}; send the body as application/json"
         raise ApiError(415, message, code="unsupported_media_type")
+
+
+def check_coding(request: Request) -> None:
+    """Refuse a body that is compressed. Raises ApiError (415, which says what is taken: RFC 9110, section 12.5.3)."""
+    codings = ", ".join(request.headers.getlist("content-encoding"))
+    if codings.strip().lower() not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"Content-Encoding is {codings[:64]!r}; send the body as it is, with identity or without the header",
+            code="unsupported_content_encoding",
+        )
 
 
 def _too_large(max_bytes: int) -> ApiError:

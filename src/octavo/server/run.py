@@ -12,16 +12,16 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from octavo.config import WebConfig
 from octavo.server.app import create_app
-from octavo.server.connection import bounded
+from octavo.server.connection import BoundedConnection, bounded
 from octavo.server.lifecycle import Lifecycle
-from octavo.server.listener import open_socket, url_of
+from octavo.server.listener import BACKLOG, open_socket, url_of
 from octavo.server.web_settings import check_web, tls_options
 
 if TYPE_CHECKING:
@@ -66,9 +66,10 @@ class HttpServer:
         web: WebConfig | None = None,
     ) -> None:
         context = app.state.context
+        connection_class = bounded(context.limits, context.metrics.failed, lambda: not context.keys.is_empty)
         config = uvicorn.Config(
             app,
-            http=bounded(context.limits, context.metrics.failed, lambda: not context.keys.is_empty),
+            http=connection_class,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -78,7 +79,7 @@ class HttpServer:
             timeout_graceful_shutdown=CONNECTION_GRACE_S,
             **tls_options(web or WebConfig()),
         )
-        self._server = _Server(config)
+        self._server = _Server(config, connection_class)
         self._listener = listener
         self._lifecycle = lifecycle
         self._drain_timeout_s = drain_timeout_s
@@ -119,6 +120,24 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, connection_class: type[BoundedConnection]) -> None:
+        super().__init__(config)
+        self._connection_class = connection_class
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, with a shorter time for TLS handshakes than asyncio's: until its end none counts as a connection."""
+        config, make, state = self.config, self._connection_class, self.server_state
+        options: dict[str, Any] = {"backlog": BACKLOG}
+        if config.ssl is not None:
+            options |= {"ssl": config.ssl, "ssl_handshake_timeout": make.places.limits.handshake_timeout_s}
+
+        def connection() -> BoundedConnection:
+            return make(config=config, server_state=state, app_state={})
+
+        loop = asyncio.get_running_loop()
+        self.servers = [await loop.create_server(connection, sock=listener, **options) for listener in sockets or ()]
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to HttpServer."""

@@ -23,6 +23,7 @@ from octavo.server.bodies.ignored import IGNORED_FIELDS, collecting, ignore
 from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.keys import KeyInfo
+from octavo.server.limits import check_coding
 
 R = TypeVar("R", FileRecord, BatchRecord)
 _MAX_FIELDS = 8
@@ -70,6 +71,7 @@ async def _read_form(request: Request, context: Context, service: BatchService) 
         raise bad_field(
             "file", "send the file as multipart/form-data, with the fields file and purpose", "invalid_form"
         )
+    check_coding(request)
     most = service.config.max_upload_bytes
 
     deadline = asyncio.timeout(None)
