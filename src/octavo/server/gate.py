@@ -34,8 +34,7 @@ _VECTORS = frozenset(
     {"/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/api/embed", "/api/embeddings"}
 )
 GATED = _ANSWERS | _VECTORS
-# POSTs that make no work: every other one counts in its key's rate. Ends of requests must not wait for it.
-_UNCOUNTED = frozenset({"/login", "/logout", "/api/show", "/api/pull", "/api/push", "/api/create", "/api/copy"})
+_UNCOUNTED = frozenset({"/login", "/logout"})  # beside cancelling, which must not wait for a key's rate
 _RETRY_HEADER = b"idempotency-key"
 
 
@@ -47,7 +46,9 @@ def is_counted(scope: Scope) -> bool:
     if scope["method"] not in ("GET", "HEAD"):
         return False
     is_stream = path.startswith("/v1/responses/") and b"stream=true" in scope["query_string"]
-    return path == "/v1/files" or path.endswith(("/content", "/explain", "/input_items")) or is_stream
+    return (
+        path in ("/v1/files", "/tokenizer_info") or path.endswith(("/content", "/explain", "/input_items")) or is_stream
+    )
 
 
 class GateMiddleware:

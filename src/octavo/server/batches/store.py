@@ -157,7 +157,8 @@ class BatchStore:
         for file in tuple(self.files.values()):
             sizes[file.tenant] += file.bytes
         for batch in tuple(self.batches.values()):
-            for file_id in (batch.output_id, batch.error_id) if batch.is_pending else ():
+            has_begun = batch.is_pending and batch.status != "validating"
+            for file_id in (batch.output_id, batch.error_id) if has_begun else ():
                 if file_id not in self.files and (path := self.path(file_id)).exists():
                     sizes[batch.tenant] += path.stat().st_size
         used = sizes[holder.tenant]
