@@ -20,6 +20,8 @@ from octavo.config import BatchConfig, Config, ServingConfig
 from octavo.errors import ConfigError
 from octavo.server.batches.records import FileRecord
 from octavo.server.batches.store import BatchStore
+from octavo.server.keys import KeyRing
+from octavo.server.shares import Shares
 from tests.server.fakes import Harness
 
 
@@ -317,7 +319,7 @@ def test_a_record_that_cannot_be_read_keeps_its_file(tmp_path: Path) -> None:
     for name, record in zip(names, (b'{"version": 9}', msgspec.json.encode(wrong)), strict=True):
         (folder / f"{name}.json").write_bytes(record)
         (folder / f"{name}.data").write_text("theirs")
-    store = BatchStore(BatchConfig(), tmp_path / "batches")
+    store = BatchStore(BatchConfig(), tmp_path / "batches", Shares(KeyRing()))
     store.expire(time.time())
     store.close()
     assert not store.files and thesis.read_text() == "mine"

@@ -190,8 +190,8 @@ async def test_a_tenant_that_fills_the_files_leaves_the_others_their_room(batche
     num_kept = statuses.count(200)
     assert num_kept == 40 - 2 * (40 // 6) and set(statuses[num_kept:]) == {400}
     refused = await upload(batches, BOB)
-    assert code_of(refused) == (400, "storage_full") and "you keep 28 files" in refused.text
-    assert "--max-batch-files" in refused.text and "delete some" in refused.text
+    assert code_of(refused) == (400, "storage_full")
+    assert "you keep 28 files, and have room for 0 more (your share of the server's 40); delete some" in refused.text
     assert [(await upload(batches, who)).status_code for who in (ALICE, OPS) * 6] == [200] * 12
     mine = (await batches.get("/v1/files", headers=BOB)).json()["data"]
     await batches.request("DELETE", f"/v1/files/{mine[0]['id']}", headers=BOB)
@@ -202,7 +202,7 @@ async def test_a_tenant_that_fills_the_bytes_leaves_the_others_theirs(batches: H
     statuses = [(await upload(batches, BOB, b"x" * 400)).status_code for _ in range(10)]
     assert statuses.count(200) == (4000 - 2 * 666) // 400
     refused = await upload(batches, BOB, b"x" * 400)
-    assert code_of(refused) == (400, "storage_full") and "--max-batch-bytes" in refused.text
+    assert code_of(refused) == (400, "storage_full") and "your share of the server's 4000" in refused.text
     assert (await upload(batches, ALICE, b"x" * 600)).status_code == 200
     assert (await upload(batches, OPS, b"x" * 600)).status_code == 200
 
@@ -211,13 +211,13 @@ async def test_a_key_can_have_bounds_of_its_own(batches: Harness) -> None:
     statuses = [(await upload(batches, ALICE)).status_code for _ in range(16)]
     assert statuses == [200] * 15 + [400]
     refused = await upload(batches, ALICE)
-    assert "you keep 15 files" in refused.text and "max_files of your key" in refused.text
+    assert "you keep 15 files" in refused.text and "max_files of your key is 15" in refused.text
     batches.engine.is_held = True
     held = lines(ask("a"), ask("b"))
     for who, most in ((ALICE, 2), (BOB, 3)):
         if who is ALICE:
-            mine = (await batches.get("/v1/files", headers=who)).json()["data"]
-            await batches.request("DELETE", f"/v1/files/{mine[0]['id']}", headers=who)
+            for file in (await batches.get("/v1/files", headers=who)).json()["data"][:2]:
+                await batches.request("DELETE", f"/v1/files/{file['id']}", headers=who)
         file_id = (await upload(batches, who, held)).json()["id"]
         body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
         made = [await batches.request("POST", "/v1/batches", json=body, headers=who) for _ in range(most + 1)]
@@ -275,6 +275,15 @@ async def test_answers_of_batches_count_in_what_a_tenant_keeps(batches: Harness)
         while store.batches[made[1]].is_pending:
             await asyncio.sleep(0.005)
     assert store.batches[made[1]].status == "failed" and store.batches[made[1]].errors[0].code == "storage_full"
+
+
+async def test_a_batch_needs_room_for_its_files_too(batches: Harness) -> None:
+    file_id = (await upload(batches, ALICE, lines(ask("a")))).json()["id"]
+    body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    for _ in range(14):
+        assert (await upload(batches, ALICE)).status_code == 200
+    refused = await batches.request("POST", "/v1/batches", json=body, headers=ALICE)
+    assert code_of(refused) == (400, "storage_full") and "max_files of your key is 15" in refused.text
 
 
 async def test_slow_uploads_hold_only_their_own_tenants_places(

@@ -45,7 +45,7 @@ def is_counted(scope: Scope) -> bool:
         return path not in _UNCOUNTED and not path.endswith("/cancel")
     if scope["method"] not in ("GET", "HEAD"):
         return False
-    is_stream = path.startswith("/v1/responses/") and b"stream=true" in scope["query_string"]
+    is_stream = path.startswith("/v1/responses/") and bool(scope["query_string"])  # a poll asks for nothing more
     return (
         path in ("/v1/files", "/tokenizer_info") or path.endswith(("/content", "/explain", "/input_items")) or is_stream
     )

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -132,40 +133,48 @@ class BatchStore:
 
     def check_room(self, holder: KeyInfo, num_bytes: int) -> None:
         """Refuse a file of so many bytes where its tenant has no room for it (ApiError)."""
-        counts = Counter(file.tenant for file in tuple(self.files.values()))
-        files = counts[holder.tenant]
-        free, bound = self._shares.free(holder.tenant, counts, self._config.max_files), "--max-batch-files"
-        if holder.max_files is not None and holder.max_files - files < free:
-            free, bound = holder.max_files - files, "max_files of your key"
-        if free < 1:
-            message = f"you keep {files} files, and there is no room for another ({bound}); delete some"
-            raise bad_field("file", message, "storage_full")
-        free, told = self._free_bytes(holder)
-        if num_bytes > free:
+        free_files, told = self._free_files(holder)
+        if free_files < 1:
+            raise bad_field("file", f"there is no room for another file: {told}; delete some", "storage_full")
+        free_bytes, told = self._free_bytes(holder)
+        if num_bytes > free_bytes:
             raise bad_field("file", f"the file has {num_bytes} bytes; {told}; delete some files", "storage_full")
 
     def check_output_room(self, holder: KeyInfo) -> None:
         """Refuse a batch whose tenant has no room for its answers (ApiError)."""
-        free, told = self._free_bytes(holder)
-        if free < 1:
-            message = f"there is no room for the answers of a batch: {told}; delete some files"
-            raise bad_field("input_file_id", message, "storage_full")
+        for free, told in (self._free_files(holder), self._free_bytes(holder)):
+            if free < 1:
+                message = f"there is no room for the answers of a batch: {told}; delete some files"
+                raise bad_field("input_file_id", message, "storage_full")
+
+    def _free_files(self, holder: KeyInfo) -> tuple[int, str]:
+        """Return how many files a tenant may add, and in words what it keeps."""
+        used = Counter(file.tenant for file in tuple(self.files.values()))
+        free, bound = self._free(holder.tenant, used, ("max_files", self._config.max_files, holder.max_files))
+        return free, f"you keep {used[holder.tenant]} files, and have room for {free} more ({bound})"
 
     def _free_bytes(self, holder: KeyInfo) -> tuple[int, str]:
         """Return the bytes that a tenant may add, and in words what it keeps. Answers of open batches count."""
-        sizes: Counter[str] = Counter()
+        used: Counter[str] = Counter()
         for file in tuple(self.files.values()):
-            sizes[file.tenant] += file.bytes
+            used[file.tenant] += file.bytes
         for batch in tuple(self.batches.values()):
             has_begun = batch.is_pending and batch.status != "validating"
             for file_id in (batch.output_id, batch.error_id) if has_begun else ():
-                if file_id not in self.files and (path := self.path(file_id)).exists():
-                    sizes[batch.tenant] += path.stat().st_size
-        used = sizes[holder.tenant]
-        free, bound = self._shares.free(holder.tenant, sizes, self._config.max_batch_bytes), "--max-batch-bytes"
-        if holder.max_storage_bytes is not None and holder.max_storage_bytes - used < free:
-            free, bound = max(0, holder.max_storage_bytes - used), "max_storage_bytes of your key"
-        return free, f"you keep {used} bytes, and have room for {free} more ({bound})"
+                if file_id not in self.files:
+                    with suppress(FileNotFoundError):
+                        used[batch.tenant] += self.path(file_id).stat().st_size
+        bounds = ("max_storage_bytes", self._config.max_batch_bytes, holder.max_storage_bytes)
+        free, bound = self._free(holder.tenant, used, bounds)
+        return free, f"you keep {used[holder.tenant]} bytes, and have room for {free} more ({bound})"
+
+    def _free(self, tenant: str, used: Counter[str], bounds: tuple[str, int, int | None]) -> tuple[int, str]:
+        """Return what a tenant may add, and the bound that says so: the server's, or the named one of its key."""
+        name, bound, own = bounds
+        free = self._shares.free(tenant, used, bound)
+        if own is None or own - used[tenant] >= free:
+            return free, f"your share of the server's {bound}"
+        return max(0, own - used[tenant]), f"{name} of your key is {own}"
 
     def _drop_batch(self, batch: BatchRecord) -> None:
         self.batches.pop(batch.id, None)
