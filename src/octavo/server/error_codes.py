@@ -83,6 +83,7 @@ CODES: Mapping[str, Code] = {
     "internal_error": Code((500,), "a fault of ours that nobody expected"),
     "engine_error": Code((500,), "the engine failed on this request", errors.EngineError),
     "engine_crash_suspect": Code((500,), "steps with this request fail, those without do not", errors.StepFailedError),
+    "disk_full": Code((507,), "the server's disk is full; nothing was kept. In a batch: it waits until there is room"),
     "engine_unavailable": Code((503,), "the engine is not there, or does not answer", errors.EngineDeadError),
     "tool_unavailable": Code((503,), "the process for large inputs is not there", errors.ToolUnavailableError),
     "too_many_connections": Code((503,), "every connection that the server takes is at work"),

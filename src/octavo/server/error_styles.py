@@ -21,6 +21,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
+    507: "api_error",
 }
 
 NO_THREADS = "thread_unsupported_request"  # Anthropic's tool runners then send whole conversations

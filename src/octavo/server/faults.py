@@ -6,6 +6,7 @@ Does not: tell a client anything of the inside (messages of engine errors are re
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Mapping
 
@@ -35,7 +36,9 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    507: "server_error",
 }
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAY_RETRY = frozenset({408, 429, 500, 503})
 
 
@@ -112,6 +115,18 @@ def too_long(param: str, num_held: int, given: str) -> ApiError:
 def internal_error() -> ApiError:
     """Our fault, without its story."""
     return ApiError(500, "the server met an internal error", code="internal_error")
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return True if a write failed because there is no room: the disk, the quota or the largest size of a file."""
+    return isinstance(error, OSError) and error.errno in _DISK_FULL
+
+
+def disk_full_error(error: Exception) -> ApiError:
+    """What was sent cannot be kept (507)."""
+    reason = getattr(error, "strerror", None) or error
+    message = f"the server has no room on its disk ({reason}); nothing was kept; send it again later"
+    return ApiError(507, message, code="disk_full")
 
 
 def draining_error() -> ApiError:

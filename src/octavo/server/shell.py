@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.metrics.requests import RequestMetrics
 from octavo.server.bodies.ignored import HEADER, IGNORED_FIELDS, IgnoredFields
-from octavo.server.faults import ApiError, bad_field, internal_error
+from octavo.server.faults import ApiError, bad_field, disk_full_error, internal_error, is_disk_full
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits, check_headers
 
@@ -56,6 +56,7 @@ class ShellMiddleware:
         ignored = scope[IGNORED_FIELDS] = IgnoredFields(self._has_strict_fields)
         refusal = _name(scope) or check_headers(scope["headers"], self._limits)
         has_started = False
+        client = _Client(send)
         status = CLIENT_CLOSED_REQUEST  # of a client that left before there was any
 
         async def watched(message: Message) -> None:
@@ -71,7 +72,7 @@ class ShellMiddleware:
                 if ignored.paths:
                     message["headers"].append((HEADER.lower().encode(), ", ".join(ignored.paths).encode()))
                     self._tell(ignored)
-            await send(message)
+            await client.send(message)
 
         with self._lifecycle.opened():
             try:
@@ -79,14 +80,13 @@ class ShellMiddleware:
                     await refusal.response()(scope, receive, watched)
                 else:
                     await self._app(scope, receive, watched)
-            except OSError:
-                _log.debug("client left request %s", scope[REQUEST_ID])
-            except Exception:  # the shell of every route
-                meter = scope.get(METER)
-                whose = f" of key {meter.info.name!r}" if meter is not None else ""
-                _log.exception("request %s%s failed", scope[REQUEST_ID], whose)
-                if not has_started:
-                    await internal_error().response()(scope, receive, watched)
+            except Exception as error:  # the shell of every route
+                if client.has_left:
+                    _log.debug("client left request %s", scope[REQUEST_ID])
+                else:
+                    failure = _logged(error, scope)
+                    if not has_started:
+                        await failure.response()(scope, receive, watched)
             finally:
                 seconds = time.monotonic() - scope[ARRIVAL]
                 self._metrics.http.responded(_handler(scope), scope["method"], status, seconds)
@@ -97,6 +97,33 @@ class ShellMiddleware:
             if path not in self._logged and len(self._logged) < MAX_LOGGED_FIELDS:
                 self._logged.add(path)
                 _log.warning("field %s of a request was ignored: this server does not know it (logged once)", path)
+
+
+class _Client:
+    """Where messages are sent; notes that it left."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_left = False
+
+    async def send(self, message: Message) -> None:
+        """Send a message. Raises OSError when the client has left."""
+        try:
+            await self._send(message)
+        except OSError:
+            self.has_left = True
+            raise
+
+
+def _logged(error: Exception, scope: Scope) -> ApiError:
+    """Log what no route expected: a full disk in one line, anything else as a fault of ours."""
+    meter = scope.get(METER)
+    whose = f" of key {meter.info.name!r}" if meter is not None else ""
+    if is_disk_full(error):
+        _log.error("request %s%s failed: %s", scope[REQUEST_ID], whose, error)
+        return disk_full_error(error)
+    _log.error("request %s%s failed", scope[REQUEST_ID], whose, exc_info=error)
+    return internal_error()
 
 
 def _handler(scope: Scope) -> str:

@@ -19,6 +19,10 @@ import msgspec
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_LINE_BYTES = 8 << 20  # a body's own bound
 MAX_ID_CHARACTERS = 512
+_NOT_IN_A_BATCH = (
+    ("stream", "an answer in a batch cannot be streamed"),
+    ("background", "a response in a batch cannot run in the background"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,13 @@ class BadLine:
     param: str | None = None
 
 
-def read_asks(path: Path, endpoint: str | None = None) -> Generator[Ask | BadLine, None, None]:
-    """The requests of a file, in order; blank lines are skipped. `endpoint`: the only url that is allowed."""
+def read_asks(
+    path: Path, endpoint: str | None = None, least_priority: int | None = None
+) -> Generator[Ask | BadLine, None, None]:
+    """The requests of a file, in order; blank lines are skipped.
+
+    `endpoint`: the only url that is allowed. `least_priority`: no request may be more urgent than that.
+    """
     seen: set[str] = set()
     with path.open("rb") as file:
         number = 0
@@ -54,7 +63,7 @@ def read_asks(path: Path, endpoint: str | None = None) -> Generator[Ask | BadLin
                     line = file.readline(MAX_LINE_BYTES)
                 yield BadLine(number, None, "line_too_large", f"line {number} has more than {MAX_LINE_BYTES} bytes")
             elif line.strip():
-                ask = _read(number, line, endpoint)
+                ask = _read(number, line, endpoint, least_priority)
                 if isinstance(ask, Ask):
                     if ask.custom_id in seen:
                         message = f"line {number}: the custom_id {ask.custom_id[:64]!r} was given before"
@@ -64,7 +73,7 @@ def read_asks(path: Path, endpoint: str | None = None) -> Generator[Ask | BadLin
                 yield ask
 
 
-def _read(number: int, line: bytes, endpoint: str | None) -> Ask | BadLine:
+def _read(number: int, line: bytes, endpoint: str | None, least_priority: int | None) -> Ask | BadLine:
     try:
         value = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -87,12 +96,20 @@ def _read(number: int, line: bytes, endpoint: str | None) -> Ask | BadLine:
         return bad("url", f"url is {str(url)[:64]!r}; give {' or '.join(allowed)}")
     if not isinstance(body, dict):
         return bad("body", "body must be an object")
-    if body.get("stream"):
-        return bad("body.stream", "an answer in a batch cannot be streamed; leave stream out")
+    for name, reason in _faults_of(body, least_priority):
+        return bad(f"body.{name}", f"{reason}; leave {name} out")
     unknown = sorted(value.keys() - {"custom_id", "method", "url", "body"})
     if unknown:
         return bad(unknown[0][:64], f"{unknown[0][:64]} is no field of a request; give custom_id, method, url and body")
     return Ask(number, custom_id, url, body)
+
+
+def _faults_of(body: dict[str, Any], least_priority: int | None) -> Generator[tuple[str, str], None, None]:
+    """Yield the fields that a request of a batch may not have as it has them, and why."""
+    yield from ((name, reason) for name, reason in _NOT_IN_A_BATCH if body.get(name))
+    priority = body.get("priority")
+    if least_priority is not None and isinstance(priority, int | float) and priority < least_priority:
+        yield "priority", f"priority is {priority}; requests of this batch may have {least_priority} or more"
 
 
 def answered(ask: Ask, status: int, request_id: str, body: bytes) -> bytes:

@@ -76,6 +76,7 @@ class BatchRecord(msgspec.Struct):
     times: dict[str, int] = {}
     has_output: bool = False
     has_errors: bool = False
+    paused: LineError | None = None  # why it waits, while it does
 
     @property
     def is_pending(self) -> bool:
@@ -89,7 +90,7 @@ class BatchRecord(msgspec.Struct):
     def shown(self) -> dict[str, Any]:
         """As clients see it."""
         moments = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-        listed = [msgspec.to_builtins(error) for error in self.errors]
+        listed = [msgspec.to_builtins(error) for error in (*self.errors, self.paused) if error is not None]
         return {
             "id": self.id,
             "object": "batch",

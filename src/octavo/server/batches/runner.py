@@ -9,10 +9,13 @@ either file is not asked again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -30,9 +33,11 @@ from octavo.server.batches.lines import (
     usage_of,
 )
 
+_log = logging.getLogger(__name__)
 _RETRIED = (408, 429, 503)  # 408: it waited too long in the queue
 _MAX_WAIT_S = 60.0
 _QUEUED = 256  # lines on their way to the disk
+_CLOSE_S = 5.0  # for the lines that are left when a run is cut: they are asked again where the disk takes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +71,29 @@ class RunOptions:
     num_open: int = 8
     max_tries: int = 0
     endpoint: str | None = None
+    least_priority: int | None = None
+
+
+async def in_thread(work: Callable[[], object]) -> None:
+    """Do work that waits for the disk."""
+    await asyncio.to_thread(work)
 
 
 @dataclass(slots=True)
 class BatchRun:
-    """One run over a file. `told` is called whenever answers have reached the disk."""
+    """One run over a file. `told` is called whenever answers have reached the disk, `keep` to bring them there."""
 
     call: InnerCall
     paths: BatchPaths
     options: RunOptions = RunOptions()
     told: Callable[[Counts], object] = lambda counts: None
+    keep: Callable[[Callable[[], object]], Awaitable[None]] = in_thread
     counts: Counts = field(default_factory=Counts)
 
     async def run(self) -> Counts:
         """Ask for all that has no answer yet. Cancelled, it leaves what can be gone on with."""
         finished = await asyncio.to_thread(self._take_up)
-        asks = read_asks(self.paths.requests, self.options.endpoint)
+        asks = read_asks(self.paths.requests, self.options.endpoint, self.options.least_priority)
         written: asyncio.Queue[tuple[bool, bytes] | None] = asyncio.Queue(_QUEUED)
         reading = asyncio.Lock()
         writer = asyncio.create_task(self._write(written))
@@ -94,9 +106,7 @@ class BatchRun:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-            if not writer.done():
-                await written.put(None)
-            await asyncio.shield(writer)
+            await _close(writer, written)
             with suppress(ValueError):  # a thread may still be in it
                 asks.close()
         return self.counts
@@ -159,7 +169,7 @@ class BatchRun:
             for path, is_fine in ((self.paths.output, True), (self.paths.errors, False)):
                 data = b"".join(line for fine, line in lines if fine is is_fine)
                 if data:
-                    await asyncio.to_thread(append, path, data)
+                    await self.keep(partial(append, path, data))
             num_fine = sum(fine for fine, _ in lines)
             self.counts.num_completed += num_fine
             self.counts.num_failed += len(lines) - num_fine
@@ -176,12 +186,36 @@ async def _all(workers: list[asyncio.Task[None]], writer: asyncio.Task[None]) ->
             task.result()
 
 
+async def _close(writer: asyncio.Task[None], written: asyncio.Queue[tuple[bool, bytes] | None]) -> None:
+    """Have a writer end with what it was given. Raises what it raised."""
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            if not writer.done():
+                await written.put(None)
+            await asyncio.shield(writer)
+    except TimeoutError:
+        writer.cancel()
+        await asyncio.gather(writer, return_exceptions=True)
+        _log.warning("answers of a batch could not be written; their requests are made again when it goes on")
+
+
 def append(path: Path, data: bytes) -> None:
-    """Add whole lines, and wait for the disk."""
-    with path.open("ab") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Add whole lines and wait for the disk, or raise OSError and add nothing."""
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            write_whole(file, data)
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def write_whole(file: FileIO, data: bytes) -> None:
+    """Write all of it to a file without a buffer, and wait for the disk."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+    os.fsync(file.fileno())
 
 
 def _wait_s(answer: Answer) -> float:

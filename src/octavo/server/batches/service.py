@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from starlette.types import ASGIApp
@@ -22,7 +25,7 @@ from octavo.server.batches.records import BatchRecord, LineError
 from octavo.server.batches.runner import BatchRun, Counts, RunOptions, append
 from octavo.server.batches.store import BatchStore
 from octavo.server.batches.uploads import UploadSlots
-from octavo.server.faults import ApiError
+from octavo.server.faults import ApiError, is_disk_full
 from octavo.server.keys import NOBODY, KeyInfo, KeyRing
 from octavo.server.shares import Shares
 
@@ -30,6 +33,8 @@ BATCH_PRIORITY = 10  # behind interactive requests: low at a busy queue, later u
 MAX_LINE_ERRORS = 100
 _MAX_OPEN = 128  # where nobody says otherwise
 _TIDY_S = 600.0
+_RETRY_S = 1.0  # after a write for which the disk had no room; doubled up to _MAX_RETRY_S
+_MAX_RETRY_S = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -53,6 +58,7 @@ class BatchService:
         self._app: ASGIApp | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
+        self._is_closing = False
 
     @property
     def store(self) -> BatchStore:
@@ -72,12 +78,20 @@ class BatchService:
         self._wake.set()
 
     async def cancel(self, batch: BatchRecord) -> None:
-        """End a batch with what it has. Raises ApiError when it is over."""
+        """End a batch with what it has. Raises ApiError when it is over, OSError when that cannot be kept."""
         if not batch.is_pending:
             message = f"batch {batch.id} is {batch.status}; only one that is not over can be cancelled"
             raise ApiError(409, message, code="batch_is_over")
         if batch.status != "cancelling":
-            await self._move(batch, "cancelling")
+            was, times = batch.status, dict(batch.times)
+            batch.status = "cancelling"
+            batch.times["cancelling"] = int(time.time())
+            try:
+                await asyncio.to_thread(self.store.save, batch)
+            except OSError:
+                if batch.status == "cancelling":
+                    batch.status, batch.times = was, times
+                raise
             task = self._tasks.get(batch.id)
             if task is not None:
                 task.cancel()
@@ -101,6 +115,7 @@ class BatchService:
                 except TimeoutError:
                     pass
         finally:
+            self._is_closing = True
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -123,6 +138,7 @@ class BatchService:
 
     async def _go(self, store: BatchStore, batch: BatchRecord) -> None:
         """One batch to its end."""
+        batch.paused = None
         try:
             if batch.status == "cancelling":
                 await self._finish(store, batch, "cancelled")
@@ -133,7 +149,7 @@ class BatchService:
                 await self._run(store, batch)
             await self._finish(store, batch, "completed")
         except TimeoutError:
-            await asyncio.to_thread(_write_expired, store, batch)
+            await self._keep(batch, partial(_write_expired, store, batch))
             await self._finish(store, batch, "expired")
         except asyncio.CancelledError:
             if batch.status == "cancelling":  # else the server ends, and goes on with it later
@@ -143,9 +159,12 @@ class BatchService:
         except _KeyGoneError:
             batch.errors = [LineError("invalid_api_key", "the key of this batch is no longer known")]
             await self._finish(store, batch, "failed")
-        except Exception:  # the shell of every batch: the next one must run
+        except Exception as error:  # the shell of every batch: the next one must run
+            if self._is_closing:
+                raise
             _log.exception("batch %s failed", batch.id)
-            batch.errors = [LineError("internal_error", "the server met an internal error in this batch")]
+            cause = f": its files cannot be read or written ({error.strerror})" if isinstance(error, OSError) else ""
+            batch.errors = [LineError("internal_error", f"the server met an internal error in this batch{cause}")]
             await self._finish(store, batch, "failed")
 
     async def _validate(self, store: BatchStore, batch: BatchRecord) -> bool:
@@ -167,7 +186,8 @@ class BatchService:
                 return 0, [LineError(error.code, str(error), param=error.param)]
         errors: list[LineError] = []
         total = 0
-        for ask in read_asks(store.path(batch.input_id), batch.endpoint):
+        least_priority = None if holder is None else holder.priority
+        for ask in read_asks(store.path(batch.input_id), batch.endpoint, least_priority):
             total += 1
             if total > self.config.max_batch_requests:
                 message = f"the file has more than {self.config.max_batch_requests} requests"
@@ -179,20 +199,20 @@ class BatchService:
         return total, errors or ([] if total else [LineError("empty_file", "the file has no requests")])
 
     async def _run(self, store: BatchStore, batch: BatchRecord) -> None:
-        options = RunOptions(self._num_open, 0, batch.endpoint)
-
         def told(counts: Counts) -> None:
             batch.count(counts)
 
         holder = self._holder(batch)
         if holder is None:
             raise _KeyGoneError
-        run = BatchRun(self._bounded(holder), store.paths(batch), options, told)
+        options = RunOptions(self._num_open, 0, batch.endpoint, holder.priority)
+        run = BatchRun(self._bounded(holder), store.paths(batch), options, told, partial(self._keep, batch))
         try:
             await run.run()
         finally:
             batch.count(run.counts)
-            await asyncio.shield(asyncio.to_thread(store.save, batch))
+            with suppress(OSError):  # the files of answers hold the counts too
+                await asyncio.shield(asyncio.to_thread(store.save, batch))
 
     def _bounded(self, holder: KeyInfo) -> InnerCall:
         """Calls of all batches together keep to the bound."""
@@ -225,13 +245,31 @@ class BatchService:
             batch.has_output = store.adopt(batch.output_id, batch, f"{batch.id}_output.jsonl")
             batch.has_errors = store.adopt(batch.error_id, batch, f"{batch.id}_error.jsonl")
 
-        await asyncio.to_thread(adopt)
+        await self._keep(batch, adopt)
         await self._move(batch, status)
 
     async def _move(self, batch: BatchRecord, status: str) -> None:
         batch.status = status
         batch.times[status] = int(time.time())
-        await asyncio.to_thread(self.store.save, batch)
+        await self._keep(batch, partial(self.store.save, batch))
+
+    async def _keep(self, batch: BatchRecord, work: Callable[[], object]) -> None:
+        """Do work that writes. While the disk is full the batch says so, and the work is tried again."""
+        wait_s = _RETRY_S
+        while True:
+            try:
+                await asyncio.to_thread(work)
+                batch.paused = None
+                return
+            except OSError as error:
+                if not is_disk_full(error) or self._is_closing:
+                    raise
+                if batch.paused is None:
+                    _log.error("%s waits until there is room on the disk: %s", batch.id, error)
+                message = f"the server's disk is full ({error.strerror}); the batch goes on when there is room"
+                batch.paused = LineError("disk_full", message)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MAX_RETRY_S)
 
 
 def _write_expired(store: BatchStore, batch: BatchRecord) -> None:

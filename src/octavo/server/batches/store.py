@@ -26,13 +26,13 @@ import msgspec
 from octavo.config import BatchConfig
 from octavo.errors import ConfigError
 from octavo.server.batches.records import BatchRecord, FileRecord
-from octavo.server.batches.runner import BatchPaths
+from octavo.server.batches.runner import BatchPaths, write_whole
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.keys import KeyInfo
 from octavo.server.shares import Shares
 
 MAX_ENDED_BATCHES = 1000  # of one tenant: a new batch makes the oldest that are over be forgotten, not their files
-_OURS = re.compile(r"file-[0-9a-f]{32}\.(data|new)")  # what may be removed; anything else is somebody's
+_OURS = re.compile(r"(file-|batch_)[0-9a-f]{32}\.(data|new)")  # what may be removed; anything else is somebody's
 R = TypeVar("R", FileRecord, BatchRecord)
 
 
@@ -46,6 +46,7 @@ class BatchStore:
         self._folder = folder
         self._lock_fd = _lock(folder)
         self._changes = threading.Lock()
+        self._new_batches = threading.Lock()
         self.files: dict[str, FileRecord] = {}
         self.batches: dict[str, BatchRecord] = {}
         for kind in ("files", "batches"):
@@ -90,8 +91,8 @@ class BatchStore:
         now = int(time.time())
         expires = None if batch.output_keep_s is None else now + batch.output_keep_s
         record = FileRecord(file_id, batch.tenant, name, "batch_output", path.stat().st_size, now, expires)
-        self.files[file_id] = record
         self._write("files", record)
+        self.files[file_id] = record
         return True
 
     def delete_file(self, record: FileRecord) -> None:
@@ -104,22 +105,27 @@ class BatchStore:
 
     def save(self, batch: BatchRecord) -> None:
         """Keep what a batch is now."""
-        self._write("batches", batch)
+        self._write("batches", msgspec.structs.replace(batch, paused=None))
 
     def add_batch(self, batch: BatchRecord, holder: KeyInfo) -> None:
-        """Keep a new batch of a key's holder. Raises ApiError when its tenant has too many."""
-        own = [other for other in self.batches.values() if other.tenant == batch.tenant]
+        """Keep a new batch of a key's holder. Raises ApiError when its tenant has too many, OSError without a trace."""
+        with self._new_batches:
+            ended = self._check_batches(batch, holder)
+            self.save(batch)
+            self.batches[batch.id] = batch
+        for other in ended[: max(0, len(ended) + 1 - MAX_ENDED_BATCHES)]:
+            self._drop_batch(other)
+
+    def _check_batches(self, batch: BatchRecord, holder: KeyInfo) -> list[BatchRecord]:
+        """Return the tenant's batches that are over. Raises ApiError when it has too many that are not."""
+        own = [other for other in tuple(self.batches.values()) if other.tenant == batch.tenant]
         pending = sum(other.is_pending for other in own)
         most = min(self._config.max_pending_batches, holder.max_pending_batches or self._config.max_pending_batches)
         if pending >= most:
             message = f"{pending} of your batches are not over, {most} may be; wait for one, or cancel one"
             raise ApiError(429, message, code="too_many_batches", retry_after_s=60)
         self.check_output_room(holder)
-        ended = [other for other in own if not other.is_pending]
-        for other in ended[: max(0, len(ended) + 1 - MAX_ENDED_BATCHES)]:
-            self._drop_batch(other)
-        self.batches[batch.id] = batch
-        self.save(batch)
+        return [other for other in own if not other.is_pending]
 
     def expire(self, now: float) -> None:
         """Remove what is too old."""
@@ -188,11 +194,14 @@ class BatchStore:
     def _write(self, kind: str, record: FileRecord | BatchRecord) -> None:
         path = self._folder / kind / f"{record.id}.json"
         fresh = path.with_suffix(".new")
-        with self._changes, fresh.open("wb") as file:
-            file.write(msgspec.json.encode(record))
-            file.flush()
-            os.fsync(file.fileno())
-            fresh.replace(path)
+        with self._changes:
+            try:
+                with fresh.open("wb", buffering=0) as file:
+                    write_whole(file, msgspec.json.encode(record))
+                fresh.replace(path)
+            except BaseException:
+                fresh.unlink(missing_ok=True)
+                raise
 
     def _clear(self) -> None:
         """Remove what a crash left."""
@@ -203,6 +212,9 @@ class BatchStore:
         for path in (self._folder / "files").iterdir():
             is_kept = path.stem in kept or path.with_suffix(".json").exists()  # a record of a later version, too
             if _OURS.fullmatch(path.name) and (path.suffix == ".new" or not is_kept):
+                path.unlink(missing_ok=True)
+        for path in (self._folder / "batches").iterdir():
+            if _OURS.fullmatch(path.name) and path.suffix == ".new":
                 path.unlink(missing_ok=True)
         for record in [record for record in self.files.values() if not self.path(record.id).exists()]:
             self._drop_file(record)

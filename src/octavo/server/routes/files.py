@@ -53,7 +53,7 @@ async def create_file(request: Request) -> Response:
             record = FileRecord(
                 new_id("file-"),
                 holder.tenant,
-                (file.filename or "file")[:_MAX_NAME],
+                clean_name(file.filename or ""),
                 str(form["purpose"]),
                 file.size or 0,
                 now,
@@ -63,6 +63,13 @@ async def create_file(request: Request) -> Response:
         finally:
             await form.close()
     return _json(record.shown())
+
+
+def clean_name(given: str) -> str:
+    """Return the name of a file without folders, characters that are not shown, or more than _MAX_NAME characters."""
+    name = given.replace("\\", "/").rpartition("/")[2]
+    name = "".join(character for character in name if character.isprintable()).strip()[:_MAX_NAME]
+    return name if name.strip(".") else "file"
 
 
 async def _read_form(request: Request, context: Context, service: BatchService) -> FormData:

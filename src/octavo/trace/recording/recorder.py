@@ -7,6 +7,7 @@ where one can still be written, and a line in the log; a segment begins with the
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import os
@@ -140,7 +141,8 @@ class Recorder:
             self._is_over = True
             self._queue.clear()
             if self._file is not None:
-                self._file.close()
+                with contextlib.suppress(OSError):  # what could not be written is in its buffer still
+                    self._file.close()
 
     def _give_up(self, reason: str) -> None:
         self._is_over = True
