@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from octavo.config import BatchConfig, Config, ResponsesConfig, RetryConfig, ServingConfig
+from octavo.core.request import FinishReason
 from octavo.server import logins as logins_module
 from octavo.server.auth import POLICIES
 from octavo.server.batches import store as store_module
@@ -368,6 +370,64 @@ async def test_a_tenants_running_requests_leave_others_room_to_run_theirs(tmp_pa
     runs = harness.context.runs
     assert not runs._num_running and sum(runs._num_runs.values()) == len(runs)
     await runs.close()
+
+
+async def test_runs_are_counted_right_however_they_end(tmp_path: Path) -> None:
+    rng = random.Random(38)
+    harness = harness_of(tmp_path, retry=RetryConfig(max_kept=9, max_kept_bytes=1500, orphan_timeout_s=0.01))
+    runs = harness.context.runs
+    for _ in range(30):
+        harness.engine.is_held = rng.random() < 0.4
+        harness.engine.end = rng.choice((None, None, (FinishReason.ERROR, "no"), (FinishReason.TIMEOUT, "late")))
+        tasks = [
+            asyncio.create_task(
+                harness.chat(headers={**rng.choice((ALICE, BOB)), "Idempotency-Key": str(rng.randrange(12))})
+            )
+            for _ in range(rng.randrange(1, 6))
+        ]
+        await asyncio.sleep(rng.random() * 0.02)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        kept = list(runs._runs.values())
+        assert runs._num_runs == Counter(run.key.tenant for run in kept)
+        assert runs._num_running == Counter(run.key.tenant for run in kept if not run.is_ended)
+        assert runs._kept_bytes.total() == sum(run.num_bytes for run in kept if run.is_ended) <= 1500
+        assert len(kept) <= 9
+    async with asyncio.timeout(10):
+        while runs._num_running:
+            await asyncio.sleep(0.01)
+    await runs.close()
+
+
+async def test_uploads_whose_clients_leave_give_their_places_back(batches: Harness) -> None:
+    head = {"content-type": "multipart/form-data; boundary=b"}
+
+    async def forever() -> AsyncIterator[bytes]:
+        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
+        await asyncio.Event().wait()
+
+    for _ in range(3):
+        tasks = [
+            asyncio.create_task(batches.request("POST", "/v1/files", content=forever(), headers={**BOB, **head}))
+            for _ in range(10)
+        ]
+        await asyncio.sleep(0.03)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert not batches.context.batches.uploads._tenants
+    assert (await upload(batches, BOB)).status_code == 200
+
+
+async def test_a_refusal_for_a_rate_has_the_form_of_its_interface(tmp_path: Path) -> None:
+    harness = harness_of(tmp_path, ", requests_per_minute: 1")
+    await harness.chat(headers=ALICE)
+    counted = await harness.request("POST", "/v1/messages/count_tokens", json={"model": "tiny", **CHAT}, headers=ALICE)
+    assert counted.status_code == 429 and counted.json()["type"] == "error"
+    assert counted.json()["error"]["type"] == "rate_limit_error"
+    shown = await harness.request("POST", "/api/show", json={"model": "tiny"}, headers=ALICE)
+    assert shown.status_code == 429 and isinstance(shown.json()["error"], str)
 
 
 async def test_a_tenants_stored_responses_never_take_anothers(tmp_path: Path) -> None:

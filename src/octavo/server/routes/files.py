@@ -43,8 +43,8 @@ async def create_file(request: Request) -> Response:
     holder: KeyInfo = request.scope[KEY]
     declared = request.headers.get("content-length", "")
     least = int(declared[:19]) - _AROUND_FILE if declared.isascii() and declared.isdigit() else 0
-    await asyncio.to_thread(store.check_room, holder, max(0, least))
     async with service.uploads.take(holder.tenant):
+        await asyncio.to_thread(store.check_room, holder, max(0, least))
         form = await _read_form(request, context, service)
         try:
             with collecting(request.scope[IGNORED_FIELDS]):
