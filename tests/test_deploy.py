@@ -1,6 +1,7 @@
 """What deploy/ holds fits the server: probes, times, variables, copied paths. No container engine is needed."""
 
 import configparser
+import ipaddress
 import re
 import shlex
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from octavo import cli
+from octavo.cli import serve
 from octavo.config import Config, ServingConfig
 from octavo.engine.supervisor import STOP_GRACE_S
 from octavo.server.auth import POLICIES, Access
@@ -87,3 +90,34 @@ def test_the_image_runs_as_nobody_special_and_asks_for_readiness() -> None:
     assert set(re.findall(r"\b(OCTAVO_\w+)=", text)) <= VARIABLES
     command = re.search(r"^CMD (\[.*\])", text, re.MULTILINE)
     assert command is not None and flags_of(yaml.safe_load(command[1])) <= FLAGS
+
+
+def test_the_image_needs_a_key_and_says_so(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its command as it stands, with its variables: without a key it ends before anything loads."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    words = [yaml.safe_load(line) for line in re.findall(r"^(?:ENTRYPOINT|CMD) (\[.*\])", text, re.MULTILINE)]
+    variables = dict(re.findall(r"\b(OCTAVO_\w+)=(\S+)", text.partition("\nFROM ")[2]))
+    assert variables["OCTAVO_HOST"] == str(ipaddress.ip_address(0)), "or no port could be mapped"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OCTAVO_PORT", "0")
+    monkeypatch.setattr(serve, "_supervise", lambda task, listener, home: 77)
+    entry, default = words
+    assert entry[0] == "octavo" and "--insecure" not in default
+    assert cli.main([*entry[1:], *default]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: --host is") and "there is no key" in said and "OCTAVO_API_KEY" in said
+    for key, status in (("", 2), ("   ", 2), ("secret", 2), ("k" * 16, 77)):
+        monkeypatch.setenv("OCTAVO_API_KEY", key)
+        assert cli.main([*entry[1:], *default]) == status, key
+
+
+def test_no_file_of_deploy_nor_a_documented_command_serves_all_addresses_without_a_key() -> None:
+    texts = [path.read_text() for path in (*DEPLOY.iterdir(), *(ROOT / "docs").glob("*.md"), ROOT / "README.md")]
+    commands = [line for text in texts for line in text.replace("\\\n", " ").splitlines()]
+    everywhere = [line for line in commands if re.search(r"(octavo serve|docker run .*octavo\b|^CMD)", line)]
+    exposed = [line for line in everywhere if "--host" in line or "docker run" in line or line.startswith("CMD")]
+    assert len(exposed) >= 4
+    assert not [line for line in exposed if "--insecure" in line]
+    for line in exposed:
+        assert "API_KEY" in line or "--api-key" in line or line.startswith("CMD"), line

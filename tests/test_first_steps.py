@@ -85,7 +85,7 @@ class Place:
         """A server of the page's command, until it says how to call it: what it said."""
         log = self.folder / "log"
         with log.open("wb") as out:
-            words = ["bash", "-c", "exec " + self.text(command)]
+            words = ["bash", "-c", "exec env " + self.text(command)]  # a variable may come first
             process = subprocess.Popen(words, cwd=self.folder, env=self.environ, stderr=out, stdin=subprocess.DEVNULL)
         try:
             while not re.search(r"^try .*\n", log.read_text(), re.MULTILINE):
