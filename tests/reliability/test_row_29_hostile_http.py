@@ -86,7 +86,7 @@ def _damaged(rng: random.Random) -> bytes:
     """A request on the wire, odd by itself or with a fault or two in its bytes."""
     nasty = nasty_request(rng)
     body = nasty.body[:20_000]
-    named = {"host": "x", "connection": "close", "content-length": str(len(body)), **nasty.headers}
+    named = {"host": "localhost", "connection": "close", "content-length": str(len(body)), **nasty.headers}
     lines = "".join(f"{name}: {value}\r\n" for name, value in named.items()).encode("latin-1")
     raw = bytearray(f"{nasty.method} {nasty.path} HTTP/1.1\r\n".encode() + lines + b"\r\n" + body)
     for _ in range(rng.choice((0, 1, 1, 2, 4))):
