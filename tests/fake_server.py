@@ -1,18 +1,22 @@
 """`octavo serve` around a fake executor: real processes, sockets and text, and no torch, so that it starts in a second.
 
 `python fake_server.py serve ARGUMENTS` is the supervisor, `api` its child, `engine` the child's. A step takes
-FAKE_STEP_S seconds (0.005); "broken" in FAKE_ENGINE keeps engines from opening once FAKE_FILE exists.
+FAKE_STEP_S seconds (0.005); "broken" in FAKE_ENGINE keeps engines from opening once FAKE_FILE exists; the api logs
+FAKE_LINES errors a second, with tracebacks and from a hundred statements.
 `FakeServer` runs one for a test.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -64,6 +68,18 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
     return loop, capacity
 
 
+def _flood(num_lines: int) -> None:
+    log = logging.getLogger("octavo.flood")
+    try:
+        raise ConnectionResetError("a client left")
+    except ConnectionResetError:
+        fault = sys.exc_info()
+    for number in itertools.count():
+        log.handle(log.makeRecord(log.name, logging.ERROR, __file__, number % 100, "it failed", (), fault))
+        if number % 10 == 0:
+            time.sleep(10 / num_lines)
+
+
 def main(role: str, arguments: list[str]) -> int:
     """Be one of the processes."""
     if role == "engine":
@@ -75,6 +91,8 @@ def main(role: str, arguments: list[str]) -> int:
         from octavo.cli import api_process
         from octavo.cli.engines import KeptEngine
 
+        if num_lines := int(os.environ.get("FAKE_LINES", "0")):
+            threading.Thread(target=_flood, args=(num_lines,), daemon=True).start()
         return api_process.main(
             arguments, lambda config, observer: KeptEngine.start(config, observer, (*this, "engine"))
         )

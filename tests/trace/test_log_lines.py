@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.trace.log_lines import TOLD, JsonLines, set_up_log, tell
+from octavo.trace.log_lines import TOLD, JsonLines, close_log, set_up_log, tell
 from tests import fake_server, tiny_models
 from tests.server.fakes import Harness
 
@@ -21,11 +21,17 @@ SECRET = "the prompt that nobody may read"
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
-    """Gives what went to stderr; the log of this process is put back."""
+    """Gives what went to stderr, and ends the log; the log of this process is put back."""
     root, told = logging.getLogger(), logging.getLogger(TOLD)
     kept = root.handlers[:], root.level, told.level
     root.handlers[:] = []
-    yield lambda: capsys.readouterr().err
+
+    def read() -> str:
+        close_log()
+        return capsys.readouterr().err
+
+    yield read
+    close_log()
     root.handlers[:], root.level, told.level = kept[0], kept[1], kept[2]
 
 

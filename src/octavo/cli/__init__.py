@@ -17,6 +17,7 @@ from octavo.cli.hide_keys import hide_keys
 from octavo.config.spelling import unknown
 from octavo.errors import InvariantError, OctavoError
 from octavo.machine import needing_torch
+from octavo.trace.log_queue import open_missing_streams
 
 # command words -> (module with add_arguments and run, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -71,6 +72,7 @@ Start here:  octavo run "Why is the sky blue?"      octavo serve
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; give its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    open_missing_streams()
     warning = hide_keys(words)
     if warning is not None:
         print(f"warning: {warning}", file=sys.stderr)

@@ -23,12 +23,15 @@ from octavo.config import Config
 from octavo.engine import scratch
 from octavo.engine.restarts import RestartBudget
 from octavo.engine.supervisor import READY, ChildSpec, Supervisor
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InvariantError, OctavoError
 from octavo.server.listener import PortInUseError, open_socket, url_of
 from octavo.server.web_settings import check_web
-from octavo.trace.log_lines import set_up_log, tell
+from octavo.trace.log_lines import close_log, set_up_log, tell
+from octavo.trace.log_queue import stderr_of_children
 from octavo.trace.otel import check_endpoint
 from octavo.trace.recording.recorder import prepare_folder
+
+EXIT_ERROR = 2  # as every command's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,12 +50,24 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"MODEL is missing; give it first: octavo serve MODEL --served-model-name {names}")
     check_endpoint(config.telemetry.otlp_traces_endpoint)
     set_up_log(config.telemetry.log_format, config.telemetry.log_level, "supervisor")
+    try:
+        return _serve(config, is_quiet=args.quiet)
+    except InvariantError:
+        raise
+    except OctavoError as error:
+        tell(f"error: {error}")
+        return EXIT_ERROR
+    finally:
+        close_log()
+
+
+def _serve(config: Config, *, is_quiet: bool) -> int:
     check_web(config.web)
     if config.recording.record is not None:
         prepare_folder(Path(config.recording.record))
     with contextlib.closing(_listen(config)) as listener, own_home() as home:
         admin = str(home.admin_path(config.serving.admin_socket))
-        task = ApiTask(config, admin, is_quiet=args.quiet)
+        task = ApiTask(config, admin, is_quiet=is_quiet)
         pid = os.getpid()
         url = url_of(listener, config.web)
         home.record(Record(pid, url, _name(config), admin, time.time(), process_start(pid)))
@@ -79,8 +94,7 @@ def _supervise(task: ApiTask, listener: socket.socket, home: Home) -> int:
     drain_s = task.config.serving.drain_timeout_s
     has_file = task.config.serving.api_key_file is not None
     passed = (signal.SIGHUP,) if has_file else ()
-    child = ChildSpec(COMMAND, listener.fileno(), make_line, drain_s, passed)
-
+    child = ChildSpec(COMMAND, listener.fileno(), make_line, drain_s, passed, stderr=stderr_of_children())
     return Supervisor(child, RestartBudget(), tell, lambda: notify("READY=1")).run()
 
 

@@ -25,7 +25,7 @@ from octavo.engine.scratch import PAGE_NAME
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import ConfigError, OctavoError
 from octavo.executors.protocol import Capacity
-from octavo.trace.log_lines import set_up_log
+from octavo.trace.log_lines import num_dropped_lines, set_up_log
 
 CONNECT_TIMEOUT_S = 30.0
 EXIT_FAILED = 1  # the engine could not be opened; the parent was told why
@@ -58,6 +58,7 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
         page = args.socket.with_name(PAGE_NAME)
         if page.exists():  # made by whoever watches
             engine.heart = Heart(HeartbeatPage(page), args.epoch)
+        engine.sections["log"] = lambda: {"dropped": num_dropped_lines()}
         gc.freeze()  # what exists now lives as long as this process: the collector need not walk it between steps
         server.serve(engine, capacity)
         return EXIT_FAILED if engine.failure is not None else 0

@@ -39,7 +39,7 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """What to run. `make_line` gives the task of a life, by its number from 1; `passed` are signals that a child which
-    is ready gets as they are, and that end nothing; `name` is for messages.
+    is ready gets as they are, and that end nothing; `name` is for messages; `stderr` is the child's, None: as ours.
 
     `listener` is a file descriptor; the child gets it and its end of the pipe as --listener and --status.
     """
@@ -50,6 +50,7 @@ class ChildSpec:
     drain_timeout_s: float
     passed: tuple[int, ...] = ()
     name: str = "the api process"
+    stderr: int | None = None
 
 
 @dataclass(slots=True)
@@ -138,6 +139,7 @@ class Supervisor:
             process = subprocess.Popen(
                 [*spec.command, "--listener", str(spec.listener), "--status", str(writing)],
                 stdin=subprocess.PIPE,
+                stderr=spec.stderr,
                 pass_fds=(spec.listener, writing),
                 start_new_session=True,  # the terminal's signals come here, and go on from here once each
             )

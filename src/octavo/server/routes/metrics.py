@@ -13,6 +13,7 @@ from starlette.responses import Response
 from octavo.errors import EngineError
 from octavo.metrics.admission import AdmissionMetrics
 from octavo.metrics.engine import EngineMetrics
+from octavo.metrics.log import LogMetrics
 from octavo.metrics.responses import ResponseMetrics
 from octavo.metrics.retries import RetryMetrics
 from octavo.metrics.tool import ToolMetrics
@@ -20,6 +21,7 @@ from octavo.server.auth import KEY
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError
 from octavo.server.keys import KeyInfo
+from octavo.trace.log_lines import num_dropped_lines
 
 PROBE_TIMEOUT_S = 2.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,8 +51,18 @@ async def metrics(request: Request) -> Response:
     registry.register(ResponseMetrics(context.model, stored))
     registry.register(EngineMetrics(context.model, statistics, context.cache_info))
     registry.register(ToolMetrics(context.model, context.tool.statistics()))
+    registry.register(LogMetrics(_dropped_lines(statistics)))
     ProcessCollector(registry=registry)  # process_*: this process's memory, time and open files
     return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
+
+
+def _dropped_lines(statistics: Mapping[str, object] | None) -> dict[str, int]:
+    """Return how many log lines were dropped, by process."""
+    dropped = {"api": num_dropped_lines()}
+    match statistics:
+        case {"log": {"dropped": int(number)}}:
+            dropped["engine"] = number
+    return dropped
 
 
 def add_routes(app: FastAPI) -> None:
