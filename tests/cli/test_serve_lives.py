@@ -147,7 +147,7 @@ def test_a_request_is_cancelled_by_its_clients_name(server: FakeServer, capsys: 
     (name,) = run(capsys, "admin", "cancel", "mine")
     assert name.startswith("mine")
     asking.join(30)
-    assert [(status, body["error"]["code"]) for status, _, body in answers] == [(503, "cancelled")]
+    assert [(status, body["error"]["code"]) for status, _, body in answers] == [(499, "cancelled")]
 
 
 @pytest.mark.slow

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from dataclasses import replace
 
 from octavo.core.request import FinishReason, SamplingParams
-from octavo.engine.deltas import TextDelta
 from octavo.server.generation import failure_of
 from tests.engine.fakes import expected, make_request
 from tests.reliability.deaths import Stream, follow, keeping
@@ -40,7 +38,7 @@ async def test_row_05_one_killer_among_31_good(score: Score) -> None:
 
 def failure_code(message: str) -> str:
     """What the client of a failed request is told."""
-    error = failure_of(TextDelta(0, "", array("i"), finish_reason=FinishReason.ERROR, message=message))
+    error = failure_of(FinishReason.ERROR, message)
     assert (error.status, error.code) == (500, "engine_crash_suspect")
     return f"{error.status} {error.code}"
 

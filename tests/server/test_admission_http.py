@@ -190,7 +190,7 @@ async def test_a_client_cancels_its_own(harness: Harness) -> None:
     response = await harness.request("POST", "/v1/requests/job-2/cancel", headers=ALICE)
     assert response.json() == {"id": "job-2", "cancelled": True}
     answer = await tasks[0]
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "cancelled")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
 
 
 async def test_metrics_name_keys_and_never_show_them(harness: Harness) -> None:

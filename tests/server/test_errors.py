@@ -278,7 +278,10 @@ async def test_the_engines_refusals(
     [
         ((FinishReason.TIMEOUT, "deadline 5.0 passed 0.010 s ago"), 408, "timeout"),
         ((FinishReason.TIMEOUT, "queue_timeout of 2 s passed before the request could start"), 408, "queue_timeout"),
-        ((FinishReason.CANCELLED, ""), 503, "cancelled"),
+        ((FinishReason.CANCELLED, ""), 499, "cancelled"),
+        ((FinishReason.CANCELLED, "the engine was stopped"), 503, "engine_unavailable"),
+        ((FinishReason.ERROR, "TooComplexError: the grammar cannot be followed: x"), 400, "too_complex"),
+        ((FinishReason.ERROR, "InvalidRequestError: no token may follow"), 400, "invalid_value"),
         ((FinishReason.ERROR, "StepFailedError: x"), 500, "engine_crash_suspect"),
         ((FinishReason.ERROR, "EngineDeadError: x"), 503, "engine_unavailable"),
         ((FinishReason.ERROR, "the engine died: x"), 503, "engine_unavailable"),

@@ -277,7 +277,8 @@ async def test_a_refusal_is_not_kept_and_all_who_wait_get_it() -> None:
         ((FinishReason.ERROR, "StepFailedError: this one"), 500, True),
         ((FinishReason.ERROR, "EngineDeadError: gone"), 503, False),
         ((FinishReason.TIMEOUT, "deadline"), 408, False),
-        ((FinishReason.CANCELLED, "by hand"), 503, False),
+        ((FinishReason.CANCELLED, "by hand"), 499, True),
+        ((FinishReason.CANCELLED, "the engine was stopped"), 503, False),
     ],
 )
 async def test_failures_that_may_be_tried_again_are(end: Any, status: int, is_kept: bool) -> None:

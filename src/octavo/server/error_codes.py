@@ -89,7 +89,7 @@ CODES: Mapping[str, Code] = {
     "too_many_connections": Code((503,), "every connection that the server takes is at work"),
     "loading": Code((503,), "the model is loading"),
     "draining": Code((503,), "the server is going down"),
-    "cancelled": Code((503,), "whoever runs the server, or the client elsewhere, cancelled the request"),
+    "cancelled": Code((499,), "the operator, or the client itself, cancelled the request; SDKs do not send it again"),
     "idle_connection": Code((), "in metrics only: a connection was cut because its place was needed"),
     "too_many_bodies": Code((), "in metrics only: an unfinished body without a key was cut because others came"),
     "head_timeout": Code((), "in metrics only: a connection was cut because a head did not arrive in time"),

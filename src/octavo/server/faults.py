@@ -34,6 +34,7 @@ _TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",
+    499: "cancelled_error",
     500: "server_error",
     503: "service_unavailable_error",
     507: "server_error",
@@ -127,6 +128,11 @@ def disk_full_error(error: Exception) -> ApiError:
     reason = getattr(error, "strerror", None) or error
     message = f"the server has no room on its disk ({reason}); nothing was kept; send it again later"
     return ApiError(507, message, code="disk_full")
+
+
+def cancelled_error() -> ApiError:
+    """The request was cancelled on purpose: asking again would undo that, so clients are told not to."""
+    return ApiError(499, "the request was cancelled; it is not to be sent again", code="cancelled")
 
 
 def draining_error() -> ApiError:

@@ -20,7 +20,7 @@ from octavo.engine.sessions import Terms
 from octavo.errors import EngineDeadError, EngineError, OctavoError, RequestError, StepFailedError
 from octavo.metrics.requests import Finished, RequestMetrics
 from octavo.server.admission import Lease
-from octavo.server.faults import RETRY_ENGINE_S, ApiError, from_exception
+from octavo.server.faults import ApiError, cancelled_error, from_exception
 from octavo.trace.request_trace import RequestTrace, Timed
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Generation:
                 trace.error = reason.name.lower()
             if usage is not None:
                 self._metrics.ended_early("abort" if reason in GIVEN_UP else "error")
-            raise failure_of(delta)
+            raise failure_of(reason, delta.message or "")
         if usage is not None:
             if session in self._silent:  # it was to have no tokens: the answer is what the prompt gives
                 self._silent.discard(session)
@@ -225,19 +225,18 @@ def _timed(usage: Usage, now: float) -> Timed:
     )
 
 
-def failure_of(delta: TextDelta) -> ApiError:
-    """What a choice's last delta says went wrong."""
-    reason, message = delta.finish_reason, delta.message or ""
+def failure_of(reason: FinishReason, message: str) -> ApiError:
+    """Return what went wrong with a request that ended for this reason, with the engine's message."""
     if reason is FinishReason.TIMEOUT and message.startswith("queue_timeout"):
         return ApiError(408, "the request did not start within its queue timeout", code="queue_timeout")
     if reason is FinishReason.TIMEOUT:
         return ApiError(408, "the request did not finish within its timeout", code="timeout")
-    if reason is FinishReason.CANCELLED:
-        return ApiError(503, "the request was cancelled by the server", code="cancelled", retry_after_s=RETRY_ENGINE_S)
-    if message.startswith(StepFailedError.__name__):
-        return from_exception(StepFailedError(message))
     if message.startswith((EngineDeadError.__name__, "the engine ")):  # it ended, and says how
         return from_exception(EngineDeadError(message))
+    if reason is FinishReason.CANCELLED:
+        return cancelled_error()
+    if message.startswith(StepFailedError.__name__):
+        return from_exception(StepFailedError(message))
     name, _, said = message.partition(": ")
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, RequestError):  # what it asks for cannot be gone on with

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import msgspec
 
-from octavo.core.request import FinishReason
 from octavo.engine.client import Accepted, EngineClient
 from octavo.engine.deltas import TextDelta
 from octavo.engine.entry import Entry
@@ -22,7 +21,6 @@ from octavo.engine.journal import Journal
 from octavo.engine.journal_state import HeldRequest, HeldRun
 from octavo.engine.sessions import Session
 from octavo.engine.transcript import Transcript
-from octavo.errors import StepFailedError
 from octavo.server.admission import Lease, Wish
 from octavo.server.context import Context
 from octavo.server.directory import MARK
@@ -84,9 +82,7 @@ def _is_worth_keeping(held: HeldRun) -> bool:
     """Whether nothing of it failed in a way that may be tried again."""
     ends = [each.end for each in held.requests.values() if each.end is not None]
     return all(
-        end.finish_reason in REASONS
-        or (end.finish_reason is FinishReason.ERROR and (end.message or "").startswith(StepFailedError.__name__))
-        for end in ends
+        end.finish_reason in REASONS or failure_of(end.finish_reason, end.message or "").is_final for end in ends
     )
 
 
@@ -155,7 +151,7 @@ class _StoredAnswer:
                     usage = replace(delta.usage, e2e_s=held.ended_at - held.request.arrival)
                     delta = replace(delta, usage=usage)
                 if delta.finish_reason is not None and delta.finish_reason not in REASONS:
-                    raise failure_of(delta)
+                    raise failure_of(delta.finish_reason, delta.message or "")
                 yield number * held.request.params.n + delta.choice, delta
 
     async def close(self) -> None:

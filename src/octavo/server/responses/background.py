@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.errors import OctavoError
-from octavo.server.faults import ApiError, draining_error, from_exception
+from octavo.server.faults import ApiError, cancelled_error, draining_error, from_exception
 from octavo.server.lifecycle import ServerStoppingError
 from octavo.server.shapes.responses import ResponseShape
 
@@ -82,8 +82,7 @@ class Background:
         job = self._jobs.get((tenant, response_id))
         if job is not None:
             job.is_cancelled = True
-            why = ApiError(503, "the response was cancelled", code="cancelled", is_final=True)
-            self._runs.give_up(job.key, why)
+            self._runs.give_up(job.key, cancelled_error())
             await job.ended.wait()
 
     async def _follow(self, name: tuple[str, str], job: _Job) -> None:
