@@ -208,6 +208,8 @@ def test_garbage_after_a_request_is_no_answer_to_it() -> None:
             send(sock, b"garbage\r\n\r\n")
             assert rest(sock) == b""
         server.engine.is_held = False
+        assert is_served(server)
+    with running(limits=QUICK) as server:  # with keys, a request is answered before its body came
         with connect(server) as sock:
             send(sock, head("/livez", "GET", content_length="5"))
             until(sock, b"}")
@@ -218,7 +220,37 @@ def test_garbage_after_a_request_is_no_answer_to_it() -> None:
             until(sock, b"}")
             send(sock, b"garbage\r\n\r\n")
             assert rest(sock) == b"", "the request was answered before"
-        assert is_served(server)
+
+
+async def test_a_request_reaches_the_application_with_its_body_and_never_when_it_is_cut() -> None:
+    """What never sends its body cost as much as a request: the application was run for it, twice with its refusal."""
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * 3000}]}).encode()
+    whole = head(content_length=str(len(body))) + body
+    with running(config=Config(), limits=QUICK) as server:
+        opened = server.context.lifecycle.opened
+        num_opened = 0
+
+        def counted() -> Any:
+            nonlocal num_opened
+            num_opened += 1
+            return opened()
+
+        server.context.lifecycle.opened = counted
+        for sent in (head(content_length="100"), head(content_length="100") + b"{", whole[:-1], whole * 20):
+            with connect(server) as sock:
+                send(sock, sent)
+                rest(sock)
+        assert num_opened == 0
+        with connect(server) as sock:
+            for at in range(0, len(whole), 1000):
+                send(sock, whole[at : at + 1000])
+                time.sleep(0.01)
+            assert b" 200 " in sock.recv(1000)
+        with connect(server) as sock:
+            send(sock, whole[:-1])
+            received = rest(sock)
+            assert b" 408 " in received and b"body_timeout" in received
+        assert num_opened == 1
 
 
 def test_a_body_with_a_content_coding_is_refused_by_name() -> None:

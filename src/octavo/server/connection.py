@@ -16,14 +16,18 @@ import resource
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httptools
 import msgspec
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from octavo.server.faults import RETRY_ENGINE_S, ApiError
 from octavo.server.limits import UPLOADS, HttpLimits
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application, HTTPScope
 
 CUT = "octavo.cut"  # in a request's scope: ends an answer that its client does not read
 JUDGED = "octavo.judged"  # in a request's scope: called with True if the request has a valid key, else with False
@@ -106,8 +110,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_receiving = False  # between the end of a head and the end of its body
         self._is_upgrade = False  # the head at hand asks for one
         self._cycles: deque[RequestResponseCycle] = deque()  # requests without a whole answer, oldest first
+        self._held: tuple[RequestResponseCycle, ASGI3Application] | None = None  # a request that is not started yet
         self._refusal = ""  # why the head at hand is refused
         self._timer: asyncio.TimerHandle | None = None
+        self._lingering: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._body_bytes = 0  # of this message
         self._other_bytes = 0  # of this message: all that is not its body
@@ -126,11 +132,14 @@ class BoundedConnection(HttpToolsProtocol):
                                   retry_after_s=RETRY_ENGINE_S))  # fmt: skip
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Forget it, and leave no reference cycle to the garbage collector, whose pauses delay others."""
         self._forget()
-        if self._writing is not None:
-            self._writing.cancel()
+        for timer in (self._writing, self._lingering):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+        self.scope = cast("HTTPScope", {})
+        self.cycle = cast(RequestResponseCycle, None)
 
     def on_message_begin(self) -> None:
         """Expect the rest of a head; between requests uvicorn's own keep-alive time counts."""
@@ -166,6 +175,23 @@ class BoundedConnection(HttpToolsProtocol):
         self._settle()
         self._expect_body(is_stranger=self.places.has_keys())  # until the key is found
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Hold a request until all of this reading was parsed, and, without keys, until its body came.
+
+        A request whose body never comes, or that others follow without end, then costs its parsing alone. With keys,
+        it is the key that says how long a body may take, so such a request is started.
+        """
+        self._held = (cycle, app)
+
+    def _start_held(self) -> None:
+        if self._held is None:
+            return
+        cycle, app = self._held
+        is_whole = not cycle.more_body or len(cycle.body) > HIGH_WATER_LIMIT
+        if is_whole or cycle.waiting_for_100_continue or self._max_upload or self.places.has_keys():
+            self._held = None
+            super()._start_asgi_task(cycle, app)
+
     def on_body(self, body: bytes) -> None:
         """Count it."""
         self._body_bytes += len(body)
@@ -187,6 +213,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._cycles:
             self._cycles.popleft()
         super().on_response_complete()
+        self._start_held()  # the next of a pipeline
         if self.places.has_keys() and not self._is_holder and self._is_receiving and not self._cycles:
             self.places.add_body(self)
         self._settle()
@@ -202,6 +229,7 @@ class BoundedConnection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse_http()
             return
+        self._start_held()
         self._other_bytes += len(data) - self._fed_bytes
         if self._other_bytes > self.limits.max_head_bytes + _OVERHEAD * self._body_bytes:
             self._cut("head_too_large")
@@ -329,7 +357,8 @@ class BoundedConnection(HttpToolsProtocol):
     def _expect_body(self, is_stranger: bool) -> None:
         self._stop_timer()
         limits = self.limits
-        seconds = limits.stranger_body_timeout_s if is_stranger else limits.body_timeout_s + limits.body_grace_s
+        seconds = limits.stranger_body_timeout_s if is_stranger else limits.body_timeout_s
+        seconds += 0.0 if is_stranger or self._held is not None else limits.body_grace_s
         self._timer = self.loop.call_later(seconds, self._give_up_body, is_stranger)
 
     def _give_up_body(self, is_stranger: bool) -> None:
@@ -368,7 +397,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._forget()
         if not self.transport.is_closing():
             self.transport.close()
-            self.loop.call_later(LINGER_S, self._abort)  # it would wait for ever for a client that does not read
+            self._lingering = self.loop.call_later(LINGER_S, self._abort)  # close() waits until the client reads
 
     def _forget(self) -> None:
         """Give the place back, and tell every request on this connection that its client is gone.
@@ -384,6 +413,7 @@ class BoundedConnection(HttpToolsProtocol):
             cycle.message_event.set()
         self._cycles.clear()
         self.pipeline.clear()
+        self._held = None
 
 
 def bounded(
