@@ -18,6 +18,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+NAMES_HERE = "--host-resolver-rules=MAP *.test 127.0.0.1"  # as an attacker's name server would say
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _VIOLATIONS = """
 window.violations = [];
@@ -41,7 +42,7 @@ def open_browser() -> Iterator[Browser]:
         pytest.skip("no Chromium here: install it, or name it in CHROMIUM")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+            executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", NAMES_HERE]
         )
         try:
             yield browser

@@ -286,7 +286,7 @@ async def test_every_html_page_keeps_out_of_frames_and_other_types() -> None:
             policy = response.headers["content-security-policy"]
             assert "frame-ancestors 'none'" in policy and "default-src" in policy and "base-uri 'none'" in policy, path
             assert response.headers["x-content-type-options"] == "nosniff", path
-            assert response.headers["referrer-policy"] in ("no-referrer", "same-origin"), path
+            assert response.headers["referrer-policy"] == "same-origin", path
             assert response.headers["cross-origin-opener-policy"] == "same-origin", path
     assert pages == 7, "three pages, three forms in their place, the form"
 

@@ -17,7 +17,10 @@ class ServingConfig:
     host: str = option("127.0.0.1", "address to listen on", "--host")
     port: int = option(8000, "port to listen on", "--port", within=(0, 65535))
     api_key: tuple[str, ...] = option(
-        (), "key that clients must present; give several for any of them", "--api-key", secret=True
+        (),
+        "key that clients must present; give several for any of them; better in OCTAVO_API_KEY, which no history keeps",
+        "--api-key",
+        secret=True,
     )
     api_key_file: str | None = option(
         None, "TOML or YAML file of named keys with their tenants, limits and priorities", "--api-key-file"

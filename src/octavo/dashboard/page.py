@@ -23,7 +23,7 @@ HEADERS: Mapping[str, str] = {
     "content-security-policy": f"default-src 'self'; {_RULES}; object-src 'none'; frame-ancestors 'none'",
     "cache-control": "no-cache",
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "same-origin",  # no-referrer would make a form's Origin null, and the login form be refused
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }

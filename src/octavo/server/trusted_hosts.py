@@ -13,6 +13,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 UNTRUSTED = "octavo.untrusted"  # in the scope of a probe that is answered with the bare status alone
 MAX_SHOWN = 64  # characters of a client's header that a message repeats
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{0,5})?")
+_MAX_HOST = 262  # characters of the longest name, its dot and a port
+_MAX_CACHED = 256
 _SAFE = ("GET", "HEAD")
 
 
@@ -41,11 +44,14 @@ class TrustedHosts:
         self._is_any_host = "*" in web.allowed_hosts
         self._origins = frozenset(web.allowed_origins)
         self.has_listed = bool(web.allowed_hosts)
+        self._is_own = lru_cache(_MAX_CACHED)(self._is_own_host)  # clients send the same few
 
     def host_refusal(self, scope: Scope) -> ApiError | None:
         """Refuse a Host that is neither this machine nor listed, also where there is none, or two."""
         hosts = Headers(scope=scope).getlist("host")
-        if self._is_any_host or (len(hosts) == 1 and self._is_own_host(hosts[0], scope)):
+        if self._is_any_host:
+            return None
+        if len(hosts) == 1 and len(hosts[0]) <= _MAX_HOST and self._is_own(hosts[0], _local_address(scope)):
             return None
         message = (
             f"Host is {' and '.join(hosts)[:MAX_SHOWN]!r}, which is neither an address of this machine nor listed; "
@@ -75,7 +81,8 @@ class TrustedHosts:
         )
         return ApiError(403, message, code="cross_site")
 
-    def _is_own_host(self, host: str, scope: Scope) -> bool:
+    def _is_own_host(self, host: str, local: str) -> bool:
+        """Return True for a Host that means this machine. `local`: the address that the client connected to."""
         found = _HOST.fullmatch(host)
         if found is None:
             return False
@@ -83,7 +90,7 @@ class TrustedHosts:
         address = _address(name)
         if address is None:
             return name in self._names
-        return address.is_loopback or name in self._names or address == _local_address(scope)
+        return address.is_loopback or name in self._names or address == _address(local.partition("%")[0])
 
 
 class TrustedHostMiddleware:
@@ -127,10 +134,9 @@ def _is_same_origin(origin: str, headers: Headers, scope: Scope) -> bool:
     return scheme in schemes and host.lower() == headers.get("host", "").lower()
 
 
-def _local_address(scope: Scope) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address of this machine that the client connected to."""
+def _local_address(scope: Scope) -> str:
     server = scope.get("server")
-    return None if not server else _address(str(server[0]).partition("%")[0])
+    return str(server[0]) if server else ""
 
 
 def _normal(name: str) -> str:
