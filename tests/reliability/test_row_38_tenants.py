@@ -24,6 +24,7 @@ from octavo.server.app import create_app
 from octavo.server.auth import POLICIES
 from octavo.server.limits import HttpLimits
 from tests.fake_model import FakeExecutor
+from tests.reliability.load import ask
 from tests.reliability.scorecard import Score
 from tests.server.fakes import Harness, make_text
 from tests.server.test_run import Running, running
@@ -157,6 +158,60 @@ def test_row_38_a_tenant_that_fills_everything_is_refused_alone(tmp_path: Path, 
     score.count(f"the other tenant's refusals {dict(quiet.refused) or ''}".strip(), quiet.refused.total())
     score.count("answers of the other tenant that were lost", num_lost)
     score.count("kept beyond the bounds", sum(max(0, number - size) for number in kept.values()))
+
+
+# --- connections
+
+BODY = json.dumps({"model": "tiny", "stream": True, **CHAT})
+HELD = {
+    "bodies that do not come": f"content-length: {len(BODY)}\r\n\r\n",
+    "answers that do not end": f"content-length: {len(BODY)}\r\n\r\n{BODY}",
+}
+
+
+async def beside(port: int, rest: str, num: int) -> tuple[Counter[int], list[bytes]]:
+    """The other tenant's statuses while one holds all the connections that it gets, and what that one is answered."""
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer sk-of-{GREEDY}\r\n"
+    peers = []
+    statuses: Counter[int] = Counter()
+
+    async def crowd() -> None:
+        for _ in range(num):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            peers.append((reader, writer))
+            with contextlib.suppress(ConnectionError):
+                writer.write((head + rest).encode())
+                await writer.drain()
+            await asyncio.sleep(0.002)
+
+    coming = asyncio.create_task(crowd())
+    key = f"authorization: Bearer sk-of-{QUIET}\r\n"
+    while not coming.done() or statuses.total() < 60:
+        statuses[(await ask(port, None, "/v1/models", key)).status] += 1
+        statuses[(await ask(port, {"prompt": "hi"}, "/tokenize", key)).status] += 1
+        await asyncio.sleep(0.005)
+    await coming
+    answers = []
+    for reader, writer in peers:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            answers.append(await reader.read(65_536))
+    return statuses, answers
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", HELD)
+def test_row_38_a_tenant_that_holds_connections_leaves_others_theirs(tmp_path: Path, score: Score, kind: str) -> None:
+    places = score.dose(48, 300)
+    limits = HttpLimits(max_connections=places)
+    with running(config_of(tmp_path), limits=limits, drain_timeout_s=0.1) as server:
+        server.engine.is_held = True
+        statuses, answers = asyncio.run(beside(int(server.url.rpartition(":")[2]), HELD[kind], 3 * places))
+        server.engine.is_held = False
+    score.of(kind)
+    score.tell("connections of one tenant, of so many places", f"{3 * places}, {places}")
+    score.least("its refusals", sum(b"too_many_connections" in answer for answer in answers), 1)
+    score.share("the other tenant's requests that were served", statuses[200], statuses.total())
 
 
 # --- what a tenant is told

@@ -423,8 +423,13 @@ def bounded(
 
     There are never more of them than leave files to the process for everything else.
     """
-    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if num_files != resource.RLIM_INFINITY:
-        most = max(num_files - _OTHER_FILES, num_files // 2)
-        limits = replace(limits, max_connections=min(limits.max_connections, most))
+    limits = replace(limits, max_connections=max_connections(limits))
     return type("Connection", (BoundedConnection,), {"places": Places(limits, note, has_keys)})
+
+
+def max_connections(limits: HttpLimits) -> int:
+    """Return how many connections there may be, with the files that this process may open."""
+    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if num_files == resource.RLIM_INFINITY:
+        return limits.max_connections
+    return min(limits.max_connections, max(num_files - _OTHER_FILES, num_files // 2))

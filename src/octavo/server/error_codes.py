@@ -86,7 +86,9 @@ CODES: Mapping[str, Code] = {
     "disk_full": Code((507,), "the server's disk is full; nothing was kept. In a batch: it waits until there is room"),
     "engine_unavailable": Code((503,), "the engine is not there, or does not answer", errors.EngineDeadError),
     "tool_unavailable": Code((503,), "the process for large inputs is not there", errors.ToolUnavailableError),
-    "too_many_connections": Code((503,), "every connection that the server takes is at work"),
+    "too_many_connections": Code(
+        (429, 503), "every connection that there is, or the tenant's part of them, is at work"
+    ),
     "loading": Code((503,), "the model is loading"),
     "draining": Code((503,), "the server is going down"),
     "cancelled": Code((499,), "the operator, or the client itself, cancelled the request; SDKs do not send it again"),

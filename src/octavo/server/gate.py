@@ -1,20 +1,25 @@
 """GateMiddleware: new work is looked at before anything of it is routed, read or parsed.
 
 Owns: which endpoints are gated (they need a place in the queue), which requests count in the rates of their key, the
-first of admission's two looks, and its refusals.
+first of admission's two looks, its refusals, and how many requests each tenant has open.
 Does not: know a body (admission's second look does), or decide anything itself.
 Measured: a refusal here takes a third of the time that one in a route does, and 5 times the load is mostly refusals.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.errors import BusyError
 from octavo.server.auth import KEY
+from octavo.server.connection import CUT, max_connections
 from octavo.server.faults import ApiError, from_exception
+from octavo.server.shares import Shares
 from octavo.server.shell import METER
 
 if TYPE_CHECKING:
@@ -57,18 +62,49 @@ class GateMiddleware:
     def __init__(self, app: ASGIApp, context: Context) -> None:
         self._app = app
         self._context = context
+        self._shares = Shares(context.keys)
+        self._open: Counter[str] = Counter()  # requests with a connection, by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Look at the request's key and at the counts."""
-        if scope["type"] == "http" and is_counted(scope):
-            try:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            if CUT in scope:  # requests of batches have no connection
+                self._check_connections(scope[KEY].tenant)
+            if is_counted(scope):
                 self._check(scope)
-            except (ApiError, BusyError) as error:
-                refusal = from_exception(error)
-                self._context.metrics.failed(refusal.code)
-                await refusal.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        except (ApiError, BusyError) as error:
+            refusal = from_exception(error)
+            self._context.metrics.failed(refusal.code)
+            await refusal.response()(scope, receive, send)
+            return
+        with self._opened(scope):
+            await self._app(scope, receive, send)
+
+    @contextmanager
+    def _opened(self, scope: Scope) -> Iterator[None]:
+        if CUT not in scope:
+            yield
+            return
+        tenant = scope[KEY].tenant
+        self._open[tenant] += 1
+        try:
+            yield
+        finally:
+            self._open[tenant] -= 1
+            if not self._open[tenant]:
+                del self._open[tenant]
+
+    def _check_connections(self, tenant: str) -> None:
+        """Refuse a request whose tenant has so many open that others would find no connection (ApiError)."""
+        most = max_connections(self._context.limits)
+        if self._open.total() < most // 2 or len(self._context.keys.tenants) < 2:
+            return
+        if self._shares.free(tenant, self._open, most) < 1:
+            message = f"{self._open[tenant]} of your requests are open, and the other connections are for others"
+            raise ApiError(429, f"{message}; wait for one to end", code="too_many_connections", retry_after_s=1)
 
     def _check(self, scope: Scope) -> None:
         context = self._context
