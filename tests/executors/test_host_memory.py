@@ -80,6 +80,26 @@ def test_little_free_memory_is_left_to_others(monkeypatch):
 
 
 @can_populate
+def test_steps_go_first(monkeypatch):
+    monkeypatch.setattr(host_memory, "MAX_PAUSE_S", 3.0)
+    steps, pool = host_memory.Steps(), pool_of(FRESH_BYTES)
+    steps.begin()
+    thread = host_memory.make_resident([pool], steps)
+    assert thread is not None
+    time.sleep(0.5)
+    assert resident_share(pool) < 0.1 and thread.is_alive()
+    steps.end()
+    thread.join()
+    assert resident_share(pool) == 1
+    busy, other = host_memory.Steps(), pool_of(FRESH_BYTES)
+    busy.begin()
+    monkeypatch.setattr(host_memory, "MAX_PAUSE_S", 0.3)
+    thread = host_memory.make_resident([other], busy)
+    thread.join()
+    assert resident_share(other) == 1, "not put off for ever"
+
+
+@can_populate
 def test_a_pool_that_is_dropped_is_not_held_by_its_thread(monkeypatch):
     monkeypatch.setattr(machine, "usable_memory", lambda: (time.sleep(0.02), (1 << 34, 1 << 34))[1])
     pool = pool_of(200 << 20)

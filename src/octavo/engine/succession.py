@@ -23,7 +23,7 @@ from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
 
 _LOG = logging.getLogger(__name__)
-LATER_OPEN_S = 60.0  # that every later engine has to open, or OPEN_MARGIN times what the first one took
+LATER_OPEN_S = 120.0  # that every later engine has to open, or OPEN_MARGIN times what the first one took
 OPEN_MARGIN = 10.0
 STANDBY_PAUSES_S = (1.0, 5.0, 30.0)  # before a standby that died, or did not open, is tried again
 

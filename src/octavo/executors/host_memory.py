@@ -1,13 +1,14 @@
 """The memory of a CPU executor's KV pools: its pages are there before a step needs them.
 
 Owns: populating the pools. Does not: allocate them (ops.attention_pool does).
-Invariants: populating changes no byte, so it runs beside steps that write; it holds no pool alive, and takes no more
-while less than an eighth of the machine's memory is free.
+Invariants: populating changes no byte, so it runs beside steps that write, though it lets them go first for some
+seconds; it holds no pool alive, and takes no more while less than an eighth of the machine's memory is free.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
 import threading
@@ -23,12 +24,36 @@ AT_ONCE_BYTES = 16 << 20  # some 15 ms; larger pools are populated by a thread
 STRIPE_BYTES = 2 << 20  # of each layer's keys and values: the kernel holds the process's memory map for so long
 FREE_SHARE = 8
 TOUCH_S = 0.25  # where the kernel cannot populate beside other writers
+QUIET_S = 0.1  # without a step, until populating goes on
+MAX_PAUSE_S = 5.0  # that it waits for steps in all: a standby resumes 32 requests in 1 s, and in 2 s beside it
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
-def make_resident(pools: Sequence[KVPool]) -> threading.Thread | None:
+class Steps:
+    """Tells whether an executor runs steps. Written by its thread, read by the one that populates."""
+
+    def __init__(self) -> None:
+        self._until = -math.inf
+
+    def begin(self) -> None:
+        """Note that a step begins."""
+        self._until = math.inf
+
+    def end(self) -> None:
+        """Note that it ended."""
+        self._until = time.monotonic() + QUIET_S
+
+    @property
+    def are_running(self) -> bool:
+        """Whether one runs, or ended just now."""
+        return time.monotonic() < self._until
+
+
+def make_resident(pools: Sequence[KVPool], steps: Steps | None = None) -> threading.Thread | None:
     """Populate the pools' pages, lowest blocks first; return the thread that does, None if it is done already.
+
+    The thread waits while `steps` are running, for at most MAX_PAUSE_S.
 
     Without it the first step that uses a block waits for its pages, which can be a huge page for the keys and one for
     the values of each layer. Call it before the pools are used: without MADV_POPULATE_WRITE pages are touched here
@@ -40,9 +65,9 @@ def make_resident(pools: Sequence[KVPool]) -> threading.Thread | None:
         _touch(pools)
         return None
     if sum(pool.shape.block_bytes * pool.shape.num_blocks for pool in pools) <= AT_ONCE_BYTES:
-        _populate_all(populate, [weakref.ref(pool) for pool in pools])
+        _populate_all(populate, [weakref.ref(pool) for pool in pools], Steps())
         return None
-    arguments = (populate, [weakref.ref(pool) for pool in pools])
+    arguments = (populate, [weakref.ref(pool) for pool in pools], steps or Steps())
     thread = threading.Thread(target=_populate_all, args=arguments, name="octavo-kv-pages", daemon=True)
     thread.start()
     return thread
@@ -64,11 +89,14 @@ def _populate() -> Callable[[int, int], bool] | None:
     return populate if populate(ctypes.addressof(ctypes.c_char.from_buffer(page)), mmap.PAGESIZE) else None
 
 
-def _populate_all(populate: Callable[[int, int], bool], refs: Sequence[weakref.ref[KVPool]]) -> None:
-    begin, is_more = 0, True
+def _populate_all(populate: Callable[[int, int], bool], refs: Sequence[weakref.ref[KVPool]], steps: Steps) -> None:
+    begin, is_more, pauses = 0, True, int(MAX_PAUSE_S / QUIET_S)
     while is_more:
         is_more = False
         for ref in refs:
+            while steps.are_running and pauses > 0:
+                pauses -= 1
+                time.sleep(QUIET_S)
             pool = ref()
             total, free = machine.usable_memory()
             if pool is None or free < total // FREE_SHARE:

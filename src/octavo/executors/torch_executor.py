@@ -27,7 +27,7 @@ from octavo.core.plan import StepPlan, StepResult, StepTimings
 from octavo.errors import ConfigError, EngineError
 from octavo.executors.batch_inputs import StepInputs, build_inputs
 from octavo.executors.cache_groups import CacheGroups, allocate, group_layers, layer_windows, within
-from octavo.executors.host_memory import make_resident
+from octavo.executors.host_memory import Steps, make_resident
 from octavo.executors.loading import AnyDecoder, DecoderChoice, dtype_named
 from octavo.executors.pool_sizing import PoolSizing, describe_groups, usable_len
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
@@ -71,6 +71,7 @@ class TorchExecutor:
         self._choice = DecoderChoice(files, spec, execution, model)
         self._device, self._dtype = self._choice.device, self._choice.dtype
         self._decoder: AnyDecoder | None = None
+        self._steps = Steps()
         self._cache: CacheGroups
         self._slots: Slots
         self._sampler: Sampler
@@ -92,7 +93,7 @@ class TorchExecutor:
         self._sampler = Sampler(self._slots.columns, self._slots.processors)
         self._block_size = spec.block_size
         self._decoder = decoder
-        make_resident(self._cache.pools)
+        make_resident(self._cache.pools, self._steps)
         return Capacity(
             groups=groups,
             num_blocks=num_blocks,
@@ -140,11 +141,14 @@ class TorchExecutor:
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Run the plan (CPU) or launch it (CUDA). Raises whatever goes wrong; the step then produced nothing."""
+        self._steps.begin()
         try:
             return self._run(plan)
         except RuntimeError as error:
             _raise_if_memory(error, self._device)
             raise
+        finally:
+            self._steps.end()
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> Ticket:
