@@ -81,7 +81,7 @@ def test_a_dead_engine_is_replaced(model) -> None:
         body = {"model": "tiny", "prompt": "the cat", "max_tokens": 8, "temperature": 0}
         before = server.post("/v1/completions", body)["choices"]
         (api,) = psutil.Process(server.process.pid).children()
-        (engine,) = api.children()
+        (engine,) = (child for child in api.children() if "octavo.assembly" in child.cmdline())
         engine.kill()
         assert server.post("/v1/completions", body)["choices"] == before
         code, rest = server.end(signal.SIGTERM)

@@ -59,7 +59,7 @@ def test_a_killed_api_is_replaced_on_the_same_port(server: FakeServer) -> None:
     status = server.status()
     assert status["api_restarts"] == 1 and status["processes"]["supervisor"] == pids["supervisor"]
     (home,) = Path(os.environ["OCTAVO_RUN_DIR"]).glob(f"{server.process.pid}-*")
-    scratch = (home / "scratch").readlink()
+    scratch = Path(json.loads((home / "server.json").read_text())["made"]["scratch"])
     assert len(list(scratch.iterdir())) == 1, "the folder of the engine that died with its api is gone"
     assert_gone(engine)
     assert status["processes"]["engine"] != pids["engine"]
@@ -73,7 +73,7 @@ def test_nothing_outlives_a_killed_supervisor(model: str, tmp_path: Path) -> Non
         while not server.status()["engine"]["has_standby"]:
             time.sleep(0.05)
         processes = children(server)
-        assert len(processes) == 3
+        assert len(processes) >= 3  # the api, two engines, and tool processes
         server.end(signal.SIGKILL)
         assert_gone(processes)
 

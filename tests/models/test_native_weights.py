@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import random
 import subprocess
 import sys
 import threading
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +27,7 @@ from octavo.errors import ModelFileError
 from octavo.models import families
 from octavo.models.native_weights import NativeWeights, load_native_weights
 from octavo.nn.packed_weight import PackedWeight, WeightKind
-from octavo.nn.weight_cache import WeightCache
+from octavo.nn.weight_cache import _PREAMBLE, WeightCache
 from octavo.nn.weight_runs import Wanted, pack_runs, plan_runs
 from octavo.nn.weights import Weights, open_weights
 from octavo.ops import cpu
@@ -334,3 +340,79 @@ def test_more_rows_than_one_piece(kind: str, tmp_path: Path) -> None:
         (buffer,) = pack_runs(weights, runs, 2)
         found = PackedWeight(runs[0].shape, buffer).dequantize()
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
+def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
+    """Give a cache file another header, with a checksum that is right."""
+    data = path.read_bytes()
+    magic, length, _ = _PREAMBLE.unpack(data[: _PREAMBLE.size])
+    text = json.dumps(change(json.loads(data[_PREAMBLE.size : _PREAMBLE.size + length]))).encode()
+    new = _PREAMBLE.pack(magic, len(text), zlib.crc32(text)) + text
+    path.write_bytes(new + data[len(new) :])
+
+
+NASTY = (None, True, 0, -1, 1, 2, 3, 7, 16, 32, 64, 1 << 40, 10**30, 1.5, 1e999, "", "x", [], [[]], {}, {"x": 1})
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a header."""
+    yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+def mutated(header: Any, rng: random.Random) -> Any:
+    """Put something else into one place of a header, leave one out, or exchange two."""
+    keys = rng.choice([path for path in places(header) if path])
+    parent = reduce(lambda value, key: value[key], keys[:-1], header)
+    kind = rng.randrange(3)
+    if kind == 0:
+        del parent[keys[-1]]
+    elif kind == 1:
+        parent[keys[-1]] = rng.choice(NASTY)
+    else:
+        other = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
+        parent[keys[-1]], parent[other] = parent[other], parent[keys[-1]]
+    return header
+
+
+@pytest.mark.parametrize(("family", "quantization"), [("qwen2", "int4"), ("gemma3", "none"), ("qwen3", "int8")])
+def test_a_header_of_anything_gives_the_weights_or_makes_them_again(
+    family: str, quantization: str, tmp_path: Path
+) -> None:
+    folder, rng = make_tiny_model(family, tmp_path / "model"), random.Random(13)
+    fresh = load(folder, quantization, cache=WeightCache(tmp_path / "cache", min_bytes=0))
+    (path,) = (tmp_path / "cache").iterdir()
+    whole, num_made = path.read_bytes(), 0
+    for _ in range(150):
+        path.write_bytes(whole)
+        rewrite(path, lambda header: mutated(header, rng))
+        cache = WeightCache(tmp_path / "cache", min_bytes=0)
+        weights = load(folder, quantization, cache=cache)
+        assert equal(weights, fresh)
+        assert len(cache.notes) <= 1 and all("made again" in note for note in cache.notes)
+        num_made += len(cache.notes)
+    assert num_made > 50, "headers that do not fit are told"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda about: about.update(shapes={}), "names other weights"),
+        (lambda about: about["vectors"].pop(), "names other weights"),
+        (lambda about: about["shapes"].update(embedding=[[0, 1, 64, 0]]), "section embedding.0"),
+        (lambda about: about["shapes"].update(embedding=[[9, 300, 64, 0]]), "wrong shape for embedding"),
+        (lambda about: about["shapes"].update(embedding=[[2, 300, 64, 0]]), "wrong shape for embedding"),
+        (lambda about: about["shapes"].update(embedding=None), "0 rows for embedding"),
+    ],
+)
+def test_a_wrong_header_is_one_note(change: Callable[[Any], object], words: str, tmp_path: Path) -> None:
+    folder = make_tiny_model("llama3", tmp_path / "model")
+    fresh = load(folder, "none", cache=WeightCache(tmp_path / "cache", min_bytes=0))
+    (path,) = (tmp_path / "cache").iterdir()
+    rewrite(path, lambda header: (change(header["about"]), header)[1])
+    weights = load(folder, "none", cache=WeightCache(tmp_path / "cache", min_bytes=0))
+    assert equal(weights, fresh) and len(weights.notes) == len(fresh.notes) + 1 and words in weights.notes[-1]
+    again = load(folder, "none", cache=WeightCache(tmp_path / "cache", min_bytes=0))
+    assert equal(again, fresh) and again.notes == fresh.notes

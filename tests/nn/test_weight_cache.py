@@ -20,6 +20,7 @@ import pytest
 
 from octavo.artifacts.cache_folder import cache_folder, used_bytes
 from octavo.config import ModelConfig
+from octavo.nn import weight_cache
 from octavo.nn.weight_cache import _PREAMBLE, Bytes, CacheKey, Stored, WeightCache
 
 ABOUT = {"notes": ["a", "b"], "shapes": {"x": [1, 2]}}
@@ -356,3 +357,53 @@ def test_the_folder_is_the_one_given_or_the_users(tmp_path: Path, monkeypatch: p
     given = WeightCache.of(ModelConfig(weight_cache_dir=str(tmp_path), weight_cache_bytes=1 << 30))
     assert given is not None and (given.folder, given.max_bytes) == (tmp_path, 1 << 30)
     assert WeightCache.of(ModelConfig(weight_cache_bytes=0)) is None
+
+
+@pytest.mark.parametrize("at", [0, 70_000, 999_999], ids=["start", "middle", "end"])
+def test_another_file_of_equal_size_and_time_is_noticed(cache: WeightCache, source: Path, at: int) -> None:
+    """As cp -p and archives of fixed times make them: size and time of modification are the same."""
+    source.write_bytes(bytes(1_000_000))
+    times = source.stat().st_atime_ns, source.stat().st_mtime_ns
+    old = CacheKey.of([source])
+    write(cache, old)
+    assert CacheKey.of([source]) == old
+    data = bytearray(1_000_000)
+    data[at] = 1
+    source.write_bytes(data)
+    os.utime(source, ns=times)
+    key = CacheKey.of([source])
+    assert key.place == old.place and cache.open(key) is None
+    check(write(cache, key, seed=1), seed=1)
+
+
+@pytest.mark.parametrize("num_files", [1, 40])
+def test_another_file_is_noticed_by_what_it_holds_alone(
+    source: Path, num_files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other weights differ in every block; where the system gives no time of change, that must do."""
+    monkeypatch.setattr(weight_cache, "_state", lambda path: (0, 0, 0))
+    paths = [source.with_name(f"{number}.gguf") for number in range(num_files)]
+    start = bytes(weight_cache._START_BYTES)  # the headers may be equal
+    for path in paths:
+        path.write_bytes(start + b"one" * 300_000)
+    old = CacheKey.of(paths)
+    for path in (paths[0], paths[-1]):
+        path.write_bytes(start + b"two" * 300_000)
+        assert CacheKey.of(paths).identity != old.identity
+        path.write_bytes(start + b"one" * 300_000)
+    assert CacheKey.of(paths) == old
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 70_000])
+def test_small_files_have_keys_too(source: Path, size: int) -> None:
+    source.write_bytes(bytes(size))
+    assert CacheKey.of([source]).place == CacheKey.of([source]).place
+
+
+def test_a_pipe_in_the_files_place_is_not_waited_for(cache: WeightCache, source: Path) -> None:
+    key = CacheKey.of([source])
+    cache.folder.mkdir()
+    os.mkfifo(cache.path(key))
+    assert cache.open(key) is None and "is no file" in cache.notes[0]
+    check(write(cache, key))
+    check(cache.open(key))

@@ -24,9 +24,10 @@ from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import ModelFileError
 from octavo.models import families
 from octavo.models.families import FAMILIES
-from octavo.nn.packed_weight import Bytes, PackedWeight, WeightKind, WeightShape
+from octavo.nn.packed_weight import ALIGNMENT, Bytes, PackedWeight, WeightKind, WeightShape
+from octavo.nn.quantize import coded_kinds
 from octavo.nn.safetensors_weights import INDEX_FILE
-from octavo.nn.weight_cache import CacheKey, Stored, WeightCache
+from octavo.nn.weight_cache import CacheKey, Stored, UnfitError, WeightCache
 from octavo.nn.weight_runs import NoCodesError, Run, Wanted, pack_runs, packing_version, plan_runs
 from octavo.nn.weights import open_weights
 
@@ -95,7 +96,10 @@ def load_native_weights(
     if cache is not None and key is not None:
         stored = cache.open(key)
         if stored is not None:
-            return _from_stored(spec, stored, ())
+            try:
+                return _from_stored(spec, stored, ())
+            except UnfitError as error:
+                cache.reject(key, error)
     packer = _Packer(files, spec, wanted)
     while True:
         try:
@@ -131,15 +135,78 @@ def _section(name: str, index: int) -> str:
 
 
 def _from_stored(spec: ModelSpec, stored: Stored, notes: tuple[str, ...]) -> NativeWeights:
-    """Take the weights from a mapped file. Nothing is copied."""
-    packed: dict[str, list[tuple[WeightShape, Bytes]]] = {}
-    for name, shapes in stored.about["shapes"].items():
-        packed[name] = [
-            (WeightShape(WeightKind(kind), *sizes), stored.sections[_section(name, index)])
-            for index, (kind, *sizes) in enumerate(shapes)
-        ]
-    vectors = {name: stored.sections[name].view(np.float32) for name in stored.about["vectors"]}
-    return _assemble(spec, packed, vectors, (*stored.about["notes"], *notes))
+    """Take the weights from a mapped file. Nothing is copied. Raises UnfitError for what is not this model's."""
+    matrices, sizes = _layout(spec)
+    match stored.about:
+        case {"shapes": dict(shapes), "vectors": list(names), "notes": list(kept)}:
+            is_whole = shapes.keys() == matrices.keys() and {*map(str, names)} == sizes.keys()
+        case _:
+            is_whole = False
+    if not is_whole:
+        raise UnfitError("its header names other weights than the model has")
+    packed = {name: _matrix(stored, name, entries, matrices[name]) for name, entries in shapes.items()}
+    vectors = {name: _aligned(stored, name, 4 * size).view(np.float32) for name, size in sizes.items()}
+    return _assemble(spec, packed, vectors, (*map(str, kept), *notes))
+
+
+def _matrix(stored: Stored, name: str, entries: object, size: tuple[int, int]) -> list[tuple[WeightShape, Bytes]]:
+    """Take one multiplication of `size` rows and inputs from a file. Raises UnfitError."""
+    found: list[tuple[WeightShape, Bytes]] = []
+    rows = 0
+    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+        match entry:
+            case [int(kind), int(outputs), int(inputs), int(group)] if (
+                outputs > 0 and inputs == size[1] and _is_kind(kind, inputs, group)
+            ):
+                shape = WeightShape(WeightKind(kind), outputs, inputs, group)
+            case _:
+                raise UnfitError(f"its header has a wrong shape for {name}")
+        rows += outputs
+        if rows > size[0]:  # before the size in bytes is asked for, which would overflow
+            break
+        found.append((shape, _aligned(stored, _section(name, index), shape.nbytes)))
+    if rows != size[0]:
+        raise UnfitError(f"its header has {rows} rows for {name}, the model {size[0]}")
+    return found
+
+
+def _is_kind(kind: int, inputs: int, group: int) -> bool:
+    """Return True for a kind and group that weights of so many inputs can have."""
+    if kind in (WeightKind.FLOAT32, WeightKind.BFLOAT16):
+        return group == 0
+    return (kind, group) in coded_kinds() and inputs % group == 0
+
+
+def _aligned(stored: Stored, name: str, nbytes: int) -> Bytes:
+    """Take a section of that size, at an address where kernels can read it. Raises UnfitError."""
+    section = stored.sections.get(name)
+    if section is None or len(section) != nbytes or section.ctypes.data % ALIGNMENT:
+        raise UnfitError(f"its section {name} is not what the model needs")
+    return section
+
+
+def _layout(spec: ModelSpec) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """Return what the model consists of: rows and inputs of each multiplication, and the size of each vector."""
+    family, table = FAMILIES[spec.family], (spec.vocab_size, spec.hidden_size)
+    matrices = {"embedding": table} if spec.tie_word_embeddings else {"embedding": table, "head": table}
+    vectors = {"final_norm": spec.hidden_size}
+    if spec.rope_factors_tensor is not None:
+        vectors["rope_factors"] = spec.head_dim // 2
+    norms = {"attention_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
+    if family.norm_after_attention is not None:
+        norms["after_attention"] = spec.hidden_size
+    if family.norm_after_mlp is not None:
+        norms["after_mlp"] = spec.hidden_size
+    if family.qk_norm or spec.qk_norm:
+        norms |= {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
+    for index in range(spec.num_layers):
+        place = f"layers.{index}."
+        for name, fused in _MULTIPLICATIONS.items():
+            matrices[place + name] = (sum(families.fused_rows(spec, fused)), families.columns(spec, fused))
+        vectors |= {place + name: size for name, size in norms.items()}
+        if family.qkv_bias or spec.attention_bias:
+            vectors[f"{place}qkv.bias"] = matrices[f"{place}qkv"][0]
+    return matrices, vectors
 
 
 def _assemble(

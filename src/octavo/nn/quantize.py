@@ -51,6 +51,11 @@ def block_kind(kind: GGMLQuantizationType) -> tuple[WeightKind, int] | None:
     return entry[:2] if entry is not None else None
 
 
+def coded_kinds() -> frozenset[tuple[WeightKind, int]]:
+    """Return every kind and group that weights with codes can have."""
+    return frozenset({entry[:2] for entry in _BLOCKS.values()} | {(WeightKind.INT8, GROUP), (WeightKind.INT4, GROUP)})
+
+
 def codes_of_blocks(raw: Bytes, kind: GGMLQuantizationType) -> Codes | None:
     """Convert whole rows of GGUF blocks, [F, bytes of a row]; None where float16 cannot hold a scale.
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 import mmap
 import os
+import stat
 import struct
 import tempfile
 import zlib
@@ -34,11 +35,14 @@ from octavo.config import ModelConfig
 Bytes = npt.NDArray[np.uint8]
 Sections = Mapping[str, Bytes]
 
-_MAGIC = b"OCTWGT\x001"
+_MAGIC = b"OCTWGT\x002"
 _PREAMBLE = struct.Struct("<8sQI")
 _MAX_HEADER = 1 << 26
 _ALIGNMENT = 64
 _PAGE = 4096
+_BLOCKS = 128  # of a model's files that are read to tell it from another, a page each; fewer of each of many files
+_LEAST_BLOCKS = 8
+_START_BYTES = 1 << 16  # of each file: headers, names, settings
 _EDGE = 512  # bytes checked at each end of a section
 
 
@@ -58,7 +62,8 @@ class CacheKey:
         """Make the key of these source files, converted as the facts (of stable repr) say. Raises OSError."""
         resolved = [path.resolve() for path in paths]
         place = hashlib.sha256(repr(([str(path) for path in resolved], facts)).encode()).hexdigest()[:32]
-        states = [(status.st_size, status.st_mtime_ns) for status in map(os.stat, resolved)]
+        num_blocks = max(_LEAST_BLOCKS, _BLOCKS // max(1, len(resolved)))
+        states = [(*_state(path), _sample(path, num_blocks)) for path in resolved]
         identity = hashlib.sha256(repr((place, states)).encode()).hexdigest()
         return cls(place, identity, tuple(map(str, resolved)))
 
@@ -71,7 +76,7 @@ class Stored:
     about: Any
 
 
-class _UnfitError(Exception):
+class UnfitError(Exception):
     """The file is not what it should be; the text says how."""
 
 
@@ -108,11 +113,15 @@ class WeightCache:
         except OSError as error:
             self.notes.append(f"cached weights cannot be read: {path}: {error.strerror or error}")
             return None
-        except _UnfitError as error:
-            self.notes.append(f"cached weights are made again: {path}: {error}")
+        except UnfitError as error:
+            self.reject(key, error)
             return None
         touch(path)
         return stored
+
+    def reject(self, key: CacheKey, error: UnfitError) -> None:
+        """Note why the file of this key does not fit."""
+        self.notes.append(f"cached weights are made again: {self.path(key)}: {error}")
 
     def write(
         self, key: CacheKey, about: Any, sizes: Mapping[str, int], make: Callable[[], Generator[Bytes, None, None]]
@@ -135,13 +144,14 @@ class WeightCache:
         try:
             _allocate(descriptor, total)
             with contextlib.closing(make()) as arrays:
-                edges = [_write_section(descriptor, *piece) for piece in zip(arrays, offsets, strict=True)]
+                pieces = zip(sizes, arrays, offsets, strict=True)
+                edges = [_write_section(descriptor, name, array, offset) for name, array, offset in pieces]
             _write_header(descriptor, header, edges)
             os.fsync(descriptor)  # else a crash may leave the name without the contents
             os.replace(unfinished, path)
             make_room(self.folder, self.max_bytes, keep=path)
             return _map(path, key.identity)
-        except (OSError, _UnfitError) as error:
+        except (OSError, UnfitError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             self.notes.append(f"weights are not cached: {path}: {reason}")
             return None
@@ -158,11 +168,12 @@ def remove_made_from(folder: Path, sources: Path) -> int:
         try:
             with path.open("rb") as file:
                 made_from = _read_header(file)[0].get("sources", ())
-            if any(Path(source).is_relative_to(sources.resolve()) for source in made_from):
+            named = [source for source in made_from if isinstance(source, str)] if isinstance(made_from, list) else []
+            if any(Path(source).is_relative_to(sources.resolve()) for source in named):
                 size = path.stat().st_size
                 path.unlink()
                 num_bytes += size
-        except (OSError, _UnfitError):
+        except (OSError, UnfitError):
             continue  # gone, or of another version: the bound of the folder removes it
     return num_bytes
 
@@ -191,13 +202,13 @@ def _allocate(descriptor: int, size: int) -> None:
                 raise
 
 
-def _write_section(descriptor: int, array: Bytes, offset: int) -> int:
+def _write_section(descriptor: int, name: str, array: Bytes, offset: int) -> int:
     """Write all of it; give the checksum of its edges."""
     view = array.data
     while view:
         written = os.pwrite(descriptor, view[: 1 << 30], offset)
         view, offset = view[written:], offset + written
-    return _edges(array)
+    return _edges(name, array)
 
 
 def _write_header(descriptor: int, header: dict[str, Any], edges: list[int]) -> None:
@@ -207,56 +218,76 @@ def _write_header(descriptor: int, header: dict[str, Any], edges: list[int]) -> 
     os.pwrite(descriptor, _PREAMBLE.pack(_MAGIC, len(text), zlib.crc32(text)) + text, 0)
 
 
-def _edges(array: Bytes) -> int:
-    return zlib.crc32(array[-_EDGE:].data, zlib.crc32(array[:_EDGE].data))
+def _edges(name: str, array: Bytes) -> int:
+    """Return the checksum of a section's name and edges: a header that exchanges two sections does not fit."""
+    return zlib.crc32(array[-_EDGE:].data, zlib.crc32(array[:_EDGE].data, zlib.crc32(name.encode())))
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    """Return what the system says of a file's contents. The last is its change of any kind, which no program sets."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _sample(path: Path, num_blocks: int) -> str:
+    """Return a digest of a file's start, its end and pages spread over it."""
+    digest = hashlib.blake2b(digest_size=32)
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(os.pread(file.fileno(), _START_BYTES, 0))
+        for index in range(num_blocks + 1):
+            digest.update(os.pread(file.fileno(), _PAGE, max(0, size - _PAGE) * index // num_blocks))
+    return digest.hexdigest()
 
 
 def _map(path: Path, identity: str) -> Stored:
-    """Map a file and check it. Raises OSError and _UnfitError."""
-    with path.open("rb") as file:
+    """Map a file and check it. Raises OSError and UnfitError."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UnfitError("is no file")
         header, start = _read_header(file)
         if header["identity"] != identity:
-            raise _UnfitError("the model's files have changed")
+            raise UnfitError("the model's files have changed")
         try:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError as error:  # cut to nothing since its header was read
-            raise _UnfitError(str(error)) from None
+            raise UnfitError(str(error)) from None
     if header["size"] != len(data):  # of the mapping itself: reading behind a file's end would end the process
-        raise _UnfitError(f"has {len(data)} bytes, {header['size']} were written")
+        raise UnfitError(f"has {len(data)} bytes, {header['size']} were written")
     whole = np.frombuffer(data, dtype=np.uint8)
     places = {name: _place(entry, start, len(data)) for name, entry in header["sections"].items()}
     if hasattr(mmap, "MADV_WILLNEED"):
         data.madvise(mmap.MADV_WILLNEED)  # one long read ahead instead of page by page in the first step
     sections = {name: whole[place] for name, place in places.items()}
     for name, section in sections.items():
-        if _edges(section) != header["sections"][name][2]:
-            raise _UnfitError(f"section {name} is damaged")
+        if _edges(name, section) != header["sections"][name][2]:
+            raise UnfitError(f"section {name} is damaged")
     return Stored(sections, header["about"])
 
 
 def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Read the header and where it ends. Raises _UnfitError for one that is not as this module writes it."""
+    """Read the header and where it ends. Raises UnfitError for one that is not as this module writes it."""
     preamble = file.read(_PREAMBLE.size)
     if len(preamble) < _PREAMBLE.size or preamble[:8] != _MAGIC:
-        raise _UnfitError("is no file of this cache")
+        raise UnfitError("is no file of this cache")
     _, length, checksum = _PREAMBLE.unpack(preamble)
     text = file.read(length) if length <= _MAX_HEADER else b""
     if len(text) < length or zlib.crc32(text) != checksum:
-        raise _UnfitError("its header is damaged")
+        raise UnfitError("its header is damaged")
     try:
         header = json.loads(text)
         is_whole = {"identity", "about", "size", "sections"} <= header.keys() and isinstance(header["sections"], dict)
     except (ValueError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
-        raise _UnfitError("its header says something else")
+        raise UnfitError("its header says something else")
     return header, _PREAMBLE.size + length
 
 
 def _place(entry: object, start: int, end: int) -> slice:
-    """Where a section lies, which must be between the header and the file's end. Raises _UnfitError."""
+    """Where a section lies, which must be between the header and the file's end. Raises UnfitError."""
     if isinstance(entry, list) and len(entry) == 3 and all(type(number) is int for number in entry):
         offset, nbytes, _ = entry
         if start <= offset and 0 <= nbytes <= end - offset:
             return slice(offset, offset + nbytes)
-    raise _UnfitError("a section lies outside the file")
+    raise UnfitError("a section lies outside the file")
