@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from octavo.assembly import find_files, load_text, open_engine
-from octavo.config import Config, ModelConfig
+from octavo.config import ChatConfig, Config, ModelConfig
 from octavo.engine.local_client import LocalClient
 from octavo.grammar.limits import MAX_OPTIONAL_PROPERTIES
 from octavo.server.bodies.structure import MAX_ALTERNATIVES
@@ -33,7 +33,8 @@ async def served(folder: Path) -> AsyncIterator[Harness]:
     make_tiny_model("smollm2", folder, max_position_embeddings=2048)
     template = folder / "short.jinja"  # shows no tools: they fit into any prompt
     template.write_text("{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}")
-    config = Config(model=ModelConfig(model=str(folder), tool_call_parser="hermes", chat_template=str(template)))
+    chat = ChatConfig(tool_call_parser="hermes", chat_template=str(template))
+    config = Config(model=ModelConfig(model=str(folder)), chat=chat)
     loop, _ = open_engine(config)
     client = LocalClient(loop)
     harness = Harness(engine=client, text=load_text(config, find_files(config)), config=config)  # type: ignore[arg-type]
@@ -259,4 +260,7 @@ async def test_row_42_a_limit_that_is_met_late_ends_that_request_alone(score: Sc
         assert (await beside).json()["choices"][0]["finish_reason"] == "stop"
         nothing = await harness.chat(structured_outputs={"choice": ["a"]}, allowed_token_ids=[5], max_tokens=3)
         wrong += nothing.status_code != 400 or "no token may follow" not in nothing.text
+        together = {"allOf": [{"pattern": f"^.*{letter}.*$"} for letter in "abcdefgh"]}
+        many = await harness.chat(structured_outputs={"json": together}, max_tokens=60)
+        wrong += many.status_code != 200 and many.json()["error"]["code"] != "too_complex"
     score.count("late limits answered as a fault of ours", wrong)

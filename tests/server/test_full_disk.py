@@ -15,9 +15,10 @@ import pytest
 
 from octavo.server.batches import runner, service, store
 from octavo.server.routes.files import clean_name
-from tests.server.fakes import Harness
+from tests.server.fakes import Harness, Wire
 from tests.server.test_batches import ask, configured, content, create, lines, over, serving, upload
 
+LOCAL = {"host": "127.0.0.1"}
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -239,3 +240,19 @@ async def test_a_line_of_a_batch_may_be_less_urgent(tmp_path: Path) -> None:
         batch = await over(harness, (await create(harness, file_id)).json()["id"])
         assert batch["status"] == "completed"
         assert sorted(request.priority for request in harness.engine.requests) == [10, 30]
+
+
+async def test_a_client_that_left_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An error of sending is the client's; the same error from elsewhere is ours."""
+    harness = Harness()
+    wire = Wire(harness.app, "/v1/completions", {"prompt": "hi"}, {"content-type": "application/json", **LOCAL})
+    tries = 0
+
+    async def send(message: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with caplog.at_level(logging.INFO):
+        await harness.app(wire.scope, wire.receive, send)
+    assert tries == 1 and not [record for record in caplog.records if record.levelno >= logging.WARNING]

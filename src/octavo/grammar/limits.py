@@ -17,10 +17,11 @@ MAX_REASON_CHARACTERS = 600
 MAX_LEXER_STATES = 50_000  # of one output, at 1 to 2 kB each
 MAX_STEP_FUEL = 200_000  # of one mask: 14 ms
 MAX_STEP_ITEMS = 50_000  # of one mask: 3 ms
-MAX_ROW_ITEMS = 5_000  # of one place in an output; 1,200 optional properties fill it, and take 15 ms for a mask
+MAX_ROW_ITEMS = 5_000  # of one place in an output; 1,200 optional properties fill it, and take up to 25 ms for a mask
 MAX_GRAMMAR_SYMBOLS = 500_000
 MAX_OPTIONAL_PROPERTIES = 1_200  # of one object, four items of a row each
 _NO_DETAILS = "<non-verbose/>"
+_TOO_MANY_EXPRESSIONS = "too many expressions hold for one text together; write one pattern for several"
 # What llguidance's message holds when a limit is met -> the bound, for whoever wrote the grammar.
 _BOUNDS = (
     (
@@ -35,7 +36,8 @@ _BOUNDS = (
     ),
     ("too many states", f"its expressions need too many states; at most {MAX_LEXER_STATES} are taken"),
     ("fuel", f"one token of an output needs too much of its expressions; at most {MAX_STEP_FUEL} steps are taken"),
-    ("Unable to determine if regex is empty", "too many expressions hold for one text; write one pattern for several"),
+    ("Unable to determine if regex is empty", _TOO_MANY_EXPRESSIONS),
+    ("too many expressions constructed", _TOO_MANY_EXPRESSIONS),
     ("lexer configuration (grammar) too big", "its expressions are too large when compiled"),
     ("grammar size", f"it has too many symbols when compiled; at most {MAX_GRAMMAR_SYMBOLS} are taken"),
 )
