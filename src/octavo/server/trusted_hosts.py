@@ -77,7 +77,7 @@ class TrustedHosts:
             return None
         message = (
             f"Sec-Fetch-Site is {' and '.join(sites)[:MAX_SHOWN]!r}: a page of another site asks, or a link there; "
-            "type this server's address into the browser, or add the page's origin to --allowed-origins"
+            "type this server's address into the browser; a page that fetches needs its origin in --allowed-origins"
         )
         return ApiError(403, message, code="cross_site")
 
