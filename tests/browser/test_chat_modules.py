@@ -7,7 +7,7 @@ import json
 import random
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -243,14 +243,146 @@ def test_no_word_of_a_text_is_lost(page: Page) -> None:
         assert not missing or table, (text, missing)
 
 
-def test_long_and_ill_natured_texts_are_parsed_in_linear_time(page: Page) -> None:
-    texts = [
-        "[](" * 40_000, "*a " * 40_000, "a* *b" * 20_000, "<" * 100_000, ">" * 100_000, "- " * 50_000, "`" * 100_000,
-        "`` ` " * 20_000, "[" * 50_000 + "](http://a)" * 5_000, "|a" * 50_000 + "\n" + "|-" * 50_000, "\n" * 100_000,
-        "- a\n" + "\n" * 50_000 + "b", "_" * 100_000, "http://[" * 10_000, "&" * 100_000, "\\" * 100_000,
-    ]  # fmt: skip
-    sizes = call(page, "chat-markdown.js", "return given.map((text) => m.parse(text).length);", texts)
-    assert len(sizes) == len(texts)  # quadratic, some of these would take minutes: the page's limit is 20 s
+# By a size: texts that some part of a parser may read again and again.
+GROWING: dict[str, Callable[[int], str]] = {
+    "heading": lambda n: "# a" + " " * n + "x",
+    "heading of hashes": lambda n: "# " + "#" * n + "x",
+    "heading with a separator": lambda n: "# " + " " * n + "\u2028",
+    "closing hashes": lambda n: "# a" + " #" * (n // 2) + "x",
+    "fence of tildes": lambda n: "~" * n + "`",
+    "fence with spaces": lambda n: "~~~" + " " * n + "`",
+    "fences": lambda n: "````\n" + "```\n" * (n // 4),
+    "item": lambda n: "- " + " " * n + "\u2028",
+    "delimiters": lambda n: "a|b\n-|-" + " " * n + "x",
+    "more delimiters": lambda n: "a|b\n" + "-|" * (n // 2) + "x",
+    "rule": lambda n: "* " * (n // 2) + "x",
+    "code": lambda n: "` " + "a" * n + "`",
+    "code of words": lambda n: "`" + "h " * (n // 2) + "`",
+    "ticks": lambda n: "`` ` " * (n // 5),
+    "address": lambda n: "http://a" + "." * n,
+    "addresses": lambda n: "http://[" * (n // 8),
+    "links": lambda n: "[](" * (n // 3),
+    "long links": lambda n: ("[](" + "a" * 2000) * (n // 2000),
+    "brackets": lambda n: "[" * (n // 2) + "](http://a)" * (n // 20),
+    "emphasis": lambda n: "*a " * (n // 3),
+    "strong": lambda n: "a* *b" * (n // 5),
+    "nested": lambda n: ("*a " * 31 + "b* " * 31) * (n // 200),
+    "lists": lambda n: "- " * (n // 2),
+    "quotes": lambda n: ("> " * 8 + "a\n") * (n // 18),
+    "blanks": lambda n: "- a\n" + "\n" * n + "  b",
+    "items apart": lambda n: "- a\n\n\n\n" * (n // 7),
+    "rows": lambda n: "a" + "|b" * 63 + "\n" + "-|" * 64 + "\n" + "|\n" * (n // 2),
+    "columns": lambda n: "|a" * (n // 2) + "\n" + "|-" * (n // 2),
+    "tags": lambda n: "<http://" * (n // 8),
+    "indents": lambda n: (" " * 100 + "x\n") * (n // 102),
+    "escapes": lambda n: "\\" * n,
+    "entities": lambda n: "&" * n,
+}
+LINEAR = """
+  const timed = (text) => {
+    let best = Infinity;
+    for (let round = 0; round < 3; round += 1) {
+      const begun = performance.now();
+      m.parse(text);
+      best = Math.min(best, performance.now() - begun);
+    }
+    return best;
+  };
+  return given.map(([short, long]) => {
+    let ratio = Infinity;
+    for (let attempt = 0; attempt < 4 && ratio > 8; attempt += 1) {
+      ratio = Math.min(ratio, timed(long) / Math.max(1, timed(short)));
+    }
+    return ratio;
+  });"""
+
+
+def test_row_36_markdown_takes_time_by_its_length(page: Page) -> None:
+    """Four times the text takes about four times as long, where a quadratic parser takes sixteen times."""
+    texts = [[made(40_000), made(160_000)] for made in GROWING.values()]
+    ratios = dict(zip(GROWING, call(page, "chat-markdown.js", LINEAR, texts), strict=True))
+    assert {name: ratio for name, ratio in ratios.items() if ratio > 8} == {}
+
+
+def test_a_text_that_grows_is_parsed_like_one_that_is_whole(page: Page) -> None:
+    words = """
+      return given.filter((text) => {
+        const growing = new m.GrowingText();
+        for (let end = 0; end <= text.length; end += 1) {
+          const [grown, whole] = [growing.parse(text.slice(0, end)), m.parse(text.slice(0, end))];
+          if (JSON.stringify(grown) !== JSON.stringify(whole)) return true;
+        }
+        const another = JSON.stringify(growing.parse("other " + text)) !== JSON.stringify(m.parse("other " + text));
+        return another;
+      });"""
+    source = random.Random(22)
+    marks = [
+        "# ",
+        "#",
+        "- ",
+        "1. ",
+        "  ",
+        "> ",
+        "```",
+        "~~~",
+        "\n",
+        "\n",
+        "\n\n",
+        "a",
+        "b|c",
+        "|",
+        "-|-",
+        "---",
+        "\r",
+        "\r\n",
+        "\t",
+        "*",
+    ]
+    texts = ["".join(source.choices(marks, k=source.randrange(1, 40))) for _ in range(600)]
+    assert call(page, "chat-markdown.js", words, texts) == []
+
+
+def test_a_stream_is_not_parsed_from_its_beginning_again(page: Page) -> None:
+    """By the characters that are read: those of all pieces for many blocks, few readings of one long block."""
+    words = """
+      const growing = new m.GrowingText();
+      let read = 0;
+      for (let end = 10; end <= given.length; end += 10) {
+        read += growing.unsettled(given.slice(0, end));
+        growing.parse(given.slice(0, end));
+      }
+      return read;"""
+    text = "A paragraph of some words.\n\n- an item\n- another\n\n```\ncode\n```\n\n"
+    short, long = (call(page, "chat-markdown.js", words, text * times) for times in (50, 200))
+    assert long < 5 * short and long < 20 * len(text) * 200
+    drawn = """
+      const box = document.createElement("div");
+      const markdown = new m.Markdown(box);
+      const real = performance.now;
+      performance.now = () => 0;
+      let num = 0;
+      try {
+        for (let end = 20; end <= given.length; end += 20) num += markdown.showGrowing(given.slice(0, end));
+      } finally {
+        performance.now = real;
+      }
+      const partly = box.textContent.length;
+      markdown.show(given);
+      return [num, partly, box.textContent.length];"""
+    paragraph = "word " * 16_000
+    num, partly, whole = call(page, "chat-render.js", drawn, paragraph)
+    assert num < 400 and whole == len(paragraph) and partly > 0.95 * whole
+
+
+def test_very_many_parts_are_shown(page: Page) -> None:
+    words = """
+      const box = document.createElement("div");
+      new m.Markdown(box).show(given);
+      return box.querySelectorAll("p, li, code").length;"""
+    many = 150_000
+    texts = {"- \n" * many: many, "a\n\n" * many: many, "`a` " * many: many + 1, "- a\n" + "\n" * 300_000 + "  b": 2}
+    for text, num in texts.items():
+        assert call(page, "chat-render.js", words, text) >= num
 
 
 def test_chunks_are_put_together_by_choice(page: Page) -> None:

@@ -44,10 +44,7 @@ export class AnswerView {
     this.element.classList.toggle("running", isRunning);
     this.#showPlace(place);
     this.#showThought(isRunning);
-    if (answer.content !== this.#text) {
-      this.markdown.show(answer.content);
-      this.#text = answer.content;
-    }
+    if (answer.content !== this.#text && show(this.markdown, answer.content, isRunning)) this.#text = answer.content;
     if (this.showsTokens && answer.tokens.length !== this.#numTokens) this.tokens.show(answer.tokens);
     this.#numTokens = this.showsTokens ? answer.tokens.length : -1;
     this.#showCalls();
@@ -85,8 +82,7 @@ export class AnswerView {
     if (!answer.reasoning) return;
     this.thoughtLine.textContent = isRunning && !answer.content ? "Thinking…" : "Thoughts";
     if (this.thought.open && answer.reasoning !== this.#thought) {
-      this.thoughtMarkdown.show(answer.reasoning);
-      this.#thought = answer.reasoning;
+      if (show(this.thoughtMarkdown, answer.reasoning, isRunning)) this.#thought = answer.reasoning;
     }
   }
 
@@ -111,6 +107,12 @@ export class AnswerView {
     this.#figures = key;
     this.figures.replaceChildren(...figures(parts));
   }
+}
+
+function show(markdown, text, isRunning) {
+  if (isRunning) return markdown.showGrowing(text);
+  markdown.show(text);
+  return true;
 }
 
 /** Make the elements of figures. */

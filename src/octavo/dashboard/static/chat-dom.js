@@ -15,7 +15,7 @@ export function make(tag, attributes = {}, ...children) {
     if (!ATTRIBUTES.has(name) && !name.startsWith("aria-")) throw new Error(`no attribute ${name} is set here`);
     element.setAttribute(name, value === true ? "" : String(value));
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  for (const child of children.flat()) if (child !== null && child !== undefined) element.append(child);
   return element;
 }
 

@@ -90,7 +90,7 @@ class Inlines {
     if (!runs.length) return this.take(length, "`".repeat(length));
     const end = runs.at(-1);
     let inner = this.text.slice(this.at + length, end).replaceAll("\n", " ");
-    if (/^ .*[^ ].* $/.test(inner)) inner = inner.slice(1, -1);
+    if (inner.startsWith(" ") && inner.endsWith(" ") && /[^ ]/.test(inner)) inner = inner.slice(1, -1);
     this.out.push({ type: "code", text: inner });
     this.at = end + length;
     return true;
@@ -164,7 +164,7 @@ class Inlines {
     ADDRESS.lastIndex = this.at;
     const found = ADDRESS.exec(this.text);
     if (!found) return false;
-    let words = found[0].replace(/[.,:;!?*_~\]]{1,64}$/, "");
+    let words = withoutEnd(found[0]);
     if (words.endsWith(")") && !words.includes("(")) words = words.slice(0, -1);
     const address = safeAddress(words);
     return address !== null && this.take(words.length, { type: "link", address, children: [words] });
@@ -192,6 +192,13 @@ function destination(text, at) {
   }
   const address = safeAddress(words);
   return address === null ? null : { address, end };
+}
+
+// An address in a sentence, without the marks that end the sentence.
+function withoutEnd(text) {
+  let end = text.length;
+  while (end > text.length - 64 && ".,:;!?*_~]".includes(text[end - 1])) end -= 1;
+  return text.slice(0, end);
 }
 
 const count = (text, c) => text.split(c).length - 1;

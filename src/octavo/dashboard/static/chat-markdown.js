@@ -1,23 +1,61 @@
 // Markdown as models write it, to plain data: its blocks. No DOM here, so that it can be tested by itself.
 // Owns: paragraphs, lists, tables, code, quotes. Does not: make elements (chat-render does), know HTML (it is text).
-// Invariants: time is linear in the text, nesting is bounded, no word of the text is lost.
+// Invariants: time is linear in the text, nesting is bounded, no word of the text is lost. So no expression has two
+// parts in a row that take the same characters, and none searches for an end from every place of a line.
 
 import { inlinesOf } from "./chat-inlines.js";
 
 const MAX_DEPTH = 8; // of quotes and lists
 const MAX_COLUMNS = 64;
-const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
+const FENCE = /^ {0,3}(?:(`{3,})(?!`)|(~{3,})(?!~))([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})(?:[ \t]([^]*))?$/;
 const RULE = /^ {0,3}(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
-const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:( +)(.*)|)$/;
+const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:( +)(?! )([^]*)|)$/;
 const TASK = /^\[([ xX])\] +/;
-const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*(?:\|[ \t]*)?$/;
+const LINE_END = /\r\n|\r|\n/;
 
 /** Parse a text to blocks. Each of the outermost has `raw`, its source: equal sources are equal blocks. */
 export function parse(text) {
-  const lines = text.split(/\r\n|\r|\n/).map(untabbed);
-  return blocksOf(lines, 0, true);
+  return blocksOf(linesOf(text), 0).map(([block]) => block);
+}
+
+/** Parses a text again and again as it grows; the blocks that more text cannot change are parsed once. */
+export class GrowingText {
+  #settled = []; // blocks
+  #start = ""; // their text
+
+  /** Return the blocks of a text. */
+  parse(text) {
+    if (!text.startsWith(this.#start)) [this.#settled, this.#start] = [[], ""];
+    const rest = text.slice(this.#start.length);
+    const lines = linesOf(rest);
+    const found = blocksOf(lines, 0);
+    // What ends a block is seen on the first line of the next one and the line below; the last line may yet grow.
+    let num = 0;
+    while (num + 1 < found.length && found[num + 1][1] + 1 < lines.length - 1) num += 1;
+    const blocks = [...this.#settled, ...found.map(([block]) => block)];
+    if (num > 0) {
+      for (const [block] of found.slice(0, num)) this.#settled.push(block);
+      this.#start = text.slice(0, this.#start.length + lengthOf(rest, found[num][1]));
+    }
+    return blocks;
+  }
+
+  /** Characters that are parsed anew at each call. */
+  unsettled(text) {
+    return text.length - this.#start.length;
+  }
+}
+
+const linesOf = (text) => text.split(LINE_END).map(untabbed);
+
+// The length of so many lines, ends included.
+function lengthOf(text, numLines) {
+  const ends = new RegExp(LINE_END, "g");
+  for (let line = 0; line < numLines; line += 1) ends.exec(text);
+  return ends.lastIndex;
 }
 
 function untabbed(line) {
@@ -40,7 +78,8 @@ function isTableHead(line, next) {
   return line.includes("|") && next.includes("-") && DELIMITERS.test(next) && cellsOf(next).length === cellsOf(line).length;
 }
 
-function blocksOf(lines, depth, keepsRaw) {
+// The blocks, each with the number of its first line.
+function blocksOf(lines, depth) {
   const blocks = [];
   let at = 0;
   while (at < lines.length) {
@@ -49,8 +88,8 @@ function blocksOf(lines, depth, keepsRaw) {
       continue;
     }
     const [block, end] = readBlock(lines, at, depth);
-    if (keepsRaw) block.raw = lines.slice(at, end).join("\n");
-    blocks.push(block);
+    if (depth === 0) block.raw = lines.slice(at, end).join("\n");
+    blocks.push([block, at]);
     at = end;
   }
   return blocks;
@@ -62,8 +101,7 @@ function readBlock(lines, at, depth) {
   if (fence) return readFence(lines, at, fence);
   const heading = HEADING.exec(line);
   if (heading) {
-    const words = (heading[2] ?? "").replace(/[ \t]+#+[ \t]*$/, "");
-    return [{ type: "heading", level: heading[1].length, inlines: inlinesOf(words) }, at + 1];
+    return [{ type: "heading", level: heading[1].length, inlines: inlinesOf(title(heading[2] ?? "")) }, at + 1];
   }
   if (RULE.test(line)) return [{ type: "rule" }, at + 1];
   if (depth < MAX_DEPTH && QUOTE.test(line)) return readQuote(lines, at, depth);
@@ -72,15 +110,29 @@ function readBlock(lines, at, depth) {
   return readParagraph(lines, at);
 }
 
+// The words of a heading, without the # that may close it.
+function title(text) {
+  const words = text.trim();
+  let end = words.length;
+  while (words[end - 1] === "#") end -= 1;
+  const closes = end < words.length && (end === 0 || words[end - 1] === " " || words[end - 1] === "\t");
+  return closes ? words.slice(0, end).trim() : words;
+}
+
 function readFence(lines, at, fence) {
-  const [mark, indent] = [fence[1], indentOf(lines[at])];
-  const closing = new RegExp(`^ {0,3}${mark[0]}{${mark.length},}[ \\t]*$`);
+  const [mark, indent] = [fence[1] ?? fence[2], indentOf(lines[at])];
   let end = at + 1;
-  while (end < lines.length && !closing.test(lines[end])) end += 1;
+  while (end < lines.length && !closesFence(lines[end], mark)) end += 1;
   const inner = lines.slice(at + 1, end).map((line) => line.slice(Math.min(indent, indentOf(line))));
-  const language = fence[2].trim().split(/\s/)[0];
+  const language = fence[3].trim().split(/\s/, 1)[0];
   const isOpen = end >= lines.length;
   return [{ type: "code", language, text: inner.join("\n"), isOpen }, Math.min(end + 1, lines.length)];
+}
+
+function closesFence(line, mark) {
+  if (indentOf(line) > 3) return false;
+  const words = line.trim();
+  return words.length >= mark.length && words.startsWith(mark) && words === mark[0].repeat(words.length);
 }
 
 function readQuote(lines, at, depth) {
@@ -91,8 +143,10 @@ function readQuote(lines, at, depth) {
     inner.push(lines[end].replace(QUOTE, ""));
     end += 1;
   }
-  return [{ type: "quote", blocks: blocksOf(inner, depth + 1, false) }, end];
+  return [{ type: "quote", blocks: innerBlocks(inner, depth) }, end];
 }
+
+const innerBlocks = (lines, depth) => blocksOf(lines, depth + 1).map(([block]) => block);
 
 function readList(lines, at, depth) {
   const first = ITEM.exec(lines[at]);
@@ -129,8 +183,7 @@ function readItem(lines, at, item) {
       let ahead = end + 1;
       while (ahead < lines.length && isBlank(lines[ahead])) ahead += 1;
       if (ahead === lines.length || indentOf(lines[ahead]) < mark + 2) break;
-      inner.push(...Array(ahead - end).fill(""));
-      end = ahead;
+      for (; end < ahead; end += 1) inner.push("");
       continue;
     }
     if (indentOf(line) < mark + 2 && (isBlank(lines[end - 1]) || startsItem(line) || startsBlock(line, lines[end + 1]))) break;
@@ -143,7 +196,7 @@ function readItem(lines, at, item) {
 function itemOf(lines, depth) {
   const task = TASK.exec(lines[0]);
   const inner = task ? [lines[0].slice(task[0].length), ...lines.slice(1)] : lines;
-  return { isDone: task ? task[1] !== " " : null, blocks: blocksOf(inner, depth + 1, false) };
+  return { isDone: task ? task[1] !== " " : null, blocks: innerBlocks(inner, depth) };
 }
 
 function cellsOf(line) {
@@ -173,7 +226,7 @@ function readTable(lines, at) {
   let end = at + 2;
   while (end < lines.length && !isBlank(lines[end]) && lines[end].includes("|")) {
     const cells = cellsOf(lines[end]);
-    rows.push(head.map((_, column) => inlinesOf(cells[column] ?? "")));
+    rows.push(cells.slice(0, head.length).map((cell) => inlinesOf(cell))); // as many as there are: no more is made of it
     end += 1;
   }
   return [{ type: "table", sides, head: head.map((cell) => inlinesOf(cell)), rows }, end];

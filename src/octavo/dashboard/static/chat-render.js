@@ -3,7 +3,11 @@
 // that a selection in it survives the stream.
 
 import { copyButton, make } from "./chat-dom.js";
-import { parse } from "./chat-markdown.js";
+import { GrowingText } from "./chat-markdown.js";
+
+const SHOWN_EVERY_MS = 250; // a long block that grows, such as a paragraph of 100 KB
+const LONG = 4096; // characters that are parsed anew with each piece of a stream
+const GROWTH = 32; // or once it grew by one part in so many
 
 /** The elements that a text can become. */
 export const ELEMENTS = [
@@ -15,18 +19,31 @@ export const ELEMENTS = [
 export class Markdown {
   #container;
   #sources = [];
+  #growing = new GrowingText();
+  #length = 0; // of the text that is shown
+  #shownMs = 0;
 
   constructor(container) {
     this.#container = container;
   }
 
+  /** Show a text that may grow at once again, at most some times a second where it is long; return whether it did. */
+  showGrowing(text) {
+    const unsettled = this.#growing.unsettled(text);
+    const isLittle = unsettled > LONG && text.length - this.#length < unsettled / GROWTH;
+    if (isLittle && text.length >= this.#length && performance.now() - this.#shownMs < SHOWN_EVERY_MS) return false;
+    this.show(text);
+    return true;
+  }
+
   /** Show the text: blocks whose source is as before stay. */
   show(text) {
-    const blocks = parse(text);
+    const blocks = this.#growing.parse(text);
+    [this.#length, this.#shownMs] = [text.length, performance.now()];
     let same = 0;
     while (same < blocks.length && same < this.#sources.length && blocks[same].raw === this.#sources[same]) same += 1;
     while (this.#container.childNodes.length > same) this.#container.lastChild.remove();
-    this.#container.append(...blocks.slice(same).map(blockElement));
+    for (const block of blocks.slice(same)) this.#container.append(blockElement(block));
     this.#sources = blocks.map((block) => block.raw);
   }
 }
