@@ -291,7 +291,7 @@ LINEAR = """
   return given.map(([short, long]) => {
     let ratio = Infinity;
     for (let attempt = 0; attempt < 4 && ratio > 8; attempt += 1) {
-      ratio = Math.min(ratio, timed(long) / Math.max(1, timed(short)));
+      ratio = Math.min(ratio, timed(long) / Math.max(10, timed(short))); // less than 10 ms is noise
     }
     return ratio;
   });"""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from octavo.server.limits import HttpLimits  # noqa: E402
 from octavo.server.listener import open_socket  # noqa: E402
 from octavo.server.run import HttpServer  # noqa: E402
 from octavo.settings import load_config  # noqa: E402
+from octavo.text.chat_template import ChatTemplate  # noqa: E402
 from octavo.text.text_model import TextModel  # noqa: E402
 from octavo.text.tokenizer import Tokenizer  # noqa: E402
 from tests.reliability.api_child import api_child  # noqa: E402
@@ -85,7 +87,10 @@ async def main(limits: dict[str, Any], settings: dict[str, Any]) -> None:
     config = load_config({"port": 0, **settings})
     listener = open_socket(config.serving)
     files = find_wheel_model()
-    text = make_text() if files is None else TextModel.load(files)
+    text = make_text() if files is None else TextModel.load(files, trust_template=config.chat.trust_template)
+    if config.chat.chat_template is not None:
+        source = Path(config.chat.chat_template).read_text(encoding="utf-8")
+        text = replace(text, chat_template=ChatTemplate(source, text.tokenizer.special_tokens))
     engine = FakeClient()
     lifecycle = Lifecycle()
     app = create_app(Sessions(engine, text), text, config, engine.statistics, limits=HttpLimits(**limits),
