@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 _COUNTERS = {
-    "jobs": ("octavo_tool_jobs", "jobs given to tool processes: large conversations, schemas, expressions"),
+    "jobs": ("octavo_tool_jobs", "jobs given to tool processes: chat templates, schemas, expressions"),
     "refused": ("octavo_tool_refusals", "jobs that ended with an error of their input"),
     "kills": ("octavo_tool_kills", "tool processes killed because a job took too long"),
     "deaths": ("octavo_tool_deaths", "tool processes that ended by themselves"),
