@@ -1,6 +1,8 @@
 """Connections that keep to no rule: `python hostile_clients.py PORT NUM`; at any time so many, of every kind.
 
-When stdin ends, says how long each lived, by kind, as one line of JSON.
+When stdin ends, says how long each lived, by kind, as one line of JSON, with its own processor seconds. It runs at the
+lowest priority: on a machine of two cores it would otherwise take the processor from the server and the honest client,
+and not what it sends but what it costs to send would be measured.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +20,7 @@ from typing import Any
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 PATH = "/v1/chat/completions"
+CPU = "processor seconds"  # beside the kinds, in what is said at the end
 PAUSE_S = 1.0  # of one that was cut, before it comes again: the limits are looked at here, not who has more cores
 Attack = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
@@ -120,20 +124,23 @@ async def keep_attacking(port: int, num: int, lives: dict[str, list[float]]) -> 
 
 
 async def main(port: int, num: int) -> None:
+    os.nice(19)
     lives: dict[str, list[float]] = {}
     task = asyncio.create_task(keep_attacking(port, num, lives))
+    print("begun", flush=True)
     await asyncio.to_thread(sys.stdin.read)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    print(json.dumps(lives), flush=True)
+    print(json.dumps({**lives, CPU: [time.process_time()]}), flush=True)
 
 
 @contextlib.contextmanager
 def attackers(port: int, num: int, lives: dict[str, list[float]]) -> Iterator[None]:
-    """For tests: such a process; how long its connections lived is added when the block ends."""
+    """For tests: such a process; how long its connections lived, and its `CPU`, is added when the block ends."""
     words = [sys.executable, str(Path(__file__)), str(port), str(num)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
+            assert process.stdout is not None and process.stdout.readline()
             time.sleep(0.5)
             yield
             told, _ = process.communicate(timeout=10)

@@ -73,6 +73,7 @@ class Watch:
             "late_p999_s": quantile(late, 0.999),
             "own_p999_s": quantile(own, 0.999),
             "late_max_s": max(late, default=0.0),
+            "cpu_s": time.process_time(),
             "characters": num,
         }
 

@@ -6,10 +6,11 @@ import json
 import random
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 
 import pytest
 
-from tests.reliability.hostile_clients import ATTACKS, CHAT, PATH, attackers
+from tests.reliability.hostile_clients import ATTACKS, CHAT, CPU, PATH, attackers
 from tests.reliability.lag_api import Api, watched_api
 from tests.reliability.load import Outcome, ask, quantile
 from tests.reliability.nasty_requests import nasty_request
@@ -27,14 +28,39 @@ async def _honest(api: Api, seconds: float) -> list[Outcome]:
     return found
 
 
-def _rounds(api: Api, num: int, rounds: int, lives: dict[str, list[float]]) -> tuple[list[Outcome], list[Outcome]]:
-    """Honest outcomes without and beside hostile connections, in turn."""
-    calm: list[Outcome] = []
-    beside: list[Outcome] = []
+@dataclass
+class Side:
+    """Honest requests of all rounds, without or beside hostile connections, and what the server and they cost."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    own_late_s: list[float] = field(default_factory=list)  # p99.9 of each round
+    wall_s: float = 0.0
+    server_cpu_s: float = 0.0
+    honest_cpu_s: float = 0.0
+
+    def add(self, api: Api, seconds: float) -> None:
+        """Measure one round."""
+        before, used = api.report()["cpu_s"], time.process_time()
+        self.outcomes += asyncio.run(_honest(api, seconds))
+        report = api.report()
+        self.wall_s += seconds
+        self.honest_cpu_s += time.process_time() - used
+        self.server_cpu_s += report["cpu_s"] - before
+        self.own_late_s.append(report["own_p999_s"])
+
+    @property
+    def shares(self) -> str:
+        """Of one core, in the server and in the honest client."""
+        return f"{self.server_cpu_s / self.wall_s:.2f}, {self.honest_cpu_s / self.wall_s:.2f}"
+
+
+def _rounds(api: Api, num: int, rounds: int, lives: dict[str, list[float]]) -> tuple[Side, Side]:
+    """Honest requests without and beside hostile connections, in turn."""
+    calm, beside = Side(), Side()
     for _ in range(rounds):
-        calm += asyncio.run(_honest(api, 1.0))
+        calm.add(api, 1.0)
         with attackers(api.port, num, lives):
-            beside += asyncio.run(_honest(api, 3.0))
+            beside.add(api, 3.0)
     return calm, beside
 
 
@@ -43,21 +69,25 @@ def test_row_29_hostile_connections_are_cut_and_honest_ones_served(score: Score)
     num, rounds = score.dose((44, 1), (220, 8))
     lives: dict[str, list[float]] = {}
     with watched_api(LIMITS) as api:
-        api.report()
+        asyncio.run(_honest(api, 0.3))
         calm, beside = _rounds(api, num, rounds, lives)
-        loop = api.report()
         after = asyncio.run(_honest(api, 0.3))
         assert api.is_alive
-    served = [outcome for outcome in (*calm, *beside, *after) if outcome.status == 200]
+    hostile_cpu_s = sum(lives.pop(CPU))
+    outcomes = [*calm.outcomes, *beside.outcomes, *after]
     score.tell("hostile connections", sum(map(len, lives.values())))
-    score.share("honest requests served", len(served), len(calm) + len(beside) + len(after))
+    score.share("honest requests served", sum(outcome.status == 200 for outcome in outcomes), len(outcomes))
     uncut = [attack.__name__ for attack in ATTACKS if not lives.get(attack.__name__)]
     score.count(f"kinds of hostile connections that were not cut {uncut or ''}".strip(), len(uncut))
     score.time("longest life of one, s", max(max(times) for times in lives.values()), LONGEST_S)
-    times = [[outcome.total_s for outcome in outcomes] for outcomes in (beside, calm)]
+    score.tell("cores used without them by server, honest client", calm.shares)
+    score.tell("cores used beside them by server, honest client, hostile clients",
+               f"{beside.shares}, {hostile_cpu_s / beside.wall_s:.2f}")  # fmt: skip
+    times = [[outcome.total_s for outcome in side.outcomes] for side in (beside, calm)]
     p50, p99 = (quantile(times[0], share) / quantile(times[1], share) for share in (0.5, 0.99))
     score.tell("an honest request's p50 beside them by that without", f"{p50:.2f}")
-    score.tell("event loop late by work of its own process, p99.9 in ms", f"{1000 * loop['own_p999_s']:.1f}")
+    score.tell("event loop late by work of its own process, the worst round's p99.9 in ms: without them, beside them",
+               f"{1000 * max(calm.own_late_s):.1f}, {1000 * max(beside.own_late_s):.1f}")  # fmt: skip
     score.time("an honest request's p99 beside them by that without", p99, 1.2)
 
 
