@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import gzip
 import json
 import logging
@@ -20,7 +21,7 @@ import uvicorn
 
 from octavo.config import Config
 from octavo.server.connection import CUT as CUT_KEY
-from octavo.server.connection import bounded
+from octavo.server.connection import BoundedConnection, bounded
 from octavo.server.event_loop import new_event_loop
 from octavo.server.limits import HttpLimits
 from tests.server.test_run import Running, running
@@ -195,6 +196,29 @@ def test_resets_and_pipelined_chats_log_nothing(caplog: pytest.LogCaptureFixture
             time.sleep(0.02)
         assert server.context.lifecycle.num_open == 0
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_connections_leave_nothing_to_the_garbage_collector() -> None:
+    """Each left a cycle through its request's scope; to collect those of ten seconds took 28 ms at once."""
+    with running(config=Config(), limits=QUICK, loop_factory=new_event_loop) as server:
+        assert is_served(server)
+        gc.collect()
+        gc.disable()
+        try:
+            for sent in (b"", head()[:20], head(content_length="9"), head() * 20, b"garbage\r\n\r\n"):
+                with connect(server) as sock:
+                    send(sock, sent)
+                    rest(sock)
+            assert is_served(server)
+            deadline = time.monotonic() + 5
+            while (left := [x for x in gc.get_objects() if isinstance(x, BoundedConnection)]) and (
+                time.monotonic() < deadline
+            ):
+                del left
+                time.sleep(0.05)
+            assert left == []
+        finally:
+            gc.enable()
 
 
 def test_garbage_after_a_request_is_no_answer_to_it() -> None:

@@ -16,6 +16,7 @@ import resource
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import httptools
@@ -115,6 +116,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
+        self._num_messages = 0
         self._body_bytes = 0  # of this message
         self._other_bytes = 0  # of this message: all that is not its body
         self._num_headers = 0  # of this message, trailers included
@@ -151,7 +153,8 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_begin()
         scope = cast(dict[str, object], self.scope)
         scope[CUT] = self.cut_answer
-        scope[JUDGED] = lambda has_key: self._judge(scope, has_key)
+        self._num_messages += 1
+        scope[JUDGED] = partial(self._judge, self._num_messages)  # by number: naming the scope would make a cycle
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count a header: each costs time, however short. Trailers are counted, and dropped."""
@@ -321,9 +324,9 @@ class BoundedConnection(HttpToolsProtocol):
     def _abort(self) -> None:
         self.transport.abort()
 
-    def _judge(self, scope: dict[str, object], has_key: bool) -> None:
+    def _judge(self, message: int, has_key: bool) -> None:
         """Learn if a request has a valid key: then its body has its time, and the connection a key holder's place."""
-        is_coming = self._is_receiving and scope is cast(dict[str, object], self.scope)
+        is_coming = self._is_receiving and message == self._num_messages
         if not self.places.has_keys() or not self._is_open:
             return
         if has_key:
