@@ -217,7 +217,11 @@ def verdict(response: httpx.Response) -> str:
     if response.status_code == 400:
         found = response.json()["error"]
         message = found if isinstance(found, str) else found["message"]
-        return "refused" if len(message) > 20 and re.search(r"\d|supported|allows|nested", message) else f"400 {text}"
+        return (
+            "refused"
+            if len(message) > 20 and re.search(r"\d|supported|allows|nested|too many expressions", message)
+            else f"400 {text}"
+        )
     if response.status_code != 200:
         return f"{response.status_code} {text[:300]}"
     if '"error"' in text and '"error":null' not in text.replace(" ", ""):
