@@ -157,6 +157,20 @@ async def test_the_queue_has_a_bound() -> None:
         assert await tool.run("echo", {"value": 1}) == 1
 
 
+async def test_the_queue_has_a_bound_in_bytes() -> None:
+    limits = ToolLimits(num_processes=1, max_waiting=8, max_waiting_bytes=10_000, job_s=5.0)
+    async with tools(limits) as tool:
+        await tool.run("echo", {})
+        work = [asyncio.create_task(tool.run("sleep", {"value": 0.3}))]
+        await asyncio.sleep(0.05)
+        work += [asyncio.create_task(tool.run("echo", {"value": "x" * 4500})) for _ in range(2)]
+        await asyncio.sleep(0.02)
+        await fails(tool.run("echo", {"value": "x" * 4500}), QueueFullError)
+        await asyncio.gather(*work)
+        assert len(str(await tool.run("echo", {"value": "x" * 50_000}))) == 50_000, "one alone is taken at any size"
+        assert tool._queue._num_bytes.total() == 0
+
+
 async def test_a_caller_who_leaves_disturbs_nobody() -> None:
     async with tools(ToolLimits(num_processes=1, job_s=5.0)) as tool:
         await tool.run("echo", {})

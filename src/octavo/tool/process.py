@@ -16,7 +16,7 @@ import itertools
 import os
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
@@ -35,10 +35,11 @@ current_tenant: ContextVar[str] = ContextVar("octavo_tool_tenant", default="")
 
 @dataclass(frozen=True, slots=True)
 class ToolLimits:
-    """Bounds of the children and their jobs. `max_waiting` is of one tenant; of all tenants four times as many wait."""
+    """Bounds of the children and their jobs. What may wait is of one tenant; of all tenants four times as much."""
 
     num_processes: int = 3
     max_waiting: int = 1024
+    max_waiting_bytes: int = 64 << 20
     job_s: float = 2.0
     start_s: float = 20.0
     memory_bytes: int = 1 << 30
@@ -153,6 +154,7 @@ class _JobQueue:
     def __init__(self, limits: ToolLimits) -> None:
         self._limits = limits
         self._waiting: OrderedDict[tuple[str, bool], deque[_Job]] = OrderedDict()
+        self._num_bytes: Counter[str] = Counter()  # of waiting jobs, by tenant
         self._running: list[_Job] = []
 
     def __len__(self) -> int:
@@ -160,10 +162,13 @@ class _JobQueue:
 
     def put(self, job: _Job) -> None:
         """Add a job. Raises QueueFullError."""
-        waiting = [jobs for (tenant, _), jobs in self._waiting.items() if tenant == job.tenant]
-        num, limit = sum(map(len, waiting)), self._limits.max_waiting
-        if num >= limit or len(self) >= 4 * limit:
-            raise QueueFullError(f"{max(num, limit)} inputs wait already to be read; try again later")
+        num = sum(len(jobs) for (tenant, _), jobs in self._waiting.items() if tenant == job.tenant)
+        num_bytes, size = self._num_bytes[job.tenant], len(job.order)
+        is_full = num >= self._limits.max_waiting or len(self) >= 4 * self._limits.max_waiting
+        most = self._limits.max_waiting_bytes
+        if is_full or (num > 0 and num_bytes + size > most) or self._num_bytes.total() > 4 * most:
+            raise QueueFullError(f"{num} inputs of {num_bytes} bytes wait already to be read; try again later")
+        self._num_bytes[job.tenant] += size
         self._waiting.setdefault((job.tenant, job.is_render), deque()).append(job)
 
     def take(self) -> _Job | None:
@@ -171,9 +176,9 @@ class _JobQueue:
         for key in list(self._waiting):
             jobs = self._waiting[key]
             while jobs and jobs[0].done.done():  # its caller left
-                jobs.popleft()
+                self._left(jobs.popleft())
             if jobs and self._may_run(*key):
-                job = jobs.popleft()
+                job = self._left(jobs.popleft())
                 self._running.append(job)
                 if jobs:
                     self._waiting.move_to_end(key)
@@ -183,6 +188,12 @@ class _JobQueue:
             if not jobs:
                 del self._waiting[key]
         return None
+
+    def _left(self, job: _Job) -> _Job:
+        self._num_bytes[job.tenant] -= len(job.order)
+        if not self._num_bytes[job.tenant]:
+            del self._num_bytes[job.tenant]
+        return job
 
     def _may_run(self, tenant: str, is_render: bool) -> bool:
         """Leave a child for renders, and of each kind one for other tenants. Jobs without a tenant are anyone's."""
@@ -201,6 +212,7 @@ class _JobQueue:
         """Fail every waiting job."""
         jobs = [job for waiting in self._waiting.values() for job in waiting]
         self._waiting.clear()
+        self._num_bytes.clear()
         for job in jobs:
             job.end(None, error)
 
