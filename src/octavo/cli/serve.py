@@ -43,14 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; 0 after a clean drain (docs/operating.md lists the other statuses)."""
-    resolved = resolve_args(args, model=args.model)
-    config = resolved.config
-    if len(config.model.served_model_name) > 1 and resolved.origins["model"] == "default":
-        names = " ".join(config.model.served_model_name)  # the last may have been meant as MODEL
-        raise UsageError(f"MODEL is missing; give it first: octavo serve MODEL --served-model-name {names}")
-    check_endpoint(config.telemetry.otlp_traces_endpoint)
-    set_up_log(config.telemetry.log_format, config.telemetry.log_level, "supervisor")
+    set_up_log("text", "warning", "supervisor")  # until the settings are known
     try:
+        config = _config(args)
+        set_up_log(config.telemetry.log_format, config.telemetry.log_level, "supervisor")
         return _serve(config, is_quiet=args.quiet)
     except InvariantError:
         raise
@@ -59,6 +55,17 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_ERROR
     finally:
         close_log()
+
+
+def _config(args: argparse.Namespace) -> Config:
+    """Return the settings in force. Raises ConfigError, UsageError."""
+    resolved = resolve_args(args, model=args.model)
+    config = resolved.config
+    if len(config.model.served_model_name) > 1 and resolved.origins["model"] == "default":
+        names = " ".join(config.model.served_model_name)  # the last may have been meant as MODEL
+        raise UsageError(f"MODEL is missing; give it first: octavo serve MODEL --served-model-name {names}")
+    check_endpoint(config.telemetry.otlp_traces_endpoint)
+    return config
 
 
 def _serve(config: Config, *, is_quiet: bool) -> int:
