@@ -139,6 +139,21 @@ def kinds() -> list[Request]:
     ]
 
 
+async def test_row_03_a_standby_that_was_stopped_while_it_waited(score: Score) -> None:
+    """It takes over when the engine dies, is found like any other that does not answer, and a third one serves."""
+    async with keeping("slow", standby=True) as keeper:
+        await until(lambda: bool(keeper.report()["has_standby"]))
+        following = asyncio.create_task(follow(keeper, make_request("a", max_tokens=80)))
+        await until(lambda: keeper._engine.page.beat() is not None)
+        os.kill(keeper.standby_pid or 0, signal.SIGSTOP)
+        begun = time.monotonic()
+        os.kill(keeper.pid, signal.SIGKILL)
+        stream = await following
+        score.count("lost", int(stream.ids != expected(stream.request)))
+        assert keeper.num_stalls == 1 and keeper.num_restarts == 2
+        score.time("seconds from the engine's death to the end of an answer", time.monotonic() - begun, 12.0)
+
+
 async def test_row_03_an_engine_stopped_while_idle(score: Score) -> None:
     """Nothing is due, so nothing is late; the next request finds it out, and is served by the next engine."""
     async with keeping("fake") as keeper:
