@@ -325,6 +325,24 @@ def test_when_all_places_are_taken_the_longest_idle_one_goes() -> None:
             sock.close()
 
 
+def test_without_keys_withheld_bodies_go_before_newer_connections() -> None:
+    """Connections that had sent nothing yet were cut first, so that bodies which never came kept the newest out."""
+    limits = HttpLimits(head_timeout_s=30, max_connections=4)
+    with running(config=Config(), limits=limits) as server:
+        held = [connect(server) for _ in range(4)]
+        for sock in held:
+            send(sock, head(content_length="100"))
+        time.sleep(0.1)
+        honest = connect(server)
+        others = [connect(server) for _ in range(2)]
+        time.sleep(0.1)
+        send(honest, head("/livez", "GET"))
+        assert b" 200 " in honest.recv(1000)
+        assert [rest(sock) for sock in held[:3]] == [b""] * 3
+        for sock in (*held, *others, honest):
+            sock.close()
+
+
 def test_when_all_places_are_at_work_the_next_connection_is_told_to_come_later() -> None:
     with running(config=Config(), limits=HttpLimits(max_connections=3)) as server:
         server.engine.is_held = True

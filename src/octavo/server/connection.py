@@ -50,8 +50,9 @@ class Places:
     """The connections of one server, and which of them is cut when there are too many.
 
     With keys, a connection is a stranger's until a request on it had a valid key; strangers are cut first, then
-    key holders' connections that idle, then those whose body is still coming. Without keys, everyone is treated as a
-    key holder. A connection whose request was read whole is in none of these.
+    key holders' connections that idle, then those whose body is still coming. Without keys, all that wait for a whole
+    request are one group, oldest first: a new connection must not go before those that withhold their bodies.
+    A connection whose request was read whole is in none of these, unless it is a stranger's.
     """
 
     def __init__(self, limits: HttpLimits, note: Callable[[str], None], has_keys: Callable[[], bool]) -> None:
@@ -346,7 +347,7 @@ class BoundedConnection(HttpToolsProtocol):
         if places.has_keys() and not self._is_holder:
             group = places.strangers
         elif self._is_receiving:
-            group = places.receiving
+            group = places.receiving if places.has_keys() else places.idle
         else:
             group = None if self._cycles else places.idle
         places.put(self, group)
