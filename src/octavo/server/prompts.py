@@ -23,13 +23,12 @@ from octavo.server.faults import bad_field, from_exception, too_long
 from octavo.server.offload import off_loop
 from octavo.text.dialect import Dialect
 from octavo.text.length import num_tokens_if_over
-from octavo.text.text_model import Conversation
 from octavo.tool.process import RENDER
 from octavo.tool.wire import RenderChat
 
 if TYPE_CHECKING:
     from octavo.text.chat_template import ChatTemplate
-    from octavo.text.text_model import TextModel
+    from octavo.text.text_model import Conversation, TextModel
     from octavo.tool.process import ToolProcess
 
 _log = logging.getLogger(__name__)
@@ -144,8 +143,8 @@ class PromptReader:
         template = self._text.chat_template
         if template is None or template.is_trusted:
             return
-        probe = Conversation([{"role": "user", "content": "x"}], True, None, {}, False)
         try:
+            probe = self._text.conversation([{"role": "user", "content": "x"}])
             await self._render_elsewhere(template, probe)
         except RequestError:
             pass  # the template asks for other messages; it is compiled
