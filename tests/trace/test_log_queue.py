@@ -272,6 +272,34 @@ def test_what_libraries_write_to_stderr_is_json_too(capsys: pytest.CaptureFixtur
     assert {line["logger"] for line in lines} == {"stderr"} and lines[-1]["message"] == "ZeroDivisionError"
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_process_ends_though_a_thread_logs_to_an_unread_stderr(pipe: Pipe, is_read: bool) -> None:
+    """Once the queue had closed the thread wrote to the real stderr, holding the lock that logging takes at the end."""
+    program = (
+        "import logging, threading\n"
+        "from octavo.trace.log_lines import set_up_log\n"
+        "set_up_log('text', 'info', 'api')\n"
+        "log, begun = logging.getLogger('octavo.x'), threading.Event()\n"
+        "def flood():\n"
+        "    while True:\n"
+        "        log.error('flood')\n"
+        "        begun.set()\n"
+        "threading.Thread(target=flood, daemon=True).start()\n"
+        "begun.wait()\n"
+        "log.error('the last words')\n"
+    )
+    if not is_read:
+        pipe.fill()
+    environ = {**os.environ, "PYTHONPATH": str(SRC)}
+    with subprocess.Popen([sys.executable, "-c", program], stderr=pipe.writing, env=environ) as process:
+        try:
+            said = pipe.read("the last words") if is_read else ""
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    assert is_read == ("the last words" in said)
+
+
 CRASH = "import faulthandler, os; faulthandler.enable(); os.kill(os.getpid(), 11)"
 
 

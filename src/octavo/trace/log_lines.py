@@ -117,7 +117,8 @@ def set_up_log(log_format: str, level: str, process: str) -> None:
     queued = QueuedStream(put, stream)
     sys.stderr = cast(TextIO, queued)
     _log = _Log(queue, handler, stream, queued)
-    atexit.register(close_log)
+    atexit.unregister(_end_log)
+    atexit.register(_end_log)
 
 
 def close_log() -> None:
@@ -129,6 +130,17 @@ def close_log() -> None:
         sys.stderr = log.stream
         logging.getLogger().removeHandler(log.handler)
         log.queue.close()
+
+
+def _end_log() -> None:
+    """Write what is queued as the process ends. What a thread logs after that is dropped.
+
+    sys.stderr is not given back: a thread that wrote there would hang in a stderr that is not read, with the lock that
+    logging takes as the interpreter ends.
+    """
+    if _log is not None:
+        _log.queued.finish()
+        _log.queue.close()
 
 
 def num_dropped_lines() -> int:
