@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are told apart by /proc")
 def test_a_process_that_has_a_servers_number_is_not_signalled(capsys: pytest.CaptureFixture[str]) -> None:
-    """A record that a container, or a backup that somebody locks, shows to this machine."""
+    """A record that a container, or a backup that is locked, shows to this machine."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as innocent, own_home() as home:
         home.record(Record(innocent.pid, "http://127.0.0.1:1", "tiny", "/none/admin.sock", 1.0, "17"))
         assert cli.main(["stop", "--timeout", "0.1"]) == 1

@@ -43,7 +43,7 @@ def served(*words: str) -> Iterator[int]:
 
 
 def bodies() -> Callable[[int], dict[str, Any]]:
-    """Return a maker of requests whose prompts are all different, whoever asks.
+    """Return a maker of requests whose prompts are all different, for all clients together.
 
     A client that asks the same again finds its prompt in the cache: the capacity would be that of less work than the
     crowd's, for an eighth to a quarter of the engine's time goes into these prompts.

@@ -181,7 +181,7 @@ def delete_below(folder: Path, number: int) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a segment, finished or not; leave a file of somebody else."""
+    """Delete a segment, finished or not; leave a file of another program."""
     with contextlib.suppress(OSError):
         if _is_own(path):
             path.unlink()

@@ -22,7 +22,7 @@ MAX_GRAMMAR_SYMBOLS = 500_000
 MAX_OPTIONAL_PROPERTIES = 1_200  # of one object, four items of a row each
 _NO_DETAILS = "<non-verbose/>"
 _TOO_MANY_EXPRESSIONS = "too many expressions hold for one text together; write one pattern for several"
-# What llguidance's message holds when a limit is met -> the bound, for whoever wrote the grammar.
+# What llguidance's message holds when a limit is met -> the bound, as its client is told.
 _BOUNDS = (
     (
         "Current row has",

@@ -198,7 +198,7 @@ def _wait_for_room(descriptor: int) -> None:
 
 def stderr_of_children() -> int | None:
     """Return a descriptor of stderr's pipe for child processes, on which no write waits: what C code writes there,
-    such as the stacks of a crash, is cut where nobody reads. None where stderr is no pipe, or cannot be opened anew.
+    such as the stacks of a crash, is cut where it is not read. None where stderr is no pipe, or cannot be opened anew.
 
     A new opening is this program's own: the mode of the one that it was given belongs to others, too.
     """
