@@ -149,7 +149,7 @@ class _Job:
 
 
 class _JobQueue:
-    """Waiting jobs, and whose turn it is. Bounded for each tenant and in all."""
+    """Waiting jobs in the order of their tenants' turns; bounded for each tenant and in all."""
 
     def __init__(self, limits: ToolLimits) -> None:
         self._limits = limits
