@@ -112,7 +112,7 @@ class LogQueue:
             return line, num_told
 
     def _has_notice(self) -> bool:
-        """Return True if the notice of dropped lines is due: after the lines queued before them, at most every NOTICE_S."""
+        """Return True if the notice of dropped lines is due: after the lines queued before them, and not too often."""
         if self.num_dropped == self._num_told:
             return False
         due = time.monotonic() - NOTICE_S
