@@ -12,8 +12,9 @@ from tests.set_iteration import iterated_sets, other_names, set_names
 from tests.source_tree import ROOT, SRC, Module, dotted, functions, imports, modules, num_lines, num_parameters
 
 LOW = {"core", "config", "errors"}
-TEXT_LEVEL = {"artifacts", "text", "tool", "grammar", "media", "trace", "metrics", "executors.protocol"}
+TEXT_LEVEL = {"artifacts", "text", "tool", "grammar", "media", "observe", "executors.protocol"}
 FACTS = {"machine", "settings"}  # standard library only: the machine, and settings with their origins
+INSIDE = {"engine", "frontend"}
 COMPUTE = {"ops", "nn", "models", "sampling"}
 # What each unit may import beside itself. A unit is a top-level module or package; executors.protocol is its own.
 ARROWS: dict[str, set[str]] = {
@@ -28,8 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "tool": LOW | {"artifacts", "text", "grammar"},
     "grammar": LOW | {"text"},
     "media": LOW,
-    "trace": LOW,
-    "metrics": LOW,
+    "observe": LOW,
     "executors.protocol": LOW,
     "ops": LOW | {"machine"},
     "nn": LOW | {"ops", "artifacts"},
@@ -37,12 +37,13 @@ ARROWS: dict[str, set[str]] = {
     "sampling": LOW | {"ops"},
     "executors": LOW | COMPUTE | {"executors.protocol", "artifacts", "grammar", "media", "machine"},
     "engine": LOW | TEXT_LEVEL | {"machine"},
+    "frontend": LOW | TEXT_LEVEL | {"engine", "machine"},
     "simulator": LOW | TEXT_LEVEL | {"engine", "machine", "plugins"},
-    "dashboard": LOW | TEXT_LEVEL | {"engine"},
-    "server": LOW | TEXT_LEVEL | FACTS | {"engine", "dashboard"},
-    "assembly": LOW | TEXT_LEVEL | FACTS | COMPUTE | {"engine", "executors", "simulator", "plugins"},
-    "bench": LOW | TEXT_LEVEL | FACTS | COMPUTE | {"engine", "executors", "server", "simulator", "assembly", "plugins"},
-    "cli": LOW | TEXT_LEVEL | FACTS | {"engine", "server", "simulator", "dashboard", "bench", "assembly", "ops"},
+    "dashboard": LOW | TEXT_LEVEL,
+    "server": LOW | TEXT_LEVEL | FACTS | {"engine", "frontend", "dashboard"},
+    "assembly": LOW | TEXT_LEVEL | FACTS | COMPUTE | {*INSIDE, "executors", "simulator", "plugins"},
+    "bench": LOW | TEXT_LEVEL | FACTS | COMPUTE | {*INSIDE, "executors", "server", "simulator", "assembly", "plugins"},
+    "cli": LOW | TEXT_LEVEL | FACTS | {*INSIDE, "server", "simulator", "dashboard", "bench", "assembly", "ops"},
     "__main__": {"cli"},
 }
 # octavo/__init__.py may name anything lazily; the test of torch below covers it.

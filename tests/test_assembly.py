@@ -18,9 +18,9 @@ from octavo.assembly import build_local, config_from, executor_spec, limits, ope
 from octavo.config import Config, ModelConfig
 from octavo.core.kv.group import GroupSpec
 from octavo.core.limits import Limits
-from octavo.engine.process import EngineProcess
-from octavo.engine.sessions import Sessions
 from octavo.executors.protocol import Capacity
+from octavo.frontend.process import EngineProcess
+from octavo.frontend.sessions import Sessions
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import fit_steps
 from octavo.text.text_model import TextModel

@@ -13,9 +13,9 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.core.request import FinishReason, Request, Want
 from octavo.engine.delivery import Delivery, End
-from octavo.engine.ledger import Ledger
 from octavo.engine.wire import Outputs
 from octavo.errors import InvalidRequestError, OctavoError
+from octavo.frontend.ledger import Ledger
 from tests.tiny_models import make_tiny_model
 
 PROMPTS = [list(range(5, 5 + length)) for length in (1, 7, 16, 33, 60)]

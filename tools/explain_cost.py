@@ -16,7 +16,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.engine.biographies import Biographies
+from octavo.observe.biographies import Biographies
 
 LIMITS = Limits(16, (20_000,), 4096, 32_000, max_batch_tokens=2048, max_sequences=256)
 

@@ -18,11 +18,11 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.trace.frames.encode import Source
-from octavo.trace.frames.records import Waiting
-from octavo.trace.frames.ring import FrameRing
-from octavo.trace.frames.sink import FrameSink
-from octavo.trace.frames.snapshots import BlockMap, queue_frame
+from octavo.observe.frames.encode import Source
+from octavo.observe.frames.records import Waiting
+from octavo.observe.frames.ring import FrameRing
+from octavo.observe.frames.sink import FrameSink
+from octavo.observe.frames.snapshots import BlockMap, queue_frame
 
 REPEATS = 200
 STEPS_A_POLL = 25

@@ -23,13 +23,13 @@ from octavo.core.limits import Limits
 from octavo.core.plan import ROW_SAMPLE, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.engine.offline import OfflineEngine
-from octavo.trace.recording.calls import Header
-from octavo.trace.recording.encoding import Encoder
-from octavo.trace.recording.items import Item
-from octavo.trace.recording.recorded_scheduler import RecordedScheduler
-from octavo.trace.recording.recorder import Recorder
-from octavo.trace.recording.segments import pack_records
+from octavo.frontend.offline import OfflineEngine
+from octavo.observe.recording.calls import Header
+from octavo.observe.recording.encoding import Encoder
+from octavo.observe.recording.items import Item
+from octavo.observe.recording.recorded_scheduler import RecordedScheduler
+from octavo.observe.recording.recorder import Recorder
+from octavo.observe.recording.segments import pack_records
 
 STEPS = 600
 BLOCK = 12  # steps of a model that are recorded, or not, in a row

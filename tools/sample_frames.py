@@ -18,8 +18,8 @@ from octavo.core.limits import Limits
 from octavo.core.plan import ROW_SAMPLE, Event, EventKind, StepFailure, StepPlan, StepResult, StepTimings
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.trace.frames.encode import Frame, Source
-from octavo.trace.frames.sink import FrameSink, Window
+from octavo.observe.frames.encode import Frame, Source
+from octavo.observe.frames.sink import FrameSink, Window
 
 BLOCK_SIZE = 16
 SHARED_BLOCKS = 8  # of the prefix that a tenant's prompts begin with

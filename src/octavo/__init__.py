@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from octavo.config import Config
     from octavo.core.policy import Policy, register_policy
     from octavo.core.request import FinishReason, Request, RequestState, SamplingParams
-    from octavo.engine.results import CompletionOutput, EmbeddingOutput, RequestOutput
-    from octavo.engine.sessions import TextDelta, Usage
     from octavo.errors import (
         AdmissionError,
         CapacityError,
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
         RequestError,
         UnknownModelError,
     )
+    from octavo.frontend.results import CompletionOutput, EmbeddingOutput, RequestOutput
+    from octavo.frontend.sessions import TextDelta, Usage
     from octavo.grammar.forms import grammar_from
 
 __version__ = "0.1.0"
@@ -35,8 +35,8 @@ _HOMES = {
     "octavo.config": ("Config",),
     "octavo.core.policy": ("Policy", "register_policy"),
     "octavo.core.request": ("FinishReason", "Request", "RequestState", "SamplingParams"),
-    "octavo.engine.results": ("CompletionOutput", "EmbeddingOutput", "RequestOutput"),
-    "octavo.engine.sessions": ("TextDelta", "Usage"),
+    "octavo.frontend.results": ("CompletionOutput", "EmbeddingOutput", "RequestOutput"),
+    "octavo.frontend.sessions": ("TextDelta", "Usage"),
     "octavo.errors": (
         "AdmissionError",
         "CapacityError",

@@ -24,32 +24,32 @@ from octavo.config import Config
 from octavo.config.spelling import unknown
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
-from octavo.engine.async_llm import AsyncEngine
-from octavo.engine.biographies import write_biographies
 from octavo.engine.clock import Clock, MonotonicClock
 from octavo.engine.grammars import Grammars
 from octavo.engine.limits import configured_limits, read_tenant_weights
-from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
-from octavo.engine.offline import OfflineEngine
 from octavo.engine.process_side import run_engine_process
-from octavo.engine.sessions import Sessions
-from octavo.engine.showing import show
-from octavo.engine.statistics import collect
 from octavo.engine.warm_up import warm_up
 from octavo.errors import ConfigError
 from octavo.executors.openmp import limit_spinning
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, MemoryPlan
+from octavo.frontend.async_llm import AsyncEngine
+from octavo.frontend.local_client import LocalClient
+from octavo.frontend.offline import OfflineEngine
+from octavo.frontend.sessions import Sessions
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.vocabulary import Vocabulary
+from octavo.observe.biographies import write_biographies
+from octavo.observe.showing import show
+from octavo.observe.statistics import collect
 from octavo.plugins import find_policy
 from octavo.text.scripted_text import ScriptedText
 from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from octavo.observe.recording.recorder import Recorder
     from octavo.simulator.costs.drift import DriftSink
-    from octavo.trace.recording.recorder import Recorder
 
 # By kind of device: tokens in a step, sequences.
 DEVICE_DEFAULTS = {"cpu": (512, 32), "cuda": (8192, 256)}
@@ -113,7 +113,7 @@ def open_engine(
     """
     find_policy(config.scheduling.policy)  # before the model is loaded for nothing
     if config.recording.record is not None:
-        from octavo.trace.recording.recorder import prepare_folder
+        from octavo.observe.recording.recorder import prepare_folder
 
         prepare_folder(Path(config.recording.record))
     drift = _read_baseline(config)
@@ -159,9 +159,9 @@ def _open_scheduler(
     """A scheduler, and what records its calls if that is asked for. Raises ConfigError."""
     if config.recording.record is None:
         return Scheduler(sizes), None
-    from octavo.trace.recording import Header
-    from octavo.trace.recording.recorded_scheduler import RecordedScheduler
-    from octavo.trace.recording.recorder import open_recorder
+    from octavo.observe.recording import Header
+    from octavo.observe.recording.recorded_scheduler import RecordedScheduler
+    from octavo.observe.recording.recorder import open_recorder
 
     kept = ("cache", "scheduling", "execution", "speculation")
     values = {

@@ -18,10 +18,10 @@ from octavo.bench.workload import Item, Workload, draw_workload
 from octavo.config import Config
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
-from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
 from octavo.errors import AdmissionError
 from octavo.executors.protocol import ExecutorSpec
+from octavo.frontend.local_client import LocalClient
 
 VOCAB = 97
 

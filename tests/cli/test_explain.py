@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from tests.core.harness import limits
-from tests.engine.test_biographies import Bench
 from tests.fake_server import FakeServer
+from tests.observe.test_biographies import Bench
 from tests.tiny_models import make_tiny_model
 
 from octavo import cli

@@ -24,10 +24,10 @@ from octavo.assembly import build_local, config_from
 from octavo.cli import main
 from octavo.cli.admin_client import ask
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.offline import OfflineEngine
-from octavo.trace.recording import arrivals, open_recording, steps
-from octavo.trace.recording import replay as replay_recording
-from octavo.trace.recording.segments import pack_header, preamble
+from octavo.frontend.offline import OfflineEngine
+from octavo.observe.recording import arrivals, open_recording, steps
+from octavo.observe.recording import replay as replay_recording
+from octavo.observe.recording.segments import pack_header, preamble
 
 WAIT_S = 60.0
 SCRIPT = '{"rules": [{"say": "All is well, and all will be well. ", "finish": "length", "delay_ms": 2}]}'
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_to_keeps_the_server_from_starting(folde
 def test_a_what_if_that_cannot_be_is_refused_with_what_may_be(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.trace.recording.test_segments import make_segment
+    from tests.observe.recording.test_segments import make_segment
 
     make_segment(tmp_path)
     assert main(["replay", str(tmp_path), "--what-if", words]) == 2
@@ -173,9 +173,9 @@ def test_a_what_if_that_cannot_be_is_refused_with_what_may_be(
 
 def test_a_difference_is_shown_and_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.core.harness import limits, prompt
-    from tests.trace.recording.driving import RecordedRun, write_segment
+    from tests.observe.recording.driving import RecordedRun, write_segment
 
-    from octavo.trace.recording.calls import Header
+    from octavo.observe.recording.calls import Header
 
     run = RecordedRun(limits())
     run.admit(prompt(9), 6, request_id="slow")
@@ -193,7 +193,7 @@ def test_no_recording_is_an_error_in_words(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("name", ["theirs", "os:path"])
 def test_a_policy_that_is_not_here_is_told_of(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.trace.recording.test_segments import make_segment
+    from tests.observe.recording.test_segments import make_segment
 
     path = make_segment(tmp_path)
     segment = open_recording(path).segments[0]

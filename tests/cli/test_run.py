@@ -17,8 +17,8 @@ from octavo.cli.answer_flags import sampling_params
 from octavo.cli.flags import UsageError
 from octavo.cli.run import Asked, closing_line, prompt_ids, read_words, stream
 from octavo.core.request import FinishReason, SamplingParams
-from octavo.engine.sessions import TextDelta, Usage
 from octavo.errors import EngineError, InvalidRequestError
+from octavo.frontend.sessions import TextDelta, Usage
 from octavo.text.text_model import TextModel
 
 USAGE = Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=0, queue_s=0.0, ttft_s=0.5, e2e_s=1.5)

@@ -12,8 +12,8 @@ from octavo.artifacts.resolve import ModelFiles
 from octavo.cli.api_task import ApiTask
 from octavo.cli.startup import call_report, limit_remarks, process_report, startup_report
 from octavo.core.kv.group import GroupKind, GroupSpec
-from octavo.engine.pulse import Pulse
 from octavo.executors.protocol import Capacity
+from octavo.observe.pulse import Pulse
 from octavo.settings import load_config
 
 FILES = ModelFiles("smollm2", "gguf", Path("/m"), (Path("/m/a.gguf"),), None)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from tests.engine.fakes import GatedExecutor
-from tests.trace.frame_reader import FrameReader
-from tests.trace.recording_of import record
-from tests.trace.test_perfetto import check_format
+from tests.observe.frame_reader import FrameReader
+from tests.observe.recording_of import record
+from tests.observe.test_perfetto import check_format
 
 from octavo.cli import main
 

@@ -10,7 +10,7 @@ import pytest
 from tests.tiny_models import make_tiny_model
 
 from octavo import cli
-from octavo.trace.recording import arrivals, open_recording
+from octavo.observe.recording import arrivals, open_recording
 
 COMMON = ["--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "1K", "-np", "4"]
 

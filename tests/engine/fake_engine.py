@@ -25,7 +25,6 @@ from octavo.config import Config  # noqa: E402  the path comes first
 from octavo.core.plan import StepPlan  # noqa: E402
 from octavo.core.request import Request  # noqa: E402
 from octavo.core.scheduler import Scheduler  # noqa: E402
-from octavo.engine.biographies import write_biographies  # noqa: E402
 from octavo.engine.grammars import Grammars  # noqa: E402
 from octavo.engine.loop import EngineLoop  # noqa: E402
 from octavo.engine.process_side import run_engine_process  # noqa: E402
@@ -34,6 +33,7 @@ from octavo.executors.protocol import Capacity  # noqa: E402
 from octavo.grammar.bank import GrammarBank  # noqa: E402
 from octavo.grammar.matcher import Matcher  # noqa: E402
 from octavo.grammar.vocabulary import Vocabulary  # noqa: E402
+from octavo.observe.biographies import write_biographies  # noqa: E402
 
 SLOW_STEP_S = 0.005
 EPOCH = int(sys.argv[sys.argv.index("--epoch") + 1])

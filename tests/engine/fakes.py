@@ -25,13 +25,13 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Event, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.engine.biographies import write_biographies
 from octavo.engine.client import Accepted
 from octavo.engine.delivery import ChoiceEnd, Delivery, End
-from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
-from octavo.engine.sessions import Sessions
 from octavo.executors.protocol import Capacity, ExecutorSpec
+from octavo.frontend.local_client import LocalClient
+from octavo.frontend.sessions import Sessions
+from octavo.observe.biographies import write_biographies
 from octavo.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 97

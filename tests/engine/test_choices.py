@@ -22,11 +22,11 @@ from tests.fake_model import oracle
 from octavo.core.kv import keys
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.engine.async_llm import AsyncEngine
-from octavo.engine.offline import OfflineEngine
-from octavo.engine.results import RequestOutput
-from octavo.engine.sessions import TextDelta
 from octavo.errors import AdmissionError, InvalidRequestError
+from octavo.frontend.async_llm import AsyncEngine
+from octavo.frontend.offline import OfflineEngine
+from octavo.frontend.results import RequestOutput
+from octavo.frontend.sessions import TextDelta
 
 TEXT = make_text()
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
@@ -250,7 +250,7 @@ async def test_K02_prompt_keys_are_made_before_submit_and_the_scheduler_hashes_n
 
 
 async def test_K02_keys_of_a_long_prompt_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.engine.sessions.OFF_LOOP_TOKENS", 8)
+    monkeypatch.setattr("octavo.frontend.sessions.OFF_LOOP_TOKENS", 8)
     prompt = list(range(5, 25))
     async with running() as sessions:
         engine = AsyncEngine(sessions)

@@ -10,9 +10,9 @@ from tests.engine.fakes import GatedExecutor, Harness, expected, make_limits, ma
 from tests.reliability.deaths import FAKE, config
 
 from octavo.core.plan import StepPlan
-from octavo.engine.process import EngineProcess
 from octavo.engine.warm_up import MAX_PROMPT, MIN_PROMPT, warm_up
 from octavo.errors import EngineDeadError
+from octavo.frontend.process import EngineProcess
 
 
 def clock(step_s: float) -> Callable[[], float]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from octavo.config import Config, ModelConfig, ServingConfig
 from octavo.core.request import FinishReason, Request
-from octavo.engine.keeper import EngineKeeper
-from octavo.engine.process import COMMAND
+from octavo.frontend.keeper import EngineKeeper
+from octavo.frontend.process import COMMAND
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "engine" / "fake_engine.py"))
 WAIT_S = 60.0  # for what must come

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from octavo.artifacts.resolve import find_wheel_model  # noqa: E402  the path comes first
-from octavo.engine.sessions import Sessions  # noqa: E402
+from octavo.frontend.sessions import Sessions  # noqa: E402
 from octavo.server.app import create_app  # noqa: E402
 from octavo.server.event_loop import new_event_loop  # noqa: E402
 from octavo.server.lifecycle import Lifecycle  # noqa: E402

@@ -16,12 +16,12 @@ from octavo.core.request import FinishReason, Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.clock import MonotonicClock
-from octavo.engine.custody import Custody
 from octavo.engine.delivery import Delivery
 from octavo.engine.grammars import Grammars
 from octavo.engine.loop import EngineLoop
 from octavo.errors import RequestError
 from octavo.executors.protocol import Executor
+from octavo.frontend.custody import Custody
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.matcher import Matcher
 from octavo.grammar.vocabulary import Vocabulary

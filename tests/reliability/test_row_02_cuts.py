@@ -18,8 +18,8 @@ import pytest
 
 from octavo.artifacts.resolve import resolve_model
 from octavo.core.request import SamplingParams
-from octavo.engine.deltas import by_choice, joined
-from octavo.engine.sessions import Session, Sessions
+from octavo.frontend.deltas import by_choice, joined
+from octavo.frontend.sessions import Session, Sessions
 from octavo.grammar.compile import compile_grammar
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.text.text_model import TextModel

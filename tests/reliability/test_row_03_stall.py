@@ -17,7 +17,7 @@ import pytest
 from octavo.assembly import config_from
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.engine import heartbeat
-from octavo.engine.keeper import EngineKeeper, KeeperState
+from octavo.frontend.keeper import EngineKeeper, KeeperState
 from tests.engine.fakes import expected, make_request
 from tests.reliability.deaths import Load, follow, keeping, until
 from tests.reliability.scorecard import Score

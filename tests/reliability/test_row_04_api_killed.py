@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from octavo.cli.admin_client import AdminError
-from octavo.engine.journal_files import Clock, recover
+from octavo.frontend.journal_files import Clock, recover
 from tests.fake_server import FakeServer
 from tests.reliability.retrying import Retrying
 from tests.reliability.scorecard import Score

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from octavo.assembly import config_from
-from octavo.engine import process
-from octavo.engine.keeper import EngineKeeper
-from octavo.engine.process import COMMAND
 from octavo.engine.scratch import VARIABLE
 from octavo.errors import CapacityError, EngineDeadError, OctavoError, UnknownModelError
+from octavo.frontend import process
+from octavo.frontend.keeper import EngineKeeper
+from octavo.frontend.process import COMMAND
 from tests.reliability.deaths import FAKE, config
 from tests.reliability.scorecard import Score
 

@@ -25,9 +25,9 @@ from octavo.core.request import FinishReason, Request, RequestState, SamplingPar
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted
 from octavo.engine.loop import EngineLoop
-from octavo.engine.socket_client import SocketClient
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import OctavoError
+from octavo.frontend.socket_client import SocketClient
 from tests.engine.fakes import VOCAB_SIZE, GatedExecutor, Harness, make_limits, open_fake
 from tests.reliability.scorecard import Score
 

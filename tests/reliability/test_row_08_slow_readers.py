@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from octavo.engine.process import EngineProcess
-from octavo.engine.sessions import Sessions
+from octavo.frontend.process import EngineProcess
+from octavo.frontend.sessions import Sessions
 from octavo.server.app import create_app
 from octavo.server.connection import BoundedConnection
 from octavo.server.lifecycle import Lifecycle

@@ -8,10 +8,10 @@ from pathlib import Path
 from octavo.config import Config, ServingConfig
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
-from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
-from octavo.engine.sessions import Sessions
 from octavo.executors.protocol import ExecutorSpec
+from octavo.frontend.local_client import LocalClient
+from octavo.frontend.sessions import Sessions
 from octavo.server.app import create_app
 from tests.fake_model import FakeExecutor
 from tests.reliability.scorecard import Score

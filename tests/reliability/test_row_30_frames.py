@@ -23,12 +23,12 @@ import pytest
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, SamplingParams, Want
 from octavo.engine import wire
-from octavo.engine.custody import Custody
 from octavo.engine.delivery import ChoiceEnd, Delivery, End, Start
-from octavo.engine.socket_client import SocketClient
 from octavo.errors import EngineError
+from octavo.frontend.custody import Custody
+from octavo.frontend.socket_client import SocketClient
 from tests.engine.fakes import GatedExecutor, expected, make_limits, make_request, open_fake
-from tests.engine.test_socket import Server
+from tests.frontend.test_socket import Server
 from tests.reliability.scorecard import Score
 
 SCRAP = (None, True, -1, 0, 1, 2**31, 2**63, -(2**63), 0.5, float("nan"), float("inf"), "", "r1", "é" * 300, b"",

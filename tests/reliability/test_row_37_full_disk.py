@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.trace.recording import recorder
+from octavo.observe.recording import recorder
 from tests.fake_server import FakeServer
+from tests.observe.recording.test_recorder import feed, make, some_items
 from tests.reliability.scorecard import Score
 from tests.reliability.test_row_21_no_room import limited
-from tests.trace.recording.test_recorder import feed, make, some_items
 
 RULES = [{"contains": "slow", "say": "slowly", "delay_ms": 20}]
 LARGE = 200_000  # bytes that a file may have in the first phase: the log has less, an upload more

@@ -15,11 +15,11 @@ import pytest
 from octavo.config import BatchConfig, Config, ResponsesConfig, RetryConfig, ServingConfig, StatisticsConfig
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
-from octavo.engine.biographies import write_biographies
-from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
-from octavo.engine.sessions import Sessions
 from octavo.executors.protocol import ExecutorSpec
+from octavo.frontend.local_client import LocalClient
+from octavo.frontend.sessions import Sessions
+from octavo.observe.biographies import write_biographies
 from octavo.server.app import create_app
 from octavo.server.auth import POLICIES
 from octavo.server.limits import HttpLimits

@@ -14,7 +14,7 @@ import pytest
 
 from octavo.assembly import find_files, load_text, open_engine
 from octavo.config import ChatConfig, Config, ModelConfig
-from octavo.engine.local_client import LocalClient
+from octavo.frontend.local_client import LocalClient
 from octavo.grammar.limits import MAX_OPTIONAL_PROPERTIES
 from octavo.server.bodies.structure import MAX_ALTERNATIVES
 from octavo.tool.regex_check import MAX_GROUP_DEPTH, MAX_PATTERN_BYTES, MAX_WEIGHT

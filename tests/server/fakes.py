@@ -23,11 +23,11 @@ from octavo.artifacts.spec import ModelSpec
 from octavo.config import Config, ServingConfig
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request, Want
-from octavo.engine.biographies import unknown
 from octavo.engine.client import Accepted, TokenOutput
-from octavo.engine.entry import num_choices
-from octavo.engine.sessions import Sessions
 from octavo.errors import DuplicateRequestError, PromptTooLongError, too_long_message
+from octavo.frontend.entry import num_choices
+from octavo.frontend.sessions import Sessions
+from octavo.observe.biographies import unknown
 from octavo.server.app import create_app
 from octavo.server.limits import HttpLimits
 from octavo.text.chat_template import ChatTemplate

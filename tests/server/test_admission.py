@@ -8,7 +8,7 @@ import pytest
 
 from octavo.config import AdmissionConfig
 from octavo.errors import LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
-from octavo.metrics.requests import Finished
+from octavo.observe.metrics.requests import Finished
 from octavo.server.admission import Admission, Lease, Load, Wish
 from octavo.server.estimate import Estimator
 from octavo.server.keys import KeyInfo

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from octavo.core.kv.group import GroupSpec
-from octavo.engine.sessions import Sessions
 from octavo.executors.protocol import Capacity
+from octavo.frontend.sessions import Sessions
 from octavo.server.app import create_app
 from tests.server.fakes import FakeClient, Harness, Wire, events
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
-from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
 from octavo.executors.protocol import ExecutorSpec
+from octavo.frontend.local_client import LocalClient
 from tests.fake_model import FakeExecutor
 from tests.server.fakes import Harness, events
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from octavo.config import StatisticsConfig
 from octavo.core.scheduler import Scheduler
-from octavo.engine.biographies import PHASES, write_biographies
-from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
+from octavo.frontend.local_client import LocalClient
+from octavo.observe.biographies import PHASES, write_biographies
 from octavo.server.explanations import explain_open
 from tests.engine.fakes import GatedExecutor, make_limits, open_fake
 from tests.server.fakes import Harness

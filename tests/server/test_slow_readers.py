@@ -16,7 +16,7 @@ from octavo.config import ServingConfig
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason
 from octavo.engine.client import TokenOutput
-from octavo.engine.output_slices import MAX_SLICE, slice_tokens, slices
+from octavo.frontend.output_slices import MAX_SLICE, slice_tokens, slices
 from octavo.server import connection, stream
 from octavo.server.faults import ApiError
 from octavo.server.limits import HttpLimits

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.journal import open_journal
-from octavo.engine.keeper import EngineKeeper
-from octavo.engine.sessions import Sessions
+from octavo.frontend.journal import open_journal
+from octavo.frontend.keeper import EngineKeeper
+from octavo.frontend.sessions import Sessions
 from octavo.server.app import create_app
 from octavo.server.context import Context
 from octavo.server.idempotency_restore import take_over

@@ -9,9 +9,9 @@ from tools.fidelity import own_runs
 
 from octavo import LLM, SamplingParams
 from octavo.core.kv.group import GroupSpec
+from octavo.observe.recording.reader import open_recording
 from octavo.simulator.costs import cost_model
 from octavo.simulator.costs.fitted import fit_recording, load_fit
-from octavo.trace.recording.reader import open_recording
 
 
 @pytest.fixture(scope="module")

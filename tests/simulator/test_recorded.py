@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 from tests.core.harness import limits
-from tests.trace.recording.driving import RecordedRun, write_segment
+from tests.observe.recording.driving import RecordedRun, write_segment
 
 from octavo.core.limits import Limits
 from octavo.errors import ConfigError
+from octavo.observe.recording import arrivals, open_recording
+from octavo.observe.recording.calls import Header
 from octavo.simulator.cost_model import StepShape
 from octavo.simulator.recorded import RecordedCosts, as_recorded, recorded_run, snap
 from octavo.simulator.run import Setup, simulate
-from octavo.trace.recording import arrivals, open_recording
-from octavo.trace.recording.calls import Header
 
 
 class Turning(RecordedRun):

@@ -19,12 +19,12 @@ import numpy.typing as npt
 from tools.fidelity.closeness import Column, Times
 
 from octavo.core.request import FinishReason
+from octavo.observe.recording.arrivals import RecordedRequest, arrivals
+from octavo.observe.recording.reader import Recording, open_recording
+from octavo.observe.recording.steps import RecordedStep, steps
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.costs.fitted import Fit, Fitted, fit_steps
 from octavo.simulator.run import Setup, simulate
-from octavo.trace.recording.arrivals import RecordedRequest, arrivals
-from octavo.trace.recording.reader import Recording, open_recording
-from octavo.trace.recording.steps import RecordedStep, steps
 
 LEARNT = 1 / 3
 NAMES = ("ttft", "tpot", "e2e")

@@ -23,12 +23,12 @@ from octavo.config import Config
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
-from octavo.engine.statistics import collect
-from octavo.engine.step_times import PARTS
 from octavo.executors.loading import DecoderChoice, LoadedDecoder
 from octavo.executors.torch_executor import TorchExecutor
+from octavo.frontend.local_client import LocalClient
+from octavo.observe.statistics import collect
+from octavo.observe.step_times import PARTS
 from octavo.ops.attention import AttentionBackend
 
 PROMPT_TOKENS = 64

@@ -14,8 +14,8 @@ from octavo.bench.floor import StepFloor
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.engine.loop import EngineLoop
-from octavo.engine.step_records import make_up
-from octavo.engine.step_times import PARTS, StepTimes
+from octavo.observe.step_records import make_up
+from octavo.observe.step_times import PARTS, StepTimes
 
 DEVICE_PARTS = ("forward", "sample")  # the rest of a step is the host's: schedule, prepare, emit, and between them
 _NOT_TIMED = (0.0,) * len(PARTS)

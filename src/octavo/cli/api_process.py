@@ -24,13 +24,13 @@ from octavo.artifacts.resolve import resolve_model
 from octavo.cli.api_task import ApiTask
 from octavo.cli.engines import Engine, KeptEngine
 from octavo.config import Config
-from octavo.engine.journal import open_journal
-from octavo.engine.ledger import LedgerObserver
 from octavo.engine.parent import end_with_parent
 from octavo.errors import OctavoError
+from octavo.frontend.journal import open_journal
+from octavo.frontend.ledger import LedgerObserver
 from octavo.machine import needing_memory
+from octavo.observe.log_lines import set_up_log, tell
 from octavo.server.event_loop import new_event_loop
-from octavo.trace.log_lines import set_up_log, tell
 
 EXIT_ERROR = 2  # as every command's
 EXIT_TOLD = 128 + signal.SIGTERM  # told to end before it served

@@ -24,11 +24,11 @@ from octavo.cli.engines import Engine
 from octavo.cli.startup import call_report, journal_report, process_report, startup_report
 from octavo.cli.terminal import say, warn_limits
 from octavo.engine.client import EngineClient
-from octavo.engine.journal import Journal
-from octavo.engine.pulse import PULSE_S, Pulse
-from octavo.engine.sessions import Sessions
-from octavo.engine.supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
 from octavo.errors import ConfigError, EngineDeadError
+from octavo.frontend.journal import Journal
+from octavo.frontend.sessions import Sessions
+from octavo.frontend.supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
+from octavo.observe.pulse import PULSE_S, Pulse
 from octavo.server.admin import AdminServer
 from octavo.server.app import create_app
 from octavo.server.idempotency_restore import take_over

@@ -11,14 +11,14 @@ from typing import Protocol
 
 from octavo.config import Config
 from octavo.engine.client import EngineClient
-from octavo.engine.entry import Entry
-from octavo.engine.keeper import EngineKeeper, KeeperState
-from octavo.engine.ledger import LedgerObserver
-from octavo.engine.local_client import LocalClient
 from octavo.engine.loop import EngineLoop
-from octavo.engine.process import COMMAND
 from octavo.errors import ConfigError
 from octavo.executors.protocol import Capacity
+from octavo.frontend.entry import Entry
+from octavo.frontend.keeper import EngineKeeper, KeeperState
+from octavo.frontend.ledger import LedgerObserver
+from octavo.frontend.local_client import LocalClient
+from octavo.frontend.process import COMMAND
 
 WATCH_S = 0.5  # how long a dead engine of this process goes unnoticed
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
-from octavo.engine.step_times import StepTimes
 from octavo.errors import ConfigError
-from octavo.trace.frames.encode import Source
-from octavo.trace.frames.sink import MAX_STEPS, FrameSink, Window
-from octavo.trace.frames.spool import Spool
-from octavo.trace.perfetto import MAX_TRACKS, Clip, PerfettoSink, Place, TraceFile
-from octavo.trace.recording import Header, Recording, ReplayReport, replay
-from octavo.trace.sink import EventSink, Several
+from octavo.observe.frames.encode import Source
+from octavo.observe.frames.sink import MAX_STEPS, FrameSink, Window
+from octavo.observe.frames.spool import Spool
+from octavo.observe.perfetto import MAX_TRACKS, Clip, PerfettoSink, Place, TraceFile
+from octavo.observe.recording import Header, Recording, ReplayReport, replay
+from octavo.observe.sink import EventSink, Several
+from octavo.observe.step_times import StepTimes
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from octavo.cli.terminal import say
 from octavo.cli.trace import tell
 from octavo.cli.what_if import compare, read_change, table
 from octavo.errors import ConfigError
+from octavo.observe.recording import Recording, ReplayReport, open_recording, replay
 from octavo.simulator.recorded import need_policy
 from octavo.simulator.report import Case
-from octavo.trace.recording import Recording, ReplayReport, open_recording, replay
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

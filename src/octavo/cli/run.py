@@ -25,7 +25,7 @@ from octavo.core.request import FinishReason
 from octavo.errors import EngineError
 
 if TYPE_CHECKING:
-    from octavo.engine.sessions import Session, Usage
+    from octavo.frontend.sessions import Session, Usage
     from octavo.text.text_model import TextModel
 
 

@@ -21,15 +21,15 @@ from octavo.cli.servers import Home, Record, find_servers, own_home, process_sta
 from octavo.cli.systemd import notify
 from octavo.config import Config
 from octavo.engine import scratch
-from octavo.engine.restarts import RestartBudget
-from octavo.engine.supervisor import READY, ChildSpec, Supervisor
 from octavo.errors import ConfigError, InvariantError, OctavoError
+from octavo.frontend.restarts import RestartBudget
+from octavo.frontend.supervisor import READY, ChildSpec, Supervisor
+from octavo.observe.log_lines import close_log, set_up_log, tell
+from octavo.observe.log_queue import stderr_of_children
+from octavo.observe.otel import check_endpoint
+from octavo.observe.recording.recorder import prepare_folder
 from octavo.server.listener import PortInUseError, open_socket, url_of
 from octavo.server.web_settings import check_web
-from octavo.trace.log_lines import close_log, set_up_log, tell
-from octavo.trace.log_queue import stderr_of_children
-from octavo.trace.otel import check_endpoint
-from octavo.trace.recording.recorder import prepare_folder
 
 EXIT_ERROR = 2  # as every command's
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.errors import ConfigError
-from octavo.trace.frames.encode import Frame, Source
-from octavo.trace.frames.sink import FrameSink
-from octavo.trace.frames.spool import Spool
-from octavo.trace.perfetto import PerfettoSink, TraceFile
-from octavo.trace.sink import EventSink, Several
+from octavo.observe.frames.encode import Frame, Source
+from octavo.observe.frames.sink import FrameSink
+from octavo.observe.frames.spool import Spool
+from octavo.observe.perfetto import PerfettoSink, TraceFile
+from octavo.observe.sink import EventSink, Several
 
 
 class Watchers:

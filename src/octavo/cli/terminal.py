@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from octavo.cli.startup import limit_remarks
 from octavo.config import Config
 from octavo.executors.protocol import Capacity
-from octavo.trace.log_lines import tell
+from octavo.observe.log_lines import tell
 
 
 @contextmanager

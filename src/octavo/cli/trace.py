@@ -7,9 +7,9 @@ import argparse
 from octavo.cli.flags import UsageError, check_output
 from octavo.cli.recorded_views import Views, Wanted, write_views
 from octavo.cli.terminal import say
-from octavo.trace.frames.sink import MAX_STEPS
-from octavo.trace.perfetto import MAX_TRACKS
-from octavo.trace.recording import open_recording
+from octavo.observe.frames.sink import MAX_STEPS
+from octavo.observe.perfetto import MAX_TRACKS
+from octavo.observe.recording import open_recording
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from octavo.config.spelling import unknown
 from octavo.core.limits import Limits
 from octavo.core.policy import find_policy
 from octavo.errors import ConfigError
+from octavo.observe.recording import Recording
 from octavo.settings import SETTINGS, Setting
 from octavo.simulator.costs import cost_model
 from octavo.simulator.recorded import recorded_run
@@ -21,7 +22,6 @@ from octavo.simulator.routers import ROUTERS
 from octavo.simulator.run import Setup, simulate
 from octavo.simulator.summary import summarise
 from octavo.simulator.workloads import Shaping, open_workload
-from octavo.trace.recording import Recording
 
 MAX_COLUMNS = 8
 _PARTS = ("cache", "scheduling")

@@ -24,13 +24,13 @@ from octavo.engine.delivery import Delivery, Outbox
 from octavo.engine.flight import Flight
 from octavo.engine.grammars import Built, Grammars, collect, submit
 from octavo.engine.heartbeat import NoHeart
-from octavo.engine.instruments import Instruments
 from octavo.engine.replies import Reply, attempt, ignore
-from octavo.engine.step_times import StepTimes
 from octavo.engine.suspects import Suspects
 from octavo.errors import EngineDeadError, EngineError, QueueFullError, RequestError, StepFailedError
 from octavo.executors.protocol import Executor
-from octavo.trace.sink import EventSink
+from octavo.observe.instruments import Instruments
+from octavo.observe.sink import EventSink
+from octavo.observe.step_times import StepTimes
 
 _LOG = logging.getLogger(__name__)
 MIN_WAIT_S = 0.001  # an empty plan waits at least this long, so that a deadline just missed cannot spin

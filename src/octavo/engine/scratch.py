@@ -1,7 +1,7 @@
 """The folders of engine processes: their sockets, and the pages that are written at each step.
 
 Owns: where they are made, the names in them, and removing what a killed engine left.
-Does not: make them (engine/process.py does).
+Does not: make them (frontend/process.py does).
 Invariant: only what engines make is removed, by name and kind, in a folder of this user; no link is followed.
 """
 

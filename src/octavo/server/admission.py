@@ -17,7 +17,7 @@ from enum import IntEnum
 
 from octavo.config import AdmissionConfig
 from octavo.errors import BusyError, LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
-from octavo.metrics.requests import Finished
+from octavo.observe.metrics.requests import Finished
 from octavo.server.estimate import Estimator, Work
 from octavo.server.keys import NOBODY, KeyInfo
 from octavo.server.rates import Meter

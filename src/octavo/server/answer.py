@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from octavo.core.plan import TokenLogprobs
-    from octavo.engine.sessions import TextDelta, Usage
+    from octavo.frontend.sessions import TextDelta, Usage
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 

@@ -47,7 +47,7 @@ from octavo.server.trusted_hosts import TrustedHostMiddleware
 
 if TYPE_CHECKING:
     from octavo.config import Config
-    from octavo.engine.sessions import Sessions
+    from octavo.frontend.sessions import Sessions
     from octavo.text.text_model import TextModel
 
 

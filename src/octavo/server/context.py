@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from octavo.core.sampling_params import sampling_defaults
-from octavo.metrics.engine import cache_info
-from octavo.metrics.requests import RequestMetrics
+from octavo.observe.metrics.engine import cache_info
+from octavo.observe.metrics.requests import RequestMetrics
+from octavo.observe.otel import Tracer
 from octavo.server.admission import Admission
 from octavo.server.batches.service import BatchService
 from octavo.server.directory import Directory
@@ -36,11 +37,10 @@ from octavo.server.shares import Shares
 from octavo.server.waiting import WaitingRoom
 from octavo.text.dialect import Dialect, read_dialect
 from octavo.tool.process import ToolProcess
-from octavo.trace.otel import Tracer
 
 if TYPE_CHECKING:
     from octavo.config import Config
-    from octavo.engine.sessions import Sessions
+    from octavo.frontend.sessions import Sessions
     from octavo.text.text_model import TextModel
 
 EngineStatistics = Callable[[], Awaitable[Mapping[str, object]]]

@@ -33,7 +33,7 @@ from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
 from octavo.server.terms import Served, max_wait_s, terms_of
 
 if TYPE_CHECKING:
-    from octavo.engine.sessions import Terms
+    from octavo.frontend.sessions import Terms
 
 T = TypeVar("T")
 Vector: TypeAlias = "array[float]"  # float32

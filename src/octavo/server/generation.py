@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 from octavo import errors
 from octavo.core.request import FinishReason, SamplingParams
-from octavo.engine.output_slices import token_bytes
-from octavo.engine.sessions import Terms
 from octavo.errors import EngineDeadError, EngineError, OctavoError, RequestError, StepFailedError
-from octavo.metrics.requests import Finished, RequestMetrics
+from octavo.frontend.output_slices import token_bytes
+from octavo.frontend.sessions import Terms
+from octavo.observe.metrics.requests import Finished, RequestMetrics
+from octavo.observe.request_trace import RequestTrace, Timed
 from octavo.server.admission import Lease
 from octavo.server.faults import ApiError, cancelled_error, from_exception
-from octavo.trace.request_trace import RequestTrace, Timed
 
 if TYPE_CHECKING:
-    from octavo.engine.deltas import Usage
-    from octavo.engine.sessions import Session, Sessions, TextDelta
+    from octavo.frontend.deltas import Usage
+    from octavo.frontend.sessions import Session, Sessions, TextDelta
 
 Merged = asyncio.Queue["tuple[int, TextDelta] | asyncio.Task[None]"]
 GIVEN_UP = (FinishReason.CANCELLED, FinishReason.TIMEOUT)

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import msgpack
 from starlette.requests import Request
 
-from octavo.engine.journal_records import Began
 from octavo.errors import OctavoError
+from octavo.frontend.journal_records import Began
 from octavo.server.faults import ApiError, bad_field, draining_error, from_exception, internal_error
 from octavo.server.replay import Position, Replay, Tape
 from octavo.server.shapes.form import Form
@@ -32,8 +32,8 @@ from octavo.server.shares import Shares, keeps_most
 
 if TYPE_CHECKING:
     from octavo.config import RetryConfig
-    from octavo.engine.deltas import TextDelta
-    from octavo.engine.journal import Journal
+    from octavo.frontend.deltas import TextDelta
+    from octavo.frontend.journal import Journal
     from octavo.server.answer import Pieces
 
 KEY_HEADER = b"idempotency-key"

@@ -15,12 +15,12 @@ from dataclasses import replace
 import msgspec
 
 from octavo.engine.client import Accepted, EngineClient
-from octavo.engine.deltas import TextDelta
-from octavo.engine.entry import Entry
-from octavo.engine.journal import Journal
-from octavo.engine.journal_state import HeldRequest, HeldRun
-from octavo.engine.sessions import Session
-from octavo.engine.transcript import Transcript
+from octavo.frontend.deltas import TextDelta
+from octavo.frontend.entry import Entry
+from octavo.frontend.journal import Journal
+from octavo.frontend.journal_state import HeldRequest, HeldRun
+from octavo.frontend.sessions import Session
+from octavo.frontend.transcript import Transcript
 from octavo.server.admission import Lease, Wish
 from octavo.server.context import Context
 from octavo.server.directory import MARK

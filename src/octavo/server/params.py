@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from octavo.core.request import SamplingParams
 from octavo.core.sampling_params import DEFAULT_MAX_TOKENS, MODEL_FIELDS
-from octavo.engine.sessions import check_stream
 from octavo.errors import InvalidRequestError
+from octavo.frontend.sessions import check_stream
 from octavo.server.bodies.chat import ChatBody
 from octavo.server.bodies.completion import CompletionBody
 from octavo.server.bodies.sampling import MAX_PROMPT_SCORES, SamplingBody

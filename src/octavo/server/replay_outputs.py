@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, EngineClient, TokenOutput, Verb
-from octavo.engine.entry import Entry
-from octavo.engine.output_slices import slices
-from octavo.engine.sessions import Sessions
 from octavo.errors import EngineError
+from octavo.frontend.entry import Entry
+from octavo.frontend.output_slices import slices
+from octavo.frontend.sessions import Sessions
 
 
 def one_by_one(sessions: Sessions) -> Sessions:

@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.request import SamplingParams
-from octavo.engine.output_slices import MAX_SLICE
 from octavo.errors import OctavoError
+from octavo.frontend.output_slices import MAX_SLICE
 from octavo.server.admission import Wish
 from octavo.server.auth import KEY
 from octavo.server.bodies.sampling import SamplingBody

@@ -26,7 +26,7 @@ from octavo.server.web_settings import check_web, tls_options
 
 if TYPE_CHECKING:
     from octavo.config import Config
-    from octavo.engine.sessions import Sessions
+    from octavo.frontend.sessions import Sessions
     from octavo.server.context import EngineStatistics
     from octavo.text.text_model import TextModel
 

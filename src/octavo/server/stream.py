@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import OctavoError
-from octavo.metrics.requests import RequestMetrics
+from octavo.observe.metrics.requests import RequestMetrics
 from octavo.server.connection import CUT
 from octavo.server.faults import ApiError, draining_error, from_exception, internal_error
 from octavo.server.lifecycle import ClientGoneError, Lifecycle, ServerStoppingError
@@ -25,7 +25,7 @@ from octavo.server.limits import HttpLimits
 from octavo.server.shapes.shape import Shape
 
 if TYPE_CHECKING:
-    from octavo.engine.deltas import TextDelta
+    from octavo.frontend.deltas import TextDelta
 
 LOOK_S = 0.25  # while a client does not read
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -14,7 +14,7 @@ from octavo.server.faults import ApiError
 from octavo.server.keys import KeyInfo
 
 if TYPE_CHECKING:
-    from octavo.engine.sessions import Terms
+    from octavo.frontend.sessions import Terms
     from octavo.server.context import Context
 
 

@@ -12,10 +12,10 @@ from types import TracebackType
 from starlette.requests import Request
 
 from octavo.core.request import SamplingParams
+from octavo.observe.request_trace import RequestTrace, Value
 from octavo.server.context import Context
 from octavo.server.faults import from_exception
 from octavo.server.shell import ARRIVAL
-from octavo.trace.request_trace import RequestTrace, Value
 
 _PARENT = ("traceparent", "tracestate")
 _MAX_HEADER = 512  # of each; the standard's own bound on what must be taken

@@ -14,13 +14,13 @@ from octavo.core.plan import StepPlan
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import ConfigError
+from octavo.observe.recording import RecordedRequest, RecordedStep, Recording, arrivals, steps
+from octavo.observe.recording.calls import Admit, Plan
 from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival, choice_lengths
 from octavo.simulator.cost_model import StepShape
 from octavo.simulator.outcomes import NEVER, Outcomes
 from octavo.simulator.totals import ReplicaTotals, Run
-from octavo.trace.recording import RecordedRequest, RecordedStep, Recording, arrivals, steps
-from octavo.trace.recording.calls import Admit, Plan
 
 GRID = 2.0**20  # points in a second
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.errors import ConfigError
+from octavo.observe.sink import EventSink
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.tally import Tally
-from octavo.trace.sink import EventSink
 
 MakeSink = Callable[[Scheduler], EventSink]
 GiveUp = Callable[[Tally, float], bool]

@@ -8,10 +8,10 @@ from dataclasses import replace
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
+from octavo.observe.recording.steps import RecordedStep
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.run import Setup, simulate
-from octavo.trace.recording.steps import RecordedStep
 
 IDLE_S = 0.003  # a plan later than so is not the one that an engine makes at once
 LIMITS = Limits(16, (400,), 4096, 1000, 256, 16)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.trace.recording.driving import RecordedDriver
+from tests.observe.recording.driving import RecordedDriver
 
 from octavo.core.limits import Limits
+from octavo.observe.recording import open_recording
+from octavo.observe.recording.arrivals import arrivals
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.run import Setup, simulate
 from octavo.simulator.workloads import open_workload
-from octavo.trace.recording import open_recording
-from octavo.trace.recording.arrivals import arrivals
 
 
 @pytest.mark.parametrize("seed", [3, 4, 5])

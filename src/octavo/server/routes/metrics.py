@@ -11,17 +11,17 @@ from prometheus_client.exposition import generate_latest
 from starlette.responses import Response
 
 from octavo.errors import EngineError
-from octavo.metrics.admission import AdmissionMetrics
-from octavo.metrics.engine import EngineMetrics
-from octavo.metrics.log import LogMetrics
-from octavo.metrics.responses import ResponseMetrics
-from octavo.metrics.retries import RetryMetrics
-from octavo.metrics.tool import ToolMetrics
+from octavo.observe.log_lines import num_dropped_lines
+from octavo.observe.metrics.admission import AdmissionMetrics
+from octavo.observe.metrics.engine import EngineMetrics
+from octavo.observe.metrics.log import LogMetrics
+from octavo.observe.metrics.responses import ResponseMetrics
+from octavo.observe.metrics.retries import RetryMetrics
+from octavo.observe.metrics.tool import ToolMetrics
 from octavo.server.auth import KEY
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError
 from octavo.server.keys import KeyInfo
-from octavo.trace.log_lines import num_dropped_lines
 
 PROBE_TIMEOUT_S = 2.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -20,8 +20,8 @@ from octavo.server.shapes.framing import OPENAI
 from octavo.server.shapes.text_logprobs import EchoedPrompt, LogprobColumns, add_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
-    from octavo.engine.deltas import TextDelta
-    from octavo.engine.sessions import Scores
+    from octavo.frontend.deltas import TextDelta
+    from octavo.frontend.sessions import Scores
     from octavo.server.shapes.form import Form
 
 

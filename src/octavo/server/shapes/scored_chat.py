@@ -15,8 +15,8 @@ from octavo.server.shapes.chunks import ChunkStream
 from octavo.server.shapes.text_logprobs import prompt_logprobs
 
 if TYPE_CHECKING:
-    from octavo.engine.deltas import TextDelta
-    from octavo.engine.sessions import Scores
+    from octavo.frontend.deltas import TextDelta
+    from octavo.frontend.sessions import Scores
     from octavo.server.generation import Choice
     from octavo.server.shapes.form import Form
     from octavo.server.shapes.framing import Framing

@@ -12,9 +12,9 @@ from math import log
 
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
+from octavo.observe.recording.steps import RecordedStep
 from octavo.simulator.cost_model import StepShape, shape_of
 from octavo.simulator.costs.fitted import Fit, Fitted
-from octavo.trace.recording.steps import RecordedStep
 
 BLOCK = 32  # steps that are compared together
 SLACK = 1.0  # spreads that a block may be off by without being counted

@@ -1,6 +1,6 @@
 """A recording of one's own server as a workload: its arrivals, lengths, block keys, tenants and objectives.
 
-Owns: what of a recorded request an arrival keeps. Does not: read recordings (octavo.trace.recording does).
+Owns: what of a recorded request an arrival keeps. Does not: read recordings (octavo.observe.recording does).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
+from octavo.observe.recording.arrivals import RecordedRequest, arrivals
+from octavo.observe.recording.reader import open_recording
 from octavo.simulator.arrival import Arrival, choice_lengths
 from octavo.simulator.workloads.source import Notes, Source, Surroundings
 from octavo.simulator.workloads.spec import Spec
-from octavo.trace.recording.arrivals import RecordedRequest, arrivals
-from octavo.trace.recording.reader import open_recording
 
 
 def recording(spec: Spec, around: Surroundings) -> Source:

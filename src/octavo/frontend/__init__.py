@@ -1,0 +1,1 @@
+"""What outlives an engine: open requests, the processes of engines, sessions of text, the journal."""

@@ -1,0 +1,231 @@
+"""The library's asynchronous face: whole answers and streams of text over Sessions.
+
+Owns: prompts in their accepted forms, default parameters, cancelling what a caller abandons.
+Does not: build an engine (assembly does), or use threads but for writing a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from os import PathLike
+from typing import Any, Self, cast
+
+from octavo.core.request import FinishReason, SamplingParams, Want
+from octavo.core.sampling_params import sampling_defaults
+from octavo.errors import InvalidRequestError
+from octavo.frontend.results import EmbeddingOutput, GrowingOutput, RequestOutput, embedded, whole
+from octavo.frontend.sessions import Prompt, Session, Sessions, TextDelta, check_stream
+from octavo.observe.metrics.export import Table, save_json_lines
+
+AnyPrompt = Prompt | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+AnyParams = SamplingParams | Mapping[str, Any] | None
+OnDelta = Callable[[TextDelta], None]
+_NOTHING_SAMPLED = SamplingParams(seed=0)  # so that it draws no seed: those of later requests stay
+
+
+class AsyncEngine:
+    """Generates from prompts and conversations. All methods belong to one event loop."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions = sessions
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What is used where no params are given: the model's own generation config."""
+        return self.read_params(None)
+
+    async def generate(
+        self, prompt: AnyPrompt, sampling_params: AnyParams = None, request_id: str | None = None, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt, giving the answer so far whenever it grew; the last one has `finished` set.
+
+        `async for output in llm.generate("Hello", params, "my-id")`. Leaving the loop early (and closing it) cancels
+        the request. Of best_of > n only the end is given. Options are those of Sessions.submit.
+        """
+        text, session = await self._open(prompt, sampling_params, {**options, "request_id": request_id})
+        growing = GrowingOutput(session, text)
+        try:
+            async for delta in session:
+                if growing.add(delta):
+                    yield growing.output()
+        finally:
+            await session.cancel()
+
+    async def complete(
+        self,
+        prompt: AnyPrompt,
+        sampling_params: AnyParams = None,
+        *,
+        on_delta: OnDelta | None = None,
+        **options: Any,
+    ) -> RequestOutput:
+        """Return the whole answer; options are those of Sessions.submit. Cancelled with the task that awaits it.
+
+        `on_delta` sees every delta as it comes; if it raises, this request ends with an error, and only it.
+        """
+        text, session = await self._open(prompt, sampling_params, options, is_streamed=on_delta is not None)
+        try:
+            deltas = await session.collect() if on_delta is None else await _watched(session, on_delta)
+        finally:
+            await session.cancel()
+        return whole(session, text, deltas)
+
+    async def embed(self, prompt: AnyPrompt, **options: Any) -> EmbeddingOutput:
+        """Give a prompt's vector (docs/embeddings.md); options are those of Sessions.submit. Raises EngineError."""
+        text, ids = self._read_prompt(prompt)
+        session = await self.sessions.submit(ids, _NOTHING_SAMPLED, **{**options, "wants": Want.POOL})
+        try:
+            return embedded(session, text, await session.collect())
+        finally:
+            await session.cancel()
+
+    async def stream(
+        self, prompt: AnyPrompt, sampling_params: AnyParams = None, **options: Any
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Continue a prompt, delta by delta; leaving the loop early (and closing it) cancels the request.
+
+        Choices come interleaved, beams at the end. Raises InvalidRequestError for best_of > n.
+        """
+        _, session = await self._open(prompt, sampling_params, options, is_streamed=True)
+        try:
+            async for delta in session:
+                yield delta
+        finally:
+            await session.cancel()
+
+    async def chat(
+        self,
+        messages: str | Messages,
+        sampling_params: AnyParams = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+        on_delta: OnDelta | None = None,
+        **options: Any,
+    ) -> RequestOutput:
+        """Answer a conversation, or one message of a user, through the model's chat template.
+
+        `template` has arguments for it.
+        """
+        prompt = self.chat_prompt(messages, template)
+        return await self.complete(prompt, self.chat_params(sampling_params), on_delta=on_delta, **options)
+
+    async def stream_chat(
+        self,
+        messages: str | Messages,
+        sampling_params: AnyParams = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Answer a conversation, delta by delta."""
+        prompt = self.chat_prompt(messages, template)
+        async with aclosing(self.stream(prompt, self.chat_params(sampling_params), **options)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    def chat_prompt(self, messages: str | Messages, template: Mapping[str, Any] | None = None) -> Sequence[int]:
+        """Return the ids of a conversation. Raises InvalidRequestError."""
+        listed: Messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        if not isinstance(listed, Sequence) or not all(isinstance(message, Mapping) for message in listed):
+            raise InvalidRequestError(
+                'messages must be a text or a list such as [{"role": "user", "content": "Hello"}]', "messages"
+            )
+        ids: Sequence[int] = self.sessions.text.prompt_ids_from_messages([*map(dict, listed)], **(template or {}))
+        return ids
+
+    async def statistics(self) -> Mapping[str, object]:
+        """Engine counters and gauges as plain JSON values."""
+        return await self.sessions.client.statistics()
+
+    async def export_statistics(self) -> Mapping[str, Table]:
+        """Tables of the last steps and requests (docs/statistics.md). Raises EngineError when nothing is collected."""
+        return cast(Mapping[str, Table], await self.sessions.client.control("export_statistics"))
+
+    async def reset_statistics(self) -> None:
+        """Forget the figures of steps and requests; totals since the start stay. Raises EngineError as above."""
+        await self.sessions.client.control("reset_statistics")
+
+    async def save_statistics(self, path: str | PathLike[str]) -> None:
+        """Write the tables as lines of JSON, replacing the file whole. Raises EngineError, OSError."""
+        tables = await self.export_statistics()
+        await asyncio.to_thread(save_json_lines, path, tables)
+
+    async def close(self) -> None:
+        """Stop the engine; every open request is answered first. Idempotent."""
+        await self.sessions.client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _open(
+        self, prompt: AnyPrompt, given: AnyParams, options: Mapping[str, Any], is_streamed: bool = False
+    ) -> tuple[str | None, Session]:
+        params = self.read_params(given)
+        text, ids = self._read_prompt(prompt)
+        if is_streamed:
+            check_stream(params)
+        return text, await self.sessions.submit(ids, params, **options)
+
+    def read_params(self, given: object) -> SamplingParams:
+        """Return the parameters in force: a SamplingParams as it is; a dict's fields over the model's own defaults.
+
+        max_tokens left out is 16.
+
+        Raises InvalidRequestError.
+        """
+        if isinstance(given, SamplingParams):
+            return given
+        if given is None or isinstance(given, Mapping):
+            return SamplingParams(**{**sampling_defaults(self.sessions.text.spec.generation), **(given or {})})
+        kind = type(given).__name__
+        raise InvalidRequestError(f"sampling_params is a {kind}; give SamplingParams(...) or a dict", "sampling_params")
+
+    def chat_params(self, given: object) -> SamplingParams:
+        """As read_params, but of an answer in a chat: max_tokens left out of a dict is as many as fit."""
+        if given is None or isinstance(given, Mapping):
+            given = {"max_tokens": None, **(given or {})}
+        return self.read_params(given)
+
+    def _read_prompt(self, prompt: AnyPrompt) -> tuple[str | None, Sequence[int]]:
+        """The text, if the prompt is given as text, and its ids."""
+        if isinstance(prompt, Mapping):
+            known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
+            if not known or set(prompt) - {"prompt", "prompt_token_ids"}:
+                raise InvalidRequestError(
+                    f"a prompt has the keys {sorted(prompt)}; give 'prompt' (text) or 'prompt_token_ids'", "prompt"
+                )
+            prompt = prompt[known[0]]
+        if isinstance(prompt, str):
+            return prompt, self.sessions.prompt_ids(prompt)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)):
+            return None, prompt
+        raise InvalidRequestError(f"a prompt is a {type(prompt).__name__}; give a text or token ids", "prompt")
+
+
+async def _watched(session: Session, on_delta: OnDelta) -> list[TextDelta]:
+    """Collect deltas, showing each to a callback; one that raises ends this request."""
+    deltas: list[TextDelta] = []
+    failure: str | None = None
+    async for delta in session:
+        deltas.append(delta)
+        if failure is None:
+            try:
+                on_delta(delta)
+            except Exception as error:  # the caller's code: whatever it raises is this request's end
+                failure = f"the callback raised {type(error).__name__}: {error}"
+                await session.cancel(FinishReason.ERROR)
+    if failure is None:
+        return deltas
+    return [
+        delta
+        if delta.finish_reason is None
+        else replace(delta, finish_reason=FinishReason.ERROR, stop_reason=None, message=failure)
+        for delta in deltas
+    ]

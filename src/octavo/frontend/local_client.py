@@ -1,0 +1,119 @@
+"""EngineClient for an engine loop in this process.
+
+Owns: the hand-over from the engine's thread to the event loop's: one wake-up for all that a step brought.
+Does not: protect from crashes; an engine that dies takes the process's model with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from functools import partial
+from typing import cast
+
+from octavo.core.request import FinishReason, Request
+from octavo.engine.client import Accepted, TokenOutput, Verb
+from octavo.engine.loop import EngineLoop
+from octavo.frontend.bell import Bell
+from octavo.frontend.channels import Channels
+
+JOIN_POLL_S = 0.005
+_EPOCH = 0  # an engine in this process has one life
+
+
+class LocalClient:
+    """Talks to an EngineLoop, which it attaches to; starts it at the first request."""
+
+    def __init__(self, engine: EngineLoop) -> None:
+        self._engine = engine
+        self._channels = Channels(_EPOCH)
+        self._pending: deque[Callable[[], None]] = deque()
+        self._is_woken = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._bell = Bell(self._drain)
+        engine.attach(lambda delivery: self._hand_over(partial(self._channels.deliver, _EPOCH, delivery)))
+
+    async def submit(self, request: Request) -> Accepted:
+        """Hand a request over. Raises RequestError, EngineDeadError; cancelled while waiting, the request is too."""
+        self._bind()
+        self._channels.open(request)
+        try:
+            accepted = await self._ask(partial(self._engine.submit, request))
+        except BaseException:
+            self._channels.forget(request.request_id)
+            self._engine.cancel((request.request_id,))
+            raise
+        return cast(Accepted, accepted)
+
+    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+        """Outputs of an accepted request, ending after the final one."""
+        return self._channels.outputs(request_id, final_only)
+
+    async def cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """End requests, or one choice of them, in whatever state."""
+        self._engine.cancel(request_ids, reason, choice)
+
+    async def statistics(self) -> Mapping[str, object]:
+        """Engine counters and gauges as plain JSON values."""
+        self._bind()
+        return cast(Mapping[str, object], await self._ask(self._engine.statistics))
+
+    async def control(self, verb: Verb, argument: str = "") -> object:
+        """See EngineClient."""
+        self._bind()
+        return await self._ask(partial(self._engine.control, verb, argument))
+
+    async def close(self) -> None:
+        """Stop the engine; every open request is answered first. Idempotent."""
+        self._engine.stop()
+        while not self._engine.join(0):  # no thread waits for it: at the interpreter's end none can be started
+            await asyncio.sleep(JOIN_POLL_S)
+        self._drain()
+        if self._loop is not None and not self._loop.is_closed():
+            self._bell.leave(self._loop)
+        self._loop = None
+
+    def _bind(self) -> None:
+        """Serve the running event loop; a new one (a second asyncio.run) takes over from a closed one."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            assert self._loop is None or self._loop.is_closed(), "one client serves one event loop"
+            self._loop = loop
+            self._is_woken = False
+            self._bell.listen(loop)
+        self._engine.start()
+
+    async def _ask(self, ask: Callable[[Callable[[object], None]], None]) -> object:
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        ask(lambda value: self._hand_over(partial(_settle, answer, value)))
+        return await answer
+
+    def _hand_over(self, action: Callable[[], None]) -> None:
+        """From any thread: run the action in the event loop, with one wake-up for all that are pending."""
+        self._pending.append(action)
+        if self._is_woken or self._loop is None:
+            return
+        self._is_woken = True
+        if not self._loop.is_closed():
+            self._bell.ring()
+        else:  # the event loop was closed over open requests: nobody is left to read
+            self._pending.clear()
+            self._engine.cancel([entry.request.request_id for entry in self._channels.ledger])
+
+    def _drain(self) -> None:
+        # Reset first: an action appended from here on either is seen by the loop below or wakes us again.
+        self._is_woken = False
+        while self._pending:
+            self._pending.popleft()()
+
+
+def _settle(answer: asyncio.Future[object], value: object) -> None:
+    if answer.done():
+        return
+    if isinstance(value, Exception):
+        answer.set_exception(value)
+    else:
+        answer.set_result(value)

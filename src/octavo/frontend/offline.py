@@ -1,0 +1,305 @@
+"""The library's synchronous face: batches of prompts in, answers in input order out.
+
+Owns: a thread with an event loop, batches with a progress bar, iterators over streams.
+Does not: know more of the engine than AsyncEngine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from os import PathLike
+from typing import Any, Self, TypeVar
+
+from octavo.core.request import SamplingParams
+from octavo.errors import InvalidRequestError, RequestError
+from octavo.frontend.async_llm import AnyParams, AnyPrompt, AsyncEngine, Messages
+from octavo.frontend.results import EmbeddingOutput, RequestOutput
+from octavo.frontend.sessions import Sessions, TextDelta
+from octavo.observe.metrics.export import Table
+
+_T = TypeVar("_T")
+_P = TypeVar("_P")
+_Answer = TypeVar("_Answer", bound=RequestOutput | EmbeddingOutput)
+Params = AnyParams | Sequence[AnyParams]
+_TEMPLATE_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools")
+# Other arguments that vLLM's methods have: what to do instead. None is taken as left out.
+_ELSEWHERE = {
+    "lora_request": "adapters are not supported",
+    "priority": "give it to AsyncLLM.generate, or serve with --policy priority",
+    "prompt_token_ids": 'give {"prompt_token_ids": [...]} as the prompt',
+    "tokenization_kwargs": 'give {"prompt_token_ids": [...]} as the prompt',
+    "chat_template": 'give it to LLM(..., chat_template="FILE")',
+    "chat_template_content_format": "messages hold text",
+    "mm_processor_kwargs": "messages hold text",
+}
+Advance = Callable[[RequestOutput | EmbeddingOutput], None]
+
+
+class OfflineEngine:
+    """Generates in batches. Safe to use from several threads; close() or leave the context when done."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._engine = AsyncEngine(sessions)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_serve, args=(self._loop,), name="octavo-sessions", daemon=True)
+        self._thread.start()
+        self._close = weakref.finalize(self, _shut, self._engine, self._loop, self._thread)
+
+    def generate(
+        self,
+        prompts: AnyPrompt | Sequence[AnyPrompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        on_delta: Callable[[int, TextDelta], None] | None = None,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Continue each prompt: text, ids, or {"prompt": ...} / {"prompt_token_ids": ...}; one or a list of them.
+
+        Returns one answer per prompt, in input order. `sampling_params` is a SamplingParams, or a dict of its fields
+        over the model's own defaults; one for all prompts or a list with one for each. `params` is another name for
+        it. `use_tqdm` (or `progress`) shows a progress bar, on a terminal only. `on_delta(index, delta)` runs in
+        another thread; if it raises, that answer ends with an error. A refused prompt raises RequestError, and the
+        others are cancelled; a request that fails later is an answer with finish_reason "error".
+        """
+        given, shown = _named("generate", sampling_params, use_tqdm, others)
+        return self._run_all(_as_list(prompts), given, shown, on_delta)
+
+    def chat(
+        self,
+        messages: str | Messages | Sequence[str | Messages],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        template: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, through the model's chat template, in input order.
+
+        A conversation is a list of messages, or a text: one message of a user. `template` (or `chat_template_kwargs`)
+        has arguments for the template, `tools`, `add_generation_prompt` and `continue_final_message` among them, which
+        may also be given by name. Otherwise as generate.
+        """
+        arguments = {**(template or {}), **(others.pop("chat_template_kwargs", None) or {})}
+        arguments |= {name: others.pop(name) for name in _TEMPLATE_OPTIONS if name in others}
+        given, shown = _named("chat", sampling_params, use_tqdm, others)
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        is_one = not is_list or (len(messages) > 0 and isinstance(messages[0], Mapping))
+        conversations: Sequence[Any] = [messages] if is_one else messages
+        prompts = [self._engine.chat_prompt(conversation, arguments) for conversation in conversations]
+        each = [self._engine.chat_params(one) for one in _spread(given, len(prompts))]
+        return self._run_all(prompts, each, shown, None)
+
+    def embed(
+        self, prompts: AnyPrompt | Sequence[AnyPrompt], use_tqdm: bool = True, **others: Any
+    ) -> list[EmbeddingOutput]:
+        """Give each prompt's vector (docs/embeddings.md), in input order; prompts are those of generate.
+
+        The first one that is refused or fails raises its error, and the others are cancelled.
+        """
+        _, shown = _named("embed", None, use_tqdm, others)
+        listed = _as_list(prompts)
+        if not listed:
+            return []
+        with _bar(len(listed), shown) as advance:
+            return self._wait(_all(self._engine.embed, listed, advance))
+
+    def stream(self, prompt: AnyPrompt, sampling_params: AnyParams = None) -> Iterator[TextDelta]:
+        """Continue one prompt, delta by delta; leaving the loop early cancels the request."""
+        return self._iterate(self._engine.stream(prompt, sampling_params))
+
+    def stream_chat(
+        self, messages: str | Messages, sampling_params: AnyParams = None, template: Mapping[str, Any] | None = None
+    ) -> Iterator[TextDelta]:
+        """Answer one conversation, delta by delta."""
+        return self._iterate(self._engine.stream_chat(messages, sampling_params, template=template))
+
+    @property
+    def text(self) -> Any:
+        """The tokenizer, chat template and specification (a TextModel)."""
+        return self._engine.sessions.text
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What is used where no params are given: the model's own generation config."""
+        return self._engine.default_params
+
+    def statistics(self) -> Mapping[str, object]:
+        """Engine counters and gauges as plain JSON values."""
+        return self._wait(self._engine.statistics())
+
+    def export_statistics(self) -> Mapping[str, Table]:
+        """Tables of the last steps and requests (docs/statistics.md). Raises EngineError when nothing is collected."""
+        return self._wait(self._engine.export_statistics())
+
+    def reset_statistics(self) -> None:
+        """Forget the figures of steps and requests; totals since the start stay. Raises EngineError as above."""
+        self._wait(self._engine.reset_statistics())
+
+    def save_statistics(self, path: str | PathLike[str]) -> None:
+        """Write the tables as lines of JSON, replacing the file whole. Raises EngineError, OSError."""
+        self._wait(self._engine.save_statistics(path))
+
+    def close(self) -> None:
+        """Stop the engine and its threads; open requests are answered first. Idempotent."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run_all(
+        self,
+        prompts: Sequence[AnyPrompt],
+        params: Params,
+        is_shown: bool,
+        on_delta: Callable[[int, TextDelta], None] | None,
+    ) -> list[RequestOutput]:
+        each = [self._engine.read_params(one) for one in _spread(params, len(prompts))]
+        if not prompts:
+            return []
+        with _bar(len(prompts), is_shown) as advance:
+            return self._wait(_gather(self._engine, prompts, each, advance, on_delta))
+
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run in the event loop's thread; an interrupt here cancels it there."""
+        if not self._close.alive:
+            work.close()
+            raise RuntimeError("this engine is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _iterate(self, deltas: AsyncGenerator[TextDelta, None]) -> Iterator[TextDelta]:
+        async def following() -> TextDelta | None:
+            return await anext(deltas, None)
+
+        async def close() -> None:
+            await deltas.aclose()
+
+        try:
+            while (delta := self._wait(following())) is not None:
+                yield delta
+        finally:
+            if self._close.alive:
+                self._wait(close())
+
+
+async def _gather(
+    engine: AsyncEngine,
+    prompts: Sequence[AnyPrompt],
+    params: Sequence[SamplingParams],
+    advance: Advance,
+    on_delta: Callable[[int, TextDelta], None] | None,
+) -> list[RequestOutput]:
+    def answer(index: int) -> Awaitable[RequestOutput]:
+        watch = None if on_delta is None else lambda delta: on_delta(index, delta)
+        return engine.complete(prompts[index], params[index], on_delta=watch)
+
+    return await _all(answer, range(len(prompts)), advance)
+
+
+async def _all(answer: Callable[[_P], Awaitable[_Answer]], prompts: Sequence[_P], advance: Advance) -> list[_Answer]:
+    """Answers to all prompts at once, in order. The first error ends the others."""
+
+    async def one(index: int) -> _Answer:
+        try:
+            output = await answer(prompts[index])
+        except RequestError as error:
+            if len(prompts) > 1:
+                error.add_note(f"this was prompt {index} of {len(prompts)}")
+            raise
+        advance(output)
+        return output
+
+    tasks = [asyncio.ensure_future(one(index)) for index in range(len(prompts))]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _named(method: str, params: Params, use_tqdm: object, others: dict[str, Any]) -> tuple[Params, bool]:
+    """Return the sampling parameters and whether a bar is shown, whichever of their names they were given by.
+
+    Raises InvalidRequestError for any other argument, with what to give instead.
+    """
+    if (alias := others.pop("params", None)) is not None:
+        if params is not None:
+            raise InvalidRequestError("sampling_params and params are one argument; give one of them", "params")
+        params = alias
+    is_shown = bool(others.pop("progress", use_tqdm))
+    for name, value in others.items():
+        if name not in _ELSEWHERE:
+            raise InvalidRequestError(f"{method}() has no argument {name}; see help(LLM.{method})", name)
+        if value is not None:
+            raise InvalidRequestError(f"{method}() has no argument {name}; {_ELSEWHERE[name]}", name)
+    return params, is_shown
+
+
+def _spread(params: object, count: int) -> list[object]:
+    """Return one entry per prompt; a list gives one to each, anything else is for all."""
+    if not isinstance(params, (list, tuple)):
+        return [params] * count
+    if len(params) != count:
+        message = f"{len(params)} sampling_params for {count} prompts; give one, or one for each"
+        raise InvalidRequestError(message, "sampling_params")
+    return list(params)
+
+
+def _as_list(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
+    """A single prompt is a text, a mapping, or a list that begins with a token id; anything else is a list of them."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        kind = type(prompts).__name__
+        raise InvalidRequestError(f"prompts is a {kind}; give a text, token ids, or a list of them", "prompts")
+    return [prompts] if len(prompts) > 0 and isinstance(prompts[0], int) else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _shut(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if loop.is_closed() or not thread.is_alive() or thread is threading.current_thread():
+        return  # collected in its own thread: it cannot wait for itself, and ends with the process
+    asyncio.run_coroutine_threadsafe(_close_all(engine), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+async def _close_all(engine: AsyncEngine) -> None:
+    """Close the engine, and let whoever still reads see the end."""
+    await engine.close()
+    rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    if rest:
+        await asyncio.wait(rest, timeout=1.0)
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()
+
+
+def _bar(total: int, is_shown: bool) -> AbstractContextManager[Advance]:
+    if not (is_shown and sys.stderr.isatty()):
+        return nullcontext(lambda _: None)
+    from octavo.frontend.progress import BatchBar  # rich costs 50 ms to import: only where it shows
+
+    return BatchBar(total)

@@ -1,0 +1,368 @@
+"""Sessions: text in and out over an EngineClient.
+
+Owns: checks that need the model's vocabulary or the engine's size, seeds, deadlines, the keys of prompt blocks, deltas
+of text, stopping choices at stop strings, choosing among best_of.
+Does not: know HTTP, batch, or retry.
+Invariants: each choice's last delta, and only that, has a finish_reason, the request's last one the usage; every
+request sent has a seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from octavo.core.kv.keys import prompt_keys
+from octavo.core.plan import TokenLogprobs
+from octavo.core.request import FinishReason, Request, SamplingParams, Want
+from octavo.engine.client import Accepted, EngineClient, TokenOutput
+from octavo.errors import AdmissionError, EngineDeadError, InvalidRequestError
+from octavo.executors.protocol import Capacity
+from octavo.frontend.channels import Reading
+from octavo.frontend.deltas import TextDelta, Usage, best_choices
+from octavo.frontend.entry import num_choices
+from octavo.frontend.output_slices import slice_tokens, slices
+from octavo.frontend.transcript import Transcript
+
+if TYPE_CHECKING:
+    from octavo.text.text_model import TextModel
+
+__all__ = ["Prompt", "Session", "Sessions", "Terms", "TextDelta", "Usage", "check_stream"]
+
+Prompt = str | Sequence[int]
+Scores = tuple[int, tuple[TokenLogprobs, ...]]  # of the prompt: first position, entries
+OFF_LOOP_TOKENS = 16_384  # beyond this, hashing a prompt's blocks takes over a millisecond
+
+
+class Terms(TypedDict, total=False):
+    """How a request is to be served. `timeout_s` counts from now, as does `queue_timeout_s`, which bounds the wait;
+    objectives are seconds to the first token and for each token after it, and guide the deadline policy; `tenant`
+    shares the engine with others under the fair policy; `wants` is what is computed where that is no text.
+    """
+
+    priority: int
+    tenant: str
+    cache_salt: bytes
+    timeout_s: float | None
+    queue_timeout_s: float | None
+    ttft_objective: float | None
+    tpot_objective: float | None
+    wants: Want
+
+
+def check_stream(params: SamplingParams) -> None:
+    """Refuse to stream choices that are only chosen at the end. Raises InvalidRequestError."""
+    if not params.beam_width and params.num_sequences > params.n:
+        raise InvalidRequestError(
+            f"best_of is {params.best_of} and n is {params.n}: which choices are the best is known at the end only, so "
+            "they cannot be streamed; leave best_of out, or do not stream",
+            "best_of",
+        )
+
+
+def _wants(params: SamplingParams) -> Want:
+    if params.max_tokens == 0:
+        return Want.SCORE
+    return Want.SAMPLE if params.prompt_logprobs is None else Want.SAMPLE | Want.SCORE
+
+
+class _Choice:
+    """One growing choice. `logprob_sum` is None where it is not known."""
+
+    __slots__ = ("logprob_sum", "transcript")
+
+    def __init__(self, transcript: Transcript, is_summed: bool) -> None:
+        self.transcript = transcript
+        self.logprob_sum: float | None = 0.0 if is_summed else None
+
+    def add(self, logprobs: Sequence[TokenLogprobs | None], num_ids: int) -> None:
+        """Count the log-probabilities of its next ids."""
+        if self.logprob_sum is not None:
+            known = [entry.logprob for entry in logprobs if entry is not None]
+            self.logprob_sum = self.logprob_sum + sum(known) if len(known) == num_ids else None
+
+
+class Session:
+    """One accepted request. Iterate once; cancel at any time, from any task.
+
+    Choices are interleaved as they come. Those of best_of > n come at the end, whole, and are numbered best first.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        request: Request,
+        accepted: Accepted,
+        make_transcript: Callable[[], Transcript],
+    ) -> None:
+        params = request.params
+        self.request_id = request.request_id
+        self.params = params
+        self.accepted = accepted
+        self.prompt_logprobs: Scores | None = None
+        self.is_cancelled = False  # whether it ended because somebody cancelled it
+        self._client = client
+        self._request = request
+        is_summed = params.num_logprobs is not None
+        self._choices = [_Choice(make_transcript(), is_summed) for _ in range(num_choices(params))]
+        self._outputs = client.outputs(request.request_id)
+        self._is_ranked = len(self._choices) > params.n
+        self._slices: deque[TokenOutput] = deque()  # of an output that was larger
+        self._slice_tokens = slice_tokens(params.num_logprobs)
+        self._ready: deque[TextDelta] = deque()
+        self._has_ended = False
+
+    @property
+    def prompt_token_ids(self) -> array[int]:
+        """The prompt as the engine has it."""
+        assert self._request.prompt_token_ids is not None
+        return self._request.prompt_token_ids
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that are here and were not read, as far as the client tells."""
+        waiting = self._outputs.num_unread if isinstance(self._outputs, Reading) else 0
+        return waiting + sum(len(output.token_ids) for output in self._slices)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last delta was given."""
+        return self._has_ended and not self._ready
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
+        return self
+
+    async def __anext__(self) -> TextDelta:
+        if not self._ready:
+            await self._fill()
+        elif self._ready[0].prompt_logprobs is not None:
+            await asyncio.sleep(0)  # there may be many, all here, and others wait for this event loop
+        return self._ready.popleft()
+
+    async def _fill(self) -> None:
+        """Wait until there is a delta to give."""
+        if self._has_ended:
+            raise StopAsyncIteration
+        held: list[TextDelta] = []
+        while (output := await self._next_output()) is not None:
+            if output.prompt_logprobs is not None:
+                self._give_scores(output.prompt_logprobs)
+            delta = await self._take(output)
+            self._has_ended = output.is_final
+            if self._is_ranked:
+                held += [delta] if delta is not None else []
+                if output.is_final:
+                    self._ready.extend(best_choices(held, self.params.n))
+            elif delta is not None:
+                self._ready.append(delta)
+            if self._ready and (self._has_ended or not self._is_ranked):
+                return
+        self._has_ended = True
+        raise EngineDeadError(f"the outputs of request {self.request_id} ended without a finish reason")
+
+    async def _next_output(self) -> TokenOutput | None:
+        """The next output, None behind the last. Large ones come in slices: so do the deltas of a slow reader."""
+        if not self._slices:
+            output = await anext(self._outputs, None)
+            if output is None or len(output.token_ids) <= self._slice_tokens:
+                return output
+            self._slices.extend(slices(output, self._slice_tokens))
+        return self._slices.popleft()
+
+    async def collect(self) -> list[TextDelta]:
+        """All deltas. Without stop strings this wakes up once, at the end."""
+        self._slice_tokens = sys.maxsize
+        if not self.params.stop:
+            self._outputs = self._client.outputs(self.request_id, final_only=True)
+        return [delta async for delta in self]
+
+    async def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End the request in whatever state; iterating still gives its last delta. Idempotent."""
+        if not self._has_ended:
+            await self._client.cancel((self.request_id,), reason)
+
+    def _give_scores(self, scores: Scores) -> None:
+        """Give log-probabilities of the prompt, in pieces that are quickly made into something else."""
+        self.prompt_logprobs = scores
+        first, entries = scores
+        size = slice_tokens(self.params.prompt_logprobs)
+        for start in range(0, len(entries), size):
+            piece = (first + start, entries[start : start + size])
+            self._ready.append(TextDelta(0, "", array("i"), prompt_logprobs=piece))
+
+    async def _take(self, output: TokenOutput) -> TextDelta | None:
+        """The delta of an output, None when there is nothing to tell; a choice that met a stop string is ended."""
+        now = time.monotonic()
+        choice = self._choices[output.choice]
+        transcript = choice.transcript
+        was_cut = transcript.stop_string is not None
+        text, count = transcript.push(output.token_ids, output.finish_reason)
+        if transcript.stop_string is not None and not was_cut and output.finish_reason is None:
+            await self._client.cancel((self.request_id,), FinishReason.STOP, output.choice)
+        logprobs = None if output.logprobs is None else output.logprobs[:count]
+        choice.add(logprobs or (), count)
+        shown = logprobs if self.params.logprobs is not None else None
+        delta = TextDelta(output.choice, text, output.token_ids[:count], shown)
+        if output.finish_reason is not None:
+            return self._last(delta, output, now)
+        return delta if delta.token_ids else None
+
+    def _last(self, delta: TextDelta, output: TokenOutput, now: float) -> TextDelta:
+        choice = self._choices[output.choice]
+        transcript = choice.transcript
+        is_stopped = transcript.stop_string is not None
+        self.is_cancelled |= not is_stopped and output.finish_reason is FinishReason.CANCELLED
+        return replace(
+            delta,
+            finish_reason=FinishReason.STOP if is_stopped else self._reason(output),
+            stop_reason=transcript.stop_string if is_stopped else transcript.stop_token_id,
+            usage=self._usage(output, now) if output.is_final else None,
+            message=None if is_stopped else output.message,
+            cumulative_logprob=choice.logprob_sum,
+            pooled=output.pooled,
+        )
+
+    def _reason(self, output: TokenOutput) -> FinishReason | None:
+        """Why a choice ended; one that was to have no tokens ends by its length."""
+        is_done = output.finish_reason is FinishReason.STOP
+        return FinishReason.LENGTH if is_done and self.params.max_tokens == 0 else output.finish_reason
+
+    def _usage(self, output: TokenOutput, now: float) -> Usage:
+        arrival = self._request.arrival
+        return Usage(
+            prompt_tokens=self._request.num_prompt_tokens,
+            completion_tokens=sum(choice.transcript.num_tokens for choice in self._choices),
+            cached_tokens=output.cached_tokens,
+            queue_s=output.queue_s,
+            ttft_s=(output.first_at if output.first_at is not None else now) - arrival,
+            e2e_s=now - arrival,
+            preempted=output.preempted,
+        )
+
+
+class Sessions:
+    """Opens sessions on one engine and one model. `seed` feeds the seeds of requests that have none.
+
+    `capacity` is the engine's: with it, requests of too many sequences are refused here, and the keys of prompt blocks
+    are computed here, off the step loop.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        text: TextModel,
+        seed: int = 0,
+        *,
+        capacity: Capacity | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.client = client
+        self.text = text
+        self.capacity = capacity
+        self._seeds = random.Random(seed)
+        self._eos_token_ids = tuple(dict.fromkeys((*text.spec.eos_token_ids, *text.tokenizer.eos_token_ids)))
+        self._now = now
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a prompt and its answer."""
+        return self.text.spec.max_model_len if self.capacity is None else self.capacity.max_model_len
+
+    def prompt_ids(self, prompt: Prompt) -> Sequence[int]:
+        """Ids of a prompt given as text (with special tokens) or as ids."""
+        return self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    async def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        **terms: Unpack[Terms],
+    ) -> Session:
+        """Check and send a request. Raises InvalidRequestError before the engine sees it, AdmissionError after."""
+        num_kept = params.num_kept(self.max_model_len)
+        ids = self._check(prompt_ids if num_kept is None else prompt_ids[-num_kept:], params)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        params = replace(params, seed=seed, truncate_prompt_tokens=None)
+        request = await self._with_keys(self._request(request_id, ids, params, terms))
+        accepted = await self.client.submit(request)
+
+        def make_transcript() -> Transcript:
+            return Transcript(self.text.tokenizer, params, request.eos_token_ids)
+
+        return Session(self.client, request, accepted, make_transcript)
+
+    def _request(self, request_id: str | None, ids: array[int], params: SamplingParams, terms: Terms) -> Request:
+        unknown = terms.keys() - Terms.__optional_keys__
+        if unknown:
+            raise TypeError(f"submit() knows no {sorted(unknown)[0]}; it takes {', '.join(Terms.__annotations__)}")
+        for name in ("timeout_s", "queue_timeout_s", "ttft_objective", "tpot_objective"):
+            value = terms.get(name)
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+                shown = name.removesuffix("_s")
+                raise InvalidRequestError(f"{shown} is {value!r}; give seconds above 0", shown)
+        arrival, timeout_s = self._now(), terms.get("timeout_s")
+        return Request(
+            request_id if request_id is not None else secrets.token_hex(12),
+            ids,
+            params,
+            arrival,
+            eos_token_ids=self._eos_token_ids,
+            wants=terms.get("wants", _wants(params)),
+            priority=terms.get("priority", 0),
+            tenant=terms.get("tenant", ""),
+            cache_salt=terms.get("cache_salt", b""),
+            deadline=None if timeout_s is None else arrival + timeout_s,
+            queue_timeout=terms.get("queue_timeout_s"),
+            ttft_objective=terms.get("ttft_objective"),
+            tpot_objective=terms.get("tpot_objective"),
+        )
+
+    async def _with_keys(self, request: Request) -> Request:
+        """The request with the keys of its prompt's blocks; a long prompt's do not hold up the event loop."""
+        if self.capacity is None:
+            return request
+        if request.num_prompt_tokens > OFF_LOOP_TOKENS:
+            keys = await asyncio.to_thread(prompt_keys, request, self.capacity.block_size)
+        else:
+            keys = prompt_keys(request, self.capacity.block_size)
+        return replace(request, block_keys=keys)
+
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> array[int]:
+        if not prompt_ids:
+            raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
+        count = params.num_sequences
+        if self.capacity is not None and count > self.capacity.num_slots:
+            name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
+            raise AdmissionError(
+                f"{name} is {count}, this engine runs {self.capacity.num_slots} sequences; lower it or raise "
+                "--max-num-seqs",
+                name,
+            )
+        for name in ("stop_token_ids", "allowed_token_ids", "dry_breaker_ids"):
+            self._check_ids(name, getattr(params, name))
+        self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
+        self._check_ids("bad_words_ids", [token_id for word in params.bad_words_ids for token_id in word])
+        return self._check_ids("prompt", prompt_ids)
+
+    def _check_ids(self, param: str, ids: Sequence[int]) -> array[int]:
+        largest = self.text.spec.vocab_size - 1
+        try:
+            packed = array("i", ids)
+        except (TypeError, OverflowError):
+            packed = None
+        if packed is None or (packed and not 0 <= min(packed) <= max(packed) <= largest):
+            wrong = next(i for i in ids if not isinstance(i, int) or not 0 <= i <= largest)
+            raise InvalidRequestError(
+                f"{param} holds {wrong!r}; this model's token ids are whole numbers from 0 to {largest}", param
+            )
+        return packed

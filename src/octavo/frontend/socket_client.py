@@ -1,0 +1,290 @@
+"""EngineClient for an engine process behind a Unix socket.
+
+Owns: the connection, the answers awaited; the channels, unless deliveries go to a keeper.
+Does not: start or restart the process (see process).
+Invariants: when the connection ends, every question is answered with an error, and so is every open request unless a
+keeper has them; frames of another epoch, and malformed ones, are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from octavo.core.request import FinishReason, Request
+from octavo.engine import wire
+from octavo.engine.client import Accepted, TokenOutput, Verb
+from octavo.engine.delivery import Delivery
+from octavo.errors import EngineDeadError, EngineError, InvalidRequestError, OctavoError
+from octavo.executors.protocol import Capacity
+from octavo.frontend.channels import Channels
+
+_READ_BYTES = 1 << 18
+
+Receive = Callable[[int, Delivery], None]  # gets the epoch and what came
+
+
+class SocketClient:
+    """One connection to one engine process; lives in one event loop."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        epoch: int,
+        receive: Receive | None = None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.epoch = epoch
+        self.num_malformed = 0
+        self.num_stale = 0
+        self.channels = Channels(epoch)
+        self._receive = receive or self.channels.deliver
+        self._reader = reader
+        self._writer = writer
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[object]] = {}
+        self._submits: dict[str, asyncio.Future[Accepted]] = {}
+        self._asked_at: dict[str | int, float] = {}  # what has no answer yet, oldest first
+        self._ready: asyncio.Future[Capacity] = loop.create_future()
+        self._end: OctavoError | None = None
+        self._is_closing = False
+        self._reading = loop.create_task(self._read_all(), name="octavo-reader")
+
+    @classmethod
+    async def connect(cls, path: Path, epoch: int, receive: Receive | None = None) -> SocketClient:
+        """Connect to a listening engine. Raises OSError."""
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        return cls(reader, writer, epoch, receive)
+
+    async def ready(self) -> Capacity:
+        """Wait until the engine is open. Raises whatever kept it from opening, or EngineDeadError."""
+        return await asyncio.shield(self._ready)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the connection stands."""
+        return self._end is None
+
+    async def ended(self, timeout_s: float | None = None) -> None:
+        """Wait for the end of the connection, at most so long."""
+        await asyncio.wait({self._reading}, timeout=timeout_s)
+
+    @property
+    def unanswered(self) -> tuple[str, ...]:
+        """Requests that were sent and neither taken nor refused; those at the connection's end, once it has ended."""
+        return tuple(self._submits)
+
+    @property
+    def asked_at(self) -> float | None:
+        """When the oldest question without an answer was asked, on the monotonic clock."""
+        return next(iter(self._asked_at.values()), None)
+
+    async def submit(self, request: Request) -> Accepted:
+        """Hand a request over. Raises RequestError, EngineDeadError."""
+        self._check_alive()
+        self.channels.open(request)
+        answer: asyncio.Future[Accepted] | None = None
+        try:
+            answer = self.send(request)
+            await self._drain()
+            return await answer
+        except BaseException:
+            self.channels.forget(request.request_id)
+            if answer is not None and self.is_alive and not answer.done():
+                self._post(wire.frame(wire.Cancel(self.epoch, (request.request_id,), FinishReason.CANCELLED)))
+            raise
+        finally:
+            _unasked(self._answered(self._submits, request.request_id))
+
+    def send(self, request: Request) -> asyncio.Future[Accepted]:
+        """Send a request that is recorded elsewhere; the future has the engine's answer, or what ended the engine.
+
+        Raises InvalidRequestError when no frame holds it, EngineDeadError.
+        """
+        self._check_alive()
+        frame = _frame_of(wire.Submit.of(self.epoch, request))
+        answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+        self._submits[request.request_id] = answer
+        self._asked_at[request.request_id] = time.monotonic()
+        self._post(frame)
+        return answer
+
+    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+        """Outputs of an accepted request, ending after the final one."""
+        return self.channels.outputs(request_id, final_only)
+
+    async def cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """End requests, or one choice of them, in whatever state; nothing to do once the engine is gone."""
+        await self._tell(wire.Cancel(self.epoch, tuple(request_ids), reason, choice))
+
+    def post_cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """As cancel, without waiting until it is written."""
+        if self.is_alive:
+            self._post(wire.frame(wire.Cancel(self.epoch, tuple(request_ids), reason, choice)))
+
+    def post_order(self, verb: Verb) -> None:
+        """Give an order whose answer says nothing, without waiting."""
+        if self.is_alive:
+            self._post(wire.frame(wire.Ask(self.epoch, next(self._numbers), verb, "")))
+
+    async def statistics(self) -> Mapping[str, object]:
+        """Engine counters and gauges as plain JSON values."""
+        return cast(Mapping[str, object], await self._ask("statistics", ""))
+
+    async def control(self, verb: Verb, argument: str = "") -> object:
+        """See EngineClient."""
+        return await self._ask(verb, argument)
+
+    async def close(self) -> None:
+        """Let the engine answer everyone, then end the connection. Idempotent."""
+        if not self._is_closing:
+            self._is_closing = True
+            await self._tell(wire.Close(self.epoch))
+        await self.ended()
+
+    def abandon(self) -> None:
+        """End the connection at once; open requests end with an error."""
+        self._writer.close()
+
+    async def _ask(self, verb: str, argument: str) -> object:
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        self._asked_at[number] = time.monotonic()
+        try:
+            await self._write(wire.frame(wire.Ask(self.epoch, number, verb, argument)))
+            return await answer
+        finally:
+            _unasked(self._answered(self._answers, number))
+
+    async def _tell(self, message: wire.Cancel | wire.Close) -> None:
+        """Send what an engine that is gone need not hear: its end answers everyone anyway."""
+        if self.is_alive:
+            with contextlib.suppress(EngineDeadError):
+                await self._write(wire.frame(message))
+
+    def _answered(self, waiting: dict[Any, asyncio.Future[Any]], key: str | int) -> asyncio.Future[Any] | None:
+        """Nothing is awaited under this key any more; the future that was."""
+        self._asked_at.pop(key, None)
+        return waiting.pop(key, None)
+
+    def _post(self, frame: bytes) -> None:
+        """Write without waiting. A connection that has just broken takes nothing; its end answers everybody soon.
+
+        uvloop calls that an error, asyncio does not.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._writer.write(frame)
+
+    async def _write(self, frame: bytes) -> None:
+        self._post(frame)
+        await self._drain()
+
+    async def _drain(self) -> None:
+        try:
+            await self._writer.drain()
+        except (ConnectionError, RuntimeError) as error:
+            raise EngineDeadError(f"the engine process ended: {error}") from None
+
+    def _check_alive(self) -> None:
+        if self._end is not None:
+            raise EngineDeadError(str(self._end))
+
+    async def _read_all(self) -> None:
+        splitter = wire.FrameSplitter()
+        reason = "its connection ended"
+        try:
+            while data := await self._reader.read(_READ_BYTES):
+                for body in splitter.feed(data):
+                    self._handle(body)
+        except (OSError, wire.WireError) as error:
+            reason = str(error)
+        finally:
+            self._finish(reason)
+            self._writer.close()
+
+    def _handle(self, body: bytes) -> None:
+        """Act on one frame."""
+        try:
+            message = wire.decode_from_engine(body)
+            delivery = message.delivery() if isinstance(message, wire.Outputs) else None
+        except wire.WireError:
+            self.num_malformed += 1
+            return
+        if message.epoch != self.epoch:
+            self.num_stale += 1
+        elif delivery is not None:
+            self._receive(message.epoch, delivery)
+        elif isinstance(message, wire.Took):
+            _settle(self._answered(self._submits, message.request_id), message.accepted())
+        elif isinstance(message, wire.Answer):
+            _settle(self._answered(self._answers, message.number), message.value)
+        elif isinstance(message, wire.Failure):
+            self._fail(message)
+        elif isinstance(message, wire.Ready):
+            _settle(
+                self._ready, message.capacity if message.version == wire.VERSION else _other_version(message.version)
+            )
+
+    def _fail(self, message: wire.Failure) -> None:
+        if message.request_id is not None:
+            _settle(self._answered(self._submits, message.request_id), message.error())
+        elif message.number is not None:
+            _settle(self._answered(self._answers, message.number), message.error())
+        elif self._ready.done():
+            self._finish(message.message)
+        else:
+            self._end = message.error()
+            _settle(self._ready, self._end)
+            self._ready.exception()  # whoever starts the engine asks; nobody else has to
+
+    def _finish(self, reason: str) -> None:
+        """The end: everyone who waits is answered."""
+        if self._end is None:
+            self._end = EngineDeadError(
+                "the engine was stopped" if self._is_closing else f"the engine process ended: {reason}"
+            )
+        waiting: tuple[asyncio.Future[Any], ...] = (self._ready, *self._submits.values(), *self._answers.values())
+        for answer in waiting:
+            _settle(answer, self._end)
+        self._asked_at.clear()
+        if not self._ready.cancelled():
+            self._ready.exception()
+        self.channels.end_all(FinishReason.ERROR, f"EngineDeadError: {self._end}")
+
+
+def _other_version(version: int) -> EngineError:
+    return EngineError(f"the engine process speaks version {version} of the protocol, this one {wire.VERSION}")
+
+
+def _frame_of(message: wire.Submit) -> bytes:
+    try:
+        return wire.frame(message)
+    except wire.WireError as error:
+        raise InvalidRequestError(f"the request is too large: {error}", "prompt") from None
+
+
+def _unasked(answer: asyncio.Future[Any] | None) -> None:
+    """Nobody will look at this answer any more: an error in it is no news."""
+    if answer is not None and answer.done() and not answer.cancelled():
+        answer.exception()
+
+
+def _settle(answer: asyncio.Future[Any] | None, value: object) -> None:
+    if answer is None or answer.done():
+        return
+    if isinstance(value, Exception):
+        answer.set_exception(value)
+    else:
+        answer.set_result(value)

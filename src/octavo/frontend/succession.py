@@ -1,0 +1,156 @@
+"""Succession: one engine process after another, the next one open already where a standby is wanted.
+
+Owns: the numbers of epochs, the standby, what every later engine must have in common with the first.
+Does not: watch an engine that was given out, or say how often there may be another.
+Invariants: epochs grow in the order in which engines are given out; later engines have the first one's KV blocks, so
+that what was admitted once can be admitted again; no process is left behind by close().
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from octavo.config import Config
+from octavo.errors import EngineDeadError, OctavoError
+from octavo.executors.protocol import Capacity
+from octavo.frontend.process import OPEN_LIMIT_S, EngineProcess
+from octavo.frontend.socket_client import Receive
+
+_LOG = logging.getLogger(__name__)
+LATER_OPEN_S = 120.0  # that every later engine has to open, or OPEN_MARGIN times what the first one took
+OPEN_MARGIN = 10.0
+STANDBY_PAUSES_S = (1.0, 5.0, 30.0)  # before a standby that died, or did not open, is tried again
+
+
+class Succession:
+    """Starts engines with one configuration and command; their deliveries go to `receive`."""
+
+    def __init__(self, config: Config, command: Sequence[str], receive: Receive) -> None:
+        self._config = config
+        self._command = tuple(command)
+        self._receive = receive
+        self._epochs = itertools.count(1)
+        self._capacity: Capacity | None = None
+        self._open_limit_s = OPEN_LIMIT_S
+        self._standby: EngineProcess | None = None
+        self._opening: asyncio.Task[EngineProcess] | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def has_standby(self) -> bool:
+        """Whether one is open and waits."""
+        return self._standby is not None and self._standby.client.is_alive
+
+    @property
+    def standby_pid(self) -> int | None:
+        """The process id of the standby, if there is one."""
+        return self._standby.pid if self._standby is not None else None
+
+    async def next(self) -> EngineProcess:
+        """The next engine: the standby, the one that is being opened, or a fresh one. Raises what kept it from opening.
+
+        An engine that cannot hold what the first one held is refused (EngineDeadError).
+        """
+        opening, self._opening = self._opening, None
+        if self._keeping is not None:
+            self._keeping.cancel()
+            self._keeping = None
+        standby, self._standby = self._standby, None
+        if opening is not None:
+            with contextlib.suppress(OctavoError, OSError):
+                standby = await _unless_cancelled(opening)
+        if standby is not None:
+            if standby.client.is_alive:
+                return standby
+            await standby.reap()
+        return await self._start()
+
+    def prepare(self) -> None:
+        """Begin to open a standby, unless there is one. It is replaced when it dies."""
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep(), name="octavo-standby")
+
+    async def close(self) -> None:
+        """End the standby, or its opening. Idempotent."""
+        tasks = [task for task in (self._keeping, self._opening) if task is not None]
+        self._keeping = self._opening = None
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, EngineProcess):  # it became ready just now
+                await outcome.close()
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            await standby.close()
+
+    async def _start(self) -> EngineProcess:
+        begun = time.monotonic()
+        engine = await EngineProcess.start(
+            self._config,
+            epoch=next(self._epochs),
+            command=self._command,
+            receive=self._receive,
+            open_limit_s=self._open_limit_s,
+        )
+        if self._capacity is None:
+            self._open_limit_s = min(OPEN_LIMIT_S, max(LATER_OPEN_S, OPEN_MARGIN * (time.monotonic() - begun)))
+            self._capacity = engine.capacity
+            cache = replace(
+                self._config.cache,
+                num_blocks=engine.capacity.num_blocks[0],
+                kv_cache_bytes=None,
+                kv_cache_tokens=None,
+                memory_fraction=None,
+            )
+            self._config = replace(self._config, cache=cache)
+        elif not _holds(engine.capacity, self._capacity):
+            await engine.close()
+            raise EngineDeadError(
+                f"the new engine has {engine.capacity.num_blocks} blocks, {self._capacity.num_blocks} are needed"
+            )
+        return engine
+
+    async def _keep(self) -> None:
+        """Have a standby at all times. It is no matter of life and death, so its failures only make it wait."""
+        failures = 0
+        while True:
+            self._opening = asyncio.create_task(self._start(), name="octavo-opening")
+            try:
+                self._standby = await asyncio.shield(self._opening)
+                failures = 0
+            except (OctavoError, OSError) as error:
+                _LOG.warning("the standby engine cannot be opened: %s", error)
+            self._opening = None
+            if self._standby is not None:
+                await self._standby.client.ended()
+                _LOG.warning("the standby engine ended (%s)", self._standby.describe_exit())
+                lost, self._standby = self._standby, None
+                await lost.reap()
+            await asyncio.sleep(STANDBY_PAUSES_S[min(failures, len(STANDBY_PAUSES_S) - 1)])
+            failures += 1
+
+
+async def _unless_cancelled(opening: asyncio.Task[EngineProcess]) -> EngineProcess:
+    """What is being opened; if whoever waits is cancelled, the opening is too."""
+    try:
+        return await opening
+    except asyncio.CancelledError:
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        raise
+
+
+def _holds(capacity: Capacity, needed: Capacity) -> bool:
+    """Whether whatever fits one engine fits the other."""
+    return (
+        all(have >= want for have, want in zip(capacity.num_blocks, needed.num_blocks, strict=True))
+        and capacity.max_model_len >= needed.max_model_len
+        and capacity.num_slots >= needed.num_slots
+        and capacity.vocab_size == needed.vocab_size
+    )

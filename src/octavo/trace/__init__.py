@@ -1,1 +1,0 @@
-"""Traces of requests, and how lines of the log look."""

@@ -1,0 +1,54 @@
+"""Random runs of a scheduler that is recorded, in memory: what comes out is read back and replayed.
+
+Owns: RecordedRun, its driver, and a recording made of its segments. Does not: check anything itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.core.scheduler import Scheduler
+from octavo.observe.recording.calls import Ended, Header
+from octavo.observe.recording.encoding import Encoder
+from octavo.observe.recording.items import Item
+from octavo.observe.recording.recorded_scheduler import RecordedScheduler
+from octavo.observe.recording.segments import pack_header, pack_records, preamble
+from tests.core.harness import Run
+from tests.core.random_driver import Driver
+from tests.fake_model import FakeExecutor
+
+
+class RecordedRun(Run):
+    """A run whose scheduler hands its calls to `lives`, one list for each engine that lived."""
+
+    lives: list[list[Item]]
+
+    def make_engine(self) -> tuple[Scheduler, FakeExecutor]:
+        _, executor = super().make_engine()
+        if not hasattr(self, "lives"):
+            self.lives = []
+        items: list[Item] = []
+        self.lives.append(items)
+        return RecordedScheduler(self.limits, items.append, lambda: self.now), executor
+
+    def write(self, folder: Path, has_text: bool = False) -> Path:
+        """Write what was recorded, a segment for each life."""
+        for number, items in enumerate(self.lives, start=1):
+            write_segment(
+                folder / f"{number:04d}.octrec", Header("tiny", self.limits, self.depth, has_text=has_text), items
+            )
+        return folder
+
+
+def write_segment(path: Path, header: Header, items: list[Item], per_frame: int = 50) -> None:
+    """Write a segment as a recorder does."""
+    encoder = Encoder(header.has_text)
+    records = [encoder.encode(item) for item in (*items, Ended(0.0, "the engine was stopped"))]
+    frames = [pack_records(records[at : at + per_frame]) for at in range(0, len(records), per_frame)]
+    path.write_bytes(preamble() + pack_header(header) + b"".join(frames))
+
+
+class RecordedDriver(Driver):
+    """The random driver over a recorded run."""
+
+    run_type = RecordedRun
