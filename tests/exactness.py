@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from octavo.core.invariants import check_no_leaks
 from octavo.core.limits import Limits
 from octavo.core.plan import ROW_BEAM, ROW_CARRY, ROW_FORK, Event, EventKind, Events, StepPlan, TokenLogprobs
 from octavo.core.request import Request, SamplingParams
@@ -23,6 +22,7 @@ from octavo.executors.protocol import Capacity, Executor, Ticket
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.matcher import Matcher
 from octavo.grammar.vocabulary import Vocabulary
+from tests.core.invariants import check_no_leaks
 
 Watch = Callable[[Scheduler, StepPlan], None]  # called with each plan as it is submitted
 

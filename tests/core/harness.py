@@ -1,7 +1,7 @@
 """Drives a scheduler and a fake executor as the loop does, and checks every promise that shows from outside.
 
 Owns: Run (the loop's verbs with a clock and records), checks of the events and of the end. Does not: check plans
-(see plan_checks) or texts (see records), or look into the scheduler beyond its public verbs and octavo.core.invariants.
+(see plan_checks) or texts (see records), or look into the scheduler beyond its public verbs and tests.core.invariants.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from tests.core import invariants
 from tests.core.plan_checks import PlanChecks
 from tests.core.records import ENDED_EARLY, Record
 from tests.fake_model import FakeExecutor, Faults, InjectedError
 
-from octavo.core import invariants
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, WaitReason
 from octavo.core.request import FinishReason, Request, SamplingParams

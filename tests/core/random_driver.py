@@ -1,7 +1,7 @@
 """A seeded random driver: every verb of the scheduler in random order, with faults, then quiescence.
 
 Owns: how a seed becomes actions. A seed replays bit for bit. Does not: check anything itself (the harness, the fake
-executor and octavo.core.invariants do), or choose sizes and requests (random_config, random_requests).
+executor and tests.core.invariants do), or choose sizes and requests (random_config, random_requests).
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from collections import deque
 from typing import Any
 
 import pytest
+from tests.core import invariants
 from tests.core.random_config import BUILT_IN
 from tests.core.state_digest import state_digest, state_lines
 
-from octavo.core import invariants
 from octavo.core.forward import end_rows, forward, look_ahead
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, StepPlan, StepResult

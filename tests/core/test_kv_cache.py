@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from tests.core import invariants
 from tests.core.harness import Record, Run, limits, prompt
 from tests.fake_model import quads, triples
 
-from octavo.core import invariants
 from octavo.core.kv.keys import prompt_keys
 from octavo.core.kv.pool import BlockPool
 from octavo.core.plan import EventKind, StepPlan

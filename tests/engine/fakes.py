@@ -15,12 +15,12 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+from tests.core import invariants
 from tests.fake_model import FakeExecutor, Slot, oracle
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from octavo.config import StatisticsConfig
-from octavo.core import invariants
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request, SamplingParams

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo.core.invariants import check_no_leaks
 from octavo.core.limits import Limits
 from octavo.core.plan import ROW_CARRY, ROW_FORK, ROW_SAMPLE, StepPlan
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.executors.protocol import Capacity, Executor
+from tests.core.invariants import check_no_leaks
 from tests.exactness import limits_of
 from tests.executors.driver import SPEC, Dense, Driver, make_prompt
 from tests.executors.test_torch_executor import make

@@ -20,7 +20,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from octavo.core import invariants
 from octavo.core.request import FinishReason, Request, RequestState, SamplingParams, Status
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted
@@ -28,6 +27,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import OctavoError
 from octavo.frontend.socket_client import SocketClient
+from tests.core import invariants
 from tests.engine.fakes import VOCAB_SIZE, GatedExecutor, Harness, make_limits, open_fake
 from tests.reliability.scorecard import Score
 

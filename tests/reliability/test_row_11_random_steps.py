@@ -2,7 +2,7 @@
 
 The checks are the driver's (tests/core/random_driver): budgets, caps, separation, victims, bypasses and drafts of every
 plan (plan_checks), events in order and one end each (harness), every text against the oracle of the hash chain in the
-blocks (records), counts at each step and all of octavo.core.invariants every 16th and on events.
+blocks (records), counts at each step and all of tests.core.invariants every 16th and on events.
 To replay a seed: OCTAVO_RANDOM_SEED=N pytest tests/reliability/test_row_11_random_steps.py
 """
 
@@ -15,9 +15,9 @@ from collections import Counter
 
 import pytest
 
-from octavo.core import invariants
 from octavo.core.plan import EventKind
 from octavo.core.request import FinishReason
+from tests.core import invariants
 from tests.core.random_driver import Driver
 from tests.reliability.scorecard import IS_WHOLE, Score
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 
-from octavo.core import invariants
 from octavo.core.limits import Limits
 from octavo.core.request import SamplingParams
 from octavo.core.scheduler import Scheduler
@@ -17,6 +16,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
 from tests.beam_oracle import beam_oracle
+from tests.core import invariants
 from tests.fake_model import FakeExecutor, oracle
 from tests.server.fakes import EOS, Harness, Wire, events, make_text
 

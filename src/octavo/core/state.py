@@ -2,7 +2,7 @@
 
 Owns: requests, queues, cache, slots, plans in flight, the event log; finish, end_choice and preempt, the ways out
 of the running list. Does not: compose plans (planning) or read results (committing).
-Invariants: see invariants.check.
+Invariants: see tests/core/invariants.py.
 """
 
 from __future__ import annotations
