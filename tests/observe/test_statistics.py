@@ -18,12 +18,13 @@ from octavo.config import StatisticsConfig
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult, WaitReason
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.engine import statistics, wire
+from octavo.engine import wire
 from octavo.engine.client import Accepted
 from octavo.errors import EngineError
 from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.sessions import Sessions
+from octavo.observe import statistics
 from octavo.observe.metrics.export import Table, records, save_json_lines, to_csv
 from octavo.observe.metrics.rings import RecordRing
 from octavo.observe.metrics.series import FINE_SECONDS, Histogram

@@ -19,7 +19,7 @@ from octavo.core.request import FinishReason, Request
 from octavo.frontend.keeper import EngineKeeper
 from octavo.frontend.process import COMMAND
 
-FAKE = (sys.executable, str(Path(__file__).parents[1] / "engine" / "fake_engine.py"))
+FAKE = (sys.executable, str(Path(__file__).parents[1] / "frontend" / "fake_engine.py"))
 WAIT_S = 60.0  # for what must come
 
 
