@@ -40,10 +40,10 @@ class PlanChecks:
     def before(self) -> None:
         """Note the order before a plan is made."""
         state = self.run.scheduler.state
-        judge = state.judge
+        policy = state.policy
         self.num_passed = {name: entry.num_bypassed for name, entry in state.requests.items()}
         if self.has_sane_policy:
-            self.victim_ranks = {entry.name: judge.victim_rank(entry) for entry in state.requests.values()}
+            self.victim_ranks = {entry.name: policy.victim_rank(entry) for entry in state.requests.values()}
             self.places = {
                 entry.name: (entry.lane, entry.rank)
                 for entry in state.requests.values()

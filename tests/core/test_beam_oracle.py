@@ -9,7 +9,7 @@ import pytest
 from tests.beam_oracle import beam_oracle
 from tests.hash_chain import Continuation, candidates
 
-from octavo.core.branching import BeamGroup, BeamRules
+from octavo.core.beam_search import BeamGroup, BeamRules
 from octavo.core.request import SamplingParams
 
 VOCAB_SIZE = 13

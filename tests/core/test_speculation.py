@@ -12,9 +12,10 @@ from tests.core.random_driver import Driver
 from tests.hash_chain import HABIT
 
 from octavo.core.limits import Limits
+from octavo.core.ngrams import PAUSES, WORTH, DraftHistory
 from octavo.core.plan import ROW_SAMPLE, StepPlan, StepResult, WaitReason
 from octavo.core.request import FinishReason, Request, SamplingParams
-from octavo.core.speculation import PAUSES, WORTH, Drafter, Track, allows
+from octavo.core.speculation import Drafter, allows
 from octavo.errors import ConfigError, InvariantError
 
 LOOP = [5, 6, 7, 8] * 4
@@ -188,7 +189,7 @@ def test_P07_who_is_drafted_for() -> None:
 
 
 def test_P07_drafts_that_fail_bring_pauses_and_success_ends_them() -> None:
-    track = Track()
+    track = DraftHistory()
     assert track.num_wanted(7) == 4
     known, pauses = 10, []
     for _ in range(40):

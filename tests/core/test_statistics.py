@@ -153,8 +153,8 @@ def test_T06_every_total_of_the_state_is_in_the_snapshot() -> None:
 
 def test_T06_a_policy_that_fails_is_counted() -> None:
     scheduler = Scheduler(limits())
-    judge = scheduler.state.judge
-    judge.num_errors, judge.first_error = 2, "ValueError: no"
+    policy = scheduler.state.policy
+    policy.num_errors, policy.first_error = 2, "ValueError: no"
     found = snapshot(scheduler.state)
     assert (found.num_policy_errors, found.first_policy_error) == (2, "ValueError: no")
 

@@ -58,11 +58,11 @@ class Choices:
 
         So a request that has to go for lack of room goes whole, before any of its rows is made. None if it went.
         """
-        if not request.ahead_ok and request.in_flight:
+        if not request.can_run_ahead and request.in_flight:
             return []
         planner, cache = self.planner, self.planner.state.cache
         next_ones = [one for one in request.sequences if one.is_entered and one.num_known == one.num_scheduled + 1]
-        if request.is_decoding and any(one.num_scheduled >= one.hot_end for one in next_ones):
+        if request.is_decoding and any(one.num_scheduled >= one.block_end for one in next_ones):
             while not cache.fits_together(next_ones):
                 if is_release_due(planner) or not evict(planner, request):
                     return []

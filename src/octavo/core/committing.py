@@ -84,7 +84,7 @@ class Committer:
             for sequence in flight.rows:
                 if sequence.request.request.spans:
                     state.encoder.commit(sequence.request.name, sequence.num_computed)
-        if state.judge.tracks_service:
+        if state.policy.tracks_service:
             self._charge()
         totals = state.totals
         totals.num_steps += 1
@@ -359,7 +359,7 @@ class Committer:
         for name in self.events.request_ids:
             counts[name] = counts.get(name, 0) + 1
         for name, count in counts.items():
-            self.state.judge.tell("served", requests[name], count)
+            self.state.policy.tell("served", requests[name], count)
 
     def fail(self) -> Events:
         """Undo this plan and every later one."""

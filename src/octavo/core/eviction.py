@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def make_room(planner: Planner, request: RequestState, sequence: Sequence, end: int) -> bool:
     """Preempt until positions up to `end` fit. False when the request itself had to go, or waits for a release."""
     cache = planner.state.cache
-    if end <= sequence.capacity and sequence.num_scheduled < sequence.hot_end:
+    if end <= sequence.capacity and sequence.num_scheduled < sequence.block_end:
         return True
     cache.slide(sequence)
     while not cache.fits(sequence, end):
@@ -36,7 +36,7 @@ def is_release_due(planner: Planner) -> bool:
 def evict(planner: Planner, request: RequestState) -> bool:
     """Preempt the last in the policy's order for a running request. False when that was the request itself."""
     state = planner.state
-    victim = max(state.running.requests, key=state.judge.victim_rank)
+    victim = max(state.running.requests, key=state.policy.victim_rank)
     preempt(planner, victim, request, WaitReason.KV_BLOCKS)
     return victim is not request
 

@@ -96,8 +96,8 @@ def _explain(
         reason=None if shortage is None else shortage.reason,
         shortage=shortage,
         policy=state.limits.policy,
-        rule=state.judge.rule(),
-        why=state.judge.why(entry),
+        rule=state.policy.rule(),
+        why=state.policy.why(entry),
         num_bypassed=entry.num_bypassed,
         max_bypass=state.limits.max_bypass,
         work=_work(entry),
@@ -135,7 +135,7 @@ def _waiting(
         room=rooms(state, entry) if reason in _BLOCKS else (),
         behind=None if before is None else before.name,
         ahead=tuple(
-            Ahead(one.name, one.request.tenant, state.judge.why(one)) for one in order[: min(place, NUM_AHEAD)]
+            Ahead(one.name, one.request.tenant, state.policy.why(one)) for one in order[: min(place, NUM_AHEAD)]
         ),
     )
 

@@ -92,7 +92,7 @@ def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
         or sequence.in_flight != depth
         or committed == sequence.num_prompt  # its first token is news
         or sequence.token_ids is not None
-        or (start >= sequence.hot_end and start != sequence.capacity)
+        or (start >= sequence.block_end and start != sequence.capacity)
     ):
         return 0
     left = sequence.limit - committed - depth
@@ -150,19 +150,19 @@ def _is_stuck(state: State) -> bool:
     """Whether the first that waits was refused for what no decode step changes, and nobody behind it is looked at."""
     if state.is_paused:
         return True
-    judge, waiting = state.judge, state.waiting
-    if state.overdue or judge.preempt_on_arrival or not waiting.has_one_line:
+    policy, waiting = state.policy, state.waiting
+    if state.overdue or policy.preempt_on_arrival or not waiting.has_one_line:
         return False
     head = waiting.peek()
     if head is None or head.in_flight or head.num_bypassed >= state.limits.max_bypass:
         return False
     if not state.sequence_budget.left:
         return head.wait_reason == WaitReason.SEQUENCE_CAP
-    if judge.lookahead > 1 or judge.skip_ahead or head.wait_reason not in _ROOM or head.lack is None:
+    if policy.lookahead > 1 or policy.skip_ahead or head.wait_reason not in _ROOM or head.shortage is None:
         return False
-    if head.lack.reason != head.wait_reason or len(state.running) >= state.token_budget.limit:
+    if head.shortage.reason != head.wait_reason or len(state.running) >= state.token_budget.limit:
         return False
-    return _passes_gates(state, head) and room.still_lacks(_Calm(state), head, head.lack)
+    return _passes_gates(state, head) and room.still_lacks(_Calm(state), head, head.shortage)
 
 
 def _passes_gates(state: State, head: RequestState) -> bool:
@@ -208,7 +208,7 @@ def forward(state: State, stretch: Stretch, num_steps: int, planned: float) -> N
                 effects.edits.extend((row.slot, group, len(table), block))
             table.append(block)
         row.capacity += size
-        row.hot_end = min(row.capacity, row.limit - 1)
+        row.block_end = min(row.capacity, row.limit - 1)
     cache.end_plan()
     _count(state, rows, num_steps)
     _look_at_head(state)
@@ -249,11 +249,11 @@ def _count(state: State, rows: list[Sequence], num_steps: int) -> None:
     totals.num_steps += num_steps
     totals.num_computed_tokens += num_tokens
     totals.num_output_tokens += num_tokens
-    if state.judge.tracks_service:
+    if state.policy.tracks_service:
         requests = [row.request for row in rows]
         for _ in range(num_steps):
             for request in requests:
-                state.judge.tell("served", request, 1)
+                state.policy.tell("served", request, 1)
 
 
 def _replace_flight(state: State, now: float, is_first: bool) -> None:

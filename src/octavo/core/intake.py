@@ -17,7 +17,7 @@ from octavo.core.kv.cache import Match
 from octavo.core.kv.swapping import swap_in
 from octavo.core.plan import EventKind, WaitReason
 from octavo.core.planning import Planner
-from octavo.core.request import Lack, RequestState, Status
+from octavo.core.request import BlockShortage, RequestState, Status
 
 MAX_CANDIDATES = 64  # how far admission looks past a request that does not fit (S23)
 
@@ -67,7 +67,7 @@ class Intake:
             planner.count_waits(WaitReason.COMPOSITION, num_waiting)
         elif not self._pass_overdue():
             return
-        elif self.state.judge.lookahead > 1 and planner.tokens.left and self.state.sequence_budget.left:
+        elif self.state.policy.lookahead > 1 and planner.tokens.left and self.state.sequence_budget.left:
             self._run_preferred()
         else:
             self._run_queue()
@@ -93,9 +93,9 @@ class Intake:
 
     def _run_preferred(self) -> None:
         """The first candidates in the order that the policy prefers, knowing what is cached of each."""
-        waiting, judge, cache = self.state.waiting, self.state.judge, self.state.cache
+        waiting, policy, cache = self.state.waiting, self.state.policy, self.state.cache
         candidates: list[RequestState] = []
-        while len(candidates) < min(self.state.judge.lookahead, MAX_CANDIDATES) and waiting.peek() is not None:
+        while len(candidates) < min(self.state.policy.lookahead, MAX_CANDIDATES) and waiting.peek() is not None:
             candidates.append(waiting.pop())
         for request in candidates:
             waiting.add(request)
@@ -108,7 +108,7 @@ class Intake:
                 cached = self._look(request).num_tokens
             else:
                 cached = seen[0]
-            ranked.append((judge.preference(request, cached), request))
+            ranked.append((policy.preference(request, cached), request))
         ranked.sort(key=lambda entry: entry[0])
         self._pass([request for _, request in ranked])
 
@@ -132,7 +132,7 @@ class Intake:
             return True
         is_overdue = request.num_bypassed >= self.state.limits.max_bypass and reason != WaitReason.UNCOMMITTED
         has_cleared = False
-        if reason in _ROOM and (is_overdue or self.state.judge.preempt_on_arrival):
+        if reason in _ROOM and (is_overdue or self.state.policy.preempt_on_arrival):
             has_cleared = self._clear_way(request, WaitReason.BARRIER if is_overdue else reason)
             # The step would be empty without it, so it may come in at once (S07).
             if has_cleared and not self.planner.rows and self._try_admit(request) is None:
@@ -145,7 +145,7 @@ class Intake:
         self.skipped.append((request, reason))
         if not self.planner.tokens.left or not self.state.sequence_budget.left:
             return False
-        return reason in _SKIPPED or (self.state.judge.skip_ahead and reason in _ROOM)
+        return reason in _SKIPPED or (self.state.policy.skip_ahead and reason in _ROOM)
 
     def _count_bypasses(self) -> None:
         """Somebody was admitted past those examined before: once per step and request."""
@@ -164,9 +164,9 @@ class Intake:
         """
         if self.planner.num_admitted:
             return False
-        judge, running = self.state.judge, self.state.running.requests
-        own = judge.victim_rank(request)
-        ranked = sorted(((judge.victim_rank(other), other) for other in running), key=lambda entry: entry[0])
+        policy, running = self.state.policy, self.state.running.requests
+        own = policy.victim_rank(request)
+        ranked = sorted(((policy.victim_rank(other), other) for other in running), key=lambda entry: entry[0])
         victims = [other for rank, other in ranked if rank > own]
         floors = [0] * self.state.cache.num_groups
         if reason != WaitReason.BARRIER:
@@ -189,11 +189,11 @@ class Intake:
         if reason is not None:
             return reason
         has_company = bool(self.planner.rows or self.state.running.requests)
-        if has_company and request.lack is not None and room.still_lacks(self.planner, request, request.lack):
-            reason = WaitReason(request.lack.reason)
+        if has_company and request.shortage is not None and room.still_lacks(self.planner, request, request.shortage):
+            reason = WaitReason(request.shortage.reason)
             self.planner.count_waits(reason, 1)
             return reason
-        request.lack = None
+        request.shortage = None
         if request.is_swapped:
             return self._try_swap_in(request, has_company)
         return self._try_start(request, has_company)
@@ -300,8 +300,8 @@ class Intake:
         """Defer a request that is `short` of blocks: (group, how many, how many it needs in all)."""
         group, deficit, needed = short
         if has_company:
-            lack = Lack(reason, group, deficit, self.state.cache.pools[group].num_freed, 0)
-            request.lack = replace(lack, kept=room.kept_beside(self.planner, request, lack))
+            lack = BlockShortage(reason, group, deficit, self.state.cache.pools[group].num_freed, 0)
+            request.shortage = replace(lack, kept=room.kept_beside(self.planner, request, lack))
         return self._defer(request, reason, needed, max(0, needed - deficit))
 
     def _admit(self, request: RequestState, match: Match, count: int) -> None:
@@ -312,7 +312,7 @@ class Intake:
         state.totals.num_host_hit_tokens += len(match.loads) * state.cache.block_size // state.cache.num_groups
         if not is_resumed:
             request.cached_tokens = match.num_tokens
-        state.judge.tell("admitted", request, root.num_known - match.num_tokens)
+        state.policy.tell("admitted", request, root.num_known - match.num_tokens)
         planner.announce(root)
         kind = EventKind.RESUMED if is_resumed else EventKind.ADMITTED
         planner.event(kind, request, num_tokens=count, cached_tokens=match.num_tokens)
@@ -333,7 +333,7 @@ class Intake:
         self.planner.num_admitted += 1
         request.num_bypassed = 0
         request.wait_reason = -1
-        request.lack = request.seen = None
+        request.shortage = request.seen = None
         if not is_resumed:
             request.first_scheduled_at = self.planner.now
             state.totals.num_admitted += 1
@@ -374,7 +374,7 @@ class Intake:
         for sequence in sequences:
             planner.announce(sequence)
             state.cache.announce(sequence)
-        state.judge.tell("admitted", request, 0)
+        state.policy.tell("admitted", request, 0)
         planner.event(EventKind.RESUMED, request, cached_tokens=num_tokens)
         planner.grant_sequences(request, sequences)
         return None

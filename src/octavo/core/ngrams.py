@@ -1,6 +1,7 @@
 """What followed the last time: an index of a sequence's pairs of ids, and the continuation of its best match.
 
-Owns: the index of one sequence. Does not: decide when to draft (see speculation), or keep the ids.
+Owns: the index of one sequence, and how good its drafts were. Does not: decide when to draft (see speculation), or
+keep the ids.
 Invariants: an id costs one entry, whenever it comes; a draft looks at MAX_LOOKS places at most; a pair is found only
 once an id follows it, so a sequence never matches its own end.
 Source: Saxena, "Prompt Lookup Decoding", 2023. Equal pairs are chained, newest first, as in DEFLATE (RFC 1951, 4).
@@ -12,6 +13,11 @@ from array import array
 
 MAX_MATCH = 4  # ids compared; a longer match tells no more
 MAX_LOOKS = 32
+FIRST_RATE = 0.5  # share of drafts accepted that a new sequence is trusted with
+PROBE_RATE = 0.3  # the same after a pause
+WORTH = 0.2  # below this share drafts cost more than they give
+LEARNING = 0.3  # weight of the latest result
+PAUSES = (16, 512)  # tokens without drafts, the first time and at most; each failed probe doubles them
 
 
 class NgramIndex:
@@ -70,3 +76,33 @@ class NgramIndex:
                     break
             at = self._before[at]
         return found
+
+
+class DraftHistory:
+    """One sequence's drafts: the index, the share accepted lately, and until when there are none."""
+
+    __slots__ = ("index", "num_accepted", "num_drafted", "pause", "rate", "resume_at")
+
+    def __init__(self) -> None:
+        self.index = NgramIndex()
+        self.rate = FIRST_RATE
+        self.pause = PAUSES[0]
+        self.resume_at = 0  # known tokens from which on it is drafted for
+        self.num_drafted = 0
+        self.num_accepted = 0
+
+    def num_wanted(self, most: int) -> int:
+        """Drafts to ask for: the better the last ones were, the more."""
+        return min(most, 1 + int(self.rate * most))
+
+    def learn(self, num_drafted: int, num_accepted: int, num_known: int) -> None:
+        """Take in a result; too many rejections bring a pause."""
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.rate += (num_accepted / num_drafted - self.rate) * LEARNING
+        if self.rate < WORTH:
+            self.resume_at = num_known + self.pause
+            self.pause = min(2 * self.pause, PAUSES[1])
+            self.rate = PROBE_RATE
+        elif self.rate > FIRST_RATE:
+            self.pause = PAUSES[0]

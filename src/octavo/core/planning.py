@@ -116,9 +116,9 @@ class Planner:
                 if (
                     todo == 1
                     and left
-                    and start < sequence.hot_end
+                    and start < sequence.block_end
                     and request.is_decoding
-                    and (not pending or request.ahead_ok)
+                    and (not pending or request.can_run_ahead)
                     and (not is_careful or self._may_read(request, start))
                 ):
                     sequence.num_scheduled = start + 1
@@ -238,7 +238,7 @@ class Planner:
         state, request = self.state, sequence.request
         start = sequence.num_scheduled
         end = start + count
-        if start >= sequence.hot_end or end > sequence.capacity:
+        if start >= sequence.block_end or end > sequence.capacity:
             state.cache.slide(sequence)
             state.cache.extend(sequence, end)
         self.tokens.take(count)
@@ -255,7 +255,7 @@ class Planner:
         if known >= (sequence.num_published + 1) * state.limits.block_size and start < known:
             self.published += state.cache.publish(sequence, known, state.step)
         if request.beams is not None:
-            sequence.hot_end = 0  # it takes the careful way each time
+            sequence.block_end = 0  # it takes the careful way each time
         if request.has_several and request.beams is None and flags & ROW_SAMPLE and end == sequence.num_prompt:
             return self.choices.fork(request, sequence)
         return False

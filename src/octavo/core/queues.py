@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
 
-from octavo.core.policy import Judge
+from octavo.core.policy import PolicyGuard
 from octavo.core.request import RequestState, Status
 
 _rank = attrgetter("rank")
@@ -23,9 +23,9 @@ def _place(entry: _Entry) -> tuple[tuple[tuple[float, ...], int], int]:
     return entry[0], entry[1]
 
 
-def rerank(request: RequestState, judge: Judge) -> None:
+def rerank(request: RequestState, policy: PolicyGuard) -> None:
     """Ask the policy again where the request stands. The request must be in neither line."""
-    request.rank = judge.rank(request)
+    request.rank = policy.rank(request)
 
 
 class _Lane:
@@ -76,10 +76,10 @@ class WaitingQueue:
     whose noted key still holds is the first.
     """
 
-    __slots__ = ("_judge", "_lanes", "_num_lanes", "_order", "_size")
+    __slots__ = ("_lanes", "_num_lanes", "_order", "_policy", "_size")
 
-    def __init__(self, judge: Judge) -> None:
-        self._judge = judge
+    def __init__(self, policy: PolicyGuard) -> None:
+        self._policy = policy
         self._lanes: dict[str, _Lane] = {}
         self._order: list[tuple[float, int, str]] = []  # (noted key, number, name) of each line
         self._num_lanes = 0
@@ -99,7 +99,7 @@ class WaitingQueue:
         if lane is None:
             lane = self._lanes[request.lane] = _Lane(self._num_lanes)
             self._num_lanes += 1
-            heappush(self._order, (self._judge.lane_key(request.lane), lane.number, request.lane))
+            heappush(self._order, (self._policy.lane_key(request.lane), lane.number, request.lane))
         request.ticket += 1
         heappush(lane.heap, (request.rank, request.ticket, request))
         self._size += 1
@@ -118,7 +118,7 @@ class WaitingQueue:
             if len(self._order) == 1 or patience <= 0:
                 return head
             patience -= 1
-            key = self._judge.lane_key(name)
+            key = self._policy.lane_key(name)
             if key <= noted:
                 return head
             heapreplace(self._order, (key, number, name))
@@ -143,7 +143,9 @@ class WaitingQueue:
     def first(self, count: int) -> list[RequestState]:
         """The first `count` waiting requests, in order. O(lines + count log count), however many wait: for people."""
         found: list[RequestState] = []
-        for _, _, name in sorted((self._judge.lane_key(name), lane.number, name) for name, lane in self._lanes.items()):
+        for _, _, name in sorted(
+            (self._policy.lane_key(name), lane.number, name) for name, lane in self._lanes.items()
+        ):
             if len(found) >= count:
                 break
             found += self._lanes[name].first(count - len(found))
@@ -151,7 +153,7 @@ class WaitingQueue:
 
     def in_order(self) -> list[RequestState]:
         """All waiting requests in order. O(n log n): for people and checks, not for steps."""
-        lanes = sorted((self._judge.lane_key(name), lane.number, name) for name, lane in self._lanes.items())
+        lanes = sorted((self._policy.lane_key(name), lane.number, name) for name, lane in self._lanes.items())
         return [
             request
             for _, _, name in lanes

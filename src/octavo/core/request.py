@@ -12,19 +12,16 @@ import math
 from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING
 
+from octavo.core.beam_search import BeamGroup
+from octavo.core.ngrams import DraftHistory
 from octavo.core.sampling_params import SamplingParams, check
 from octavo.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from octavo.core.branching import BeamGroup
-    from octavo.core.speculation import Track
 
 __all__ = ["FinishReason", "Request", "RequestState", "SamplingParams", "Sequence", "Span", "Status", "Want"]
 
 
-MAX_RETURNS = 3  # preemptions after which a request is the last to go (see policy.Judge.victim_rank, room.growth)
+MAX_RETURNS = 3  # preemptions after which a request is the last to go (see policy.PolicyGuard.victim_rank, room.growth)
 
 
 class FinishReason(IntEnum):
@@ -128,7 +125,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "candidates", "capacity", "choice", "first_live", "host_tables", "hot_end", "in_flight", "is_entered", "keys",
+        "block_end", "candidates", "capacity", "choice", "first_live", "host_tables", "in_flight", "is_entered", "keys",
         "limit", "num_committed", "num_computed", "num_drafts", "num_pending", "num_prompt", "num_published",
         "num_scheduled", "request", "retried_at", "slot", "stale", "tables", "token_ids", "track",
     )  # fmt: skip
@@ -151,12 +148,12 @@ class Sequence:
         self.num_computed = 0
         self.num_published = 0
         self.num_drafts = 0
-        self.track: Track | None = None
+        self.track: DraftHistory | None = None
         self.capacity = 0
         self.in_flight = 0
         self.stale = 0  # rows in flight whose results must be dropped
         self.retried_at = -1  # committed ids when a row of it failed last
-        self.hot_end = 0  # below this position a decode needs no block, writes no shared one and ends nothing by length
+        self.block_end = 0  # below it a decode needs no block, writes no shared one and ends nothing by length
         self.limit = 0
         self.keys: list[bytes] = []
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
@@ -176,7 +173,7 @@ class Sequence:
 
     def reset_tables(self) -> None:
         """It holds no blocks any more, so nothing of it is computed."""
-        self.capacity = self.hot_end = self.num_published = 0
+        self.capacity = self.block_end = self.num_published = 0
         self.num_scheduled = self.num_computed = self.num_drafts = 0
         self.first_live = [0] * len(self.tables)
 
@@ -190,7 +187,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Lack:
+class BlockShortage:
     """Why a request was not let in for want of room, in numbers: `deficit` blocks in `group`.
 
     `freed` is the pool's count of freed blocks then, `kept` the blocks that had to stay free beside it.
@@ -208,15 +205,15 @@ class RequestState:
 
     `sequences` are those that have not ended, oldest choice first. `num_scored` is the first prompt position whose
     log-probability is still owed. `seen` is the last match: tokens, the key that ended it, blocks published then;
-    `lack` is what it lacked: until that can have changed, there is nothing to look at again. `num_bypassed` counts
-    the steps since its last admission in which somebody later was let in past it. `ahead_ok`: rows may be planned
+    `shortage` is what it lacked: until that can have changed, there is nothing to look at again. `num_bypassed` counts
+    the steps since its last admission in which somebody later was let in past it. `can_run_ahead`: rows may be planned
     behind one whose id is still in flight; not for beams, and not where a grammar says what may come next.
     """
 
     __slots__ = (
-        "ahead_ok", "beams", "cached_tokens", "first_scheduled_at", "has_several", "is_decoding", "is_swapped",
-        "lack", "lane", "max_tokens", "may_draft", "name", "num_bypassed", "num_ended_outputs", "num_preemptions",
-        "num_scored", "order", "pools", "rank", "request", "samples", "scores", "seen", "sequences", "spare_slots",
+        "beams", "cached_tokens", "can_run_ahead", "first_scheduled_at", "has_several", "is_decoding", "is_swapped",
+        "lane", "max_tokens", "may_draft", "name", "num_bypassed", "num_ended_outputs", "num_preemptions", "num_scored",
+        "order", "pools", "rank", "request", "samples", "scores", "seen", "sequences", "shortage", "spare_slots",
         "status", "stop_ids", "ticket", "wait_numbers", "wait_reason",
     )  # fmt: skip
 
@@ -237,7 +234,7 @@ class RequestState:
         self.scores = bool(wants & _SCORE)
         self.pools = bool(wants & _POOL)
         self.stop_ids: frozenset[int] = frozenset()
-        self.ahead_ok = True
+        self.can_run_ahead = True
         self.may_draft = False
         self.is_decoding = False
         self.is_swapped = False
@@ -252,7 +249,7 @@ class RequestState:
         self.wait_reason = -1
         self.wait_numbers = (0, 0, 0)  # needed, available, step: as of the last look
         self.seen: tuple[int, bytes | None, int] | None = None
-        self.lack: Lack | None = None
+        self.shortage: BlockShortage | None = None
 
     @property
     def in_flight(self) -> int:
@@ -270,7 +267,7 @@ class RequestState:
         It is the last one (a stop by length is foreseen), or says what may come next.
         """
         is_last = sequence.num_known >= sequence.limit and self.samples
-        return is_last or (sequence.num_pending > 0 and not self.ahead_ok)
+        return is_last or (sequence.num_pending > 0 and not self.can_run_ahead)
 
     def match_cap(self, sequence: Sequence) -> int:
         """Longest usable prefix match: a score needs the logits in front of the first position that is still owed."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from octavo.core.kv.cache import NO_BLOCK, KVCache
 from octavo.core.plan import WaitReason
-from octavo.core.request import MAX_RETURNS, Lack, RequestState
+from octavo.core.request import MAX_RETURNS, BlockShortage, RequestState
 from octavo.core.state import State
 
 if TYPE_CHECKING:
@@ -64,22 +64,24 @@ def growth(state: State, request: RequestState, group: int) -> int:
     return blocks + sum(peaks(one.limit)[group] - peaks(one.num_known)[group] for one in request.sequences)
 
 
-def still_lacks(planner: Asker, request: RequestState, lack: Lack) -> bool:
+def still_lacks(planner: Asker, request: RequestState, shortage: BlockShortage) -> bool:
     """Whether too little can have changed since a request lacked room, so that nothing is to be looked up."""
     state, cache = planner.state, planner.state.cache
     if request.num_bypassed >= state.limits.max_bypass:
         return False
-    gained = cache.pools[lack.group].num_freed - lack.freed + lack.kept - kept_beside(planner, request, lack)
-    if gained >= lack.deficit:
+    gained = (
+        cache.pools[shortage.group].num_freed - shortage.freed + shortage.kept - kept_beside(planner, request, shortage)
+    )
+    if gained >= shortage.deficit:
         return False
     return request.seen is None or not cache.may_find_more(request.seen[1], request.seen[2])
 
 
-def kept_beside(planner: Asker, request: RequestState, lack: Lack) -> int:
+def kept_beside(planner: Asker, request: RequestState, shortage: BlockShortage) -> int:
     """Blocks that must stay free beside a newcomer, in the group that it lacked."""
-    kept = planner.outstanding[lack.group]
-    if lack.reason == WaitReason.HEADROOM:
-        kept += planner.state.headroom.floors[lack.group] + growth(planner.state, request, lack.group)
+    kept = planner.outstanding[shortage.group]
+    if shortage.reason == WaitReason.HEADROOM:
+        kept += planner.state.headroom.floors[shortage.group] + growth(planner.state, request, shortage.group)
     return kept
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.core.admission import Admission, prove
-from octavo.core.branching import BeamGroup, BeamRules
+from octavo.core.beam_search import BeamGroup, BeamRules
 from octavo.core.committing import apply
 from octavo.core.explaining import explain
 from octavo.core.explanation import Explanation
@@ -52,13 +52,13 @@ class Scheduler:
         eos = () if params.ignore_eos else request.eos_token_ids
         entry.stop_ids = frozenset((*eos, *params.stop_token_ids))
         entry.max_tokens = admission.max_tokens
-        entry.ahead_ok = not (params.grammar or params.beam_width)
+        entry.can_run_ahead = not (params.grammar or params.beam_width)
         entry.may_draft = bool(state.limits.max_draft_tokens) and allows(request) and state.drafter.knows(request)
         self._make_sequences(entry)
         state.requests[request.request_id] = entry
-        entry.lane = state.judge.lane(entry)
-        state.judge.tell("arrived", entry)
-        rerank(entry, state.judge)
+        entry.lane = state.policy.lane(entry)
+        state.policy.tell("arrived", entry)
+        rerank(entry, state.policy)
         state.waiting.add(entry)
         state.deadlines.add(entry)
         return admission

@@ -1,6 +1,6 @@
 """Beam search on the scheduler's sequences: forks by parent, dead beams, and the end.
 
-Owns: how a step of the search (see branching) moves sequences, blocks and slots. Does not: choose beams.
+Owns: how a step of the search (see beam_search) moves sequences, blocks and slots. Does not: choose beams.
 Invariant: every fork shares its parent's blocks before any beam is dropped or grows, so that no order of
 forks can overwrite a beam that lives.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 
-from octavo.core.branching import Hypothesis
+from octavo.core.beam_search import Hypothesis
 from octavo.core.plan import EventKind
 from octavo.core.request import FinishReason, RequestState, Sequence
 from octavo.core.state import State
@@ -77,15 +77,19 @@ def finish(state: State, request: RequestState, found: list[Hypothesis], now: fl
             request,
             now,
             num_tokens=len(beam.token_ids),
-            finish_reason=beam.finish_reason,
+            finish_reason=_reason(beam),
             stop_token_id=_asked_stop(request, beam),
             choice=choice,
         )
     request.num_ended_outputs = sum(len(beam.token_ids) for beam in found)
     if found:
-        state.finish(request, now, found[0].finish_reason, _asked_stop(request, found[0]))
+        state.finish(request, now, _reason(found[0]), _asked_stop(request, found[0]))
     else:
         state.finish(request, now, FinishReason.LENGTH)
+
+
+def _reason(beam: Hypothesis) -> FinishReason:
+    return FinishReason.LENGTH if beam.stop_token_id is None else FinishReason.STOP
 
 
 def _asked_stop(request: RequestState, beam: Hypothesis) -> int | None:

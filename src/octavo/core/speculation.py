@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from octavo.core.ngrams import NgramIndex
+from octavo.core.ngrams import DraftHistory
 from octavo.core.plan import DROP_BLOCK, ROW_SAMPLE
 from octavo.core.request import Request, RequestState, Sequence, Status
 
@@ -21,41 +21,6 @@ if TYPE_CHECKING:
     from octavo.core.state import State
 
 CATCH_UP = 1024  # ids indexed in one plan: a long prompt is taken in over several
-FIRST_RATE = 0.5  # share of drafts accepted that a new sequence is trusted with
-PROBE_RATE = 0.3  # the same after a pause
-WORTH = 0.2  # below this share drafts cost more than they give
-LEARNING = 0.3  # weight of the latest result
-PAUSES = (16, 512)  # tokens without drafts, the first time and at most; each failed probe doubles them
-
-
-class Track:
-    """One sequence's drafts: the index, the share accepted lately, and until when there are none."""
-
-    __slots__ = ("index", "num_accepted", "num_drafted", "pause", "rate", "resume_at")
-
-    def __init__(self) -> None:
-        self.index = NgramIndex()
-        self.rate = FIRST_RATE
-        self.pause = PAUSES[0]
-        self.resume_at = 0  # known tokens from which on it is drafted for
-        self.num_drafted = 0
-        self.num_accepted = 0
-
-    def num_wanted(self, most: int) -> int:
-        """Drafts to ask for: the better the last ones were, the more."""
-        return min(most, 1 + int(self.rate * most))
-
-    def learn(self, num_drafted: int, num_accepted: int, num_known: int) -> None:
-        """Take in a result; too many rejections bring a pause."""
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-        self.rate += (num_accepted / num_drafted - self.rate) * LEARNING
-        if self.rate < WORTH:
-            self.resume_at = num_known + self.pause
-            self.pause = min(2 * self.pause, PAUSES[1])
-            self.rate = PROBE_RATE
-        elif self.rate > FIRST_RATE:
-            self.pause = PAUSES[0]
 
 
 class Drafter:
@@ -131,7 +96,7 @@ def add_drafts(planner: Planner) -> None:
 def _propose(planner: Planner, sequence: Sequence) -> array[int]:
     """Drafts for a row that has just been granted its one token."""
     if sequence.track is None:
-        sequence.track = Track()
+        sequence.track = DraftHistory()
     wanted = sequence.track.num_wanted(planner.state.limits.max_draft_tokens)
     drafts = planner.state.drafter.propose(sequence, min(wanted, _num_that_fit(planner, sequence)))
     for index, token in enumerate(drafts):

@@ -21,7 +21,7 @@ from octavo.core.kv.cache import KVCache, Publication
 from octavo.core.kv.swapping import swap_out
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
-from octavo.core.policy import Judge, create_policy
+from octavo.core.policy import PolicyGuard, create_policy
 from octavo.core.queues import Deadlines, RunningList, WaitingQueue, rerank
 from octavo.core.request import FinishReason, RequestState, Sequence, Status
 from octavo.core.speculation import Drafter
@@ -73,25 +73,24 @@ class State:
     __slots__ = (
         "adapters", "announced", "cache", "composition", "deadlines", "drafter", "encoder", "ended", "events",
         "finished_ids", "flight", "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining",
-        "is_paused", "judge", "limits", "next_order", "num_swapped", "overdue", "partial_budget", "policy",
-        "preempted_ids", "read_budget", "requests", "running", "sequence_budget", "slot_owner", "step",
-        "swapped_now", "table_edits", "token_budget", "totals", "waiting",
+        "is_paused", "limits", "next_order", "num_swapped", "overdue", "partial_budget", "policy", "preempted_ids",
+        "read_budget", "requests", "running", "sequence_budget", "slot_owner", "step", "swapped_now", "table_edits",
+        "token_budget", "totals", "waiting",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.policy = create_policy(limits.policy, limits)
-        self.judge = Judge(self.policy)
+        self.policy = PolicyGuard(create_policy(limits.policy, limits))
         self.cache = KVCache(limits)
         self.requests: dict[str, RequestState] = {}
-        self.waiting = WaitingQueue(self.judge)
+        self.waiting = WaitingQueue(self.policy)
         self.running = RunningList()
         self.deadlines = Deadlines()
         self.token_budget = Budget(limits.max_batch_tokens)
         self.sequence_budget = Budget(limits.max_sequences)
         self.partial_budget = Budget(limits.max_partial_prefills or UNBOUNDED)
         self.read_budget = ReadBudget(limits.max_kv_read, limits.groups)
-        share = self.judge.headroom if limits.headroom is None else limits.headroom
+        share = self.policy.headroom if limits.headroom is None else limits.headroom
         self.headroom = Headroom(share, limits.num_blocks)
         self.encoder = EncoderCache(limits.encoder_budget, limits.encoder_cache)
         self.adapters = AdapterSlots(limits.adapter_slots)
@@ -125,7 +124,7 @@ class State:
     def settle(self) -> None:
         """Tell the policy who ended; after what they were given has been charged."""
         for request in self.ended:
-            self.judge.tell("finished", request)
+            self.policy.tell("finished", request)
         self.ended.clear()
 
     # --- ends ----------------------------------------------------------------------------------------
@@ -221,7 +220,7 @@ class State:
         for sequence, slot in zip(request.sequences, slots, strict=False):
             self.seat(sequence, slot)
         request.spare_slots = slots[len(request.sequences) :]
-        rerank(request, self.judge)
+        rerank(request, self.policy)
         self.running.add(request)
 
     def seat(self, sequence: Sequence, slot: int) -> None:
@@ -240,7 +239,7 @@ class State:
         self._rerank_running(request)
 
     def _rerank_running(self, request: RequestState) -> None:
-        rank = self.judge.rank(request)
+        rank = self.policy.rank(request)
         if rank != request.rank:
             self.running.remove(request)
             request.rank = rank
@@ -262,19 +261,19 @@ class State:
         request.is_swapped = is_swapped
         request.num_preemptions += by is not None
         request.num_bypassed = 0
-        request.lack = request.seen = None
+        request.shortage = request.seen = None
         request.wait_reason = -1
         for sequence in request.sequences:
             sequence.candidates = None
-            if not request.ahead_ok:  # what its rows in flight give would belong to a choice that is made anew
+            if not request.can_run_ahead:  # what its rows in flight give would belong to a choice that is made anew
                 sequence.stale = sequence.in_flight
                 sequence.num_pending = 0
-        rerank(request, self.judge)
+        rerank(request, self.policy)
         self.waiting.add(request)
         self.preempted_ids.append(request.name)
         self.totals.num_preemptions += by is not None
         self.totals.num_requeued += by is None
-        self.judge.tell("preempted", request)
+        self.policy.tell("preempted", request)
         recompute = 0 if is_swapped else num_tokens
         self.tell(EventKind.PREEMPTED, request, now, reason=reason, num_tokens=recompute, by=by)
         if is_swapped:
@@ -310,7 +309,7 @@ class State:
         sequences = request.sequences
         if any(one.stale or one.num_drafts or one.candidates is not None or not one.is_entered for one in sequences):
             return False
-        return request.ahead_ok or not request.in_flight
+        return request.can_run_ahead or not request.in_flight
 
     def _leave_running(self, request: RequestState) -> None:
         self.running.remove(request)

@@ -92,8 +92,8 @@ def snapshot(state: State) -> Statistics:
         num_bypasses=totals.num_bypasses,
         prefix_queried_tokens=state.cache.queried_tokens,
         prefix_hit_tokens=state.cache.hit_tokens,
-        num_policy_errors=state.judge.num_errors,
-        first_policy_error=state.judge.first_error,
+        num_policy_errors=state.policy.num_errors,
+        first_policy_error=state.policy.first_error,
         finished=dict(totals.finished),
     )
 

@@ -1,4 +1,4 @@
-"""A policy that returns nonsense breaks nothing: what Judge lets through, and whole random runs."""
+"""A policy that returns nonsense breaks nothing: what PolicyGuard lets through, and whole random runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.core.harness import Run, limits, prompt
 from tests.core.policy.hostile import BadInt, BadText, BadTuple, Hostile
 from tests.core.random_driver import Driver
 
-from octavo.core.policy import Judge, Policy, create_policy, register_policy
+from octavo.core.policy import Policy, PolicyGuard, create_policy, register_policy
 from octavo.core.request import MAX_RETURNS, Request, RequestState
 from octavo.errors import ConfigError
 
@@ -43,11 +43,11 @@ REQUEST = RequestState(Request("r", None, num_prompt_tokens=1), 5)
     "answer", [*NO_KEYS, ValueError("no"), StopIteration()], ids=lambda answer: type(answer).__name__
 )
 def test_S06_a_key_that_is_no_tuple_of_numbers_counts_as_none_and_is_counted(answer: Any) -> None:
-    judge = Judge(Saying(answer))
-    assert judge.rank(REQUEST) == judge.preference(REQUEST, 3) == ((), 5)
-    assert judge.victim_rank(REQUEST) == ((1.0,), 5)
-    assert judge.num_errors == 3
-    assert judge.first_error.startswith("key")
+    policy = PolicyGuard(Saying(answer))
+    assert policy.rank(REQUEST) == policy.preference(REQUEST, 3) == ((), 5)
+    assert policy.victim_rank(REQUEST) == ((1.0,), 5)
+    assert policy.num_errors == 3
+    assert policy.first_error.startswith("key")
 
 
 def test_S06_who_was_preempted_often_is_the_last_to_be_named_again() -> None:
@@ -55,31 +55,31 @@ def test_S06_who_was_preempted_often_is_the_last_to_be_named_again() -> None:
     often = [RequestState(Request(f"r{order}", None, num_prompt_tokens=1), order) for order in range(3)]
     for request in often[1:]:
         request.num_preemptions = MAX_RETURNS
-    judge = Judge(Saying((float("-inf"),)))
-    assert sorted(often, key=judge.victim_rank) == [often[1], often[2], often[0]]
-    judge = Judge(create_policy("fcfs", limits()))
-    assert sorted(often, key=judge.victim_rank) == [often[1], often[2], often[0]]
+    policy = PolicyGuard(Saying((float("-inf"),)))
+    assert sorted(often, key=policy.victim_rank) == [often[1], often[2], often[0]]
+    policy = PolicyGuard(create_policy("fcfs", limits()))
+    assert sorted(often, key=policy.victim_rank) == [often[1], often[2], often[0]]
 
 
 @pytest.mark.parametrize(
     ("answer", "key"), [((), ()), ((1,), (1.0,)), ((True, 2.5), (1.0, 2.5)), ((float("inf"),), (float("inf"),))]
 )
 def test_S06_a_good_key_is_taken_as_floats(answer: Any, key: tuple[float, ...]) -> None:
-    judge = Judge(Saying(answer))
-    assert judge.rank(REQUEST) == (key, 5)
-    assert all(type(part) is float for part in judge.rank(REQUEST)[0])
-    assert judge.num_errors == 0
+    policy = PolicyGuard(Saying(answer))
+    assert policy.rank(REQUEST) == (key, 5)
+    assert all(type(part) is float for part in policy.rank(REQUEST)[0])
+    assert policy.num_errors == 0
 
 
 @pytest.mark.parametrize("answer", [None, 1, b"a", ["a"], ValueError("no")], ids=lambda answer: type(answer).__name__)
 def test_S06_a_lane_that_is_no_string_is_the_common_one(answer: Any) -> None:
-    judge = Judge(Saying(answer))
-    assert judge.lane(REQUEST) == ""
-    assert judge.num_errors == 1
+    policy = PolicyGuard(Saying(answer))
+    assert policy.lane(REQUEST) == ""
+    assert policy.num_errors == 1
 
 
 def test_S06_a_strange_string_becomes_a_plain_one() -> None:
-    lane = Judge(Saying(BadText("a"))).lane(REQUEST)
+    lane = PolicyGuard(Saying(BadText("a"))).lane(REQUEST)
     assert type(lane) is str and lane == "a"
 
 
@@ -87,18 +87,18 @@ def test_S06_a_strange_string_becomes_a_plain_one() -> None:
     "answer", [None, "x", NAN, (1,), 10**400, BadInt(1), ValueError("no")], ids=lambda answer: type(answer).__name__
 )
 def test_S06_a_lane_key_that_is_no_number_is_zero(answer: Any) -> None:
-    judge = Judge(Saying(answer))
-    assert judge.lane_key("a") == 0.0
-    assert judge.num_errors == 1
+    policy = PolicyGuard(Saying(answer))
+    assert policy.lane_key("a") == 0.0
+    assert policy.num_errors == 1
 
 
 def test_S06_a_hook_that_raises_is_counted_and_goes_no_further() -> None:
     policy = Saying(ValueError("my words"))
-    judge = Judge(policy)
-    judge.tell("arrived", REQUEST)
+    policy = PolicyGuard(policy)
+    policy.tell("arrived", REQUEST)
     policy.finished = None  # type: ignore[assignment,method-assign]
-    judge.tell("finished", REQUEST)
-    assert judge.num_errors == 2 and judge.first_error == "arrived: ValueError: my words"
+    policy.tell("finished", REQUEST)
+    assert policy.num_errors == 2 and policy.first_error == "arrived: ValueError: my words"
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_S06_a_policy_that_cannot_start_is_named(registry: None, name: str, valu
 
 def test_S06_attributes_are_read_once() -> None:
     policy = Saying(())
-    judge = Judge(policy)
+    policy = PolicyGuard(policy)
     policy.headroom = NAN
     policy.lookahead = -1
-    assert (judge.headroom, judge.lookahead) == (0.01, 1)
+    assert (policy.headroom, policy.lookahead) == (0.01, 1)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_S06_a_hostile_policy_breaks_no_invariant(seed: int, registry: None) -> 
     register_policy(type("Hostile", (Hostile,), {"seed": seed}))
     driver = Driver(seed, policy="hostile", max_draft_tokens=7 * (seed % 2))
     driver.drive(250)
-    judge = driver.run.scheduler.state.judge
-    assert driver.run.num_epochs > 1 or (judge.num_errors > 5 and judge.first_error)  # a new engine's judge is new
+    policy = driver.run.scheduler.state.policy
+    assert driver.run.num_epochs > 1 or (policy.num_errors > 5 and policy.first_error)  # a new engine's policy is new
 
 
 def test_S06_a_hostile_run_replays_bit_for_bit(registry: None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.core.harness import limits
 
-from octavo.core.policy import POLICIES, Judge, create_policy
+from octavo.core.policy import POLICIES, PolicyGuard, create_policy
 from octavo.core.policy.fair import Fair
 from octavo.core.policy.prefix_affinity import PrefixAffinity
 from octavo.core.policy.shortest_prefill import ShortestPrefill
@@ -32,11 +32,11 @@ def running(state: RequestState, is_decoding: bool = True) -> RequestState:
     return state
 
 
-def judge(name: str, **changes: Any) -> Judge:
-    return Judge(create_policy(name, limits(policy=name, **changes)))
+def guard(name: str, **changes: Any) -> PolicyGuard:
+    return PolicyGuard(create_policy(name, limits(policy=name, **changes)))
 
 
-def order_of(policy: Judge, states: list[RequestState]) -> list[int]:
+def order_of(policy: PolicyGuard, states: list[RequestState]) -> list[int]:
     """Arrival ranks in order of service."""
     return [state.order for state in sorted(states, key=policy.rank)]
 
@@ -48,19 +48,19 @@ def test_S06_every_policy_is_registered_under_its_name() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_S05_defaults_of_headroom(name: str) -> None:
-    assert judge(name).headroom == {"fifo": 0.2, "prefill_first": 0.0}.get(name, 0.01)
+    assert guard(name).headroom == {"fifo": 0.2, "prefill_first": 0.0}.get(name, 0.01)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_S23_who_skips_ahead_and_S06_who_preempts_on_arrival(name: str) -> None:
-    policy = judge(name)
+    policy = guard(name)
     assert policy.skip_ahead == (name in ("fifo", "prefill_first"))
     assert not policy.preempt_on_arrival
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_S06_equal_requests_go_by_arrival_and_the_latest_is_the_victim(name: str) -> None:
-    policy = judge(name)
+    policy = guard(name)
     states = [asked(order, arrival=1.0) for order in range(5)]
     for state in states:
         policy.tell("arrived", state)
@@ -71,7 +71,7 @@ def test_S06_equal_requests_go_by_arrival_and_the_latest_is_the_victim(name: str
 
 @pytest.mark.parametrize("name", ALL)
 def test_S08_a_preempted_request_is_ranked_where_it_was(name: str) -> None:
-    policy = judge(name)
+    policy = guard(name)
     state = asked(3, length=20, priority=2, ttft_objective=0.5)
     policy.tell("arrived", state)
     before, lane = policy.rank(state), policy.lane(state)
@@ -88,7 +88,7 @@ def test_S08_a_preempted_request_is_ranked_where_it_was(name: str) -> None:
 @pytest.mark.parametrize(("name", "expected"), [("fifo", [2, 1, 0]), ("prefill_first", [1, 2, 0]), ("fcfs", [0, 1, 2])])
 def test_S06_fifo_and_prefill_first_order_by_phase(name: str, expected: list[int]) -> None:
     states = [asked(0), running(asked(1), is_decoding=False), running(asked(2))]
-    policy = judge(name)
+    policy = guard(name)
     assert order_of(policy, states) == expected
     assert max(states, key=policy.victim_rank).order == 2
 
@@ -97,14 +97,14 @@ def test_S06_fifo_and_prefill_first_order_by_phase(name: str, expected: list[int
 
 
 def test_S06_priority_goes_by_number_then_arrival_and_the_last_is_the_victim() -> None:
-    policy = judge("priority")
+    policy = guard("priority")
     states = [asked(0, priority=1), asked(1, priority=0), asked(2, priority=0), asked(3, priority=-1)]
     assert order_of(policy, states) == [3, 1, 2, 0]
     assert max(states, key=policy.victim_rank).order == 0
 
 
 def test_S06_priority_ages_one_level_per_minute() -> None:
-    policy = judge("priority")
+    policy = guard("priority")
     old = asked(0, priority=1, arrival=0.0)
     assert order_of(policy, [old, asked(1, priority=0, arrival=59.0)]) == [1, 0]
     assert order_of(policy, [old, asked(1, priority=0, arrival=60.0)]) == [0, 1]  # a tie: by arrival
@@ -113,7 +113,7 @@ def test_S06_priority_ages_one_level_per_minute() -> None:
 
 def test_S10_priority_bounds_how_long_better_numbers_pass() -> None:
     """With levels 0..9, a request of level 9 is passed only by arrivals of its first nine minutes."""
-    policy, low = judge("priority"), asked(0, priority=9, arrival=0.0)
+    policy, low = guard("priority"), asked(0, priority=9, arrival=0.0)
     passing = [t for t in range(0, 2000) if policy.rank(asked(1, arrival=float(t), priority=0)) < policy.rank(low)]
     assert max(passing) == 9 * 60 - 1
 
@@ -122,7 +122,7 @@ def test_S10_priority_bounds_how_long_better_numbers_pass() -> None:
 
 
 def test_S06_deadline_goes_by_when_the_first_token_is_due() -> None:
-    policy = judge("deadline")
+    policy = guard("deadline")
     states = [
         asked(0, arrival=0.0, ttft_objective=5.0),
         asked(1, arrival=0.1),  # one second by default
@@ -133,7 +133,7 @@ def test_S06_deadline_goes_by_when_the_first_token_is_due() -> None:
 
 
 def test_S06_deadline_goes_by_the_next_token_once_decoding_and_preempts_the_one_with_most_time() -> None:
-    policy = judge("deadline")
+    policy = guard("deadline")
     ahead = running(asked(0, num_outputs=100, arrival=0.0, tpot_objective=0.1))  # due at 1 + 10
     late = running(asked(1, num_outputs=2, arrival=0.5, tpot_objective=0.1))  # due at 1.7
     assert policy.rank(ahead)[0] == pytest.approx((11.0,))
@@ -143,7 +143,7 @@ def test_S06_deadline_goes_by_the_next_token_once_decoding_and_preempts_the_one_
 
 
 def test_S10_deadline_is_passed_only_by_arrivals_within_the_objective() -> None:
-    policy, first = judge("deadline"), asked(0, arrival=0.0, ttft_objective=3.0)
+    policy, first = guard("deadline"), asked(0, arrival=0.0, ttft_objective=3.0)
     passing = [
         t for t in range(100) if policy.rank(asked(1, arrival=float(t), ttft_objective=0.0)) < policy.rank(first)
     ]
@@ -154,7 +154,7 @@ def test_S10_deadline_is_passed_only_by_arrivals_within_the_objective() -> None:
 
 
 def test_S06_shortest_prefill_goes_by_length_and_place() -> None:
-    policy, weight = judge("shortest_prefill"), ShortestPrefill.weight
+    policy, weight = guard("shortest_prefill"), ShortestPrefill.weight
     assert order_of(policy, [asked(0, length=500), asked(1, length=20)]) == [1, 0]
     assert order_of(policy, [asked(0, length=20 + weight), asked(1, length=20)]) == [0, 1]  # a tie: by arrival
     assert order_of(policy, [asked(0, length=21 + weight), asked(1, length=20)]) == [1, 0]
@@ -164,7 +164,7 @@ def test_S06_shortest_prefill_goes_by_length_and_place() -> None:
 @pytest.mark.parametrize("length", [1, 2, 33, 34, 400, 1000])
 def test_S10_shortest_prefill_bounds_how_many_later_arrivals_pass(length: int) -> None:
     """Against the worst case, a stream of one-token prompts."""
-    policy, mine = judge("shortest_prefill"), asked(7, length=length)
+    policy, mine = guard("shortest_prefill"), asked(7, length=length)
     later = [asked(7 + k, length=1) for k in range(1, 200)]
     num_passing = sum(policy.rank(state) < policy.rank(mine) for state in later)
     assert num_passing <= (length - 1) / ShortestPrefill.weight
@@ -173,7 +173,7 @@ def test_S10_shortest_prefill_bounds_how_many_later_arrivals_pass(length: int) -
 
 @pytest.mark.parametrize("longest", [0, 16, 17, 160, 1000])
 def test_S10_prefix_affinity_bounds_how_many_later_arrivals_pass(longest: int) -> None:
-    policy, mine = judge("prefix_affinity"), asked(7)
+    policy, mine = guard("prefix_affinity"), asked(7)
     later = [asked(7 + k) for k in range(1, 200)]
     num_passing = sum(policy.preference(state, longest) < policy.preference(mine, 0) for state in later)
     assert num_passing == max(0, math.ceil(longest / PrefixAffinity.weight) - 1)
@@ -263,7 +263,7 @@ def test_S06_fair_lifts_to_the_last_to_leave_when_nobody_waits() -> None:
 
 def test_S06_fair_names_the_most_served_tenant_then_the_latest() -> None:
     tenants = Tenants()
-    policy = Judge(tenants.policy)
+    policy = PolicyGuard(tenants.policy)
     light = tenants.admit(tenants.arrive("light", 5))
     heavy = [tenants.admit(tenants.arrive("heavy", 50)) for _ in range(2)]
     assert max([light, *heavy], key=policy.victim_rank) is heavy[1]

@@ -289,7 +289,7 @@ class KVCache:
         child.num_scheduled = parent.num_scheduled
         child.num_computed = parent.num_computed
         child.capacity = parent.capacity
-        child.hot_end = parent.hot_end = 0
+        child.block_end = parent.block_end = 0
 
     def announce(self, sequence: Sequence) -> None:
         """Enter a sequence's whole tables in the plan."""
@@ -330,7 +330,7 @@ class KVCache:
     def resize(self, sequence: Sequence) -> None:
         """Note how far a sequence's tables reach."""
         sequence.capacity = len(sequence.tables[0]) * self.block_size
-        sequence.hot_end = min(sequence.capacity, sequence.limit - 1)
+        sequence.block_end = min(sequence.capacity, sequence.limit - 1)
 
     # --- publication -----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ def swap_out(cache: KVCache, sequences: list[Sequence]) -> bool:
         return False
     for sequence in sequences:
         cache.release_device(sequence)
-        sequence.capacity = sequence.hot_end = sequence.num_published = 0
+        sequence.capacity = sequence.block_end = sequence.num_published = 0
         sequence.first_live = [0] * cache.num_groups
     return True
 
@@ -34,7 +34,7 @@ def swap_in(cache: KVCache, sequences: list[Sequence]) -> None:
         cache.find_live(sequence)
         cache.host.release(sequence)
         cache.resize(sequence)
-        sequence.hot_end = 0  # its tail may be shared
+        sequence.block_end = 0  # its tail may be shared
 
 
 def _place(cache: KVCache, slot: int, place: tuple[int, int], placed: dict[tuple[int, int], int]) -> int:

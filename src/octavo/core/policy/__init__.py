@@ -1,8 +1,8 @@
 """Policies: an order of requests and a choice of victims, by name.
 
-Owns: the registry, and Judge, which asks a policy and believes nothing: a key that is no tuple of numbers, or an
+Owns: the registry, and PolicyGuard, which asks a policy and believes nothing: a key that is no tuple of numbers, or an
 exception, counts as the empty key, and is counted. Does not: decide (scheduler) or find plug-ins (octavo.plugins).
-Invariant: whatever a policy answers, Judge gives plain tuples of floats (no NaN), plain strings, and no exception.
+Invariant: whatever a policy answers, PolicyGuard gives plain tuples of floats (no NaN), plain strings, no exception.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.core.policy.shortest_prefill import ShortestPrefill
 from octavo.core.request import MAX_RETURNS, RequestState
 from octavo.errors import ConfigError
 
-__all__ = ["POLICIES", "Judge", "Policy", "create_policy", "find_policy", "register_policy"]
+__all__ = ["POLICIES", "Policy", "PolicyGuard", "create_policy", "find_policy", "register_policy"]
 
 _BUILT_IN: tuple[type[Policy], ...] = (
     Fcfs, Fifo, PrefillFirst, Priority, Fair, Deadline, ShortestPrefill, PrefixAffinity,
@@ -88,7 +88,7 @@ def _text(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-class Judge:
+class PolicyGuard:
     """Asks a policy. Whatever it answers, the scheduler gets a key that can be compared, and no exception.
 
     `headroom`, `skip_ahead`, `preempt_on_arrival`, `lookahead` and `tracks_service` are the policy's as it was made.

@@ -1,7 +1,7 @@
 """What a policy says, with defaults: subclass Policy, give a name and a key, and register it.
 
 Owns: the protocol between scheduler and policy. Does not: check budgets, blocks or progress: the scheduler does,
-so that no policy can break them. Whatever a policy returns is checked (see core.policy.Judge).
+so that no policy can break them. Whatever a policy returns is checked (see core.policy.PolicyGuard).
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.core.branching import BeamGroup, BeamRules
-from octavo.core.request import FinishReason
+from octavo.core.beam_search import BeamGroup, BeamRules
 
 VOCAB_SIZE, NUM_PROMPT = 24, 4
 
@@ -77,7 +76,7 @@ def test_P04_equal_to_transformers(width: int, stop_ids: tuple[int, ...], early_
         assert [one.token_ids.tolist() for one in got] == ids
         assert [one.score for one in got] == pytest.approx(expected.sequences_scores.tolist(), rel=1e-5)
         for one in got:
-            at_limit = one.finish_reason is FinishReason.LENGTH
+            at_limit = one.stop_token_id is None
             assert at_limit == (one.token_ids[-1] not in stop_ids) and (
                 not at_limit or len(one.token_ids) == max_tokens
             )
@@ -124,8 +123,8 @@ def test_P04_one_output_and_extreme_penalties() -> None:
     group = group_of(3, max_length=3)
     step = group.advance([([0, 1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])], [array("i")])
     assert step.is_over and step.ended == [(0, 0), (0, 1), (0, 2)]
-    reasons = [one.finish_reason for one in group.best(3)]
-    assert reasons == [FinishReason.STOP, FinishReason.LENGTH, FinishReason.LENGTH]
+    has_stopped = [one.stop_token_id is not None for one in group.best(3)]
+    assert has_stopped == [True, False, False]
     for penalty in (100.0, -100.0):
         rules = BeamRules(1, penalty, "never", 1, 10**6, frozenset((0,)))
         assert rules.score(-3.0, 10**5) <= 0.0 and rules.score(-3.0, 1) == -3.0
@@ -137,4 +136,4 @@ def test_P04_a_stop_id_before_min_tokens_ends_nothing() -> None:
     step = group.advance([([0, 1], [-1.0, -2.0])], [array("i")])
     assert step.next == [(0, 0)] and step.ended == []
     step = group.advance([([0, 1], [-1.0, -2.0])], [array("i", [0])])
-    assert step.ended == [(0, 0)] and group.best(1)[0].finish_reason is FinishReason.STOP
+    assert step.ended == [(0, 0)] and group.best(1)[0].stop_token_id is not None

@@ -17,8 +17,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from octavo.core.request import FinishReason
-
 
 def _rounded(value: float) -> float:
     """Round to float32; what is too large becomes an infinity."""
@@ -29,13 +27,12 @@ def _rounded(value: float) -> float:
 class Hypothesis:
     """An ended beam: its output ids, its score (length penalty applied), the sum of its log-probabilities.
 
-    `finish_reason` is STOP or LENGTH; `stop_token_id` the id that ended it, None at LENGTH.
+    `stop_token_id` is the id that ended it; None when it ended at its greatest length.
     """
 
     token_ids: array[int]
     score: float
     cumulative_logprob: float
-    finish_reason: FinishReason
     stop_token_id: int | None = None
 
 
@@ -140,9 +137,7 @@ class BeamGroup:
         token_ids = path[:]
         token_ids.append(token_id)
         score = self.rules.score(total, self._num_steps)
-        if stops:
-            return Hypothesis(token_ids, score, total, FinishReason.STOP, token_id)
-        return Hypothesis(token_ids, score, total, FinishReason.LENGTH)
+        return Hypothesis(token_ids, score, total, token_id if stops else None)
 
     def _keep(self, ending: list[tuple[int, int, Hypothesis]]) -> list[tuple[int, int]]:
         """Merge into the pool; say which are in it now."""
