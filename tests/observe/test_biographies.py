@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -16,7 +17,15 @@ from octavo.core.scheduler import Scheduler
 from octavo.engine.clock import ManualClock
 from octavo.errors import EngineError
 from octavo.observe.biographies import NUM_FIRST, NUM_LAST, PHASES, Biographies, unknown
-from octavo.observe.forecast import LEAST_AGE_S, NEW, Forecast, Lengths, Pace, forecast
+from octavo.observe.forecast import (
+    LEAST_AGE_S,
+    NEW_REQUEST,
+    AnswerLengths,
+    Forecast,
+    StepTimeModel,
+    WaitModel,
+    forecast,
+)
 from octavo.observe.verbs import guarded
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.run import Setup, simulate
@@ -280,8 +289,8 @@ def played(seed: int, sizes: Limits, rate: float, every: int, is_told: bool) -> 
         plan = bench.step()
         if number > 60 and plan.step % every == 0:
             state = bench.scheduler.state
-            times = forecast(state, bench.lives._pace, bench.lives._lengths)
-            new = times.pop(NEW, None)
+            times = forecast(state, bench.lives.forecaster.step_times, bench.lives.forecaster.lengths)
+            new = times.pop(NEW_REQUEST, None)
             assert times.keys() <= state.requests.keys()
             assert is_told is False or new is not None, "where all lengths are known, a new request's wait is too"
             asked += [(name, told, bench.now) for name, told in times.items() if name not in bench.first_at]
@@ -347,10 +356,10 @@ def test_many_who_ask_get_one_forecast_and_its_age_is_taken_off() -> None:
     for _ in range(5):
         bench.step()
     first = bench.told("c")["prediction"]["next_token_s"]
-    made = bench.lives._oracle._found
+    made = bench.lives.forecaster._found
     bench.now += LEAST_AGE_S / 2
     assert bench.told("c")["prediction"]["next_token_s"] == pytest.approx(first - LEAST_AGE_S / 2)
-    assert bench.lives._oracle._found is made
+    assert bench.lives.forecaster._found is made
     bench.admit("d", 4, 2)
     assert "d" not in made and bench.told("d")["prediction"]["next_token_s"] is None
     bench.now += LEAST_AGE_S
@@ -389,12 +398,35 @@ def test_an_engine_with_room_lets_a_new_request_in_at_once() -> None:
 
 def test_the_pace_is_that_of_the_steps() -> None:
     bench = Bench(limits(max_batch_tokens=16, max_sequences=4), base_s=0.02, token_s=0.003)
-    assert Pace().fit() is None
+    assert StepTimeModel().fit() is None
     for number in range(6):
         bench.admit(f"r{number}", 13, 9)
     bench.run()
-    assert bench.lives._pace.fit() == pytest.approx((0.02, 0.003))
-    assert Lengths().sorted() == [] and bench.lives._lengths.sorted() == [9] * 6
+    assert bench.lives.forecaster.step_times.fit() == pytest.approx((0.02, 0.003))
+    assert AnswerLengths().sorted() == [] and bench.lives.forecaster.lengths.sorted() == [9] * 6
+
+
+def test_the_wait_model_gives_the_wait_that_a_request_then_has() -> None:
+    """Eight slots, answers of 10 to 30 tokens, 16 requests that wait: on the whole within 10 % of the waits."""
+    bench, rng = Bench(limits(**SLOTS)), random.Random(0)
+    assert bench.lives.forecaster.wait_model() is None
+    pairs, number = [], 0
+    while number < 400:
+        while len(bench.scheduler.state.waiting) < 17:
+            model = bench.lives.forecaster.wait_model()
+            if model is not None and number > 40:
+                pairs.append((f"r{number}", model.expected_wait_s(16 * 16, 16 * 20, num_running=8), bench.now))
+            bench.admit(f"r{number}", 16, rng.randrange(10, 31), most=64)
+            number += 1
+        bench.step()
+    bench.run()
+    assert model is not None and model.answer_tokens == pytest.approx(20, rel=0.1)
+    assert (model.step_s, model.token_s) == pytest.approx((0.01, 0.0001))
+    assert sum(told for _, told, _ in pairs) == pytest.approx(
+        sum(bench.first_at[name] - now for name, _, now in pairs), rel=0.1
+    )
+    assert model.expected_wait_s(0, 0, 8) < pairs[-1][1] < model.expected_wait_s(512, 320, 8)
+    assert WaitModel(**json.loads(json.dumps(asdict(model)))) == model
 
 
 def test_S20_a_simulation_tells_of_its_requests_as_a_live_engine_does() -> None:

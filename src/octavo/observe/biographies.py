@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from octavo.config import StatisticsConfig
 from octavo.core.explaining import explain, explain_all
 from octavo.core.explanation import Explanation, Standing, shortage_text, times, word
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
-from octavo.core.request import Request
+from octavo.core.request import FinishReason, Request
 from octavo.core.scheduler import Scheduler
-from octavo.observe.forecast import NEW, Lengths, Oracle, Pace
+from octavo.observe.forecast import NEW_REQUEST, AnswerLengths, Forecaster, StepTimeModel
 from octavo.observe.sink import WatchedLoop
 from octavo.observe.verbs import guarded
 
@@ -95,9 +95,7 @@ class Biographies:
         self._num_ended: Counter[str] = Counter()  # by tenant
         self._silent: dict[str, Life] = {}  # that run and wait for a token: their first, or the next after a return
         self._ends: list[Life] = []  # told, but the tokens of their step are not yet
-        self._pace = Pace()
-        self._lengths = Lengths()
-        self._oracle = Oracle(scheduler.state, self._pace, self._lengths, now)
+        self.forecaster = Forecaster(scheduler.state, StepTimeModel(), AnswerLengths(), now)
 
     @property
     def num_kept(self) -> int:
@@ -134,12 +132,13 @@ class Biographies:
             elif kind == EventKind.FINISHED:
                 life.end = event
                 self._ends.append(life)
-        self._lengths.note(decisions)
+            if event.num_tokens > 0 and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.forecaster.lengths.add(event.num_tokens)
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
         """A plan was committed."""
         if isinstance(outcome, StepResult):
-            self._pace.add(plan, events.time)
+            self.forecaster.step_times.add(plan, events.time)
         if self._silent:
             self._hear(events)
         if self._ends:
@@ -189,7 +188,7 @@ class Biographies:
         while self._ended and now - next(iter(self._ended.values())).ended_at > self._max_age_s:
             self._forget(next(iter(self._ended)))
         told = self._one(argument, now) if argument else self._all(now)
-        found = self._oracle.ask().get(NEW)
+        found = self.forecaster.next_tokens().get(NEW_REQUEST)
         return {**told, "new_request_s": None if found is None else found.seconds}
 
     def _one(self, name: str, now: float) -> dict[str, object]:
@@ -207,7 +206,7 @@ class Biographies:
 
     def _all(self, now: float) -> dict[str, object]:
         """Open requests: where they stand, without their lives; the first that wait and the first that run."""
-        foretold = self._oracle.ask()
+        foretold = self.forecaster.next_tokens()
         listed = []
         for one in explain_all(self._scheduler.state, now, MAX_LISTED):
             lacks = "" if one.shortage is None else shortage_text(one.shortage, () if one.is_first_short else one.room)
@@ -234,7 +233,7 @@ class Biographies:
 
     def _predict(self, standing: Explanation) -> tuple[dict[str, object], str]:
         """Seconds to the next token, or why they are not known."""
-        found = self._oracle.ask().get(standing.name)
+        found = self.forecaster.next_tokens().get(standing.name)
         if found is not None:
             token = "first" if standing.work.num_outputs == 0 else "next"
             values: dict[str, object] = {
@@ -247,9 +246,9 @@ class Biographies:
             return values, f"its {token} token is expected in about {found.seconds:.2f} s{band}"
         if self._scheduler.state.is_paused:
             why = "the engine is paused"
-        elif self._pace.fit() is None:
+        elif self.forecaster.step_times.fit() is None:
             why = "too few steps were made yet"
-        elif self._lengths.is_known:
+        elif self.forecaster.lengths.is_known:
             why = "it was made before this came here; ask again"
         else:
             why = "it has to wait for answers to end, and how long they get is not known yet"
@@ -261,7 +260,13 @@ def write_biographies(loop: WatchedLoop, scheduler: Scheduler, config: Statistic
     lives = Biographies(scheduler, loop.clock.now, config.explain_kept, config.explain_kept_s)
     loop.watch(lives)
     loop.verbs["explain"] = guarded("explain", lives.answer)
+    loop.sections["forecast"] = lambda: _model_of(lives.forecaster)
     return lives
+
+
+def _model_of(forecaster: Forecaster) -> dict[str, float] | None:
+    model = forecaster.wait_model()
+    return None if model is None else asdict(model)
 
 
 def unknown(name: str) -> dict[str, object]:
