@@ -58,7 +58,9 @@ class Server:
 
     @property
     def num_cut(self) -> int:
-        return int(self.context.metrics.counters["failed"].values.get(("slow_reader",), 0))
+        counted = (sample for family in self.context.metrics.collect() for sample in family.samples)
+        failed = (sample for sample in counted if sample.name == "octavo_requests_failed_total")
+        return sum(int(sample.value) for sample in failed if sample.labels["code"] == "slow_reader")
 
 
 @asynccontextmanager

@@ -184,11 +184,12 @@ async def test_the_series_count_a_request_once_and_its_tokens_all() -> None:
     harness = several()
     assert (await harness.complete(n=3)).status_code == 200
     assert (await harness.complete(n=3, stream=True)).status_code == 200
-    metrics = harness.context.metrics
-    assert metrics.counters["generation_tokens"].values == {(): 2.0 * NUM_TOKENS}
-    assert metrics.counters["finished"].values == {("stop",): 2.0}
-    assert metrics.histograms["n"].total == 6.0
-    assert 'vllm:request_params_n_sum{engine="0",model_name="tiny"} 6.0' in (await harness.get("/metrics")).text
+    text = (await harness.get("/metrics")).text
+    assert f'octavo_generation_tokens_total{{model_name="tiny"}} {2.0 * NUM_TOKENS}' in text
+    assert 'octavo_requests_finished_total{finished_reason="stop",model_name="tiny"} 2.0' in text
+    assert text.count("octavo_requests_finished_total{") == 1
+    assert 'octavo_request_params_n_sum{model_name="tiny"} 6.0' in text
+    assert 'vllm:request_params_n_sum{engine="0",model_name="tiny"} 6.0' in text
 
 
 async def test_words_become_ids() -> None:

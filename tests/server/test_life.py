@@ -90,7 +90,9 @@ async def test_a_reader_that_does_not_read_is_cut() -> None:
     harness.engine.answer(harness.engine.requests[0], 3)
     await asyncio.wait_for(task, 5)
     assert len(harness.engine.cancelled) == 1
-    assert harness.context.metrics.counters["failed"].values == {("slow_reader",): 1}
+    text = (await harness.get("/metrics")).text
+    assert 'octavo_requests_failed_total{code="slow_reader",model_name="tiny"} 1.0' in text
+    assert text.count("octavo_requests_failed_total{") == 1
     await assert_idle(harness)
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from octavo.core.sampling_params import sampling_defaults
-from octavo.observe.metrics.engine import cache_info
 from octavo.observe.metrics.requests import RequestMetrics
+from octavo.observe.metrics.snapshots import cache_info
 from octavo.observe.otel import Tracer
 from octavo.server.admission import Admission
 from octavo.server.batches.service import BatchService

@@ -64,7 +64,7 @@ class ShellMiddleware:
             if message["type"] == "http.response.start":
                 has_started = True
                 status = message["status"]
-                self._metrics.responded(status)
+                self._metrics.response_started(status)
                 message["headers"] = [*message["headers"], (b"x-request-id", scope[REQUEST_ID].encode())]
                 meter = scope.get(METER)
                 if meter is not None:
@@ -89,7 +89,7 @@ class ShellMiddleware:
                         await failure.response()(scope, receive, watched)
             finally:
                 seconds = time.monotonic() - scope[ARRIVAL]
-                self._metrics.http.responded(_handler(scope), scope["method"], status, seconds)
+                self._metrics.response_ended(_handler(scope), scope["method"], status, seconds)
 
     def _tell(self, ignored: IgnoredFields) -> None:
         for path, label in zip(ignored.paths, ignored.labels, strict=True):

@@ -1,5 +1,6 @@
 """Series, and their Prometheus text under both names."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry
@@ -9,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.errors import EngineDeadError
-from octavo.observe.metrics.engine import EngineMetrics
 from octavo.observe.metrics.requests import Finished, RequestMetrics
-from octavo.observe.metrics.series import Counter, Histogram
+from octavo.observe.metrics.series import Histogram
+from octavo.observe.metrics.snapshots import SnapshotMetrics, engine_snapshot
 from tests.server.fakes import STATISTICS, Harness
 
 
@@ -47,12 +48,8 @@ def test_a_histogram_counts_into_inclusive_buckets() -> None:
     assert histogram.total == 113
 
 
-def test_a_counter_sums_per_label() -> None:
-    counter = Counter()
-    counter.add(1, "a")
-    counter.add(2, "a")
-    counter.add(1, "b")
-    assert counter.values == {("a",): 3, ("b",): 1}
+def of_engine(statistics: Mapping[str, object] | None) -> SnapshotMetrics:
+    return SnapshotMetrics("tiny", {"engine": engine_snapshot(statistics)})
 
 
 def test_requests_appear_under_both_names() -> None:
@@ -75,10 +72,28 @@ def test_requests_appear_under_both_names() -> None:
         assert value(found, prefix + "request_params_max_tokens_sum", model_name="tiny") == 7
     assert abs(value(found, "vllm:request_time_per_output_token_seconds_sum", engine="0") - 0.05) < 1e-9
     assert value(found, "vllm:request_success_total", finished_reason="stop") == 1
+    assert not any("_created" in name for name, _ in found), "prometheus_client's own extra series are left out"
+
+
+def test_a_counter_sums_per_label() -> None:
+    metrics = RequestMetrics("tiny")
+    for code in ("a", "a", "a", "b"):
+        metrics.failed(code)
+    found = samples(metrics)
+    assert {code: value(found, "octavo_requests_failed_total", code=code) for code in "ab"} == {"a": 3, "b": 1}
+
+
+def test_an_unknown_method_makes_no_series_of_its_own() -> None:
+    metrics = RequestMetrics("tiny")
+    for method in ("GET", "BREW", "STEEP"):
+        metrics.response_ended("/v1/models", method, 404, 0.2)
+    found = samples(metrics)
+    assert value(found, "http_requests_total", method="other", handler="/v1/models", status="4xx") == 2
+    assert value(found, "http_request_duration_seconds_count", method="GET") == 1
 
 
 def test_the_engines_gauges_are_filled_only_with_what_it_gives() -> None:
-    found = samples(EngineMetrics("tiny", STATISTICS))
+    found = samples(of_engine(STATISTICS))
     assert value(found, "vllm:num_requests_running") == value(found, "octavo_sequences_running") == 3
     assert value(found, "vllm:num_requests_waiting") == 2
     assert value(found, "vllm:kv_cache_usage_perc") == 0.25
@@ -86,7 +101,7 @@ def test_the_engines_gauges_are_filled_only_with_what_it_gives() -> None:
     assert value(found, "vllm:prefix_cache_hits_total") == 30
     assert value(found, "octavo_engine_up") == 1
     assert not any(name.startswith("octavo_steps") for name, _ in found), "not in the snapshot, so not shown"
-    assert list(samples(EngineMetrics("tiny", None)).values()) == [0]
+    assert list(samples(of_engine(None)).values()) == [0]
 
 
 async def test_the_endpoint_counts_what_was_served() -> None:
@@ -127,7 +142,7 @@ def test_T01_waiting_by_reason_the_host_and_the_memory_are_exposed() -> None:
         "collected": {"choice_ends": {"stop": 3}},
         "memory": {"total": {"logical_blocks": 12, "saved_blocks": 4, "reserved_slots": 6, "wasted_share": 0.125}},
     }
-    found = samples(EngineMetrics("tiny", sections))
+    found = samples(of_engine(sections))
     assert value(found, "octavo_requests_waiting_by_reason", reason="kv_blocks", model_name="tiny") == 2
     assert value(found, "octavo_requests_waiting_by_reason", reason="behind") == 5
     assert value(found, "octavo_requests_swapped") == value(found, "vllm:num_requests_swapped") == 1
@@ -140,7 +155,7 @@ def test_T01_waiting_by_reason_the_host_and_the_memory_are_exposed() -> None:
 
 
 def test_drift_from_a_fit_is_told_where_one_is_compared() -> None:
-    found = samples(EngineMetrics("tiny", {"drift": {"ratio": 1.25, "is_drifting": True, "alarms": 2, "steps": 64}}))
+    found = samples(of_engine({"drift": {"ratio": 1.25, "is_drifting": True, "alarms": 2, "steps": 64}}))
     assert value(found, "octavo_step_time_drift", model_name="tiny") == 1.25
     assert value(found, "octavo_step_time_drifting") == 1
     assert value(found, "octavo_step_time_drift_alarms_total") == 2
@@ -155,7 +170,7 @@ def test_T06_every_number_of_the_snapshot_has_a_series_or_a_reason_not_to() -> N
     }  # the front counts the last two
     snapshot = asdict(Scheduler(Limits(16, (8,), 64, 97)).statistics())
     numbers = {name: index + 1000 for index, name in enumerate(snapshot) if isinstance(snapshot[name], int)}
-    found = samples(EngineMetrics("tiny", {"scheduler": numbers}))
+    found = samples(of_engine({"scheduler": numbers}))
     shown = {given for (name, _), given in found.items() if name.startswith("octavo_")}
     assert {name for name, number in numbers.items() if number not in shown} == told_otherwise
 

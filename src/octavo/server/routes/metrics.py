@@ -12,12 +12,7 @@ from starlette.responses import Response
 
 from octavo.errors import EngineError
 from octavo.observe.log_lines import num_dropped_lines
-from octavo.observe.metrics.admission import AdmissionMetrics
-from octavo.observe.metrics.engine import EngineMetrics
-from octavo.observe.metrics.log import LogMetrics
-from octavo.observe.metrics.responses import ResponseMetrics
-from octavo.observe.metrics.retries import RetryMetrics
-from octavo.observe.metrics.tool import ToolMetrics
+from octavo.observe.metrics.snapshots import SnapshotMetrics, engine_snapshot, retry_snapshot
 from octavo.server.auth import KEY
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError
@@ -43,15 +38,18 @@ async def metrics(request: Request) -> Response:
             statistics = await context.engine_statistics()
     except (EngineError, TimeoutError):
         pass  # shown as octavo_engine_up 0
+    snapshots = {
+        "engine": engine_snapshot(statistics),
+        "cache": context.cache_info or None,
+        "admission": context.admission.snapshot(),
+        "retries": retry_snapshot(context.runs.report()),
+        "responses": {**context.responses.report(), "running": len(context.background)},
+        "tool": context.tool.statistics(),
+        "log": {"dropped": _dropped_lines(statistics)},
+    }
     registry = CollectorRegistry(auto_describe=False)
     registry.register(context.metrics)
-    registry.register(AdmissionMetrics(context.model, context.admission.snapshot()))
-    registry.register(RetryMetrics(context.model, context.runs.report()))
-    stored = {**context.responses.report(), "running": len(context.background)}
-    registry.register(ResponseMetrics(context.model, stored))
-    registry.register(EngineMetrics(context.model, statistics, context.cache_info))
-    registry.register(ToolMetrics(context.model, context.tool.statistics()))
-    registry.register(LogMetrics(_dropped_lines(statistics)))
+    registry.register(SnapshotMetrics(context.model, snapshots))
     ProcessCollector(registry=registry)  # process_*: this process's memory, time and open files
     return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
 
