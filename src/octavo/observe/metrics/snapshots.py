@@ -98,7 +98,7 @@ SERIES: dict[str, tuple[Series, ...]] = {
     ),
     "engine.drift": (
         Series("gauge", "ratio", "octavo_step_time_drift", "time of late steps over what --drift-baseline says"),
-        Series("gauge", "is_drifting", "octavo_step_time_drifting", "1 while steps drift from --drift-baseline, else 0"),
+        Series("gauge", "is_drifting", "octavo_step_time_drifting", "1 while steps drift from --drift-baseline"),
         Series("counter", "alarms", "octavo_step_time_drift_alarms", "times that steps began to drift"),
     ),
     "engine.recording": (
