@@ -5,7 +5,7 @@ Owns: check and check_no_leaks. Does not: repair anything.
 
 from __future__ import annotations
 
-from octavo.core.kv.matching import NO_BLOCK
+from octavo.core.kv.effects import NO_BLOCK
 from octavo.core.kv.pool import BlockPool
 from octavo.core.request import RequestState, Sequence, Status
 from octavo.core.scheduler import Scheduler
@@ -149,7 +149,7 @@ def _check_references(state: State, group: int, pool: BlockPool) -> None:
 
 def _check_pool(group: int, pool: BlockPool) -> None:
     referenced = sum(1 for count in pool.references if count)
-    plain, cached = pool.free.plain, list(pool.free.cached)
+    plain, cached = pool.plain, list(pool.cached)
     total = referenced + len(plain) + len(cached)
     _require(
         total == pool.num_blocks, f"group {group}: referenced + free + cached = {total}, the pool has {pool.num_blocks}"

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 from octavo.core import recovery, searching, speculation
 from octavo.core.kv.cache import Publication
-from octavo.core.kv.twins import adopt_twin, twin_of
 from octavo.core.plan import (
     ROW_BEAM,
     ROW_CARRY,
@@ -282,9 +281,9 @@ class Committer:
         for entry in made:
             if not entry.is_duplicate or entry.owner.slot < 0:
                 continue
-            twin = twin_of(self.state.cache, entry)
+            twin = self.state.cache.find_duplicated(entry)
             if twin is not None:
-                for sequence in adopt_twin(self.state.cache, entry, twin):
+                for sequence in self.state.cache.dedup(entry, twin):
                     self.state.table_edits.extend((sequence.slot, entry.group, entry.index, twin))
                     self.state.defer_release(entry.group, entry.block)
                 self.state.totals.num_adopted_blocks += 1

@@ -14,7 +14,6 @@ from dataclasses import replace
 from octavo.core import room
 from octavo.core.eviction import preempt
 from octavo.core.kv.cache import Match
-from octavo.core.kv.swapping import swap_in
 from octavo.core.plan import EventKind, WaitReason
 from octavo.core.planning import Planner
 from octavo.core.request import BlockShortage, RequestState, Status
@@ -367,7 +366,7 @@ class Intake:
         self._enter(request)
         sequences = [sequence for sequence in request.sequences if sequence.host_tables]
         num_tokens = sum(sequence.num_scheduled for sequence in sequences)
-        swap_in(state.cache, sequences)
+        state.cache.swap_in(sequences)
         request.is_swapped = False
         state.num_swapped -= 1
         state.totals.num_swapped_in_tokens += num_tokens

@@ -81,14 +81,14 @@ def _group(index: int, pool: BlockPool, host: BlockPool | None, sequences: list[
                 used = max(used, filled[block])
             filled[block] = used
     num_filled, num_slots = sum(filled.values()), len(filled) * size
-    cached = len(pool.free.cached)
+    cached = len(pool.cached)
     return GroupMemory(
         num_blocks=pool.num_blocks,
         referenced_blocks=pool.num_blocks - pool.num_free,
         cached_blocks=cached,
         free_blocks=pool.num_free - cached,
         host_blocks=host.num_blocks if host is not None else 0,
-        host_blocks_used=host.num_blocks - len(host.free.plain) if host is not None else 0,
+        host_blocks_used=host.num_filled if host is not None else 0,
         logical_blocks=num_logical,
         physical_blocks=len(filled),
         saved_blocks=num_logical - len(filled),

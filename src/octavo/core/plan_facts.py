@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 
-from octavo.core.kv.matching import NO_BLOCK
+from octavo.core.kv.effects import NO_BLOCK
 from octavo.core.limits import Limits
 from octavo.core.request import Sequence
 

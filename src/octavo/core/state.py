@@ -18,7 +18,6 @@ from octavo.core.composition import Composition
 from octavo.core.encoder_cache import EncoderCache
 from octavo.core.gates import AdapterGate, Gate, SequenceGate
 from octavo.core.kv.cache import KVCache, Publication
-from octavo.core.kv.swapping import swap_out
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
 from octavo.core.policy import PolicyGuard, create_policy
@@ -254,7 +253,7 @@ class State:
         With `may_swap`, and where the configuration and the host tier allow it, its KV moves to the host.
         """
         num_tokens = sum(sequence.num_scheduled for sequence in request.sequences)
-        is_swapped = may_swap and self._swaps(request) and swap_out(self.cache, request.sequences)
+        is_swapped = may_swap and self._swaps(request) and self.cache.swap_out(request.sequences)
         self._leave_running(request)
         request.status = Status.WAITING
         request.is_decoding = False

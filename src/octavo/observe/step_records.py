@@ -77,16 +77,15 @@ class StepRecords:
         """Write down a step that was committed at `time`."""
         state, used, cached = self._state, 0, 0
         for pool in state.cache.pools:
-            free = pool.free
-            cached += len(free.cached)
-            used += pool.num_blocks - len(free.plain)
+            cached += len(pool.cached)
+            used += pool.num_blocks - len(pool.plain)
         rows, tokens = len(plan.slots), plan.num_query_tokens
         prefill_rows, fork_rows, prefill_tokens = 0, 0, 0
         if not (plan.is_fast_path and rows == tokens):  # else every row is one token
             prefill_rows, fork_rows, prefill_tokens = make_up(plan)
         host_used = 0
         for pool in self._host:
-            host_used += pool.num_blocks - len(pool.free.plain)
+            host_used += pool.num_blocks - len(pool.plain)
         place = self._ring.add(
             time,
             self._times.num_steps,

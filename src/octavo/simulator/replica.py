@@ -301,7 +301,7 @@ class Replica:
         samples.running.append(len(state.running))
         samples.waiting.append(len(state.waiting))
         samples.used.append(pool.num_blocks - pool.num_free)
-        samples.cached.append(len(pool.free.cached))
+        samples.cached.append(len(pool.cached))
         samples.steps.append(state.totals.num_steps)
         samples.tokens.append(state.totals.num_computed_tokens)
         self._next_sample = (now // step + 1) * step

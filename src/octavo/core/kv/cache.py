@@ -1,16 +1,17 @@
-"""All cache groups together: prefix matches, tables that grow and slide, forks, release, publication.
+"""The paged KV cache of all groups: prefix matches, block tables, forks, publication, deduplication, swaps.
 
-Owns: the pools, and the tables of sequences. Does not: decide who gets blocks.
-Invariants: a match changes nothing until `adopt`; allocation is all-or-nothing over groups; a block that
-is shared or findable is never written: whoever writes first copies it.
+Owns: the pools, and the block tables of sequences. Does not: decide which request gets blocks.
+Invariants: a match changes nothing until `adopt`; allocation is all-or-nothing over groups. A block that is shared or
+findable is never written: whoever writes to it first copies it. Only a block that is cached for sure replaces a
+duplicate, never one that a plan in flight still writes.
 """
 
 from __future__ import annotations
 
-from octavo.core.kv.effects import Effects, Publication
+from octavo.core.kv.effects import NO_BLOCK, Effects, Publication
 from octavo.core.kv.host_tier import HostTier
 from octavo.core.kv.keys import KeyMaker
-from octavo.core.kv.matching import NO_BLOCK, Finder, Match, empty_match
+from octavo.core.kv.matching import Match, PrefixSearch, empty_match
 from octavo.core.kv.pool import BlockPool
 from octavo.core.limits import Limits
 from octavo.core.plan import DROP_BLOCK
@@ -20,7 +21,7 @@ __all__ = ["NO_BLOCK", "Effects", "KVCache", "Match", "Publication"]
 
 
 class KVCache:
-    """The paged KV cache's bookkeeping, for every group of layers. `effects` belong to the plan being made."""
+    """The KV cache's bookkeeping for every group of layers. `effects` are those of the plan being made."""
 
     __slots__ = (
         "block_size", "caching", "chunk", "effects", "groups", "has_windows", "hit_tokens", "host",
@@ -44,47 +45,47 @@ class KVCache:
         self.hit_tokens = 0
 
     def begin_plan(self, step: int) -> Effects:
-        """Start a plan: what happens to blocks from now on belongs to it."""
+        """Start a plan and return its effects: what happens to blocks from now on belongs to it."""
         self.effects = Effects(step)
         self.host.begin_plan()
         return self.effects
 
     def end_plan(self) -> None:
-        """The plan is made: host blocks that it reads or writes may be reused by later ones."""
+        """End a plan: later ones may reuse the host blocks that it reads or writes."""
         self.host.unpin(self.effects)
 
-    # --- sizes ---------------------------------------------------------------------------------------
+    # --- room ----------------------------------------------------------------------------------------
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` positions of a full group."""
+        """Return the blocks that hold `num_tokens` positions of a full group."""
         return -(-num_tokens // self.block_size)
 
     def peak_blocks(self, num_tokens: int) -> list[int]:
-        """Most blocks per group that a sequence of `num_tokens` holds at once while it is computed."""
+        """Return the most blocks per group that a sequence of `num_tokens` holds at once while it is computed."""
         return [spec.peak_blocks(num_tokens, self.chunk, self.block_size) for spec in self.groups]
 
     def held_blocks(self, sequence: Sequence) -> list[int]:
-        """Blocks per group in a sequence's tables."""
+        """Return the blocks per group in a sequence's tables."""
         return [len(table) - first for table, first in zip(sequence.tables, sequence.first_live, strict=True)]
 
     def num_free(self) -> int:
-        """Blocks that every group can give at once."""
+        """Return the blocks that every group can give at once."""
         return min(pool.num_free for pool in self.pools)
 
     def fits(self, sequence: Sequence, end: int) -> bool:
-        """Whether positions up to `end` can be written, copies of shared blocks included."""
-        start, size = sequence.num_scheduled, self.block_size
-        wanted = -(-end // size)
+        """Return True if positions up to `end` can be written, copies of shared blocks included."""
+        index = sequence.num_scheduled // self.block_size
+        wanted = -(-end // self.block_size)
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             needed = max(0, wanted - len(table))
-            if start // size < len(table) and self._is_protected(pool, table[start // size]):
+            if index < len(table) and pool.is_read_only(table[index]):
                 needed += 1
             if needed > pool.num_free:
                 return False
         return True
 
     def fits_together(self, sequences: list[Sequence]) -> bool:
-        """Whether each of these can write its next position: new blocks, and copies of tails that they share."""
+        """Return True if each sequence can write its next position: new blocks, and copies of tails that they share."""
         for group, pool in enumerate(self.pools):
             needed, writers = 0, dict[int, int]()
             for sequence in sequences:
@@ -100,23 +101,28 @@ class KVCache:
                 return False
         return True
 
-    @staticmethod
-    def _is_protected(pool: BlockPool, block: int) -> bool:
-        return pool.references[block] > 1 or pool.key_of[block] is not None
+    def room_after(self, match: Match, peaks: list[int]) -> list[int]:
+        """Return the blocks left free per group once a match is adopted and `peaks` blocks are held."""
+        return [
+            pool.num_free - unreferenced - max(0, peak - held)
+            for pool, peak, held, unreferenced in zip(
+                self.pools, peaks, match.num_held, match.num_unreferenced, strict=True
+            )
+        ]
 
     # --- prefixes ------------------------------------------------------------------------------------
 
     def match(self, sequence: Sequence, max_tokens: int, use_host: bool = True) -> Match:
-        """Find the longest cached prefix of a sequence without blocks; peeks only. Cost: a lookup a block and group.
+        """Find the longest cached prefix of a sequence without blocks. Cost: one lookup per block and group.
 
-        At most `max_tokens`, and at most known - 1, so that there are logits to sample from.
+        It has at most `max_tokens` tokens, and at most known - 1, so that there are logits to sample from.
         """
         known, size = sequence.num_known, self.block_size
         max_blocks = min(max_tokens, known) // size
         if max_blocks < 1 or not self._has_keys(sequence):
             return empty_match(self.num_groups)
         self.extend_keys(sequence)
-        finder = Finder(
+        search = PrefixSearch(
             self.groups,
             self.pools,
             self.host.pools if use_host else [],
@@ -124,13 +130,13 @@ class KVCache:
             lambda index: self.ids_of(sequence, index),
             size,
         )
-        length, with_host = finder.length(max_blocks, self.host_load_min_tokens)
+        length, with_host = search.longest(max_blocks, self.host_load_min_tokens)
         if length * size >= known:
-            match = self._match_whole(finder, known, length)
+            match = self._match_all(search, known, length)
             if match is not None:
                 return match
-            length, with_host = finder.length(length - 1, self.host_load_min_tokens)
-        match = finder.collect(length, length * size, with_host) if length else empty_match(self.num_groups)
+            length, with_host = search.longest(length - 1, self.host_load_min_tokens)
+        match = search.collect(length, length * size, with_host) if length else empty_match(self.num_groups)
         match.missing = sequence.keys[length] if length < min(max_blocks, len(sequence.keys)) else None
         return match
 
@@ -140,26 +146,26 @@ class KVCache:
         return sum(pool.num_published for pool in self.pools)
 
     def may_find_more(self, missing: bytes | None, num_published: int) -> bool:
-        """Whether a match that ended for a missing key, when so many blocks had been published, may be longer now."""
+        """Return True if a match that `missing` ended, made at that count of publications, may be longer now."""
         if self.has_windows:
             return self.num_published != num_published
         return missing is not None and any(missing in pool.block_of for pool in (*self.pools, *self.host.pools))
 
-    def _match_whole(self, finder: Finder, known: int, length: int) -> Match | None:
-        """Every known token is cached: copy the last block, compute the last token alone. None if that can't be."""
+    def _match_all(self, search: PrefixSearch, known: int, length: int) -> Match | None:
+        """Return the match if every known token is cached: copy the last blocks, compute the last token alone."""
         if self.block_size == 1:
-            return None  # a copy of which nothing stays
+            return None  # nothing of the copy would be used
         for group, spec in enumerate(self.groups):
-            if not finder.covers(group, spec.first_block(known - 1, self.block_size), length, with_host=False):
+            if not search.covers(group, spec.first_block(known - 1, self.block_size), length):
                 return None
-        match = finder.collect(length, known - 1, with_host=False)
+        match = search.collect(length, known - 1, with_host=False)
         step = self.effects.step
         sources = [blocks.pop() for blocks in match.blocks]
         for group, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
-            # A copy reads what was there before the step: a block written in this very step can't be one.
+            # A copy reads the block as it was before the step, so this very step must not write it.
             if pool.pending.get(source) == step:
                 return None
-            # The source is held while its copy is allocated, so it takes room beside it.
+            # The source is held while its copy is allocated, so there must be room for both.
             if pool.num_free <= match.num_unreferenced[group]:
                 return None
             match.num_held[group] -= 1
@@ -168,35 +174,28 @@ class KVCache:
         match.num_tokens = known - 1
         return match
 
-    def room_after(self, match: Match, peaks: list[int]) -> list[int]:
-        """Blocks left free per group once a match is adopted and `peaks` blocks are held."""
-        return [
-            pool.num_free - unreferenced - max(0, peak - held)
-            for pool, peak, held, unreferenced in zip(
-                self.pools, peaks, match.num_held, match.num_unreferenced, strict=True
-            )
-        ]
-
     def adopt(self, sequence: Sequence, match: Match) -> list[Publication]:
-        """Give a match's blocks to the sequence and enter them in the plan; returns blocks being loaded back."""
+        """Give a match's blocks to the sequence and enter them in the plan; return the blocks that are loaded back."""
         for group, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
             for block in blocks:
                 if block != NO_BLOCK:
                     pool.share(block)
             sequence.tables[group].extend(blocks)
-        made = self._load(sequence, match)
+        loaded = self._load(sequence, match)
         self.announce(sequence)
-        if match.sources:
-            self._copy_last(sequence, match.sources)
-        self.find_live(sequence)
+        for group, source in enumerate(match.sources):
+            # The source is held while the copy is allocated, so that a block is never copied onto itself.
+            self.pools[group].share(source)
+            self._write_copy(sequence, group, len(sequence.tables[group]), source)
+        self._find_live(sequence)
         sequence.num_published = match.num_tokens // self.block_size
         sequence.num_scheduled = sequence.num_computed = match.num_tokens
         self.resize(sequence)
-        return made
+        return loaded
 
     def _load(self, sequence: Sequence, match: Match) -> list[Publication]:
-        """Fill the table's holes from the host; everything found is held already, so that nothing of it is evicted."""
-        made: list[Publication] = []
+        """Fill the table's holes from the host. All that was found is held already, so none of it is evicted."""
+        loaded: list[Publication] = []
         for group, _, host_block in match.loads:
             self.host.pin(self.effects, group, host_block)
         for group, index, host_block in match.loads:
@@ -204,31 +203,57 @@ class KVCache:
             self.effects.load(sequence.slot, group, host_block, block)
             sequence.tables[group][index] = block
             if self.pools[group].publish(block, sequence.keys[index], self.ids_of(sequence, index), self.effects.step):
-                made.append(Publication(group, block, index, sequence))
-        return made
+                loaded.append(Publication(group, block, index, sequence))
+        return loaded
 
-    @staticmethod
-    def find_live(sequence: Sequence) -> None:
-        """Note where the tables of a sequence begin to have blocks."""
-        for group, table in enumerate(sequence.tables):
-            while sequence.first_live[group] < len(table) and table[sequence.first_live[group]] == NO_BLOCK:
-                sequence.first_live[group] += 1
+    @property
+    def may_load(self) -> bool:
+        """True if this plan may still load from the host.
 
-    def _copy_last(self, sequence: Sequence, sources: list[int]) -> None:
-        for group, (pool, source) in enumerate(zip(self.pools, sources, strict=True)):
-            # Held while the copy is allocated, so that a block is never copied onto itself.
-            pool.share(source)
-            block = self.allocate(group)
-            pool.release(source)
-            table = sequence.tables[group]
-            self.effects.copy(sequence.slot, group, source, block)
-            self.effects.edits.extend((sequence.slot, group, len(table), block))
-            table.append(block)
+        Not beside swap-outs; nor while the source of a copy is free, because a load into it would run before the copy.
+        """
+        copies = self.effects.copies
+        sources = zip(copies[::3], copies[1::3], strict=True)
+        return not self.effects.swap_outs and all(self.pools[group].references[block] for group, block in sources)
 
-    # --- tables that grow, slide, fork and go -----------------------------------------------------------
+    # --- block tables ----------------------------------------------------------------------------------
+
+    def allocate(self, group: int, is_load: bool = False) -> int:
+        """Take a block. A prefix that it held moves to the host, unless the block is taken for a load from there."""
+        pool = self.pools[group]
+        victim = pool.next_evicted()
+        if victim is not None and not is_load:
+            self.host.save(group, pool, victim, self.effects)
+        return pool.allocate()
+
+    def extend(self, sequence: Sequence, end: int) -> None:
+        """Make positions [num_scheduled, end) writable, in blocks that nobody else reads. The caller saw that it fits."""
+        start, size, slot = sequence.num_scheduled, self.block_size, sequence.slot
+        wanted, edits = -(-end // size), self.effects.edits
+        for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
+            index = start // size
+            if index < len(table) and pool.is_read_only(table[index]):
+                self._write_copy(sequence, group, index, table[index])
+            first, count = len(table), wanted - len(table)
+            if count > 0:
+                is_plain = len(pool.plain) >= count
+                table += pool.allocate_plain(count) if is_plain else [self.allocate(group) for _ in range(count)]
+                entry = [slot, group, 0, 0] * count
+                entry[2::4] = range(first, wanted)
+                entry[3::4] = table[first:]
+                edits.fromlist(entry)
+        self.resize(sequence)
+
+    def _write_copy(self, sequence: Sequence, group: int, index: int, source: int) -> None:
+        """Put a copy of a held block at an index of a sequence's table, and release the block."""
+        block = self.allocate(group)
+        self.pools[group].release(source)
+        sequence.tables[group][index : index + 1] = [block]
+        self.effects.copy(sequence.slot, group, source, block)
+        self.effects.edits.extend((sequence.slot, group, index, block))
 
     def slide(self, sequence: Sequence, is_leaving: bool = False) -> None:
-        """Give back blocks that the next position no longer reads; one that leaves needs no edits."""
+        """Release blocks that the next position no longer reads. A sequence that leaves its slot needs no edits."""
         if not self.has_windows:
             return
         for group, (spec, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
@@ -242,42 +267,20 @@ class KVCache:
                         self.effects.edits.extend((sequence.slot, group, index, DROP_BLOCK))
                 sequence.first_live[group] = index + 1
 
-    def extend(self, sequence: Sequence, end: int) -> None:
-        """Make positions [num_scheduled, end) writable: own blocks, and no shared one. The caller saw that it fits."""
-        start, size, slot = sequence.num_scheduled, self.block_size, sequence.slot
-        wanted, edits = -(-end // size), self.effects.edits
-        for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
-            index = start // size
-            if index < len(table) and self._is_protected(pool, table[index]):
-                source = table[index]
-                table[index] = block = self.allocate(group)
-                pool.release(source)
-                self.effects.copy(slot, group, source, block)
-                edits.extend((slot, group, index, block))
-            first, count = len(table), wanted - len(table)
-            if count > 0:
-                is_plain = len(pool.free.plain) >= count
-                table += pool.allocate_plain(count) if is_plain else [self.allocate(group) for _ in range(count)]
-                entry = [slot, group, 0, 0] * count
-                entry[2::4] = range(first, wanted)
-                entry[3::4] = table[first:]
-                edits.fromlist(entry)
-        self.resize(sequence)
-
     def trim(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Give back blocks behind the scheduled positions; returns (group, index) of each, the last first."""
+        """Release blocks after the scheduled positions; return (group, index) of each, the last first."""
         wanted = self.num_blocks_for(sequence.num_scheduled)
-        gone = []
+        trimmed = []
         for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
             while len(table) > wanted:
                 pool.release(table.pop())
-                gone.append((group, len(table)))
-        if gone:
+                trimmed.append((group, len(table)))
+        if trimmed:
             self.resize(sequence)
-        return gone
+        return trimmed
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a sequence without blocks share all of its parent's; whoever writes the tail first copies it."""
+        """Share all of a sequence's blocks with another of its request; the first to write the tail copies it."""
         for pool, table in zip(self.pools, parent.tables, strict=True):
             for block in table:
                 if block != NO_BLOCK:
@@ -299,40 +302,72 @@ class KVCache:
                     self.effects.edits.extend((sequence.slot, group, index, block))
 
     def release(self, sequence: Sequence) -> None:
-        """Give back all blocks, on the host too."""
-        self.release_device(sequence)
+        """Release all blocks of a sequence, on the host too."""
+        self._release_device(sequence)
         self.host.release(sequence)
         sequence.reset_tables()
 
-    def release_device(self, sequence: Sequence) -> None:
-        """Give back the device's blocks, the tail first, so that the head of a chain is evicted last."""
+    def _release_device(self, sequence: Sequence) -> None:
+        """Release a sequence's device blocks from the tail on, so that the head of a prefix is evicted last."""
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release_table(table)
-
-    @property
-    def may_load(self) -> bool:
-        """Whether this plan may still load from the host.
-
-        Not beside swap-outs; nor while the source of a copy is free, for a load into it would come before the copy.
-        """
-        copies = self.effects.copies
-        sources = zip(copies[::3], copies[1::3], strict=True)
-        return not self.effects.swap_outs and all(self.pools[group].references[block] for group, block in sources)
-
-    def allocate(self, group: int, is_load: bool = False) -> int:
-        """Take a block; the prefix that it held, if any, moves to the host tier, unless this is a load from there."""
-        pool = self.pools[group]
-        victim = pool.free.next_cached()
-        if victim is not None and not is_load:
-            self.host.save(group, pool, victim, self.effects)
-        return pool.allocate()
 
     def resize(self, sequence: Sequence) -> None:
         """Note how far a sequence's tables reach."""
         sequence.capacity = len(sequence.tables[0]) * self.block_size
         sequence.block_end = min(sequence.capacity, sequence.limit - 1)
 
-    # --- publication -----------------------------------------------------------------------------------
+    @staticmethod
+    def _find_live(sequence: Sequence) -> None:
+        """Note where a sequence's tables begin to have blocks."""
+        for group, table in enumerate(sequence.tables):
+            while sequence.first_live[group] < len(table) and table[sequence.first_live[group]] == NO_BLOCK:
+                sequence.first_live[group] += 1
+
+    # --- swaps (S09) -----------------------------------------------------------------------------------
+
+    def swap_out(self, sequences: list[Sequence]) -> bool:
+        """Move all blocks of these sequences to the host; return False, and keep them, if that is not possible.
+
+        Each block moves once, and what the sequences shared stays shared. Their counts of tokens stay.
+        """
+        for sequence in sequences:
+            self.slide(sequence, is_leaving=True)
+        if not self.host.swap_out(sequences, self.effects):
+            return False
+        for sequence in sequences:
+            self._release_device(sequence)
+            sequence.capacity = sequence.block_end = sequence.num_published = 0
+            sequence.first_live = [0] * self.num_groups
+        return True
+
+    def swap_in(self, sequences: list[Sequence]) -> None:
+        """Move swapped sequences back to the device. The caller made sure that there is room."""
+        loaded: dict[tuple[int, int], int] = {}  # (group, host block) -> its device block
+        for sequence in sequences:
+            for group, host_table in enumerate(sequence.host_tables):
+                for host_block in host_table:
+                    block = NO_BLOCK
+                    if host_block != NO_BLOCK:
+                        block = self._load_once(sequence.slot, group, host_block, loaded)
+                    sequence.tables[group].append(block)
+            self._find_live(sequence)
+            self.host.release(sequence)
+            self.resize(sequence)
+            sequence.block_end = 0  # its tail may be shared
+
+    def _load_once(self, slot: int, group: int, host_block: int, loaded: dict[tuple[int, int], int]) -> int:
+        """Return the device block for a host block: loaded the first time, shared from then on."""
+        block = loaded.get((group, host_block))
+        if block is not None:
+            self.pools[group].share(block)
+            return block
+        self.host.pin(self.effects, group, host_block)
+        block = loaded[group, host_block] = self.allocate(group, is_load=True)
+        self.effects.load(slot, group, host_block, block)
+        return block
+
+    # --- publication and deduplication (K04) -------------------------------------------------------------
 
     def publish(self, sequence: Sequence, end: int, step: int | None) -> list[Publication]:
         """Make the full blocks of positions [0, end) findable; with `step`, as pending on that plan."""
@@ -354,37 +389,61 @@ class KVCache:
         return made
 
     def confirm(self, made: list[Publication], step: int) -> None:
-        """A plan ran: what it published is now cached."""
+        """Note that the plan of `step` ran: what it published is cached."""
         for entry in made:
             if not entry.is_duplicate:
                 self.pools[entry.group].confirm(entry.block, step)
 
     def unpublish(self, made: list[Publication], step: int) -> None:
-        """A plan did not run: withdraw what it published."""
+        """Withdraw what the plan of `step` published: it did not run."""
         for entry in made:
             if not entry.is_duplicate:
                 self.pools[entry.group].unpublish(entry.block, step)
 
+    def find_duplicated(self, entry: Publication) -> int | None:
+        """Return the cached block that a duplicate equals, if the duplicate's owner still holds it."""
+        sequence = entry.owner
+        table = sequence.tables[entry.group]
+        if entry.index >= len(table) or table[entry.index] != entry.block or entry.index >= len(sequence.keys):
+            return None
+        pool = self.pools[entry.group]
+        cached = pool.lookup(sequence.keys[entry.index], self.ids_of(sequence, entry.index))
+        is_usable = cached is not None and cached != entry.block and cached not in pool.pending
+        return cached if is_usable and pool.key_of[entry.block] is None else None
+
+    def dedup(self, entry: Publication, cached: int) -> list[Sequence]:
+        """Put the cached block in a duplicate's place, in every table of the request that has the duplicate there.
+
+        Return the sequences changed; the caller releases the duplicate for each.
+        """
+        changed = []
+        for sequence in entry.owner.request.sequences:
+            table = sequence.tables[entry.group]
+            if entry.index < len(table) and table[entry.index] == entry.block:
+                self.pools[entry.group].share(cached)
+                table[entry.index] = cached
+                changed.append(sequence)
+        return changed
+
     def withdraw(self, sequence: Sequence) -> None:
-        """Let nobody find the prefix of a sequence any more, on the device or the host, whoever wrote it."""
+        """Make the prefix of a sequence unfindable, on the device and the host, whichever sequence wrote it."""
         for pool in (*self.pools, *self.host.pools):
             for block in [pool.block_of[key] for key in sequence.keys if key in pool.block_of]:
                 pool.withdraw(block)
 
     def reset(self) -> bool:
-        """Forget all cached prefixes, the host's too. False, and nothing changed, while blocks are held."""
-        if any(pool.num_free != pool.num_blocks for pool in (*self.pools, *self.host.pools)):
+        """Forget all cached prefixes, the host's too. Return False, and change nothing, while blocks are held."""
+        pools = (*self.pools, *self.host.pools)
+        if any(pool.num_free != pool.num_blocks for pool in pools):
             return False
-        return all([pool.reset() for pool in (*self.pools, *self.host.pools)])
+        for pool in pools:
+            pool.withdraw_all()
+        return True
 
     def count_hit(self, num_known: int, num_cached: int) -> None:
-        """Enter one admission in the hit statistics (tokens)."""
+        """Count the known and the cached tokens of one admission."""
         self.queried_tokens += num_known
         self.hit_tokens += num_cached
-
-    def _has_keys(self, sequence: Sequence) -> bool:
-        """Whether a sequence's blocks have keys: for all to find, or for the other sequences of its request."""
-        return self.caching or (self.sharing and sequence.request.has_several)
 
     def extend_keys(self, sequence: Sequence) -> None:
         """Give a sequence the keys of its full blocks, if its blocks have keys."""
@@ -392,8 +451,12 @@ class KVCache:
         if len(sequence.keys) < num_blocks and self._has_keys(sequence):
             self.key_maker.extend(sequence, num_blocks)
 
+    def _has_keys(self, sequence: Sequence) -> bool:
+        """Return True if a sequence's blocks have keys: for all requests, or for the other choices of its own."""
+        return self.caching or (self.sharing and sequence.request.has_several)
+
     def ids_of(self, sequence: Sequence, index: int) -> bytes | None:
-        """The ids of one block, packed; None for a sequence known by length only."""
+        """Return the ids of one block, packed; None for a sequence known by length only."""
         if sequence.token_ids is None:
             return None
         return sequence.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()

@@ -1,18 +1,17 @@
-"""Effects: what a plan in the making does to blocks, beside its rows.
+"""What one plan does to blocks, beside its rows: table edits, copies, swap-outs, host loads, published keys.
 
-Owns: the columns of edits, copies, swap-outs and host loads of one plan, and whose copies they are.
-Does not: count references (see pool) or decide (see cache).
-Invariant: swap-outs or host loads, never both; each copy's destination once.
+Owns: these columns while the plan is made, and which slot each is for. Does not: count references (see pool) or decide.
+Invariant: a plan has swap-outs or host loads, never both; each copy has its own destination.
 """
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from octavo.core.request import Sequence
+from octavo.core.request import Sequence
+
+NO_BLOCK = -1  # a table entry without a block: it left the window, or was never needed
 
 
 def _ints() -> array[int]:
@@ -21,18 +20,18 @@ def _ints() -> array[int]:
 
 @dataclass(slots=True)
 class Publication:
-    """One block made findable by a plan before that plan ran; `is_duplicate`: its key was taken already."""
+    """A block that a plan made findable before it ran; a duplicate's key was taken already."""
 
     group: int
     block: int
     index: int
-    owner: Sequence  # that writes it
+    owner: Sequence  # whose row writes the block
     is_duplicate: bool = False
 
 
 @dataclass(slots=True)
 class Effects:
-    """Effects of one plan, in the plan's own formats."""
+    """The effects of one plan, in the plan's own formats."""
 
     step: int
     edits: array[int] = field(default_factory=_ints)
@@ -56,7 +55,7 @@ class Effects:
         self.load_slots.append(slot)
 
     def drop(self, slots: frozenset[int]) -> None:
-        """Take out the edits, copies and loads of sequences that leave before the plan is made."""
+        """Take out the edits, copies and loads of sequences that are preempted before the plan is made."""
         flat = self.edits
         kept = [i for i in range(0, len(flat), 4) if flat[i] not in slots]
         self.edits = array("i", [flat[i + k] for i in kept for k in range(4)])
@@ -65,8 +64,8 @@ class Effects:
 
 
 def _without(flat: array[int], owners: list[int], slots: frozenset[int]) -> tuple[array[int], list[int]]:
-    """Triples and the slots they are for, without those of some slots."""
+    """Return triples and the slots they are for, without those of `slots`."""
     if not any(slot in slots for slot in owners):
         return flat, owners
-    stay = [i for i, slot in enumerate(owners) if slot not in slots]
-    return array("i", [flat[3 * i + k] for i in stay for k in range(3)]), [owners[i] for i in stay]
+    kept = [i for i, slot in enumerate(owners) if slot not in slots]
+    return array("i", [flat[3 * i + k] for i in kept for k in range(3)]), [owners[i] for i in kept]

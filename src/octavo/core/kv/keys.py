@@ -9,36 +9,34 @@ from __future__ import annotations
 
 from array import array
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
-from octavo.core.request import Request, Span
-
-if TYPE_CHECKING:
-    from octavo.core.request import Sequence
+from octavo.core.request import Request, Sequence, Span
 
 KEY_BYTES = 16
 
 
+def _digest(*parts: bytes) -> bytes:
+    return blake2b(b"".join(parts), digest_size=KEY_BYTES).digest()
+
+
 def root_key(request: Request) -> bytes:
     """Return the parent key of a request's first block: its adapter and salts."""
-    return blake2b(
-        repr((request.adapter_id, request.cache_salt, request.tenant)).encode(), digest_size=KEY_BYTES
-    ).digest()
+    return _digest(repr((request.adapter_id, request.cache_salt, request.tenant)).encode())
+
+
+def private_key(key: bytes, order: int) -> bytes:
+    """Return a key that only the request of this number has: its sequences share blocks with each other alone."""
+    return _digest(b"private", key, order.to_bytes(8, "little"))
 
 
 def child_key(parent: bytes, ids: bytes, spans: tuple[Span, ...] = (), start: int = 0, end: int = 0) -> bytes:
-    """Return the key of the block of `ids` (packed int32) behind `parent`; media in [start, end) adds its content."""
+    """Return the key of the block of `ids` (packed int32) after `parent`; media in [start, end) adds its content."""
     state = blake2b(parent, digest_size=KEY_BYTES)
     state.update(ids)
     for span in spans:
         if span.start < end and start < span.start + span.length:
             state.update(b"media" + span.key + (span.start - start).to_bytes(8, "little", signed=True))
     return state.digest()
-
-
-def private_root_key(request: Request, order: int) -> bytes:
-    """Return a parent key that no other request has: its sequences find each other's blocks, and nobody else's."""
-    return blake2b(b"private" + root_key(request) + order.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
 
 
 def extend_keys(
@@ -56,7 +54,7 @@ def extend_keys(
 
 
 def prompt_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
-    """Return the keys of a request's full prompt blocks; a front computes these off the step loop."""
+    """Return the keys of a request's full prompt blocks; a frontend computes them off the step loop."""
     keys: list[bytes] = []
     if request.prompt_token_ids is not None:
         extend_keys(keys, request.prompt_token_ids, request.num_prompt_tokens, block_size, request)
@@ -64,10 +62,10 @@ def prompt_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
 
 
 class KeyMaker:
-    """Gives sequences the keys of their full blocks: those that came with the request, then digests of ids.
+    """Gives sequences the keys of their full blocks: those that were submitted with the request, then digests of ids.
 
-    Of a request known by length only, keys behind the prompt's full blocks are those of its first choice's outputs.
-    Without caching across requests every key is one that only its own request has.
+    For a request known by length only, keys after the prompt's full blocks are those of its first choice's outputs.
+    Without caching across requests every key is private to its request.
     """
 
     __slots__ = ("block_size", "caching")
@@ -85,11 +83,7 @@ class KeyMaker:
             if ids is None and (sequence.choice or state.beams is not None):
                 known = min(num_blocks, sequence.num_prompt // size)
             given = request.block_keys[len(keys) : known]
-            keys.extend(given if self.caching else (self._private(state.order, key) for key in given))
+            keys.extend(given if self.caching else (private_key(key, state.order) for key in given))
         if ids is not None and len(keys) < num_blocks:
-            root = b"" if self.caching else private_root_key(request, state.order)
+            root = b"" if self.caching else private_key(root_key(request), state.order)
             extend_keys(keys, ids, num_blocks * size, size, request, root)
-
-    @staticmethod
-    def _private(order: int, key: bytes) -> bytes:
-        return blake2b(b"private" + key + order.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()

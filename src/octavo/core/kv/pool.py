@@ -1,59 +1,72 @@
-"""The blocks of one cache group: reference counts, keys, reuse.
+"""The blocks of one cache group: reference counts, keys, and the order of reuse.
 
-Owns: which block is referenced, cached or free, and under which key it can be found.
-Does not: know sequences or tables (see cache).
-Invariants: referenced + cached-unreferenced + plain free = total; a key names one block; a block has at
-most one key; only full blocks have keys. A block under a `pending` step is being written by that plan.
+Owns: which block is referenced, cached or plain, and the key under which it is found.
+Does not: know sequences or block tables (see cache).
+Invariants: referenced + cached + plain = num_blocks. A cached block is unreferenced and still has a key; a plain one has
+none. A key names one block, a block has at most one key, and only full blocks have keys. A block in `pending` is being
+written by the plan of that step.
 """
 
 from __future__ import annotations
 
-from octavo.core.kv.free_list import FreeList
+from collections import OrderedDict
+
 from octavo.errors import InvariantError
 
 
 class BlockPool:
-    """A fixed pool of blocks. Every operation is O(1)."""
+    """A fixed pool of blocks. Operations on one block are O(1).
+
+    Free blocks are reused in this order: `plain` ones, the last released first; then `cached` ones, least recently
+    used first.
+    """
 
     __slots__ = (
-        "block_of",
-        "free",
-        "ids_of",
-        "key_of",
-        "num_blocks",
-        "num_freed",
-        "num_published",
-        "pending",
+        "block_of", "cached", "ids_of", "key_of", "num_blocks", "num_freed", "num_published", "pending", "plain",
         "references",
-    )
+    )  # fmt: skip
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks
-        self.free = FreeList(num_blocks)
+        self.plain = list(range(num_blocks - 1, -1, -1))
+        self.cached: OrderedDict[int, None] = OrderedDict()
         self.key_of: list[bytes | None] = [None] * num_blocks
         self.ids_of: list[bytes | None] = [None] * num_blocks
         self.block_of: dict[bytes, int] = {}
         self.pending: dict[int, int] = {}
-        self.num_freed = 0  # since the start: room can have grown by no more than this did
-        self.num_published = 0  # likewise for what can be found
+        self.num_freed = 0  # since the start; free room has grown by at most this
+        self.num_published = 0  # since the start
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken at once, cached unreferenced ones included."""
-        return len(self.free)
+        """Blocks that can be allocated now, cached ones included."""
+        return len(self.plain) + len(self.cached)
+
+    @property
+    def num_filled(self) -> int:
+        """Blocks that are referenced or hold a cached prefix."""
+        return self.num_blocks - len(self.plain)
+
+    def is_read_only(self, block: int) -> bool:
+        """Return True if other sequences may read the block: whoever writes to it must copy it first."""
+        return self.references[block] > 1 or self.key_of[block] is not None
+
+    # --- references ------------------------------------------------------------------------------------
 
     def allocate(self) -> int:
-        """Take a block with one reference, evicting the least recently used cached one if no other is left."""
-        block, is_cached = self.free.take()
-        if is_cached:
-            self._forget(block)
+        """Take a free block with one reference; evict the least recently used cached block if no plain one is left."""
+        if self.plain:
+            block = self.plain.pop()
+        else:
+            block = self.cached.popitem(last=False)[0]
+            self._forget_key(block)
         self.references[block] = 1
         return block
 
     def allocate_plain(self, count: int) -> list[int]:
-        """Take so many blocks as `allocate` would, one by one; there must be as many without a key."""
-        plain, references = self.free.plain, self.references
+        """Take `count` plain blocks in the order of `allocate`. There must be as many."""
+        plain, references = self.plain, self.references
         blocks = plain[-count:]
         del plain[-count:]
         blocks.reverse()
@@ -61,32 +74,40 @@ class BlockPool:
             references[block] = 1
         return blocks
 
+    def next_evicted(self) -> int | None:
+        """Return the cached block that `allocate` would evict, or None if it would take a plain one."""
+        return None if self.plain or not self.cached else next(iter(self.cached))
+
     def share(self, block: int) -> None:
-        """Add a reference to a block that is referenced or cached."""
+        """Add a reference to a referenced or cached block."""
         if self.references[block] == 0:
-            self.free.remove_cached(block)
+            del self.cached[block]
         self.references[block] += 1
 
     def release(self, block: int) -> None:
-        """Drop a reference. The last one makes the block free, or evictable while it has a key."""
+        """Drop a reference. Without references a block with a key is cached, any other is plain."""
         count = self.references[block] - 1
         if count < 0:
-            raise InvariantError(f"block {block} is released but nobody holds it")
+            raise InvariantError(f"block {block} is released without a reference")
         self.references[block] = count
         if count == 0:
-            self.free.add(block, self.key_of[block] is not None)
             self.num_freed += 1
+            if self.key_of[block] is None:
+                self.plain.append(block)
+            else:
+                self.cached[block] = None
 
     def release_table(self, table: list[int]) -> None:
-        """Empty a table from its tail, as `release` does one by one (long sequences have hundreds); -1 is no block."""
+        """Release all blocks of a table, the last first, and empty it. Negative entries are no blocks."""
         references, key_of = self.references, self.key_of
         held = list(map(references.__getitem__, table))
         if held.count(1) == len(held) and -1 not in table and not any(map(key_of.__getitem__, table)):
+            # Long sequences have hundreds of blocks of their own: release them in one go.
             for block in table:
                 references[block] = 0
             self.num_freed += len(table)
             table.reverse()
-            self.free.plain += table
+            self.plain += table
             table.clear()
             return
         while table:
@@ -95,22 +116,22 @@ class BlockPool:
                 self.release(block)
 
     def touch(self, block: int) -> None:
-        """Count a cached, unreferenced block as just used."""
+        """Mark a cached block as just used."""
         if self.references[block] == 0:
-            self.free.touch(block)
+            self.cached.move_to_end(block)
+
+    # --- keys ------------------------------------------------------------------------------------------
 
     def lookup(self, key: bytes, ids: bytes | None) -> int | None:
-        """Return the block under `key`; where both sides know their ids, they must be equal."""
+        """Return the block under `key`. Where the ids of both are known they must be equal."""
         block = self.block_of.get(key)
         if block is None:
             return None
         stored = self.ids_of[block]
-        if ids is not None and stored is not None and ids != stored:
-            return None
-        return block
+        return block if ids is None or stored is None or ids == stored else None
 
     def publish(self, block: int, key: bytes, ids: bytes | None, step: int | None) -> bool:
-        """Make a full block findable; `step` = the plan that is still writing it. False if the key is taken."""
+        """Make a full block findable; `step` is the plan that still writes it. Return False if the key is taken."""
         if key in self.block_of:
             return False
         self.block_of[key] = block
@@ -122,38 +143,30 @@ class BlockPool:
         return True
 
     def confirm(self, block: int, step: int) -> None:
-        """The plan of `step` wrote the block."""
+        """Note that the plan of `step` wrote the block."""
         if self.pending.get(block) == step:
             del self.pending[block]
 
-    def unpublish(self, block: int, step: int) -> bool:
-        """The plan of `step` will not write the block: withdraw its key. False if it no longer has that one."""
-        if self.pending.get(block) != step:
-            return False
-        self.withdraw(block)
-        return True
+    def unpublish(self, block: int, step: int) -> None:
+        """Withdraw the key that the plan of `step` published: it will not write the block."""
+        if self.pending.get(block) == step:
+            self.withdraw(block)
 
     def withdraw(self, block: int) -> None:
-        """Nobody is to find this block any more; whoever holds it keeps it. It must have a key."""
+        """Take the key from a block; references to it stay."""
         if self.references[block] == 0:
-            self.free.remove_cached(block)
-            self.free.add(block, is_cached=False)
-        self._forget(block)
+            del self.cached[block]
+            self.plain.append(block)
+        self._forget_key(block)
 
-    def reset(self) -> bool:
-        """Forget every key. False, and nothing changed, while any block is referenced."""
-        if len(self.free) != self.num_blocks:
-            return False
-        for block in list(self.free.cached):
-            self._forget(block)
-            self.free.remove_cached(block)
-            self.free.add(block, is_cached=False)
-        return True
+    def withdraw_all(self) -> None:
+        """Take the keys from all cached blocks."""
+        for block in list(self.cached):
+            self.withdraw(block)
 
-    def _forget(self, block: int) -> None:
+    def _forget_key(self, block: int) -> None:
         key = self.key_of[block]
         assert key is not None
         del self.block_of[key]
-        self.key_of[block] = None
-        self.ids_of[block] = None
+        self.key_of[block] = self.ids_of[block] = None
         self.pending.pop(block, None)

@@ -139,10 +139,9 @@ class Recorder:
             failure = outcome.message
         used, cached = [], []
         for pool in self._pools:
-            free = pool.free
-            num_cached = len(free.cached)
+            num_cached = len(pool.cached)
             cached.append(num_cached)
-            used.append(pool.num_blocks - len(free.plain) - num_cached)
+            used.append(pool.num_blocks - len(pool.plain) - num_cached)
         gauges = (
             state.sequence_budget.used,
             len(state.waiting),

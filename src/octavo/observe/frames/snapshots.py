@@ -12,7 +12,7 @@ from array import array
 from base64 import b64encode
 
 from octavo.core.explaining import find_barrier, reason_of, shortage_of
-from octavo.core.kv.matching import NO_BLOCK
+from octavo.core.kv.effects import NO_BLOCK
 from octavo.core.kv.pool import BlockPool
 from octavo.core.request import RequestState, Sequence
 from octavo.core.state import State
