@@ -94,11 +94,11 @@ def test_S06_a_lane_key_that_is_no_number_is_zero(answer: Any) -> None:
 
 def test_S06_a_hook_that_raises_is_counted_and_goes_no_further() -> None:
     policy = Saying(ValueError("my words"))
-    policy = PolicyGuard(policy)
-    policy.tell("arrived", REQUEST)
+    guard = PolicyGuard(policy)
+    guard.tell("arrived", REQUEST)
     policy.finished = None  # type: ignore[assignment,method-assign]
-    policy.tell("finished", REQUEST)
-    assert policy.num_errors == 2 and policy.first_error == "arrived: ValueError: my words"
+    guard.tell("finished", REQUEST)
+    assert guard.num_errors == 2 and guard.first_error == "arrived: ValueError: my words"
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_S06_a_policy_that_cannot_start_is_named(registry: None, name: str, valu
 
 def test_S06_attributes_are_read_once() -> None:
     policy = Saying(())
-    policy = PolicyGuard(policy)
+    guard = PolicyGuard(policy)
     policy.headroom = NAN
     policy.lookahead = -1
-    assert (policy.headroom, policy.lookahead) == (0.01, 1)
+    assert (guard.headroom, guard.lookahead) == (0.01, 1)
 
 
 @pytest.mark.parametrize(

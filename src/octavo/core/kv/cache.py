@@ -227,7 +227,7 @@ class KVCache:
         return pool.allocate()
 
     def extend(self, sequence: Sequence, end: int) -> None:
-        """Make positions [num_scheduled, end) writable, in blocks that nobody else reads. The caller saw that it fits."""
+        """Make positions [num_scheduled, end) writable, in blocks of its own. The caller saw that it fits."""
         start, size, slot = sequence.num_scheduled, self.block_size, sequence.slot
         wanted, edits = -(-end // size), self.effects.edits
         for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):

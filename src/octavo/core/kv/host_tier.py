@@ -71,7 +71,7 @@ class HostTier:
     # --- swapped sequences -------------------------------------------------------------------------------
 
     def swap_out(self, sequences: list[Sequence], effects: Effects) -> bool:
-        """Give each device block of these sequences a host block, shared where it was shared. False if there is no room."""
+        """Give each device block of these sequences a host block, shared as it was. Return False without room."""
         if not self.pools or effects.host_loads:
             return False
         fresh = [place for place in distinct_blocks([one.tables for one in sequences]) if place not in effects.swapped]

@@ -1,8 +1,8 @@
 """Finds the longest cached prefix of a sequence, over all groups and both tiers, without changing anything.
 
 Owns: Match and the search. Does not: hold what it finds (see cache.adopt).
-A full group needs every block before the match's end; a sliding group only those that its window still reads. All groups
-must agree on one length: each shortens the others until none does (a fixed point).
+A full group needs every block before the match's end; a sliding group only those that its window still reads.
+All groups must agree on one length: each shortens the others until none does (a fixed point).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Owns: which block is referenced, cached or plain, and the key under which it is found.
 Does not: know sequences or block tables (see cache).
-Invariants: referenced + cached + plain = num_blocks. A cached block is unreferenced and still has a key; a plain one has
-none. A key names one block, a block has at most one key, and only full blocks have keys. A block in `pending` is being
-written by the plan of that step.
+Invariants: referenced + cached + plain = num_blocks. A cached block is unreferenced and still has a key; a plain
+one has none. A key names one block, a block has at most one key, and only full blocks have keys. A block in `pending`
+is being written by the plan of that step.
 """
 
 from __future__ import annotations
