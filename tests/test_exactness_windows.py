@@ -204,7 +204,7 @@ def test_K07_blocks_that_left_the_window_are_given_back(opened: Opened) -> None:
         for group, block in zip(plan.edits[1::4], plan.edits[3::4], strict=True):
             if group in sliding:
                 dropped += block == DROP_BLOCK
-        pool = scheduler.state.cache.pools[sliding[0]]
+        pool = scheduler._state.cache.pools[sliding[0]]
         held = pool.num_blocks - pool.num_free
         most = max(most, held)
 

@@ -163,5 +163,5 @@ def test_S06_the_example_of_the_docs_is_short_and_does_what_it_says(install: Ins
     run.finish()
     order = [new.request_id for plan in run.plans for new in plan.new_sequences]
     assert order == ["r2", "r0", "r4", "r3", "r1"]
-    policy = run.scheduler.state.policy
+    policy = run.scheduler._state.policy
     assert policy.num_errors == 0, policy.first_error

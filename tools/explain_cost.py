@@ -33,7 +33,7 @@ class Load:
 
     def fill(self, num_open: int) -> None:
         """Admit requests up to that number."""
-        while len(self.scheduler.state.requests) < num_open:
+        while len(self.scheduler._state.requests) < num_open:
             params = SamplingParams(max_tokens=self._rng.randrange(50, 300), temperature=0.0)
             length = self._rng.randrange(50, 500)
             request = Request(f"r{self.num_requests}", None, params, self.now, num_prompt_tokens=length)
@@ -71,7 +71,7 @@ def main() -> int:
     load.fill(LIMITS.max_sequences + args.waiting)
     load.step()
     load.step()
-    last = load.scheduler.state.waiting.in_order()[-1].name
+    last = load.scheduler._state.waiting.in_order()[-1].name
     for what, argument in (("first_ask_ms", last), ("next_ask_ms", last), ("list_all_ms", "")):
         begun = time.thread_time()
         load.lives.answer(argument)

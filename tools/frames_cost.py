@@ -22,7 +22,7 @@ from octavo.observe.frames.encode import Source
 from octavo.observe.frames.records import Waiting
 from octavo.observe.frames.ring import FrameRing
 from octavo.observe.frames.sink import FrameSink
-from octavo.observe.frames.snapshots import BlockMap, queue_frame
+from octavo.observe.frames.snapshots import PoolFrames, queue_frame
 
 REPEATS = 200
 STEPS_A_POLL = 25
@@ -77,14 +77,14 @@ def looks() -> dict[str, float]:
         request = Request(f"r{index}", None, SamplingParams(max_tokens=100), num_prompt_tokens=7500)
         scheduler.admit(request, 0.0)
     waiting.decided(scheduler.plan(0.0).events)
-    blocks = BlockMap(scheduler.state)
+    blocks = PoolFrames(scheduler)
     first = _time(lambda: blocks.frame(0.0), 1)
     for _ in range(20):  # all tables are read
         blocks.frame(0.0)
     return {
         "first_look_at_100000_blocks": first,
         "look_at_100000_blocks": _time(lambda: blocks.frame(0.0), REPEATS),
-        "look_at_10000_waiting": _time(lambda: queue_frame(scheduler.state, waiting, 0.0), REPEATS),
+        "look_at_10000_waiting": _time(lambda: queue_frame(scheduler, waiting, 0.0), REPEATS),
     }
 
 

@@ -27,8 +27,8 @@ from octavo.frontend.offline import OfflineEngine
 from octavo.observe.recording.calls import Header
 from octavo.observe.recording.encoding import Encoder
 from octavo.observe.recording.items import Item
-from octavo.observe.recording.recorded_scheduler import RecordedScheduler
 from octavo.observe.recording.recorder import Recorder
+from octavo.observe.recording.recording_tap import RecordingTap
 from octavo.observe.recording.segments import pack_records
 
 STEPS = 600
@@ -40,7 +40,7 @@ def loaded(scheduler: Scheduler, rows: int) -> Scheduler:
     for index in range(rows):
         ids = array("i", [(index * 131 + at * 7) % 30_000 for at in range(100 + index % 16)])
         scheduler.admit(Request(f"r{index}", ids, SamplingParams(max_tokens=4000), eos_token_ids=(2,)), 0.0)
-    while any(entry.status == 0 or not entry.is_decoding for entry in scheduler.state.requests.values()):
+    while any(entry.status == 0 or not entry.is_decoding for entry in scheduler._state.requests.values()):
         step(scheduler)
     return scheduler
 
@@ -67,9 +67,9 @@ def scheduler_cost(rows: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         writer = Recorder(Path(folder), 1 << 30, header, time.perf_counter)
         plain = loaded(Scheduler(limits), rows)
-        taped = loaded(RecordedScheduler(limits, writer.put, time.perf_counter), rows)
+        taped = loaded(Scheduler(limits, RecordingTap(writer.put, time.perf_counter)), rows)
         items: list[Item] = []
-        listed = loaded(RecordedScheduler(limits, items.append, time.perf_counter), rows)
+        listed = loaded(Scheduler(limits, RecordingTap(items.append, time.perf_counter)), rows)
         first = len(items)
         times: tuple[list[float], list[float]] = ([], [])
         for number in range(STEPS):
@@ -116,7 +116,7 @@ class _Turns:
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.put = scheduler._put
+        self.tap = scheduler._tap
         self.blocks: list[tuple[bool, float]] = []
         self.num_steps = 0
         self.begun = 0.0
@@ -133,10 +133,10 @@ class _Turns:
         if self.num_steps < 20 or self.num_steps % BLOCK:
             return
         now = time.perf_counter()
-        is_on = self.scheduler._put is self.put
+        is_on = self.scheduler._tap is self.tap
         if self.begun:
             self.blocks.append((is_on, (now - self.begun) / BLOCK))
-        self.scheduler._put = _nothing if is_on else self.put
+        self.scheduler._tap = None if is_on else self.tap
         self.begun = time.perf_counter()
 
     def summary(self) -> dict[str, Any]:
@@ -152,10 +152,6 @@ class _Turns:
             "plain_step_ms": statistics.median(off) * 1e3,
             "more_percent": statistics.median(ratios) * 100,
         }
-
-
-def _nothing(_: Item) -> None:
-    pass
 
 
 def main() -> None:

@@ -160,8 +160,8 @@ def _open_scheduler(
     if config.recording.record is None:
         return Scheduler(sizes), None
     from octavo.observe.recording import Header
-    from octavo.observe.recording.recorded_scheduler import RecordedScheduler
     from octavo.observe.recording.recorder import open_recorder
+    from octavo.observe.recording.recording_tap import RecordingTap
 
     kept = ("cache", "scheduling", "execution", "speculation")
     values = {
@@ -177,7 +177,7 @@ def _open_scheduler(
         settings={key: value for key, value in values.items() if value is not None},
     )
     recorder = open_recorder(config.recording, header, clock.now)
-    return RecordedScheduler(sizes, recorder.put, clock.now), recorder
+    return Scheduler(sizes, RecordingTap(recorder.put, clock.now)), recorder
 
 
 def _load_tokenizer(config: Config, files: ModelFiles) -> Tokenizer:

@@ -74,7 +74,7 @@ def test_a_step_of_prefix_lets_one_request_in_behind_the_shared_tokens() -> None
 
 def test_choices_share_a_request_and_windows_slide() -> None:
     trial = Trial(setting("choices", 8))
-    assert (trial.scheduler.num_running, len(trial.scheduler.state.requests)) == (8, 2)
+    assert (trial.scheduler.num_running, len(trial.scheduler._state.requests)) == (8, 2)
     assert setting("choices", 6).num_rows == 8
     trial = Trial(setting("windows", 2))
     edits: array[int] = array("i")

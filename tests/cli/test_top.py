@@ -220,7 +220,7 @@ def sampled(steps: int = 200) -> tuple[Stream, Figures, dict[str, Any]]:
 
 def test_figures_are_those_of_the_scheduler() -> None:
     stream, figures, shown = sampled()
-    state = stream.scheduler.state
+    state = stream.scheduler._state
     expected = {}
     for request in state.running.requests:
         for sequence in request.sequences:

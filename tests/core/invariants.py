@@ -15,7 +15,7 @@ from octavo.errors import InvariantError
 
 def check(scheduler: Scheduler) -> None:
     """Raise InvariantError if any promise about the scheduler's state is broken. O(requests + blocks)."""
-    state = scheduler.state
+    state = scheduler._state
     _check_requests(state)
     for group, pool in enumerate(state.cache.pools):
         _check_references(state, group, pool)
@@ -33,7 +33,7 @@ def check(scheduler: Scheduler) -> None:
 
 def check_cheap(scheduler: Scheduler) -> None:
     """The part of `check` that costs O(sequences running): counts and sums. Raises InvariantError."""
-    state = scheduler.state
+    state = scheduler._state
     used = sum(entry.num_slots for entry in state.running.requests)
     _require(used == state.sequence_budget.used, f"{used} slots are in use, {state.sequence_budget.used} are counted")
     _require(used <= state.limits.max_sequences, f"{used} sequences run, the cap is {state.limits.max_sequences}")
@@ -48,7 +48,7 @@ def check_cheap(scheduler: Scheduler) -> None:
 
 def check_no_leaks(scheduler: Scheduler) -> None:
     """Raise InvariantError unless every block, slot and budget is free. Call when no request is left."""
-    state = scheduler.state
+    state = scheduler._state
     if state.requests:
         raise InvariantError(f"{len(state.requests)} requests are unfinished: {sorted(state.requests)[:5]}")
     for group, pool in enumerate((*state.cache.pools, *state.cache.host.pools)):

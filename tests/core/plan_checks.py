@@ -39,7 +39,7 @@ class PlanChecks:
 
     def before(self) -> None:
         """Note the order before a plan is made."""
-        state = self.run.scheduler.state
+        state = self.run.scheduler._state
         policy = state.policy
         self.num_passed = {name: entry.num_bypassed for name, entry in state.requests.items()}
         if self.has_sane_policy:

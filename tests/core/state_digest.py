@@ -17,7 +17,7 @@ _PLAIN = (int, float, str, bytes, bool, type(None), Enum)
 def state_digest(scheduler: Scheduler) -> bytes:
     """Equal for schedulers that will act alike: every field of every object, in order; functions are left out."""
     digest = blake2b(digest_size=16)
-    for piece in _pieces(scheduler.state, {}):
+    for piece in _pieces(scheduler._state, {}):
         digest.update(piece)
         digest.update(b"\0")
     return digest.digest()
@@ -25,7 +25,7 @@ def state_digest(scheduler: Scheduler) -> bytes:
 
 def state_lines(scheduler: Scheduler) -> list[bytes]:
     """The same, to be compared by eye."""
-    return list(_pieces(scheduler.state, {}))
+    return list(_pieces(scheduler._state, {}))
 
 
 def _pieces(value: Any, seen: dict[int, int]) -> Iterator[bytes]:

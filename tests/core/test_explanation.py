@@ -34,7 +34,7 @@ def told(run: Run, name: str) -> Explanation:
 
 def check(run: Run, one: Explanation) -> None:
     """An explanation says what the state is."""
-    state = run.scheduler.state
+    state = run.scheduler._state
     entry = state.requests[one.name]
     assert one.text().startswith(f"{one.name} ") and one.name not in one.text(is_named=False).split()
     json.dumps(one.values())
@@ -75,8 +75,8 @@ class Watch:
 
     def look(self, plan: StepPlan) -> None:
         run = self.run
-        everybody = explain_all(run.scheduler.state, run.now)
-        assert len(everybody) == len(run.scheduler.state.requests)
+        everybody = explain_all(run.scheduler._state, run.now)
+        assert len(everybody) == len(run.scheduler._state.requests)
         has_preempted = any(event.kind == EventKind.PREEMPTED and event.step == plan.step for event in plan.events)
         for one in everybody:
             check(run, one)
@@ -92,7 +92,7 @@ def test_S20_every_reason_is_explained_with_its_numbers(reason: WaitReason) -> N
     texts: list[str] = []
 
     def look(plan: StepPlan) -> None:
-        for one in explain_all(run.scheduler.state, run.now):
+        for one in explain_all(run.scheduler._state, run.now):
             check(run, one)
             if reason in (one.reason, one.shortage and one.shortage.reason):
                 texts.append(one.text())
@@ -272,7 +272,7 @@ def test_S20_asking_changes_no_plan(policy: str) -> None:
         while run.scheduler.has_work:
             run.step()
             if asks:
-                explain_all(run.scheduler.state, run.now)
+                explain_all(run.scheduler._state, run.now)
         return run.digests
 
     assert digests(False) == digests(True)

@@ -60,15 +60,15 @@ class Engine:
         self.now += 1
 
     def forward(self, num_steps: int) -> None:
-        stretch = look_ahead(self.scheduler.state)
+        stretch = look_ahead(self.scheduler._state)
         assert stretch is not None
         planned = self.now + num_steps - 1
-        forward(self.scheduler.state, stretch, num_steps, planned)
+        forward(self.scheduler._state, stretch, num_steps, planned)
         if stretch.has_end and num_steps == stretch.max_steps:
-            self.decisions += end_rows(self.scheduler.state, stretch, planned + 0.5)
+            self.decisions += end_rows(self.scheduler._state, stretch, planned + 0.5)
         self.now += num_steps
         if self.flight:
-            self.flight = deque([self.scheduler.state.flight[0].plan])
+            self.flight = deque([self.scheduler._state.flight[0].plan])
 
 
 def admit_some(engine: Engine, rng: random.Random, index: int) -> None:
@@ -92,7 +92,7 @@ class Twins:
 
     def step(self, engine: Engine, rng: random.Random) -> None:
         """One turn, or several as one and one by one, compared."""
-        stretch = look_ahead(engine.scheduler.state) if len(engine.flight) == engine.depth - 1 else None
+        stretch = look_ahead(engine.scheduler._state) if len(engine.flight) == engine.depth - 1 else None
         most = 0
         if stretch is not None:
             most = stretch.max_steps
@@ -104,7 +104,7 @@ class Twins:
         count = rng.choice((1, most, rng.randint(1, most)))
         self.num_forwards += 1
         self.num_steps += count
-        self.num_waiting += bool(len(engine.scheduler.state.waiting))
+        self.num_waiting += bool(len(engine.scheduler._state.waiting))
         self.num_ends += stretch.has_end and count == stretch.max_steps
         self.compare(engine, count)
 
@@ -146,7 +146,7 @@ def test_steps_made_as_one_lead_to_the_state_of_steps_made_one_by_one(policy: st
         )
         engine, index = Engine(sizes, depth), 0
         for _ in range(100):
-            if rng.random() < 0.2 and len(engine.scheduler.state.requests) < 12:
+            if rng.random() < 0.2 and len(engine.scheduler._state.requests) < 12:
                 admit_some(engine, rng, index)
                 index += 1
             twins.step(engine, rng)
@@ -166,36 +166,36 @@ def steady(sizes: Limits, depth: int = 1, **fields: Any) -> Engine:
 
 def test_the_last_step_of_a_stretch_ends_whoever_is_at_its_length() -> None:
     engine = steady(limits())
-    stretch = look_ahead(engine.scheduler.state)
+    stretch = look_ahead(engine.scheduler._state)
     assert stretch is not None and stretch.has_end and stretch.max_steps == 17
     assert stretch.kv_sum == sum(row.num_scheduled + 1 for row in stretch.rows)
     engine.forward(17)
-    assert list(engine.scheduler.state.requests) == ["b"]
+    assert list(engine.scheduler._state.requests) == ["b"]
     assert engine.decisions[-1].request_id == "a" and engine.decisions[-1].time == engine.now - 0.5
 
 
 def test_nothing_is_made_as_one_where_a_step_may_do_more() -> None:
-    assert look_ahead(steady(limits()).scheduler.state) is not None
+    assert look_ahead(steady(limits()).scheduler._state) is not None
     for sizes in (limits(max_kv_read=1000), limits(find_shared_prefixes=True), limits(max_draft_tokens=2),
                   limits(host_blocks=(4,)), limits(composition="separate")):  # fmt: skip
-        assert look_ahead(steady(sizes).scheduler.state) is None, sizes
+        assert look_ahead(steady(sizes).scheduler._state) is None, sizes
     engine = Engine(limits(), 1)
-    assert look_ahead(engine.scheduler.state) is None
+    assert look_ahead(engine.scheduler._state) is None
     params = SamplingParams(max_tokens=20, seed=0)
     engine.scheduler.admit(Request("ids", array("i", [3, 4, 5]), params), 0.0)  # it may stop by what it says
     engine.turn()
     engine.turn()
-    assert look_ahead(engine.scheduler.state) is None
+    assert look_ahead(engine.scheduler._state) is None
     newcomer = steady(limits())
     newcomer.admit("c", 4, 4)
-    assert look_ahead(newcomer.scheduler.state) is None
+    assert look_ahead(newcomer.scheduler._state) is None
     newcomer.scheduler.pause()
-    assert look_ahead(newcomer.scheduler.state) is not None
+    assert look_ahead(newcomer.scheduler._state) is not None
 
 
 def test_a_stretch_ends_before_the_pool_is_empty() -> None:
     engine = steady(limits(num_blocks=(9,)))
-    stretch = look_ahead(engine.scheduler.state)
+    stretch = look_ahead(engine.scheduler._state)
     assert stretch is not None and not stretch.has_end
     engine.forward(stretch.max_steps)
     invariants.check(engine.scheduler)

@@ -25,7 +25,7 @@ def tenant_gate() -> Any:
 
 def test_S03_a_gate_of_ones_own_bounds_what_runs_and_gives_back() -> None:
     run = Run(limits(num_blocks=40, policy="fifo"))
-    state = run.scheduler.state
+    state = run.scheduler._state
     gate = tenant_gate()(1)
     state.gates = (*state.gates, gate)
     first = run.admit(prompt(5, 1), 4, tenant="a")

@@ -244,7 +244,7 @@ def test_K02_choices_of_a_request_known_by_length_share_its_prompt_alone(caching
     keys = tuple(bytes([number]) * 16 for number in range(6))
     both = run.admit(9, 16, n=2, block_keys=keys)
     run.until(lambda: len(both.choices[0].token_ids) > 8)
-    tables = [sequence.tables[0] for sequence in run.scheduler.state.requests["r0"].sequences]
+    tables = [sequence.tables[0] for sequence in run.scheduler._state.requests["r0"].sequences]
     assert tables[0][:2] == tables[1][:2] and not {*tables[0][2:]} & {*tables[1][2:]}
     run.finish()
 

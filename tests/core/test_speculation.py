@@ -165,7 +165,7 @@ def test_P07_a_request_preempted_with_drafts_in_flight_keeps_what_they_gave(mode
     run = Run(sizes(preemption=mode, host_blocks=(64,)), depth=2)
     record = speak(run, 50)
     plan = fly(run)
-    state = run.scheduler.state
+    state = run.scheduler._state
     state.preempt(state.requests[record.request.request_id], run.now, "another", None, may_swap=True)
     assert not state.num_swapped, "what drafts in flight write cannot be swapped"
     before = len(record.token_ids)

@@ -128,17 +128,17 @@ def test_T06_a_snapshot_tells_totals_and_who_waits_for_what() -> None:
     scheduler = Scheduler(limits())
     for index in range(3):
         scheduler.admit(Request(f"r{index}", array("i", [5, 6, 7, 8 + index]), SamplingParams(max_tokens=2)), 0.0)
-    before = snapshot(scheduler.state)
+    before = snapshot(scheduler._state)
     assert (before.num_requests, before.num_waiting, before.num_running) == (3, 3, 0)
     assert before.waiting_by_reason == {"behind": 3}, "nobody was told a reason yet"
     values = json.loads(json.dumps(asdict(before)))
     assert {"num_swapped", "num_host_blocks", "num_host_blocks_used", "num_policy_errors", "finished"} <= set(values)
-    entries = list(scheduler.state.requests.values())
+    entries = list(scheduler._state.requests.values())
     entries[0].wait_reason = WaitReason.KV_BLOCKS
     entries[1].wait_reason = WaitReason.SEQUENCE_CAP
-    assert snapshot(scheduler.state).waiting_by_reason == {"sequence_cap": 1, "kv_blocks": 1, "behind": 1}
+    assert snapshot(scheduler._state).waiting_by_reason == {"sequence_cap": 1, "kv_blocks": 1, "behind": 1}
     scheduler.cancel(["r0", "r1"], 1.0)
-    after = snapshot(scheduler.state)
+    after = snapshot(scheduler._state)
     assert (after.num_requests, after.num_waiting, after.finished["cancelled"]) == (3, 1, 2)
 
 
@@ -146,16 +146,16 @@ def test_T06_every_total_of_the_state_is_in_the_snapshot() -> None:
     scheduler = Scheduler(limits())
     names = [name for name in Totals.__slots__ if name != "finished"]
     for value, name in enumerate(names, 1):
-        setattr(scheduler.state.totals, name, value)
-    found = snapshot(scheduler.state)
+        setattr(scheduler._state.totals, name, value)
+    found = snapshot(scheduler._state)
     assert {name: getattr(found, name) for name in names} == dict(zip(names, range(1, len(names) + 1), strict=True))
 
 
 def test_T06_a_policy_that_fails_is_counted() -> None:
     scheduler = Scheduler(limits())
-    policy = scheduler.state.policy
+    policy = scheduler._state.policy
     policy.num_errors, policy.first_error = 2, "ValueError: no"
-    found = snapshot(scheduler.state)
+    found = snapshot(scheduler._state)
     assert (found.num_policy_errors, found.first_policy_error) == (2, "ValueError: no")
 
 
@@ -166,7 +166,7 @@ def test_T02_a_running_scheduler_agrees_with_its_pool() -> None:
     seen = []
     while run.scheduler.has_work:
         run.step()
-        found = analyse(run.scheduler.state)
+        found = analyse(run.scheduler._state)
         assert found.total.physical_blocks == found.total.referenced_blocks
         assert found.total.referenced_blocks == run.scheduler.statistics().num_blocks_used
         assert 0 <= found.total.reserved_slots < max(1, found.num_sequences) * found.block_size

@@ -11,7 +11,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
 from octavo.observe.recording.calls import Header
 from octavo.observe.recording.items import Item
-from octavo.observe.recording.recorded_scheduler import RecordedScheduler
+from octavo.observe.recording.recording_tap import RecordingTap
 from octavo.observe.sink import EventSink
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
 from tests.observe.recording.driving import write_segment
@@ -24,7 +24,7 @@ class RecordedHarness(Harness):
         super().__init__(executor, limits=make_limits(**limits), depth=depth)
         self.items: list[Item] = []
         clock = self.loop.clock
-        self.scheduler: Scheduler = RecordedScheduler(self.limits, self.items.append, clock.now)
+        self.scheduler = Scheduler(self.limits, RecordingTap(self.items.append, clock.now))
         self.loop = EngineLoop(self.scheduler, self.executor, depth=depth, clock=clock)
         self.loop.attach(self.receive)
 

@@ -82,7 +82,7 @@ class Bench:
                 self.scheduler.end_choice(name, 0, self.now, FinishReason.STOP)
         self.lives.decided(self.scheduler.take_events())
         for name in [name for name in self.outputs if name not in self.ended]:
-            if name not in self.scheduler.state.requests:
+            if name not in self.scheduler._state.requests:
                 self.ended[name] = self.now
 
     def run(self) -> None:
@@ -288,8 +288,8 @@ def played(seed: int, sizes: Limits, rate: float, every: int, is_told: bool) -> 
             next_at += rng.expovariate(rate)
         plan = bench.step()
         if number > 60 and plan.step % every == 0:
-            state = bench.scheduler.state
-            times = forecast(state, bench.lives.forecaster.step_times, bench.lives.forecaster.lengths)
+            state = bench.scheduler._state
+            times = forecast(bench.scheduler, bench.lives.forecaster.step_times, bench.lives.forecaster.lengths)
             new = times.pop(NEW_REQUEST, None)
             assert times.keys() <= state.requests.keys()
             assert is_told is False or new is not None, "where all lengths are known, a new request's wait is too"
@@ -412,7 +412,7 @@ def test_the_wait_model_gives_the_wait_that_a_request_then_has() -> None:
     assert bench.lives.forecaster.wait_model() is None
     pairs, number = [], 0
     while number < 400:
-        while len(bench.scheduler.state.waiting) < 17:
+        while len(bench.scheduler._state.waiting) < 17:
             model = bench.lives.forecaster.wait_model()
             if model is not None and number > 40:
                 pairs.append((f"r{number}", model.expected_wait_s(16 * 16, 16 * 20, num_running=8), bench.now))

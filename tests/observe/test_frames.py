@@ -17,6 +17,7 @@ from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
+from octavo.core.views import NO_OWNER
 from octavo.errors import EngineError
 from octavo.observe.frames import ring as ring_module
 from octavo.observe.frames import snapshots
@@ -24,7 +25,7 @@ from octavo.observe.frames.encode import Frame, Source
 from octavo.observe.frames.records import Waiting
 from octavo.observe.frames.ring import FrameRing
 from octavo.observe.frames.sink import FrameSink, Window
-from octavo.observe.frames.snapshots import BlockMap, queue_frame
+from octavo.observe.frames.snapshots import PoolFrames, queue_frame
 from octavo.observe.showing import show
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
 from tests.observe.frame_reader import FrameReader, Row
@@ -291,7 +292,7 @@ def cells(group: dict[str, Any]) -> tuple[bytes, list[int]]:
 
 
 def expected_cells(scheduler: Scheduler, group: int) -> bytes:
-    pool = scheduler.state.cache.pools[group]
+    pool = scheduler._state.cache.pools[group]
     return bytes(
         min(2, count) if count else 3 * (key is not None)
         for count, key in zip(pool.references, pool.key_of, strict=True)
@@ -307,7 +308,7 @@ def test_the_map_is_what_pools_and_tables_say(load: str) -> None:
     seen: set[int] = set()
 
     def look() -> None:
-        state = engine.scheduler.state
+        state = engine.scheduler._state
         frame = blocks.frame(1.0)
         for index, (pool, group) in enumerate(zip(state.cache.pools, frame["groups"], strict=True)):
             values, owners = cells(group)
@@ -320,7 +321,7 @@ def test_the_map_is_what_pools_and_tables_say(load: str) -> None:
                     assert block in sequence.tables[index]
 
     engine = Shown(look, limits=make_limits(**options), executor=GatedExecutor(groups=make_limits(**options).groups))
-    blocks = BlockMap(engine.scheduler.state)
+    blocks = PoolFrames(engine.scheduler)
     shared = array("i", range(3, 23))
     with engine:
         for index in range(12):
@@ -339,13 +340,13 @@ def test_large_pools_are_shown_in_fewer_cells_and_read_in_parts(monkeypatch: pyt
         params = SamplingParams(max_tokens=4)
         scheduler.admit(Request(f"r{index}", None, params, num_prompt_tokens=400), 0.0)
     scheduler.plan(0.0)
-    blocks, known = BlockMap(scheduler.state), []
+    blocks, known = PoolFrames(scheduler), []
     for _ in range(4):
         group = blocks.frame(0.0)["groups"][0]
         values, owners = cells(group)
         assert (len(values), len(owners), group["per"]) == (91, 91, 11)
         assert values == expected_cells(scheduler, 0)[::11]
-        known.append(sum(owner != snapshots.NOBODY for owner in owners))
+        known.append(sum(owner != NO_OWNER for owner in owners))
     assert known == sorted(known) and known[0] < known[-1] == sum(map(bool, values))
 
 
@@ -356,8 +357,8 @@ def test_the_queue_is_told_in_order_with_reasons_and_numbers() -> None:
         scheduler.admit(request, 0.5)
     plan = scheduler.plan(1.0)
     waiting.decided(plan.events)
-    frame = queue_frame(scheduler.state, waiting, 2.0)
-    order = [entry.name for entry in scheduler.state.waiting.in_order()]
+    frame = queue_frame(scheduler, waiting, 2.0)
+    order = [entry.name for entry in scheduler._state.waiting.in_order()]
     assert frame["total"] == len(order) == 70 - plan.num_rows
     assert [entry[0] for entry in frame["top"]] == order[:50]
     statistics = scheduler.statistics()
@@ -378,9 +379,9 @@ def test_the_first_of_a_queue_are_those_of_the_whole_order() -> None:
             options = {"tenant": f"t{draw.randrange(5)}", "priority": draw.randrange(4)}
             scheduler.admit(make_request(name, arrival=draw.random(), **options), 1.0)
         scheduler.cancel(draw.sample(names, 60), 1.0)
-        order = scheduler.state.waiting.in_order()
+        order = scheduler._state.waiting.in_order()
         for count in (0, 1, 7, 50, 500):
-            assert scheduler.state.waiting.first(count) == order[:count]
+            assert scheduler._state.waiting.first(count) == order[:count]
 
 
 def test_a_ring_is_bounded_by_what_it_holds_on_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,9 +137,9 @@ def test_T01_who_waits_for_what_follows_the_decisions() -> None:
 
 def test_T01_swaps_and_copies_of_a_step_are_in_blocks() -> None:
     scheduler, waits = Scheduler(make_limits()), Waits()
-    steps = StepRecords(4, scheduler.state, StepTimes())
+    steps = StepRecords(4, scheduler, StepTimes())
     plan = StepPlan(3, 0.0, copies=array("i", [0, 1, 2]), swap_outs=array("i", [0, 1, 2, 0, 3, 4]))
-    scheduler.state.totals.num_swapped_out_tokens += 7
+    scheduler._state.totals.num_swapped_out_tokens += 7
     steps.add(plan, 1.5, waits)
     steps.add(StepPlan(4, 0.0, host_loads=array("i", [0, 1, 2])), 2.5, waits)
     table = steps.table()
@@ -152,15 +152,15 @@ def test_T01_swaps_and_copies_of_a_step_are_in_blocks() -> None:
 
 def test_T05_rings_keep_the_last_and_differences_stay_right() -> None:
     scheduler = Scheduler(make_limits())
-    steps = StepRecords(4, scheduler.state, StepTimes())
+    steps = StepRecords(4, scheduler, StepTimes())
     for number in range(11):
-        scheduler.state.totals.num_output_tokens += number
+        scheduler._state.totals.num_output_tokens += number
         steps.add(StepPlan(number, 0.0), float(number), Waits())
         assert len(steps) == len(steps.table()["rows"]) == min(4, number + 1)
     assert column(steps.table(), "output_tokens") == [7, 8, 9, 10] == column(steps.table(), "step")
     steps.reset()
     assert steps.table()["rows"] == []
-    scheduler.state.totals.num_output_tokens += 3
+    scheduler._state.totals.num_output_tokens += 3
     steps.add(StepPlan(11, 0.0), 11.0, Waits())
     assert column(steps.table(), "output_tokens") == [3]
 
@@ -319,8 +319,8 @@ class Beats:
     def step(self, seconds: float, rest: float = 0.0) -> None:
         plan = StepPlan(0, self.now + rest, num_query_tokens=1)
         self.now += rest + seconds
-        self.scheduler.state.totals.num_computed_tokens += 10
-        self.scheduler.state.totals.num_output_tokens += 4
+        self.scheduler._state.totals.num_computed_tokens += 10
+        self.scheduler._state.totals.num_output_tokens += 4
         self.collector.stepped(plan, StepResult(None), Events(0, self.now))
 
 
@@ -353,7 +353,7 @@ def test_T04_a_rest_is_not_averaged_in_and_makes_no_line(caplog: pytest.LogCaptu
 def test_T04_nothing_is_made_up_when_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, statistics.__name__)
     beats = Beats()
-    beats.scheduler.state.requests = None  # type: ignore[assignment]  # a snapshot would fail on it
+    beats.scheduler._state.requests = None  # type: ignore[assignment]  # a snapshot would fail on it
     for _ in range(50):
         beats.step(1.0)
     assert lines(caplog) == []
@@ -437,7 +437,7 @@ def test_T06_reading_that_fails_is_told_and_ends_nothing(monkeypatch: pytest.Mon
         raise RuntimeError("no")
 
     with Watched(StatisticsConfig(memory_analysis=True)) as engine:
-        monkeypatch.setattr(statistics, "analyse", broken)
+        monkeypatch.setattr(Scheduler, "memory", broken)
         assert "RuntimeError: no" in engine.figures()["memory"]["error"]
         engine.serve(make_request("a"))
 

@@ -117,7 +117,7 @@ class FiniteCache:
     def decided(self, decisions: object) -> None: ...
 
     def stepped(self, plan: object, outcome: object, events: object) -> None:
-        pool = self.harness.scheduler.state.cache.pools[0]
+        pool = self.harness.scheduler._state.cache.pools[0]
         for block in pool.block_of.values():
             if block not in pool.pending:
                 self.num_looks += 1

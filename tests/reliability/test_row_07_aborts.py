@@ -80,8 +80,8 @@ class WatchedScheduler(Scheduler):
     def cancel(self, request_ids: Iterable[str], *args: Any, **options: Any) -> int:
         names = tuple(request_ids)
         for name in dict.fromkeys(names):
-            if name in self.state.requests:
-                self.met.update(states_of(self.state.requests[name]))
+            if name in self._state.requests:
+                self.met.update(states_of(self._state.requests[name]))
                 self.met["aborts"] += 1
         count = super().cancel(names, *args, **options)
         self.num_again += super().cancel(names, *args, **options)

@@ -1,6 +1,7 @@
 """The scheduler: admit, cancel, plan, commit, statistics.
 
-Owns: the verbs. Does not: read a clock, start a thread, touch a file or a tensor; `now` is an argument.
+Owns: the verbs, which are all that others see of the core. Does not: read a clock, start a thread, touch a file or a
+tensor; `now` is an argument.
 Invariants: two schedulers given the same calls make the same plans; work pending and nothing in flight
 means that the next plan has a row, an effect, or a typed external wait; every admitted request ends with
 exactly one FINISHED event; after the last one no block is held.
@@ -13,10 +14,12 @@ from collections.abc import Iterable
 from octavo.core.admission import Admission, prove
 from octavo.core.beam_search import BeamGroup, BeamRules
 from octavo.core.committing import apply
-from octavo.core.explaining import explain
+from octavo.core.explaining import explain, explain_all
 from octavo.core.explanation import Explanation
+from octavo.core.forward import Stretch, end_rows, forward, look_ahead
 from octavo.core.intake import Intake
 from octavo.core.limits import Limits
+from octavo.core.memory_analysis import MemoryAnalysis, analyse
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.planning import Planner
 from octavo.core.queues import rerank
@@ -24,23 +27,41 @@ from octavo.core.request import FinishReason, Request, RequestState, Sequence
 from octavo.core.speculation import add_drafts, allows
 from octavo.core.state import State
 from octavo.core.statistics import Statistics, snapshot
+from octavo.core.tap import CallTap, GivenDrafts, GivenKeys, InputSource, TappedKeys
+from octavo.core.views import (
+    BlockMap,
+    Gauges,
+    WaitingRequest,
+    Workload,
+    first_waiting,
+    gauges,
+    workload,
+)
 from octavo.errors import AdmissionError, DuplicateRequestError
 
 
 class Scheduler:
     """Decides every step. Not thread-safe: one caller owns it."""
 
-    __slots__ = ("state",)
+    __slots__ = ("_source", "_state", "_tap")
 
-    def __init__(self, limits: Limits) -> None:
-        self.state = State(limits)
+    def __init__(self, limits: Limits, tap: CallTap | None = None, source: InputSource | None = None) -> None:
+        self._state = State(limits)
+        self._tap = tap
+        self._source = source
+        if tap is not None:
+            self._state.cache.key_maker = TappedKeys(limits, tap)
+        if source is not None:
+            self._state.cache.key_maker = GivenKeys(limits, source)
+            if source.has_drafts:
+                self._state.drafter = GivenDrafts(source)
 
     def admit(self, request: Request, now: float) -> Admission:
         """Take a request in. It will end with exactly one FINISHED event.
 
         Raises InvalidRequestError, AdmissionError or DuplicateRequestError; nothing is changed then.
         """
-        state = self.state
+        state = self._state
         if state.is_draining:
             raise AdmissionError("the engine is draining and takes no new requests; send it to another engine", None)
         if request.request_id in state.requests:
@@ -61,14 +82,18 @@ class Scheduler:
         rerank(entry, state.policy)
         state.waiting.add(entry)
         state.deadlines.add(entry)
+        if self._tap is not None or self._source is not None:
+            state.cache.extend_keys(entry.sequences[0])
+        if self._tap is not None:
+            self._tap.admitted(request, now)
         return admission
 
     def _make_sequences(self, entry: RequestState) -> None:
         """One sequence per choice; a beam search begins with one."""
         params = entry.request.params
-        root = Sequence(entry, 0, self.state.cache.num_groups)
+        root = Sequence(entry, 0, self._state.cache.num_groups)
         if entry.samples:
-            root.limit = min(root.num_prompt + entry.max_tokens, self.state.limits.max_model_len)
+            root.limit = min(root.num_prompt + entry.max_tokens, self._state.limits.max_model_len)
         else:
             root.limit = root.num_prompt + 1
         entry.sequences.append(root)
@@ -100,15 +125,15 @@ class Scheduler:
 
         The choices of a beam search are known only at its end, so none of them can be ended alone.
         """
-        entry = self.state.requests.get(request_id)
-        if entry is None or entry.beams is not None:
-            return False
-        for sequence in entry.sequences:
-            if sequence.choice == choice:
-                self.state.end_choice(sequence, now, reason, message=message)
-                self.state.settle()
-                return True
-        return False
+        entry = self._state.requests.get(request_id)
+        sequences = [] if entry is None or entry.beams is not None else entry.sequences
+        sequence = next((one for one in sequences if one.choice == choice), None)
+        if sequence is not None:
+            self._state.end_choice(sequence, now, reason, message=message)
+            self._state.settle()
+        if self._tap is not None:
+            self._tap.choice_ended(request_id, choice, now, reason, message)
+        return sequence is not None
 
     def cancel(
         self,
@@ -118,13 +143,15 @@ class Scheduler:
         message: str | None = None,
     ) -> int:
         """End requests in any state, in flight too; unknown and finished ids are ignored. Returns how many ended."""
-        count = 0
-        for name in request_ids:
-            entry = self.state.requests.get(name)
+        names, count = tuple(request_ids), 0
+        for name in names:
+            entry = self._state.requests.get(name)
             if entry is not None:
-                self.state.finish(entry, now, reason, message=message)
+                self._state.finish(entry, now, reason, message=message)
                 count += 1
-        self.state.settle()
+        self._state.settle()
+        if self._tap is not None:
+            self._tap.cancelled(names, now, reason, message)
         return count
 
     def plan(self, now: float, only: frozenset[str] | None = None) -> StepPlan:
@@ -132,20 +159,23 @@ class Scheduler:
 
         A plan that is not empty must be submitted and committed, in the order made.
         """
-        while (late := self.state.deadlines.expired(now)) is not None:
+        while (late := self._state.deadlines.expired(now)) is not None:
             self._expire(late[0], late[1], now)
-        self.state.settle()
-        composition = self.state.composition
-        planner = Planner(self.state, now, only)
+        self._state.settle()
+        composition = self._state.composition
+        planner = Planner(self._state, now, only)
         for turn in composition.turns():
             planner.grant_running(turn)
             Intake(planner).run()
             if planner.rows or planner.num_admitted:  # what came back from the host may have its row in another turn
                 composition.took(turn)
                 break
-        if self.state.limits.max_draft_tokens:
+        if self._state.limits.max_draft_tokens:
             add_drafts(planner)
-        return planner.finish()
+        plan = planner.finish()
+        if self._tap is not None:
+            self._tap.planned(plan, now, only)
+        return plan
 
     def commit(self, plan: StepPlan, outcome: StepResult | StepFailure, now: float) -> Events:
         """Take in what the oldest plan in flight produced.
@@ -153,57 +183,124 @@ class Scheduler:
         A StepFailure discards that plan and every later one in flight: do not commit those.
         Raises InvariantError on a plan that is not the oldest in flight.
         """
-        return apply(self.state, plan, outcome, now)
+        events = apply(self._state, plan, outcome, now)
+        if self._tap is not None:
+            self._tap.committed(plan, outcome, events, now)
+        return events
 
     def take_events(self) -> tuple[Event, ...]:
         """Hand over decisions made since the last plan or commit, without waiting for the next."""
-        events = tuple(self.state.events)
-        self.state.events = []
+        events = tuple(self._state.events)
+        self._state.events = []
         return events
 
-    def statistics(self) -> Statistics:
-        """A snapshot of gauges and totals."""
-        return snapshot(self.state)
+    # --- controls ------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing changed, while any block is held."""
-        return self.state.cache.reset()
+        was_reset = self._state.cache.reset()
+        if self._tap is not None:
+            self._tap.controlled("reset_prefix_cache")
+        return was_reset
 
     def pause(self) -> None:
-        """Admit nobody from the queue until resume(); what runs goes on."""
-        self.state.is_paused = True
+        """Admit nothing from the queue until resume(); what runs goes on."""
+        self._state.is_paused = True
+        if self._tap is not None:
+            self._tap.controlled("pause")
 
     def resume(self) -> None:
         """End a pause."""
-        self.state.is_paused = False
+        self._state.is_paused = False
+        if self._tap is not None:
+            self._tap.controlled("resume")
 
     def drain(self) -> None:
         """Take no new requests; those taken are served to their end."""
-        self.state.is_draining = True
+        self._state.is_draining = True
+        if self._tap is not None:
+            self._tap.controlled("drain")
 
     def limit_step(self, num_tokens: int | None) -> None:
         """Grant at most so many tokens in a step, as after one ran out of memory; None = as configured."""
-        most = self.state.limits.max_batch_tokens
-        self.state.token_budget.limit = most if num_tokens is None else max(1, min(num_tokens, most))
+        most = self._state.limits.max_batch_tokens
+        self._state.token_budget.limit = most if num_tokens is None else max(1, min(num_tokens, most))
+        if self._tap is not None:
+            self._tap.controlled("limit_step", num_tokens)
+
+    # --- what can be asked; none of it changes anything -------------------------------------------------
+
+    @property
+    def limits(self) -> Limits:
+        """What it was made with."""
+        return self._state.limits
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait, preempted ones included."""
-        return len(self.state.waiting)
+        return len(self._state.waiting)
 
     @property
     def num_running(self) -> int:
         """Sequences that run."""
-        return self.state.sequence_budget.used
+        return self._state.sequence_budget.used
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self.state.requests)
+        return bool(self._state.requests)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is admitted from the queue."""
+        return self._state.is_paused
+
+    def gauges(self) -> Gauges:
+        """Levels and totals. O(groups): cheap enough for every step."""
+        return gauges(self._state)
+
+    def statistics(self) -> Statistics:
+        """All gauges and totals. O(requests), for people."""
+        return snapshot(self._state)
+
+    def memory(self) -> MemoryAnalysis:
+        """How the KV pool is filled. O(blocks in tables), for people."""
+        return analyse(self._state)
 
     def explain(self, request_id: str, now: float = 0.0) -> Explanation | None:
         """Say where an open request stands, and why; None for one that is unknown or has ended. For people."""
-        return explain(self.state, request_id, now)
+        return explain(self._state, request_id, now)
+
+    def explain_all(self, now: float = 0.0, most: int | None = None) -> list[Explanation]:
+        """Explain every open request: those that wait first, in order, then those that run; `most` of each."""
+        return explain_all(self._state, now, most)
+
+    def first_waiting(self, most: int) -> list[WaitingRequest]:
+        """The first that wait, with their reasons. O(most log waiting)."""
+        return first_waiting(self._state, most)
+
+    def workload(self) -> Workload:
+        """What is left to do of every open request, for forecasts. O(requests log requests)."""
+        return workload(self._state)
+
+    def block_map(self, max_cells: int, max_read: int) -> BlockMap:
+        """A map of the KV pool to look at repeatedly; a look reads `max_read` table entries at most."""
+        return BlockMap(self._state, max_cells, max_read)
+
+    # --- fast forward: for simulations -------------------------------------------------------------------
+
+    def look_ahead(self) -> Stretch | None:
+        """The decode steps that are certain to come next, between two turns with at most one plan in flight."""
+        return look_ahead(self._state)
+
+    def forward(self, stretch: Stretch, num_steps: int, planned: float) -> StepPlan | None:
+        """Make so many steps of a stretch just looked up, the last planned then; return the plan now in flight."""
+        forward(self._state, stretch, num_steps, planned)
+        return self._state.flight[0].plan if self._state.flight else None
+
+    def end_rows(self, stretch: Stretch, committed: float) -> tuple[Event, ...]:
+        """End the rows that the last step of a whole stretch brought to their length."""
+        return end_rows(self._state, stretch, committed)
 
     def _expire(self, entry: RequestState, is_queue: bool, now: float) -> None:
         asked = entry.request
@@ -211,4 +308,4 @@ class Scheduler:
             message = f"queue_timeout of {asked.queue_timeout} s passed before the request could start"
         else:
             message = f"deadline {asked.deadline} passed {now - (asked.deadline or 0.0):.3f} s ago"
-        self.state.finish(entry, now, FinishReason.TIMEOUT, message=message)
+        self._state.finish(entry, now, FinishReason.TIMEOUT, message=message)

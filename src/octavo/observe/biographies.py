@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from octavo.config import StatisticsConfig
-from octavo.core.explaining import explain, explain_all
 from octavo.core.explanation import Explanation, Standing, shortage_text, times, word
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request
@@ -95,7 +94,7 @@ class Biographies:
         self._num_ended: Counter[str] = Counter()  # by tenant
         self._silent: dict[str, Life] = {}  # that run and wait for a token: their first, or the next after a return
         self._ends: list[Life] = []  # told, but the tokens of their step are not yet
-        self.forecaster = Forecaster(scheduler.state, StepTimeModel(), AnswerLengths(), now)
+        self.forecaster = Forecaster(scheduler, StepTimeModel(), AnswerLengths(), now)
 
     @property
     def num_kept(self) -> int:
@@ -193,7 +192,7 @@ class Biographies:
 
     def _one(self, name: str, now: float) -> dict[str, object]:
         life = self._open.get(name) or self._ended.get(name)
-        standing = explain(self._scheduler.state, name, now)
+        standing = self._scheduler.explain(name, now)
         if standing is None:
             return unknown(name) if life is None or life.end is None else _ended(life, now)
         values = _plain(standing, now) | {"prediction": None}
@@ -208,7 +207,7 @@ class Biographies:
         """Open requests: where they stand, without their lives; the first that wait and the first that run."""
         foretold = self.forecaster.next_tokens()
         listed = []
-        for one in explain_all(self._scheduler.state, now, MAX_LISTED):
+        for one in self._scheduler.explain_all(now, MAX_LISTED):
             lacks = "" if one.shortage is None else shortage_text(one.shortage, () if one.is_first_short else one.room)
             listed.append(
                 {
@@ -227,8 +226,8 @@ class Biographies:
                     "next_token_s": foretold[one.name].seconds if one.name in foretold else None,
                 }
             )
-        state = self._scheduler.state
-        counts = {"num_waiting": len(state.waiting), "num_running": len(state.running)}
+        gauges = self._scheduler.gauges()
+        counts = {"num_waiting": gauges.num_waiting, "num_running": gauges.num_running_requests}
         return {"open": listed, **counts, "num_ended_kept": len(self._ended)}
 
     def _predict(self, standing: Explanation) -> tuple[dict[str, object], str]:
@@ -244,7 +243,7 @@ class Biographies:
             }
             band = "" if found.least == found.most else f" ({found.least:.2f} to {found.most:.2f} s)"
             return values, f"its {token} token is expected in about {found.seconds:.2f} s{band}"
-        if self._scheduler.state.is_paused:
+        if self._scheduler.is_paused:
             why = "the engine is paused"
         elif self.forecaster.step_times.fit() is None:
             why = "too few steps were made yet"

@@ -16,15 +16,13 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from heapq import heappop, heappush
 from itertools import chain
 from math import inf
 
-from octavo.core import room
 from octavo.core.plan import StepPlan
-from octavo.core.request import RequestState, Status
-from octavo.core.state import State
+from octavo.core.scheduler import Scheduler
+from octavo.core.views import RequestWork, Workload
 
 NUM_STEPS = 64  # kept of each kind
 NUM_RECENT = 16  # steps that say how fast the machine is now
@@ -142,18 +140,19 @@ class Forecast:
         return Forecast(max(0.0, self.seconds - age), max(0.0, self.least - age), max(0.0, self.most - age))
 
 
-def forecast(state: State, step_times: StepTimeModel, lengths: AnswerLengths) -> dict[str, Forecast]:
+def forecast(scheduler: Scheduler, step_times: StepTimeModel, lengths: AnswerLengths) -> dict[str, Forecast]:
     """Return when each request that waits or prefills gets its next token; those not known are left out.
 
     Under NEW_REQUEST: when a request that arrived now would be admitted.
     Equal states get equal forecasts. O(requests log requests) a run: Forecaster bounds how often.
     """
     fit = step_times.fit()
-    if fit is None or state.is_paused:
+    if fit is None or scheduler.is_paused:
         return {}
     model, answers, rng = WaitModel(*fit, lengths.mean), lengths.sorted(), random.Random(0)
-    num_runs = NUM_RUNS if len(state.requests) <= MAX_REPEATED else 1
-    runs = [_QueueRun(state, model, answers, rng).run() for _ in range(num_runs)]
+    work = scheduler.workload()
+    num_runs = NUM_RUNS if len(work.running) + len(work.waiting) <= MAX_REPEATED else 1
+    runs = [_QueueRun(work, model, answers, rng).run() for _ in range(num_runs)]
     found = {}
     for name in runs[0]:
         times = sorted(run.get(name, inf) for run in runs)
@@ -169,21 +168,21 @@ class Forecaster:
     """
 
     def __init__(
-        self, state: State, step_times: StepTimeModel, lengths: AnswerLengths, now: Callable[[], float]
+        self, scheduler: Scheduler, step_times: StepTimeModel, lengths: AnswerLengths, now: Callable[[], float]
     ) -> None:
         self.step_times, self.lengths = step_times, lengths
-        self._state, self._now = state, now
+        self._scheduler, self._now = scheduler, now
         self._found: dict[str, Forecast] = {}
         self._made_at = -inf
         self._until = -inf
 
     def next_tokens(self) -> dict[str, Forecast]:
         """Return the forecasts as of now, by request id (and NEW_REQUEST)."""
-        if self._state.is_paused:
+        if self._scheduler.is_paused:
             return {}
         now = self._now()
         if now >= self._until:
-            self._found = forecast(self._state, self.step_times, self.lengths)
+            self._found = forecast(self._scheduler, self.step_times, self.lengths)
             self._made_at = now
             self._until = now + max(LEAST_AGE_S, (self._now() - now) / MAX_SHARE)
         age = now - self._made_at
@@ -210,14 +209,13 @@ class _Job:
 class _QueueRun:
     """The queue, simulated once."""
 
-    def __init__(self, state: State, model: WaitModel, answers: list[int], rng: random.Random) -> None:
+    def __init__(self, work: Workload, model: WaitModel, answers: list[int], rng: random.Random) -> None:
         self._model = model
         self._answers = answers
         self._rng = rng
-        self._group = min(range(len(state.cache.pools)), key=lambda group: state.cache.pools[group].num_blocks)
-        self._budget = state.token_budget.limit
-        self._block_size = state.cache.block_size
-        self._slots = state.sequence_budget.left
+        self._budget = work.max_step_tokens
+        self._block_size = work.block_size
+        self._slots = work.num_free_slots
         self._time = 0.0
         self._steps = 0.0
         self._prefills: deque[_Job] = deque()
@@ -226,17 +224,16 @@ class _QueueRun:
         self._number = 0
         self.found: dict[str, float] = {}
         promised = 0.0
-        for entry in state.running.requests:
-            job = self._job(state, entry)
+        for entry in work.running:
+            job = self._job(entry)
             if entry.is_decoding:
                 self._decode(job)
                 continue
             promised += job.prompt / self._block_size
             job.blocks += job.prompt / self._block_size
             self._prefills.append(job)
-        pool = state.cache.pools[self._group]
-        self._free = pool.num_free - promised - state.headroom.floors[self._group]
-        waiting = map(partial(self._job, state), state.waiting.in_order())  # made as they are admitted
+        self._free = work.num_free_blocks - promised
+        waiting = map(self._job, work.waiting)  # made as they are admitted
         self._waiting = chain(waiting, (_Job(NEW_REQUEST, 1.0, 1.0, 1, 1.0, False),))
         self._first = next(self._waiting, None)
 
@@ -248,20 +245,10 @@ class _QueueRun:
                 break
         return self.found
 
-    def _job(self, state: State, entry: RequestState) -> _Job:
-        request, sequences = entry.request, entry.sequences
-        known = sum(one.num_known for one in sequences)
-        todo = known - sum(one.num_scheduled for one in sequences)
-        is_waiting = entry.status == Status.WAITING
-        if is_waiting:
-            todo = sequences[0].num_known - (entry.seen[0] if entry.seen is not None else 0)
-            if entry.is_swapped:
-                todo = len(sequences)
-        held = sum(len(one.tables[self._group]) for one in sequences)
-        needed = room.num_blocks(state.cache, entry)[self._group] if is_waiting else held
-        outputs = max(one.num_outputs for one in sequences)
-        answer = self._answer(outputs, entry.max_tokens, request.params.ignore_eos) if entry.samples else 0.0
-        return _Job(entry.name, todo, answer, entry.num_slots, needed, is_waiting or not entry.is_decoding)
+    def _job(self, entry: RequestWork) -> _Job:
+        answer = self._answer(entry.num_outputs, entry.max_tokens, entry.ignores_eos) if entry.max_tokens else 0.0
+        has_question = entry.is_waiting or not entry.is_decoding
+        return _Job(entry.name, entry.num_todo, answer, entry.num_slots, entry.num_blocks, has_question)
 
     def _answer(self, outputs: int, most: int, is_exact: bool) -> float:
         """Return the tokens that an answer of `outputs` tokens will still get."""

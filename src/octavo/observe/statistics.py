@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from octavo.config import StatisticsConfig
-from octavo.core.memory_analysis import analyse
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
@@ -37,7 +36,7 @@ class Collector:
 
     def __init__(self, config: StatisticsConfig, scheduler: Scheduler, times: StepTimes) -> None:
         self._scheduler = scheduler
-        self._steps = StepRecords(config.step_records, scheduler.state, times)
+        self._steps = StepRecords(config.step_records, scheduler, times)
         self._requests = RequestRecords(config.request_records)
         self._waits = Waits()
         self._has_memory = config.memory_analysis
@@ -117,7 +116,7 @@ class Collector:
             if line is not None:
                 _LOG.info("%s", line)
         if self._has_memory:
-            self._memory.append((now, asdict(analyse(self._scheduler.state).total)))
+            self._memory.append((now, asdict(self._scheduler.memory().total)))
 
 
 def collect(loop: WatchedLoop, scheduler: Scheduler, config: StatisticsConfig) -> Collector | None:
@@ -129,7 +128,7 @@ def collect(loop: WatchedLoop, scheduler: Scheduler, config: StatisticsConfig) -
         loop.watch(collector)
         loop.sections["collected"] = _shielded(collector.figures)
     if config.memory_analysis:
-        loop.sections["memory"] = _shielded(lambda: asdict(analyse(scheduler.state)))
+        loop.sections["memory"] = _shielded(lambda: asdict(scheduler.memory()))
     loop.verbs["reset_statistics"] = _verb(collector.reset if collector is not None else None)
     loop.verbs["export_statistics"] = _verb(collector.export if collector is not None else None)
     return collector

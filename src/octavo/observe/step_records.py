@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
-from octavo.core.state import State
+from octavo.core.scheduler import Scheduler
+from octavo.core.views import Gauges
 from octavo.observe.metrics.export import Table
 from octavo.observe.metrics.rings import RecordRing
 from octavo.observe.step_times import PARTS, StepTimes
@@ -62,30 +63,23 @@ class Waits:
 class StepRecords:
     """The last `size` steps that gave a result."""
 
-    def __init__(self, size: int, state: State, times: StepTimes) -> None:
-        self._state = state
+    def __init__(self, size: int, scheduler: Scheduler, times: StepTimes) -> None:
+        self._scheduler = scheduler
         self._times = times
-        self._host = state.cache.host.pools
         self._ring = RecordRing(_LAYOUT, size + 1)  # the oldest is what the next one's differences are taken from
         self._waits: list[dict[str, int]] = [{}] * (size + 1)
-        self._base = self._totals()
+        self._base = _totals(self._scheduler.gauges())
 
     def __len__(self) -> int:
         return min(len(self._ring), self._ring.size - 1)
 
     def add(self, plan: StepPlan, time: float, waits: Waits) -> None:
         """Write down a step that was committed at `time`."""
-        state, used, cached = self._state, 0, 0
-        for pool in state.cache.pools:
-            cached += len(pool.cached)
-            used += pool.num_blocks - len(pool.plain)
+        gauges = self._scheduler.gauges()
         rows, tokens = len(plan.slots), plan.num_query_tokens
         prefill_rows, fork_rows, prefill_tokens = 0, 0, 0
         if not (plan.is_fast_path and rows == tokens):  # else every row is one token
             prefill_rows, fork_rows, prefill_tokens = make_up(plan)
-        host_used = 0
-        for pool in self._host:
-            host_used += pool.num_blocks - len(pool.plain)
         place = self._ring.add(
             time,
             self._times.num_steps,
@@ -98,16 +92,16 @@ class StepRecords:
             len(plan.draft_token_ids),
             plan.num_kv_read,
             len(plan.new_sequences),
-            state.sequence_budget.used,
-            len(state.waiting),
-            state.num_swapped,
-            used - cached,
-            cached,
-            host_used,
+            gauges.num_running,
+            gauges.num_waiting,
+            gauges.num_swapped,
+            sum(gauges.blocks_used),
+            sum(gauges.blocks_cached),
+            gauges.host_blocks_used,
             len(plan.copies) // 3,
             len(plan.swap_outs) // 3,
             len(plan.host_loads) // 3,
-            *self._totals(),
+            *_totals(gauges),
         )
         self._waits[place] = waits.by_reason()
 
@@ -128,20 +122,20 @@ class StepRecords:
     def reset(self) -> None:
         """Forget the steps; what the totals grow by is counted from here."""
         self._ring.reset()
-        self._base = self._totals()
+        self._base = _totals(self._scheduler.gauges())
 
-    def _totals(self) -> tuple[float, ...]:
-        totals, cache = self._state.totals, self._state.cache
-        return (
-            totals.num_preemptions,
-            cache.queried_tokens,
-            cache.hit_tokens,
-            totals.num_host_hit_tokens,
-            totals.num_swapped_out_tokens,
-            totals.num_swapped_in_tokens,
-            totals.num_output_tokens,
-            totals.num_accepted_tokens,
-        )
+
+def _totals(gauges: Gauges) -> tuple[float, ...]:
+    return (
+        gauges.num_preemptions,
+        gauges.queried_tokens,
+        gauges.hit_tokens,
+        gauges.num_host_hit_tokens,
+        gauges.num_swapped_out_tokens,
+        gauges.num_swapped_in_tokens,
+        gauges.num_output_tokens,
+        gauges.num_accepted_tokens,
+    )
 
 
 def make_up(plan: StepPlan) -> tuple[int, int, int]:

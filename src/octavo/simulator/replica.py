@@ -13,7 +13,6 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
-from octavo.core.forward import end_rows, forward, look_ahead
 from octavo.core.plan import Event, StepPlan, StepResult, StepTimings
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
@@ -95,14 +94,13 @@ class Replica:
             self._end_cruise(num_committed)
             if num_begun > num_committed:
                 self._make_plans(self.next_at)  # it dies with this plan in flight
-        state = self.scheduler.state
+        outputs = {one.name: one.work.num_outputs for one in self.scheduler.explain_all()}
         for entry in self._open.values():
-            left = state.requests.get(entry.name)
-            if left is not None:
+            if entry.name in outputs:
                 if entry.counts:  # a request with several choices starts anew
                     entry.counts = [0] * len(entry.counts)
                 else:
-                    entry.emitted = left.sequences[0].num_outputs
+                    entry.emitted = outputs[entry.name]
                 entry.restarts += 1
         lost = list(self._open.values())
         self._open, self.load, self.num_open = {}, 0, 0
@@ -122,13 +120,13 @@ class Replica:
         self._close_life()
 
     def _close_life(self) -> None:
-        counted, totals = self.scheduler.state, self.totals
-        totals.steps += counted.totals.num_steps
-        totals.computed_tokens += counted.totals.num_computed_tokens
-        totals.output_tokens += counted.totals.num_output_tokens
-        totals.preemptions += counted.totals.num_preemptions
-        totals.queried_tokens += counted.cache.queried_tokens
-        totals.hit_tokens += counted.cache.hit_tokens
+        counted, totals = self.scheduler.gauges(), self.totals
+        totals.steps += counted.num_steps
+        totals.computed_tokens += counted.num_computed_tokens
+        totals.output_tokens += counted.num_output_tokens
+        totals.preemptions += counted.num_preemptions
+        totals.queried_tokens += counted.queried_tokens
+        totals.hit_tokens += counted.hit_tokens
         totals.num_blocks = sum(self._limits.num_blocks)
 
     # --- time ---------------------------------------------------------------------------------------
@@ -240,7 +238,7 @@ class Replica:
         decode_s = self._pace.decode_s
         if decode_s is None or len(self._flight) != self._setup.depth - 1:
             return False
-        stretch = look_ahead(self.scheduler.state)
+        stretch = self.scheduler.look_ahead()
         if stretch is None or stretch.max_steps < MIN_TURNS:
             return False
         until = self._next_sample if stretch.wake_at is None else min(self._next_sample, stretch.wake_at)
@@ -267,15 +265,17 @@ class Replica:
         if not num_turns:
             return []
         last = num_turns - 1
-        state, is_whole = self.scheduler.state, num_turns == cruise.num_turns
-        forward(state, cruise.stretch, num_turns, cruise.begins[last])
+        is_whole = num_turns == cruise.num_turns
+        plan = self.scheduler.forward(cruise.stretch, num_turns, cruise.begins[last])
         self._note_blocks()
-        decisions = end_rows(state, cruise.stretch, cruise.commits[last]) if cruise.has_end and is_whole else ()
+        decisions: tuple[Event, ...] = ()
+        if cruise.has_end and is_whole:
+            decisions = self.scheduler.end_rows(cruise.stretch, cruise.commits[last])
         totals.forwarded_steps += num_turns
         self._free_at = cruise.ends[last]
         committed = cruise.steps_s[:num_turns]
-        if self._flight:
-            flying, plan = self._flight.popleft(), state.flight[0].plan
+        if plan is not None:
+            flying = self._flight.popleft()
             self._flight.append(Flight(plan, committed[-1], cruise.host_s, self._free_at))
             totals.busy_s += flying.step_s
             totals.host_s += flying.host_s
@@ -288,20 +288,18 @@ class Replica:
     # --- what people look at --------------------------------------------------------------------------
 
     def _note_blocks(self) -> None:
-        pool = self.scheduler.state.cache.pools[0]
-        used = pool.num_blocks - pool.num_free
+        used = self.scheduler.gauges().blocks_used[0]
         if used > self.totals.max_blocks_used:
             self.totals.max_blocks_used = used
 
     def _sample(self, now: float) -> None:
-        samples, state, step = self._samples, self.scheduler.state, self._setup.sample_s
-        pool = state.cache.pools[0]
+        samples, gauges, step = self._samples, self.scheduler.gauges(), self._setup.sample_s
         samples.times.append(now)
         samples.replicas.append(self.number)
-        samples.running.append(len(state.running))
-        samples.waiting.append(len(state.waiting))
-        samples.used.append(pool.num_blocks - pool.num_free)
-        samples.cached.append(len(pool.cached))
-        samples.steps.append(state.totals.num_steps)
-        samples.tokens.append(state.totals.num_computed_tokens)
+        samples.running.append(gauges.num_running_requests)
+        samples.waiting.append(gauges.num_waiting)
+        samples.used.append(gauges.blocks_used[0])
+        samples.cached.append(gauges.blocks_cached[0])
+        samples.steps.append(gauges.num_steps)
+        samples.tokens.append(gauges.num_computed_tokens)
         self._next_sample = (now // step + 1) * step

@@ -155,7 +155,7 @@ def test_S06_a_hostile_policy_breaks_no_invariant(seed: int, registry: None) -> 
     register_policy(type("Hostile", (Hostile,), {"seed": seed}))
     driver = Driver(seed, policy="hostile", max_draft_tokens=7 * (seed % 2))
     driver.drive(250)
-    policy = driver.run.scheduler.state.policy
+    policy = driver.run.scheduler._state.policy
     assert driver.run.num_epochs > 1 or (policy.num_errors > 5 and policy.first_error)  # a new engine's policy is new
 
 

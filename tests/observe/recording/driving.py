@@ -11,7 +11,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.observe.recording.calls import Ended, Header
 from octavo.observe.recording.encoding import Encoder
 from octavo.observe.recording.items import Item
-from octavo.observe.recording.recorded_scheduler import RecordedScheduler
+from octavo.observe.recording.recording_tap import RecordingTap
 from octavo.observe.recording.segments import pack_header, pack_records, preamble
 from tests.core.harness import Run
 from tests.core.random_driver import Driver
@@ -29,7 +29,7 @@ class RecordedRun(Run):
             self.lives = []
         items: list[Item] = []
         self.lives.append(items)
-        return RecordedScheduler(self.limits, items.append, lambda: self.now), executor
+        return Scheduler(self.limits, RecordingTap(items.append, lambda: self.now)), executor
 
     def write(self, folder: Path, has_text: bool = False) -> Path:
         """Write what was recorded, a segment for each life."""

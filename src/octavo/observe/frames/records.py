@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult, WaitReason
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
+from octavo.core.views import Gauges
 
 Arrival = tuple[str, float, str, int, int, int | None]  # name, arrival, tenant, prompt tokens, priority, max_tokens
 Taken = tuple[int, str, int, int]  # slot, request, choice, prompt tokens
@@ -101,15 +102,13 @@ class Recorder:
     """Takes the records of one scheduler."""
 
     def __init__(self, scheduler: Scheduler, times: PartTimes | None = None) -> None:
-        self.state = scheduler.state
+        self._scheduler = scheduler
         self.times = times
         self.waiting = Waiting()
         self.last_time = 0.0
         self._last_end: float | None = None
         self._arrivals: list[Arrival] = []
         self._decisions: list[Event] = []
-        self._pools = self.state.cache.pools
-        self._host = self.state.cache.host
 
     @property
     def has_news(self) -> bool:
@@ -129,7 +128,7 @@ class Recorder:
 
     def step(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> Record:
         """The record of a step."""
-        state, begun, end, last_end = self.state, plan.now, events.time, self._last_end
+        begun, end, last_end = plan.now, events.time, self._last_end
         self._last_end = self.last_time = end
         computed, failure = (0.0, 0.0, 0.0), None
         if isinstance(outcome, StepResult):
@@ -137,18 +136,7 @@ class Recorder:
             computed = timings.prepare_s, timings.forward_s, timings.sample_s
         else:
             failure = outcome.message
-        used, cached = [], []
-        for pool in self._pools:
-            num_cached = len(pool.cached)
-            cached.append(num_cached)
-            used.append(pool.num_blocks - len(pool.plain) - num_cached)
-        gauges = (
-            state.sequence_budget.used,
-            len(state.waiting),
-            state.num_swapped,
-            self._host.num_used if self._host.pools else 0,
-            state.totals.num_accepted_tokens,
-        )
+        gauges = self._scheduler.gauges()
         taken: tuple[Taken, ...] = ()
         if plan.new_sequences:
             taken = tuple([(new.slot, new.request_id, new.choice, new.num_prompt) for new in plan.new_sequences])
@@ -170,10 +158,16 @@ class Recorder:
             taken,
             plan.freed_slots,
             (len(plan.swap_outs) // 3, len(plan.host_loads) // 3, len(plan.copies) // 3),
-            gauges,
-            self._sums(),
-            tuple(used),
-            tuple(cached),
+            (
+                gauges.num_running,
+                gauges.num_waiting,
+                gauges.num_swapped,
+                gauges.host_blocks_used,
+                gauges.num_accepted_tokens,
+            ),
+            _sums(gauges),
+            gauges.blocks_used,
+            gauges.blocks_cached,
             arrivals,
             decisions,
             failure,
@@ -183,7 +177,8 @@ class Recorder:
         """The record of what came and was decided since the last one, without a step."""
         arrivals, decisions = self._take_news()
         self.last_time = max(self.last_time, now)
-        nothing, none = (0, 0, 0, 0, self.state.totals.num_accepted_tokens), _NO_INTS
+        gauges = self._scheduler.gauges()
+        nothing, none = (0, 0, 0, 0, gauges.num_accepted_tokens), _NO_INTS
         rest = arrivals, decisions, None
         return Record(
             -1,
@@ -203,21 +198,21 @@ class Recorder:
             none,
             (0,) * 3,
             nothing,
-            self._sums(),
+            _sums(gauges),
             (),
             (),
             *rest,
         )
-
-    def _sums(self) -> Sums:
-        totals, cache = self.state.totals, self.state.cache
-        return sum(totals.finished.values()), totals.num_preemptions, cache.queried_tokens, cache.hit_tokens
 
     def _take_news(self) -> tuple[tuple[Arrival, ...], tuple[Event, ...]]:
         arrivals, decisions = tuple(self._arrivals), tuple(self._decisions)
         if arrivals or decisions:
             self._arrivals, self._decisions = [], []
         return arrivals, decisions
+
+
+def _sums(gauges: Gauges) -> Sums:
+    return gauges.num_finished, gauges.num_preemptions, gauges.queried_tokens, gauges.hit_tokens
 
 
 class Places:

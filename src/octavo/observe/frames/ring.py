@@ -17,7 +17,7 @@ from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.observe.frames.encode import Frame, Source, head_frame, step_frame
 from octavo.observe.frames.records import PartTimes, Places, Record, Recorder
-from octavo.observe.frames.snapshots import BlockMap, queue_frame
+from octavo.observe.frames.snapshots import PoolFrames, queue_frame
 
 MAX_STEPS = 1024  # kept
 MAX_WEIGHT = 65_536  # arrivals, decisions and new sequences kept
@@ -39,7 +39,7 @@ class FrameRing:
         self._now = now
         self._times = times
         self._recorder = Recorder(scheduler, times)
-        self._blocks: BlockMap | None = None  # made when somebody looks
+        self._blocks: PoolFrames | None = None  # made when somebody looks
         self._ring: deque[Record | tuple[Frame, ...]] = deque()  # looks are kept as the frames that they are
         self._first = 0  # number of the ring's first entry
         self._weight = 0
@@ -73,14 +73,14 @@ class FrameRing:
         frames: list[Frame] = []
         if cursor == "now":
             number = last
-            frames.append(head_frame(self._source, self._scheduler.state.limits, self._front(), begun))
+            frames.append(head_frame(self._source, self._scheduler.limits, self._front(), begun))
         else:
             number = int(spelled) if is_known else self._first
             if number < self._first:
                 lost = self._first - number
                 number = self._first
             if lost or not is_known:
-                frames.append(head_frame(self._source, self._scheduler.state.limits, self._tail, self._tail_time()))
+                frames.append(head_frame(self._source, self._scheduler.limits, self._tail, self._tail_time()))
         number = self._collect(frames, number, begun + MAX_POLL_S)
         return {
             "cursor": f"{self._source.life}:{number}",
@@ -130,13 +130,13 @@ class FrameRing:
             self._add(self._recorder.note(now))
         is_rare = self._looked_at is None or now >= self._looked_at + 4 * LOOK_S
         self._looked_at = now
-        state, looks = self._scheduler.state, list[Frame]()
+        looks = list[Frame]()
         self._is_pools_turn = not self._is_pools_turn
         if is_rare or not self._is_pools_turn:
-            looks.append(queue_frame(state, self._recorder.waiting, now))
+            looks.append(queue_frame(self._scheduler, self._recorder.waiting, now))
         if is_rare or self._is_pools_turn:
             if self._blocks is None:
-                self._blocks = BlockMap(state)
+                self._blocks = PoolFrames(self._scheduler)
             looks.append(self._blocks.frame(now))
         self._add(tuple(looks))
 

@@ -14,7 +14,7 @@ from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.observe.frames.encode import Frame, Source, head_frame, step_frame
 from octavo.observe.frames.records import PartTimes, Places, Record, Recorder
-from octavo.observe.frames.snapshots import BlockMap, queue_frame
+from octavo.observe.frames.snapshots import PoolFrames, queue_frame
 
 LOOK_S = 0.25  # between two looks at the queue and the pool
 MAX_STEPS = 20_000  # written; some 10 MB of a page
@@ -42,14 +42,14 @@ class FrameSink:
         window: Window | None = None,
         times: PartTimes | None = None,
     ) -> None:
-        self._state = scheduler.state
+        self._scheduler = scheduler
         self._write = write
         self._source = source
         self._window = window or Window()
         self._times = times
         self._recorder = Recorder(scheduler, times)
         self._places = Places()
-        self._blocks: BlockMap | None = None
+        self._blocks: PoolFrames | None = None
         self._held: Record | None = None  # its emit is known only when it has been told to all
         self._looks: tuple[Frame, ...] = ()  # made behind the step that is held
         self._previous: Record | None = None
@@ -119,10 +119,10 @@ class FrameSink:
         if not self._has_head:
             self._has_head = True
             at = self._recorder.last_time if now is None else now
-            self._write(head_frame(self._source, self._state.limits, self._places, at))
+            self._write(head_frame(self._source, self._scheduler.limits, self._places, at))
 
     def _look(self, now: float) -> None:
         self._next_look = now + self._window.look_s
         if self._blocks is None:
-            self._blocks = BlockMap(self._state)
-        self._looks = queue_frame(self._state, self._recorder.waiting, now), self._blocks.frame(now)
+            self._blocks = PoolFrames(self._scheduler)
+        self._looks = queue_frame(self._scheduler, self._recorder.waiting, now), self._blocks.frame(now)

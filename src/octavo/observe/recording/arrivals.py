@@ -90,8 +90,7 @@ class _Open:
 class Gatherer:
     """An EventSink that writes down what became of each request of one life."""
 
-    def __init__(self, scheduler: Scheduler, header: Header, life: int, origin: float) -> None:
-        self._scheduler = scheduler
+    def __init__(self, header: Header, life: int, origin: float) -> None:
         self._header = header
         self._life = life
         self._origin = origin
@@ -99,14 +98,14 @@ class Gatherer:
         self._by_order: dict[int, str] = {}
         self.requests: dict[int, RecordedRequest] = {}  # by order of arrival
         self._orders: dict[str, int] = {}
+        self._num_arrived = 0
 
     def at(self, now: float) -> float:
         """Seconds since the recording's first call."""
         return now - self._origin
 
-    def arrived(self, request: Request, now: float) -> None:
+    def arrived(self, request: Request, max_tokens: int, now: float) -> None:
         """A request was taken at `now`; the replay tells its time, which a watcher is not told."""
-        entry = self._scheduler.state.requests[request.request_id]
         params, emitted = request.params, len(request.emitted_token_ids or ())
         first = RecordedRequest(
             request.request_id,
@@ -118,7 +117,7 @@ class Gatherer:
             request.priority,
             taken=self.at(now),
             key_tokens=self._header.key_tokens,
-            max_tokens=entry.max_tokens,
+            max_tokens=max_tokens,
             ttft_objective=request.ttft_objective,
             tpot_objective=request.tpot_objective,
             emitted_tokens=emitted,
@@ -126,8 +125,9 @@ class Gatherer:
         )
         counts = [emitted] * (params.n if params.beam_width else params.num_sequences)
         self._open[request.request_id] = _Open(first, counts)
-        self._orders[request.request_id] = entry.order
-        self._by_order[entry.order] = request.request_id
+        order, self._num_arrived = self._num_arrived, self._num_arrived + 1
+        self._orders[request.request_id] = order
+        self._by_order[order] = request.request_id
 
     def keyed(self, runs: tuple[KeyRun, ...]) -> None:
         """Keys that sequences got; those of each request's first choice count, in order."""
@@ -194,7 +194,7 @@ def arrivals(recording: Recording, at_end: Callable[[Scheduler], object] | None 
             first = next((call for call in segment.calls() if isinstance(call, Admit)), None)
             origin = segment.header.clock if first is None else _came(first.request, first.now)
         one = Replay(segment, report, None)
-        gatherer = Gatherer(one.scheduler, segment.header, life, origin)
+        gatherer = Gatherer(segment.header, life, origin)
         one.gather(gatherer)
         one.run(life)
         if report.difference is not None:

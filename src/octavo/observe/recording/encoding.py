@@ -12,8 +12,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from octavo.core.limits import Limits
-from octavo.core.plan import ROW_SAMPLE, StepFailure, StepPlan, StepResult
-from octavo.core.request import Request, SamplingParams, Sequence
+from octavo.core.plan import ROW_SAMPLE, NewSequence, StepFailure, StepPlan, StepResult
+from octavo.core.request import Request, SamplingParams
 from octavo.observe.recording.calls import Cancel, Control, EndChoice, Ended
 from octavo.observe.recording.items import Admitted, Committed, Item, Keys, Planned
 from octavo.observe.recording.masks import ORDINARY, KeyMask, mask_ids, mask_request, mask_tenant, stand_ins
@@ -45,6 +45,8 @@ class Encoder:
         self._key_mask = KeyMask()
         self._media: Callable[[bytes], bytes] = _as_it_is if has_text else self._key_mask
         self._rows = Rows()
+        self._owners: dict[int, NewSequence] = {}  # by slot; a new one where it changes
+        self._flight: dict[int, dict[int, NewSequence]] = {}  # the owners of each plan in flight, by step
         self._stops: set[int] = set()  # every id that ended or may end a sequence of any request so far
 
     def encode(self, item: Item) -> tuple[Any, ...]:
@@ -106,6 +108,9 @@ class Encoder:
             return PLAN, item.now, late, plan.step, b"", None, None, only, self._keys(item.keys)
         digest = plan.digest(self._has_text)
         delta = self._rows.encode(plan)
+        if plan.new_sequences:
+            self._owners = self._owners | {new.slot: new for new in plan.new_sequences}
+        self._flight[plan.step] = self._owners
         return PLAN, item.now, late, plan.step, digest, delta, self._extras(item), only, self._keys(item.keys)
 
     def _extras(self, item: Planned) -> dict[int, Any] | None:
@@ -117,7 +122,7 @@ class Encoder:
             if plan.id_edits:
                 extras[COLUMNS.index("id_edits")][2::3] = [ORDINARY] * (len(plan.id_edits) // 3)
             if plan.num_drafts:
-                extras[COLUMNS.index("draft_token_ids")] = self._masked_drafts(plan, item.rows)
+                extras[COLUMNS.index("draft_token_ids")] = self._masked_drafts(plan)
         if plan.encode_jobs:
             extras[JOBS] = [(job.slot, job.span, self._media(job.key), job.num_tokens) for job in plan.encode_jobs]
         if plan.encoder_frees:
@@ -134,21 +139,21 @@ class Encoder:
             extras[READS] = plan.num_kv_read
         return extras or None
 
-    @staticmethod
-    def _masked_drafts(plan: StepPlan, rows: Iterable[Sequence]) -> list[int]:
+    def _masked_drafts(self, plan: StepPlan) -> list[int]:
         masked: list[int] = []
-        for sequence, count in zip(rows, plan.num_drafts, strict=True):
+        for slot, count in zip(plan.slots, plan.num_drafts, strict=True):
             if count:
                 drafts = plan.draft_token_ids[len(masked) : len(masked) + count]
-                masked += mask_ids(drafts, stand_ins(sequence.request.request))
+                masked += mask_ids(drafts, stand_ins(self._owners[slot]))
         return masked
 
     # --- results -------------------------------------------------------------------------------------
 
     def _commit(self, item: Committed) -> tuple[Any, ...]:
         late, outcome = _ns(item.committed - item.now), item.outcome
-        keys = self._keys(item.keys)
+        keys, owners = self._keys(item.keys), self._flight.pop(item.plan.step, self._owners)
         if isinstance(outcome, StepFailure):
+            self._flight.clear()
             extras = {FAILURE: (_short(outcome.message), outcome.is_memory)}
             return COMMIT, item.now, late, item.plan.step, 0, 0, 0, None, extras, keys
         times = outcome.timings
@@ -157,12 +162,12 @@ class Encoder:
         if outcome.token_ids is not None:
             tokens = outcome.token_ids.tolist() if self._has_text else len(outcome.token_ids)
             if not self._has_text and not self._stops.isdisjoint(outcome.token_ids):
-                stops = self._marked_stops(item, outcome.token_ids)
+                stops = self._marked_stops(item, owners, outcome.token_ids)
                 if stops:
                     more[STOPS] = stops
         if outcome.logprobs is not None:
             more[LOGPROBS] = len(outcome.logprobs)
-            beams = self._beams(item, outcome)
+            beams = self._beams(item, owners, outcome)
             if beams:
                 more[BEAMS] = beams
         parts = _ns(times.prepare_s), _ns(times.forward_s), _ns(times.sample_s)
@@ -183,39 +188,39 @@ class Encoder:
             more[DEAD_ENDS] = [(row, _short(reason)) for row, reason in outcome.dead_ends]
         return more
 
-    def _marked_stops(self, item: Committed, ids: array[int]) -> list[int]:
+    def _marked_stops(self, item: Committed, owners: dict[int, NewSequence], ids: array[int]) -> list[int]:
         """(place in the ids, stand-in) of each id that may end its own request's sequences, flat."""
         marked: list[int] = []
-        for sequence, begin, end in _spans(item):
+        for slot, begin, end in _spans(item):
             if end > begin and not self._stops.isdisjoint(ids[begin:end]):
-                stands = stand_ins(sequence.request.request)
+                stands = stand_ins(owners[slot])
                 for place in range(begin, min(end, len(ids))):
                     if ids[place] in stands:
                         marked += (place, stands[ids[place]])
         return marked
 
-    def _beams(self, item: Committed, outcome: StepResult) -> list[Any]:
+    def _beams(self, item: Committed, owners: dict[int, NewSequence], outcome: StepResult) -> list[Any]:
         """(place, candidates, their log-probabilities) of the rows of beam searches."""
         assert outcome.logprobs is not None
         found = []
-        for sequence, begin, end in _spans(item):
+        for slot, begin, end in _spans(item):
             entry = outcome.logprobs[begin] if end > begin and begin < len(outcome.logprobs) else None
-            if entry is not None and sequence.request.beams is not None:
+            if entry is not None and owners[slot].params.beam_width:
                 ids = entry.top_ids
-                kept = list(ids) if self._has_text else mask_ids(ids, stand_ins(sequence.request.request))
+                kept = list(ids) if self._has_text else mask_ids(ids, stand_ins(owners[slot]))
                 found.append((begin, kept, entry.top_logprobs))
         return found
 
 
-def _spans(item: Committed) -> Iterable[tuple[Sequence, int, int]]:
-    """Each sampling row's sequence, and where its ids begin and end in the result."""
+def _spans(item: Committed) -> Iterable[tuple[int, int, int]]:
+    """Each sampling row's slot, and where its ids begin and end in the result."""
     assert isinstance(item.outcome, StepResult)
     lengths, at, sampling = item.outcome.num_token_ids, 0, 0
-    for sequence, flags in zip(item.rows, item.plan.flags, strict=True):
+    for slot, flags in zip(item.plan.slots, item.plan.flags, strict=True):
         if flags & ROW_SAMPLE:
             count = 1 if lengths is None else lengths[sampling]
             sampling += 1
-            yield sequence, at, at + count
+            yield slot, at, at + count
             at += count
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import blake2b
 
+from octavo.core.plan import NewSequence
 from octavo.core.request import Request, SamplingParams, Span
 
 ORDINARY = -1  # stands for every id that ends nothing
@@ -38,7 +39,7 @@ def mask_tenant(name: str, key_mask: KeyMask) -> str:
     return f"key-{key_mask(name.encode()).hex()[:8]}" if _OF_A_KEY.fullmatch(name) else name
 
 
-def stand_ins(request: Request) -> dict[int, int]:
+def stand_ins(request: Request | NewSequence) -> dict[int, int]:
     """The ids that may end a request's sequences, and what stands for each: 0, 1 and so on."""
     every = dict.fromkeys((*request.eos_token_ids, *request.params.stop_token_ids))
     return {token: number for number, token in enumerate(every)}

@@ -19,7 +19,7 @@ from octavo.observe.recording.calls import Admit, Call, Cancel, Commit, Control,
 from octavo.observe.recording.differences import differences
 from octavo.observe.recording.errors import RecordingError
 from octavo.observe.recording.reader import Recording, Segment
-from octavo.observe.recording.stand_in import DivergenceError, ReplayDrafter, ReplayKeys
+from octavo.observe.recording.stand_in import DivergenceError, RecordedInputs
 from octavo.observe.sink import EventSink
 
 MakeSink = Callable[[Scheduler, Header], EventSink]  # called for each segment, with its scheduler
@@ -63,7 +63,7 @@ class ReplayReport:
 class Gathers(EventSink, Protocol):
     """A watcher that is also told when requests arrived, their keys, and tokens in front of decisions."""
 
-    def arrived(self, request: Request, now: float) -> None:
+    def arrived(self, request: Request, max_tokens: int, now: float) -> None:
         """A request was taken."""
         ...
 
@@ -103,15 +103,12 @@ class Replay:
     def __init__(self, segment: Segment, report: ReplayReport, make_sink: MakeSink | None) -> None:
         header = segment.header
         limits: Limits = header.limits
-        self.scheduler = Scheduler(limits)
+        self._inputs = RecordedInputs(header.has_text)
+        self.scheduler = Scheduler(limits, source=self._inputs)
         self.report = report
         self.add_times: AddTimes | None = None
         self._segment = segment
         self._has_text = header.has_text
-        self._keys = self.scheduler.state.cache.key_maker = ReplayKeys(limits)
-        self._drafter = ReplayDrafter()
-        if not header.has_text:
-            self.scheduler.state.drafter = self._drafter
         self._sink: EventSink = _Nobody() if make_sink is None else make_sink(self.scheduler, header)
         self._gatherer: Gathers | None = None
         self._flight: deque[tuple[StepPlan, Plan]] = deque()
@@ -169,33 +166,30 @@ class Replay:
             raise RecordingError(f"{self._segment.path} has the unknown verb {call.verb!r}")
 
     def _admit(self, call: Admit) -> None:
-        scheduler = self.scheduler
-        self._keys.begin(call.keys)
-        self._drafter.is_blind = call.is_blind
+        self._inputs.begin(call.keys)
+        self._inputs.is_blind = call.is_blind
         try:
-            scheduler.admit(call.request, call.now)
+            admission = self.scheduler.admit(call.request, call.now)
         except RequestError as error:
             raise _UnequalError(f"request {call.request.request_id} was taken, and is refused now: {error}") from None
-        scheduler.state.cache.extend_keys(scheduler.state.requests[call.request.request_id].sequences[0])
-        self._keys.end()
+        self._inputs.end()
         self.report.num_requests += 1
         if self._gatherer is not None:
-            self._gatherer.arrived(call.request, call.now)
+            self._gatherer.arrived(call.request, admission.max_tokens, call.now)
             self._gatherer.keyed(call.keys)
         self._sink.admitted(call.request)
 
     def _plan(self, call: Plan) -> None:
         self._tell_times(call.now)
         self._step = call.plan.step
-        self._keys.begin(call.keys)
-        self._drafter.begin(call.plan)
+        self._inputs.begin(call.keys, call.plan)
         plan = self.scheduler.plan(call.now, call.only)
         if plan.is_empty:
             if call.digest:
                 raise _UnequalError(*differences(call.plan, plan, self._owners))
         else:
             self._compare(call, plan)
-        self._keys.end()
+        self._inputs.end()
         if self._gatherer is not None:
             self._gatherer.keyed(call.keys)
         self._decided(plan.events)
@@ -214,9 +208,9 @@ class Replay:
         if not self._flight or self._flight[0][0].step != call.step:
             raise _UnequalError(f"step {call.step} is committed, and not the oldest in flight")
         plan, planned = self._flight.popleft()
-        self._keys.begin(call.keys)
+        self._inputs.begin(call.keys)
         events = self.scheduler.commit(plan, call.outcome, call.now)
-        self._keys.end()
+        self._inputs.end()
         if isinstance(call.outcome, StepResult):
             self._keep_times(planned, call, call.outcome)
             self.report.num_tokens += len(events.request_ids)
