@@ -24,6 +24,35 @@ OctavoError
 
 from __future__ import annotations
 
+from enum import Enum
+
+
+class ErrorKind(Enum):
+    """What went wrong, as it crosses processes and is kept. The value names the exception class, if there is one."""
+
+    CONFIG = "ConfigError"
+    MODEL_FILE = "ModelFileError"
+    UNKNOWN_MODEL = "UnknownModelError"
+    CAPACITY = "CapacityError"
+    REQUEST = "RequestError"
+    INVALID_REQUEST = "InvalidRequestError"
+    TOO_COMPLEX = "TooComplexError"
+    ADMISSION = "AdmissionError"
+    PROMPT_TOO_LONG = "PromptTooLongError"
+    DUPLICATE_REQUEST = "DuplicateRequestError"
+    BUSY = "BusyError"
+    QUEUE_FULL = "QueueFullError"
+    LOAD_SHED = "LoadShedError"
+    WAIT_TOO_LONG = "WaitTooLongError"
+    RATE_LIMIT = "RateLimitError"
+    ENGINE = "EngineError"
+    ENGINE_DEAD = "EngineDeadError"
+    STEP_FAILED = "StepFailedError"
+    TOOL_UNAVAILABLE = "ToolUnavailableError"
+    INVARIANT = "InvariantError"
+    QUEUE_TIMEOUT = "queue_timeout"  # it did not start in time
+    DEADLINE = "deadline"  # it did not finish in time
+
 
 class OctavoError(Exception):
     """Base of every error that Octavo raises on purpose."""
@@ -152,3 +181,25 @@ class ToolUnavailableError(EngineError):
 
 class InvariantError(OctavoError, AssertionError):
     """A checked promise does not hold: a bug in Octavo."""
+
+
+_CLASSES: dict[ErrorKind, type[OctavoError]] = {  # every class has a kind
+    ErrorKind(name): value
+    for name, value in tuple(globals().items())
+    if isinstance(value, type) and issubclass(value, OctavoError) and value is not OctavoError
+}
+
+
+def kind_of(error: BaseException) -> ErrorKind:
+    """Return the kind of an error; one that is not Octavo's own is the engine's fault."""
+    return next((kind for kind, of_kind in _CLASSES.items() if type(error) is of_kind), ErrorKind.ENGINE)
+
+
+def error_of(kind: ErrorKind, message: str, param: str | None = None) -> OctavoError:
+    """Return an error of a kind; `param` is the field of a request, or the path of a model file, at fault."""
+    of_kind = _CLASSES.get(kind, EngineError)
+    if issubclass(of_kind, RequestError):
+        return of_kind(message, param)
+    if of_kind is ModelFileError:
+        return ModelFileError(param, message.removeprefix(f"{param}: "))
+    return of_kind(message)

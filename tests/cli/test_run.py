@@ -16,8 +16,8 @@ from octavo.artifacts.resolve import find_wheel_model
 from octavo.cli.answer_flags import sampling_params
 from octavo.cli.flags import UsageError
 from octavo.cli.run import Asked, closing_line, prompt_ids, read_words, stream
-from octavo.core.request import FinishReason, SamplingParams
-from octavo.errors import EngineError, InvalidRequestError
+from octavo.core.request import FinishError, FinishReason, SamplingParams
+from octavo.errors import EngineError, ErrorKind, InvalidRequestError
 from octavo.frontend.sessions import TextDelta, Usage
 from octavo.text.text_model import TextModel
 
@@ -45,7 +45,9 @@ class FakeSession:
 
 def _delta(text, reason=None, message=None):
     usage = USAGE if reason is not None else None
-    return TextDelta(0, text, array("i", [1]), None, reason, None, usage, message)
+    return TextDelta(
+        0, text, array("i", [1]), None, reason, None, usage, message and FinishError(ErrorKind.ENGINE, message)
+    )
 
 
 def _text(template=True):

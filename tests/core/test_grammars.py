@@ -8,7 +8,8 @@ import pytest
 from tests.core.harness import Run, limits, prompt
 
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, EventKind, StepPlan
-from octavo.core.request import FinishReason
+from octavo.core.request import FinishError, FinishReason
+from octavo.errors import ErrorKind
 
 HELD = {"grammar": "any"}
 
@@ -72,7 +73,7 @@ def test_P06_a_row_that_nothing_can_follow_ends_its_request_and_costs_nobody_any
     run.submit(plan)
     _, ticket = run.flight.popleft()
     result = run.executor.collect(ticket)
-    result.dead_ends = ((list(run.rows(plan)).index("r1"), "nothing is left"),)
+    result.dead_ends = ((list(run.rows(plan)).index("r1"), FinishError(ErrorKind.ENGINE, "nothing is left")),)
     run.take(run.scheduler.commit(plan, result, run.now))
     assert last.finished is not None
     assert (last.finished.finish_reason, last.finished.message) == (FinishReason.ERROR, "nothing is left")

@@ -12,6 +12,7 @@ from tests.fake_model import Faults
 
 from octavo.core.plan import StepPlan
 from octavo.core.request import FinishReason, Request, SamplingParams
+from octavo.errors import ErrorKind
 
 
 class FaultyExecutor(GatedExecutor):
@@ -58,6 +59,6 @@ def test_L05_every_fault_at_once_answers_everyone_with_the_right_ids(seed: int) 
                 want = expected(request, choice)
                 assert got == want if end.finish_reason is FinishReason.LENGTH else got == want[: len(got)]
             if end.finish_reason is not FinishReason.LENGTH:  # the same fault met it alone again
-                assert "StepFailedError" in (end.message or "") or "not finite" in (end.message or "")
+                assert end.error.kind is ErrorKind.STEP_FAILED or "not finite" in end.error.message
         assert sum(end.finish_reason is FinishReason.LENGTH for end in ends.values()) > 20
         assert harness.scheduler.statistics().num_failed_steps > 2

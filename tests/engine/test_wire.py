@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
+from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine import wire
 from octavo.engine.delivery import ChoiceEnd, Delivery, End
-from octavo.errors import AdmissionError, ModelFileError, RequestError
+from octavo.errors import ErrorKind, ModelFileError, RequestError, error_of
 from octavo.executors.protocol import Capacity
 
 int32 = st.integers(-(2**31), 2**31 - 1)
@@ -76,8 +76,9 @@ logprobs = st.builds(
     st.lists(int32, max_size=3).map(tuple),
     st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
 )
+errors = st.builds(FinishError, st.sampled_from(ErrorKind), names)
 choice_ends = st.builds(
-    ChoiceEnd, names, st.integers(0, 2**31), st.sampled_from(FinishReason), st.none() | int32, st.none() | names
+    ChoiceEnd, names, st.integers(0, 2**31), st.sampled_from(FinishReason), st.none() | int32, st.none() | errors
 )
 ends = st.builds(
     End,
@@ -87,7 +88,7 @@ ends = st.builds(
     st.integers(0, 2**31),
     st.integers(0, 2**31),
     finite,
-    st.none() | names,
+    st.none() | errors,
 )
 
 
@@ -151,7 +152,7 @@ SAMPLES: list[wire.ToEngine | wire.FromEngine] = [
     wire.Close(1),
     wire.Ready(1, wire.VERSION, CAPACITY),
     wire.Took(1, "a", 5, True),
-    wire.Failure(1, "EngineError", "why"),
+    wire.Failure(1, ErrorKind.ENGINE, "why"),
     wire.Answer(1, 7, {"a": [1, 2.5, None, "x"]}),
 ]
 
@@ -165,7 +166,9 @@ def test_every_message_survives_the_wire(message: wire.ToEngine | wire.FromEngin
 
 @pytest.mark.parametrize(
     "error",
-    [AdmissionError("too long", "prompt"), ModelFileError("/m.gguf", "truncated", "blk.0"), RequestError("no")],
+    [error_of(kind, "why", "prompt") for kind in ErrorKind if kind.value.endswith("Error")]
+    + [ModelFileError("/m.gguf", "truncated", "blk.0")],
+    ids=lambda error: type(error).__name__,
 )
 def test_errors_keep_their_class_message_and_param(error: Exception) -> None:
     message = wire.decode_from_engine(body_of(wire.frame(wire.Failure.of(1, error, request_id="a"))))
@@ -173,6 +176,7 @@ def test_errors_keep_their_class_message_and_param(error: Exception) -> None:
     back = message.error()
     assert type(back) is type(error) and str(back) == str(error)
     assert getattr(back, "param", None) == getattr(error, "param", None)
+    assert type(error).__name__ == message.kind.value
 
 
 def test_foreign_errors_become_engine_errors() -> None:

@@ -303,7 +303,7 @@ class Conformance(EffectsConformance):
         ticket = driver.executor.submit(driver.plan())
         driver.executor.supply(ticket, masks_of({0: []}))
         result = driver.executor.collect(ticket)
-        assert [row for row, _ in result.dead_ends] == [0] and "no token may follow" in result.dead_ends[0][1]
+        assert [row for row, _ in result.dead_ends] == [0] and "no token may follow" in result.dead_ends[0][1].message
         assert result.errors == ()
         assert (result.token_ids or ())[1] == dense.greedy(prompts[1], 1)[0]
 

@@ -10,7 +10,7 @@ from tests.engine.fakes import GatedExecutor, expected, make_limits, make_reques
 from tests.reliability.lives import Lives, Opened
 
 from octavo.core.request import FinishReason
-from octavo.errors import AdmissionError
+from octavo.errors import AdmissionError, ErrorKind
 
 
 def open_engine() -> Opened:
@@ -70,7 +70,7 @@ async def test_two_crashes_without_a_token_put_it_on_trial_a_third_ends_it() -> 
         crash(lives, "b")
     entry = lives.custody.ledger.get("b")
     assert entry is not None and entry.end is not None and entry.end.finish_reason is FinishReason.ERROR
-    assert (entry.end.message or "").startswith("StepFailedError")
+    assert entry.end.error is not None and entry.end.error.kind is ErrorKind.STEP_FAILED
     await lives.run()
     assert ids(lives, "a") == expected(make_request("a", max_tokens=40))
 
@@ -135,7 +135,7 @@ async def test_a_resume_that_is_refused_ends_that_request_alone() -> None:
     await lives.run()
     entry = lives.custody.ledger.get("a")
     assert send and entry is not None and entry.end is not None
-    assert entry.end.finish_reason is FinishReason.ERROR and "AdmissionError" in (entry.end.message or "")
+    assert entry.end.finish_reason is FinishReason.ERROR and entry.end.error.kind is ErrorKind.ADMISSION
     assert ids(lives, "b") == expected(make_request("b", max_tokens=30))
 
 

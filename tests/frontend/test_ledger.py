@@ -7,12 +7,14 @@ import pytest
 from tests.engine.fakes import make_request
 
 from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason, Request, SamplingParams, Want
+from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import TokenOutput
 from octavo.engine.delivery import ChoiceEnd, Delivery, End, Start
-from octavo.errors import DuplicateRequestError, InvalidRequestError
+from octavo.errors import DuplicateRequestError, ErrorKind, InvalidRequestError
 from octavo.frontend.entry import Entry
 from octavo.frontend.ledger import Ledger
+
+WHY = FinishError(ErrorKind.ENGINE, "why")
 
 
 def tokens(name: str, position: int, *ids: int, end: FinishReason | None = None, choice: int = 0) -> Delivery:
@@ -22,7 +24,7 @@ def tokens(name: str, position: int, *ids: int, end: FinishReason | None = None,
         array("i", [choice] * count),
         array("i", range(position, position + count)),
         array("i", ids),
-        ends=() if end is None else (End(name, end, message="why"),),
+        ends=() if end is None else (End(name, end, error=WHY),),
     )
 
 
@@ -48,9 +50,7 @@ def test_an_end_alone_is_an_output_too() -> None:
     entry = ledger.add(make_request("a"))
     ledger.accept(0, tokens("a", 0, end=FinishReason.TIMEOUT))
     (output,) = entry.take()
-    assert output == TokenOutput(
-        "a", 0, 0, array("i"), finish_reason=FinishReason.TIMEOUT, message="why", is_final=True
-    )
+    assert output == TokenOutput("a", 0, 0, array("i"), finish_reason=FinishReason.TIMEOUT, error=WHY, is_final=True)
 
 
 def test_duplicates_gaps_and_strangers_are_dropped_and_counted() -> None:
@@ -130,9 +130,9 @@ def test_a_new_epoch_resumes_behind_what_was_emitted() -> None:
 def test_end_all_ends_everyone_once() -> None:
     ledger = Ledger()
     ledger.add(make_request("a"))
-    entries = ledger.end_all(FinishReason.ERROR, "gone")
-    assert [entry.take()[-1].message for entry in entries] == ["gone"]
-    assert ledger.end_all(FinishReason.ERROR, "gone") == [] and len(ledger) == 0
+    entries = ledger.end_all(FinishReason.ERROR, WHY)
+    assert [entry.take()[-1].message for entry in entries] == ["why"]
+    assert ledger.end_all(FinishReason.ERROR, WHY) == [] and len(ledger) == 0
 
 
 def several(n: int = 3, **options: object) -> SamplingParams:

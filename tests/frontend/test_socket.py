@@ -32,7 +32,14 @@ from octavo.engine import wire
 from octavo.engine.client import Accepted
 from octavo.engine.loop import EngineLoop
 from octavo.engine.socket_server import EngineServer
-from octavo.errors import AdmissionError, DuplicateRequestError, EngineDeadError, EngineError, InvalidRequestError
+from octavo.errors import (
+    AdmissionError,
+    DuplicateRequestError,
+    EngineDeadError,
+    EngineError,
+    ErrorKind,
+    InvalidRequestError,
+)
 from octavo.frontend.sessions import Sessions
 from octavo.frontend.socket_client import SocketClient
 from octavo.observe.biographies import unknown, write_biographies
@@ -263,7 +270,7 @@ async def test_a_connection_that_ends_answers_everyone_with_an_error() -> None:
             with pytest.raises(EngineDeadError):
                 await task
         last = (await reading)[1]
-        assert last.finish_reason is FinishReason.ERROR and "EngineDeadError" in last.message
+        assert last.finish_reason is FinishReason.ERROR and last.error.kind is ErrorKind.ENGINE_DEAD
         assert not client.is_alive
         await client.cancel(["a"])
 

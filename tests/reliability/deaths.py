@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import Config, ModelConfig, ServingConfig
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import FinishError, FinishReason, Request
 from octavo.frontend.keeper import EngineKeeper
 from octavo.frontend.process import COMMAND
 
@@ -57,7 +57,7 @@ class Stream:
     at: list[float] = field(default_factory=list)
     num_misplaced: int = 0
     reason: FinishReason | None = None
-    message: str | None = None
+    error: FinishError | None = None
 
     def gap_over(self, moment: float) -> float | None:
         """Seconds between the outputs before and after a moment; None when it was not open then."""
@@ -75,7 +75,7 @@ async def follow(keeper: EngineKeeper, request: Request) -> Stream:
         stream.ids += output.token_ids
         stream.at.append(time.monotonic())
         if output.finish_reason is not None:
-            stream.reason, stream.message = output.finish_reason, output.message
+            stream.reason, stream.error = output.finish_reason, output.error
     return stream
 
 

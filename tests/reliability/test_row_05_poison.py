@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from octavo.core.request import FinishReason, SamplingParams
+from octavo.core.request import FinishError, FinishReason, SamplingParams
+from octavo.errors import ErrorKind
 from octavo.server.generation import failure_of
 from tests.engine.fakes import expected, make_request
 from tests.reliability.deaths import Stream, follow, keeping
@@ -31,16 +32,16 @@ async def test_row_05_one_killer_among_31_good(score: Score) -> None:
     lost = [s for s in good if s.ids != expected(s.request) or s.reason is not FinishReason.LENGTH]
     score.count("good ones lost", len(lost))
     score.count("restarts", int(str(report["restarts"])), most=3)
-    assert bad.reason is FinishReason.ERROR and (bad.message or "").startswith("StepFailedError")
+    assert bad.reason is FinishReason.ERROR and bad.error is not None and bad.error.kind is ErrorKind.STEP_FAILED
     assert report["suspects_failed"] == 1
-    score.tell("the killer is answered with", failure_code(bad.message or ""))
+    score.tell("the killer is answered with", failure_code(bad.error))
 
 
-def failure_code(message: str) -> str:
+def failure_code(error: FinishError | None) -> str:
     """What the client of a failed request is told."""
-    error = failure_of(FinishReason.ERROR, message)
-    assert (error.status, error.code) == (500, "engine_crash_suspect")
-    return f"{error.status} {error.code}"
+    failure = failure_of(FinishReason.ERROR, error)
+    assert (failure.status, failure.code) == (500, "engine_crash_suspect")
+    return f"{failure.status} {failure.code}"
 
 
 async def test_row_05_it_comes_when_the_good_are_under_way(score: Score) -> None:
@@ -52,7 +53,7 @@ async def test_row_05_it_comes_when_the_good_are_under_way(score: Score) -> None
         lost = [s for s in good if s.ids != expected(s.request) or s.reason is not FinishReason.LENGTH]
         score.count("good ones lost", len(lost))
         score.count("restarts", keeper.num_restarts, most=3)
-        assert (bad.message or "").startswith("StepFailedError") and bad.ids == []
+        assert bad.error is not None and bad.error.kind is ErrorKind.STEP_FAILED and bad.ids == []
 
 
 async def test_row_05_one_that_kills_while_its_grammar_is_built(score: Score) -> None:
@@ -65,4 +66,4 @@ async def test_row_05_one_that_kills_while_its_grammar_is_built(score: Score) ->
         lost = [s for s in good if s.ids != expected(s.request) or s.reason is not FinishReason.LENGTH]
         score.count("good ones lost beside a deadly grammar", len(lost))
         score.count("restarts for a deadly grammar", keeper.num_restarts, most=3)
-        assert (bad.message or "").startswith("StepFailedError") and bad.ids == []
+        assert bad.error is not None and bad.error.kind is ErrorKind.STEP_FAILED and bad.ids == []

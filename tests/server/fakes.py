@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from octavo.artifacts.spec import ModelSpec
 from octavo.config import Config, ServingConfig
 from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason, Request, Want
+from octavo.core.request import FinishError, FinishReason, Request, Want
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.errors import DuplicateRequestError, PromptTooLongError, too_long_message
 from octavo.frontend.entry import num_choices
@@ -96,7 +96,7 @@ class FakeClient:
         self.cancelled: list[tuple[str, FinishReason]] = []
         self.cut: list[tuple[str, int]] = []  # choices ended alone
         self.submit_error: Exception | None = None
-        self.end: tuple[FinishReason, str] | None = None  # instead of the natural end
+        self.end: tuple[FinishReason, FinishError | None] | None = None  # instead of the natural end
         self.is_held = False
         self.submitted = asyncio.Event()
         self.cached_tokens = 0
@@ -131,7 +131,7 @@ class FakeClient:
             ids = [*self.tokenizer.encode(dict(enumerate(self.texts)).get(choice, self.text)), EOS]
             limit = request.params.max_tokens or len(ids)
             reason = FinishReason.STOP if len(ids) <= limit else FinishReason.LENGTH
-            ends.append(self.end or (reason, ""))
+            ends.append(self.end or (reason, None))
             said.append(ids[: num_tokens if num_tokens is not None else limit])
         for position in range(max(map(len, said))):
             for choice, ids in enumerate(said):
@@ -161,7 +161,7 @@ class FakeClient:
             array("i", [] if token_id is None else [token_id]),
             logprobs,
             finish_reason=end[0] if end else None,
-            message=end[1] if end else None,
+            error=end[1] if end else None,
             cached_tokens=self.cached_tokens,
             is_final=not open_choices,
         )

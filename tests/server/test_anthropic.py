@@ -10,7 +10,8 @@ import anthropic
 import httpx2
 import pytest
 
-from octavo.core.request import FinishReason
+from octavo.core.request import FinishError, FinishReason
+from octavo.errors import ErrorKind
 from octavo.server.limits import HttpLimits
 from tests.server.fakes import FakeClient, Harness, Wire, keyed
 
@@ -194,7 +195,7 @@ async def test_errors_are_anthropics() -> None:
 
 async def test_an_error_in_mid_stream_is_an_event() -> None:
     harness = Harness()
-    harness.engine.end = (FinishReason.ERROR, "StepFailedError: no")
+    harness.engine.end = (FinishReason.ERROR, FinishError(ErrorKind.STEP_FAILED, "no"))
     events = stream_events((await ask(harness, stream=True)).text)
     assert events[-1] == (
         "error",

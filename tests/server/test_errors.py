@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from octavo.config import AdmissionConfig, Config, SchedulingConfig
-from octavo.core.request import FinishReason
-from octavo.errors import EngineDeadError, QueueFullError, StepFailedError
+from octavo.core.request import FinishError, FinishReason
+from octavo.errors import EngineDeadError, ErrorKind, QueueFullError, StepFailedError
 from octavo.server.admission import Wish
 from octavo.server.limits import HttpLimits
 from tests.server.fakes import MAX_LEN, Harness, events
@@ -276,23 +276,23 @@ async def test_the_engines_refusals(
 @pytest.mark.parametrize(
     ("end", "status", "code"),
     [
-        ((FinishReason.TIMEOUT, "deadline 5.0 passed 0.010 s ago"), 408, "timeout"),
-        ((FinishReason.TIMEOUT, "queue_timeout of 2 s passed before the request could start"), 408, "queue_timeout"),
-        ((FinishReason.CANCELLED, ""), 499, "cancelled"),
-        ((FinishReason.CANCELLED, "the engine was stopped"), 503, "engine_unavailable"),
-        ((FinishReason.ERROR, "TooComplexError: the grammar cannot be followed: x"), 400, "too_complex"),
-        ((FinishReason.ERROR, "InvalidRequestError: no token may follow"), 400, "invalid_value"),
-        ((FinishReason.ERROR, "StepFailedError: x"), 500, "engine_crash_suspect"),
-        ((FinishReason.ERROR, "EngineDeadError: x"), 503, "engine_unavailable"),
-        ((FinishReason.ERROR, "the engine died: x"), 503, "engine_unavailable"),
-        ((FinishReason.ERROR, "non-finite logits"), 500, "engine_error"),
+        ((FinishReason.TIMEOUT, ErrorKind.DEADLINE), 408, "timeout"),
+        ((FinishReason.TIMEOUT, ErrorKind.QUEUE_TIMEOUT), 408, "queue_timeout"),
+        ((FinishReason.CANCELLED, None), 499, "cancelled"),
+        ((FinishReason.CANCELLED, ErrorKind.ENGINE_DEAD), 503, "engine_unavailable"),
+        ((FinishReason.ERROR, ErrorKind.TOO_COMPLEX), 400, "too_complex"),
+        ((FinishReason.ERROR, ErrorKind.INVALID_REQUEST), 400, "invalid_value"),
+        ((FinishReason.ERROR, ErrorKind.STEP_FAILED), 500, "engine_crash_suspect"),
+        ((FinishReason.ERROR, ErrorKind.ENGINE_DEAD), 503, "engine_unavailable"),
+        ((FinishReason.ERROR, ErrorKind.ENGINE), 500, "engine_error"),
     ],
 )
 async def test_an_end_by_error_is_an_error_whole_and_in_mid_stream(
-    end: tuple[FinishReason, str], status: int, code: str
+    end: tuple[FinishReason, ErrorKind | None], status: int, code: str
 ) -> None:
     harness = Harness()
-    harness.engine.end = end
+    reason, kind = end
+    harness.engine.end = (reason, None if kind is None else FinishError(kind, "x"))
     response = await harness.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     response = await harness.chat(stream=True)

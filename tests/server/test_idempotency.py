@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from octavo.config import Config, RetryConfig
-from octavo.core.request import FinishReason, Request
-from octavo.errors import AdmissionError
+from octavo.core.request import FinishError, FinishReason, Request
+from octavo.errors import AdmissionError, ErrorKind
 from tests.server.fakes import EOS, FakeClient, Harness, Wire, keyed
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -274,11 +274,11 @@ async def test_a_refusal_is_not_kept_and_all_who_wait_get_it() -> None:
 @pytest.mark.parametrize(
     ("end", "status", "is_kept"),
     [
-        ((FinishReason.ERROR, "StepFailedError: this one"), 500, True),
-        ((FinishReason.ERROR, "EngineDeadError: gone"), 503, False),
-        ((FinishReason.TIMEOUT, "deadline"), 408, False),
-        ((FinishReason.CANCELLED, "by hand"), 499, True),
-        ((FinishReason.CANCELLED, "the engine was stopped"), 503, False),
+        ((FinishReason.ERROR, FinishError(ErrorKind.STEP_FAILED, "this one")), 500, True),
+        ((FinishReason.ERROR, FinishError(ErrorKind.ENGINE_DEAD, "gone")), 503, False),
+        ((FinishReason.TIMEOUT, FinishError(ErrorKind.DEADLINE, "deadline")), 408, False),
+        ((FinishReason.CANCELLED, None), 499, True),
+        ((FinishReason.CANCELLED, FinishError(ErrorKind.ENGINE_DEAD, "the engine was stopped")), 503, False),
     ],
 )
 async def test_failures_that_may_be_tried_again_are(end: Any, status: int, is_kept: bool) -> None:

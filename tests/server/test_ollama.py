@@ -10,7 +10,8 @@ import httpx
 import ollama
 import pytest
 
-from octavo.core.request import FinishReason
+from octavo.core.request import FinishError, FinishReason
+from octavo.errors import ErrorKind
 from octavo.server.limits import HttpLimits
 from tests.server.fakes import MAX_LEN, FakeClient, Harness, Wire, keyed, vector_of
 from tests.server.test_anthropic_tools import CALL, TOOLS, thinking
@@ -268,7 +269,7 @@ async def test_errors_are_ollamas() -> None:
         with pytest.raises(ollama.ResponseError, match="this server has: tiny") as unknown:
             await client.chat("llama3.2", USER)
         assert unknown.value.status_code == 404
-        harness.engine.end = (FinishReason.ERROR, "StepFailedError: no")
+        harness.engine.end = (FinishReason.ERROR, FinishError(ErrorKind.STEP_FAILED, "no"))
         with pytest.raises(ollama.ResponseError, match="the engine failed on this request"):
             async for _ in await client.chat("tiny", USER, stream=True):
                 pass

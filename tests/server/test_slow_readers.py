@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from octavo.config import ServingConfig
 from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason
+from octavo.core.request import FinishError, FinishReason
 from octavo.engine.client import TokenOutput
+from octavo.errors import ErrorKind
 from octavo.frontend.output_slices import MAX_SLICE, slice_tokens, slices
 from octavo.server import connection, stream
 from octavo.server.faults import ApiError
@@ -32,7 +33,9 @@ def test_slices_are_the_output(count: int, most: int, is_last: bool) -> None:
     entries = tuple(TokenLogprobs(i, -1.0, 1) for i in range(count))
     end = FinishReason.STOP if is_last else None
     ids, scores = array("i", range(count)), (1, ())
-    output = TokenOutput("a", 2, 7, ids, entries, scores, finish_reason=end, message="m", is_final=is_last)
+    output = TokenOutput(
+        "a", 2, 7, ids, entries, scores, finish_reason=end, error=FinishError(ErrorKind.ENGINE, "m"), is_final=is_last
+    )
     parts = list(slices(output, most))
     assert [i for part in parts for i in part.token_ids] == list(range(count))
     assert tuple(entry for part in parts for entry in part.logprobs or ()) == entries

@@ -6,8 +6,8 @@ import anthropic
 import ollama
 import pytest
 
-from octavo.core.request import FinishReason
-from octavo.errors import QueueFullError
+from octavo.core.request import FinishError, FinishReason
+from octavo.errors import ErrorKind, QueueFullError
 from tests.server.test_run import KEY, running
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
@@ -38,7 +38,7 @@ def test_the_anthropic_client_understands_refusals_and_failures() -> None:
             client.messages.create(**ASKED)
         assert int(full.value.response.headers["retry-after"]) >= 3
         server.engine.submit_error = None
-        server.engine.end = (FinishReason.ERROR, "EngineDeadError: gone")
+        server.engine.end = (FinishReason.ERROR, FinishError(ErrorKind.ENGINE_DEAD, "gone"))
         with pytest.raises(anthropic.InternalServerError, match="overloaded_error"):
             client.messages.create(**ASKED)
         long = [{"role": "user", "content": "x" * 10_000}]

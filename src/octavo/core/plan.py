@@ -18,7 +18,7 @@ from enum import IntEnum
 from hashlib import blake2b
 from itertools import islice
 
-from octavo.core.request import FinishReason, SamplingParams
+from octavo.core.request import FinishError, FinishReason, SamplingParams
 
 ROW_SAMPLE = 1  # sample one token from the logits of the row's last position
 ROW_CARRY = 2  # the row's single input id is the one its slot sampled last, maybe still on the device
@@ -76,7 +76,7 @@ class Event:
     ADMITTED, RESUMED: num_tokens = granted, cached_tokens. CHUNKED: num_tokens = granted, needed = left.
     DEFERRED: reason, needed, available. PREEMPTED: by, num_tokens = tokens to recompute, reason.
     SWAPPED: by, num_tokens = positions kept on the host. FINISHED: finish_reason, stop_token_id, num_tokens =
-    outputs, cached_tokens, message; it ends the request and every choice that has not ended before.
+    outputs, cached_tokens, error; it ends the request and every choice that has not ended before.
     CHOICE_FINISHED: one choice ends before its request: choice, finish_reason, stop_token_id, num_tokens.
     """
 
@@ -92,8 +92,13 @@ class Event:
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    message: str | None = None
+    error: FinishError | None = None
     choice: int = 0
+
+    @property
+    def message(self) -> str | None:
+        """The text of its error."""
+        return None if self.error is None else self.error.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +305,7 @@ class StepResult:
     durations. `logprobs` is None or aligned with `token_ids`. `scores`: (row index, first position,
     entries) for rows with ROW_SCORE. `pooled`: (row index, float32 bytes). `errors`: (row index, reason)
     for rows whose own result is unusable: their tokens are ignored, and they are computed anew once. `dead_ends`: the
-    same for rows whose numbers are sound but leave nothing to sample: their requests end with that reason. A row with
+    same for rows whose numbers are sound but leave nothing to sample: their requests end with that error. A row with
     ROW_BEAM has its candidates in `logprobs`: top_ids and top_logprobs, best first, at least twice the beam width,
     log-probabilities after the processors (penalties, biases, bans) as transformers' beam search has them; its token
     id is the best one's.
@@ -312,7 +317,7 @@ class StepResult:
     scores: tuple[tuple[int, int, tuple[TokenLogprobs, ...]], ...] = ()
     pooled: tuple[tuple[int, bytes], ...] = ()
     errors: tuple[tuple[int, str], ...] = ()
-    dead_ends: tuple[tuple[int, str], ...] = ()
+    dead_ends: tuple[tuple[int, FinishError], ...] = ()
     timings: StepTimings = field(default_factory=StepTimings)
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from array import array
 
 from octavo.core.plan import ROW_FORK
-from octavo.core.request import FinishReason, RequestState, Sequence, Status
+from octavo.core.request import FinishError, FinishReason, RequestState, Sequence, Status
 from octavo.core.state import Flight, State
+from octavo.errors import ErrorKind
 
 
 def discard(state: State, sequence: Sequence, now: float) -> None:
@@ -39,7 +40,7 @@ def reject(state: State, flight: Flight, bad: dict[int, str], now: float) -> Non
         if request.status == Status.FINISHED or sequence.stale:
             continue
         if sequence.retried_at == sequence.num_committed and request not in put_back:
-            state.finish(request, now, FinishReason.ERROR, message=bad[index])
+            state.finish(request, now, FinishReason.ERROR, error=FinishError(ErrorKind.ENGINE, bad[index]))
             continue
         sequence.retried_at = sequence.num_committed
         put_back.append(request)
@@ -50,15 +51,15 @@ def reject(state: State, flight: Flight, bad: dict[int, str], now: float) -> Non
                 discard(state, fork, now)
 
 
-def end(state: State, flight: Flight, dead_ends: tuple[tuple[int, str], ...], now: float) -> None:
-    """Nothing can follow these rows, for these reasons: end their requests. What they computed is sound.
+def end(state: State, flight: Flight, dead_ends: tuple[tuple[int, FinishError], ...], now: float) -> None:
+    """Nothing can follow these rows, with these errors: end their requests. What they computed is sound.
 
     To be called before the step's rows are taken.
     """
-    for index, reason in dead_ends:
+    for index, error in dead_ends:
         sequence = flight.rows[index]
         if sequence.request.status != Status.FINISHED and not sequence.stale:
-            state.finish(sequence.request, now, FinishReason.ERROR, message=reason)
+            state.finish(sequence.request, now, FinishReason.ERROR, error=error)
 
 
 def forks_behind(flight: Flight, index: int) -> range:

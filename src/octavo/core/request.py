@@ -16,9 +16,11 @@ from enum import IntEnum, IntFlag
 from octavo.core.beam_search import BeamGroup
 from octavo.core.ngrams import DraftHistory
 from octavo.core.sampling_params import SamplingParams, check
-from octavo.errors import InvalidRequestError
+from octavo.errors import ErrorKind, InvalidRequestError
 
-__all__ = ["FinishReason", "Request", "RequestState", "SamplingParams", "Sequence", "Span", "Status", "Want"]
+__all__ = [
+    "FinishError", "FinishReason", "Request", "RequestState", "SamplingParams", "Sequence", "Span", "Status", "Want",
+]  # fmt: skip
 
 
 MAX_RETURNS = 3  # preemptions after which a request is the last to go (see policy.PolicyGuard.victim_rank, room.growth)
@@ -32,6 +34,14 @@ class FinishReason(IntEnum):
     CANCELLED = 2
     TIMEOUT = 3  # queue_timeout or deadline passed
     ERROR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FinishError:
+    """What went wrong with a request that did not end by itself: a kind for programs, a message for people."""
+
+    kind: ErrorKind
+    message: str
 
 
 class Want(IntFlag):

@@ -23,7 +23,7 @@ from octavo.core.memory_analysis import MemoryAnalysis, analyse
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.planning import Planner
 from octavo.core.queues import rerank
-from octavo.core.request import FinishReason, Request, RequestState, Sequence
+from octavo.core.request import FinishError, FinishReason, Request, RequestState, Sequence
 from octavo.core.speculation import add_drafts, allows
 from octavo.core.state import State
 from octavo.core.statistics import Statistics, snapshot
@@ -37,7 +37,7 @@ from octavo.core.views import (
     gauges,
     workload,
 )
-from octavo.errors import AdmissionError, DuplicateRequestError
+from octavo.errors import AdmissionError, DuplicateRequestError, ErrorKind
 
 
 class Scheduler:
@@ -119,7 +119,6 @@ class Scheduler:
         choice: int,
         now: float,
         reason: FinishReason = FinishReason.STOP,
-        message: str | None = None,
     ) -> bool:
         """End one choice of a request, in any state; the last one ends the request. False when it has ended.
 
@@ -129,10 +128,10 @@ class Scheduler:
         sequences = [] if entry is None or entry.beams is not None else entry.sequences
         sequence = next((one for one in sequences if one.choice == choice), None)
         if sequence is not None:
-            self._state.end_choice(sequence, now, reason, message=message)
+            self._state.end_choice(sequence, now, reason)
             self._state.settle()
         if self._tap is not None:
-            self._tap.choice_ended(request_id, choice, now, reason, message)
+            self._tap.choice_ended(request_id, choice, now, reason)
         return sequence is not None
 
     def cancel(
@@ -140,18 +139,18 @@ class Scheduler:
         request_ids: Iterable[str],
         now: float,
         reason: FinishReason = FinishReason.CANCELLED,
-        message: str | None = None,
+        error: FinishError | None = None,
     ) -> int:
         """End requests in any state, in flight too; unknown and finished ids are ignored. Returns how many ended."""
         names, count = tuple(request_ids), 0
         for name in names:
             entry = self._state.requests.get(name)
             if entry is not None:
-                self._state.finish(entry, now, reason, message=message)
+                self._state.finish(entry, now, reason, error=error)
                 count += 1
         self._state.settle()
         if self._tap is not None:
-            self._tap.cancelled(names, now, reason, message)
+            self._tap.cancelled(names, now, reason, error)
         return count
 
     def plan(self, now: float, only: frozenset[str] | None = None) -> StepPlan:
@@ -305,7 +304,9 @@ class Scheduler:
     def _expire(self, entry: RequestState, is_queue: bool, now: float) -> None:
         asked = entry.request
         if is_queue:
+            kind = ErrorKind.QUEUE_TIMEOUT
             message = f"queue_timeout of {asked.queue_timeout} s passed before the request could start"
         else:
+            kind = ErrorKind.DEADLINE
             message = f"deadline {asked.deadline} passed {now - (asked.deadline or 0.0):.3f} s ago"
-        self._state.finish(entry, now, FinishReason.TIMEOUT, message=message)
+        self._state.finish(entry, now, FinishReason.TIMEOUT, error=FinishError(kind, message))

@@ -22,7 +22,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
 from octavo.core.policy import PolicyGuard, create_policy
 from octavo.core.queues import Deadlines, RunningList, WaitingQueue, rerank
-from octavo.core.request import FinishReason, RequestState, Sequence, Status
+from octavo.core.request import FinishError, FinishReason, RequestState, Sequence, Status
 from octavo.core.speculation import Drafter
 
 
@@ -134,7 +134,7 @@ class State:
         now: float,
         reason: FinishReason,
         stop_id: int | None = None,
-        message: str | None = None,
+        error: FinishError | None = None,
     ) -> None:
         """End a request: everything it holds is free at once, and the one terminal event is written."""
         if request.status == Status.RUNNING:
@@ -161,7 +161,7 @@ class State:
             cached_tokens=request.cached_tokens,
             finish_reason=reason,
             stop_token_id=stop_id,
-            message=message,
+            error=error,
             choice=request.sequences[0].choice,
         )
 
@@ -171,12 +171,11 @@ class State:
         now: float,
         reason: FinishReason,
         stop_id: int | None = None,
-        message: str | None = None,
     ) -> None:
         """End one choice; the last one ends its request. Rows of it in flight count for nothing."""
         request = sequence.request
         if len(request.sequences) == 1:
-            self.finish(request, now, reason, stop_id, message)
+            self.finish(request, now, reason, stop_id)
             return
         self.drop_sequence(sequence)
         request.num_ended_outputs += sequence.num_outputs
@@ -187,7 +186,6 @@ class State:
             num_tokens=sequence.num_outputs,
             finish_reason=reason,
             stop_token_id=stop_id,
-            message=message,
             choice=sequence.choice,
         )
 

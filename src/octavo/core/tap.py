@@ -13,7 +13,7 @@ from typing import Protocol
 from octavo.core.kv.keys import KeyMaker
 from octavo.core.limits import Limits
 from octavo.core.plan import Events, StepFailure, StepPlan, StepResult
-from octavo.core.request import FinishReason, Request, Sequence
+from octavo.core.request import FinishError, FinishReason, Request, Sequence
 from octavo.core.speculation import Drafter
 
 
@@ -42,11 +42,13 @@ class CallTap(Protocol):
         """Scheduler.commit took an outcome."""
         ...
 
-    def cancelled(self, request_ids: tuple[str, ...], now: float, reason: FinishReason, message: str | None) -> None:
+    def cancelled(
+        self, request_ids: tuple[str, ...], now: float, reason: FinishReason, error: FinishError | None
+    ) -> None:
         """Scheduler.cancel ended requests."""
         ...
 
-    def choice_ended(self, request_id: str, choice: int, now: float, reason: FinishReason, message: str | None) -> None:
+    def choice_ended(self, request_id: str, choice: int, now: float, reason: FinishReason) -> None:
         """Scheduler.end_choice was called."""
         ...
 

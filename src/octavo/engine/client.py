@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import FinishError, FinishReason, Request
 
 Verb = Literal[
     "pause", "resume", "drain", "cancel_all", "reset_prefix_cache", "explain", "reset_statistics", "export_statistics",
@@ -26,10 +26,10 @@ class TokenOutput:
     """New ids of one choice since the last output: a snapshot, never an alias of live lists.
 
     `position` is the index of the first new id among the choice's outputs. `finish_reason` is set on the choice's last
-    one, together with stop_token_id and, for ERROR, message. `is_final` marks the last output of the whole request;
-    it has queue_s (seconds from arrival to its first admission), cached_tokens (of the prompt, found in the cache then;
-    what an engine that resumes it finds does not count), num_preemptions and preempted (by the engine that ended it;
-    from and to, in seconds since its arrival).
+    one, together with stop_token_id and, where something went wrong, error. `is_final` marks the last output of the
+    whole request. That one has queue_s (seconds from arrival to the first admission), cached_tokens (of the prompt,
+    found in the cache then; what a later engine finds does not count), num_preemptions and preempted (by the engine
+    that ended it; from and to, in seconds since its arrival).
     `logprobs` is None or aligned.
     `first_at` is when the request's first id came here, on the monotonic clock.
     `prompt_logprobs` arrives once, before or with the first id: (first position, entries). `pooled`, with the last
@@ -47,11 +47,16 @@ class TokenOutput:
     stop_token_id: int | None = None
     cached_tokens: int = 0
     num_preemptions: int = 0
-    message: str | None = None
+    error: FinishError | None = None
     queue_s: float = 0.0
     first_at: float | None = None
     is_final: bool = False
     preempted: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def message(self) -> str | None:
+        """The text of its error."""
+        return None if self.error is None else self.error.message
 
 
 @dataclass(frozen=True, slots=True)

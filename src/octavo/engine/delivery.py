@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import FinishError, FinishReason, Request
 
 MAX_PREEMPTIONS_TOLD = 32  # of one request, with their times; all are counted
 Score = tuple[str, int, tuple[TokenLogprobs, ...]]  # request id, first position, entries
@@ -41,7 +41,12 @@ class ChoiceEnd:
     choice: int
     finish_reason: FinishReason
     stop_token_id: int | None = None
-    message: str | None = None
+    error: FinishError | None = None
+
+    @property
+    def message(self) -> str | None:
+        """The text of its error."""
+        return None if self.error is None else self.error.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,13 @@ class End:
     cached_tokens: int = 0
     num_preemptions: int = 0
     queue_s: float = 0.0
-    message: str | None = None
+    error: FinishError | None = None
     preempted: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def message(self) -> str | None:
+        """The text of its error."""
+        return None if self.error is None else self.error.message
 
 
 @dataclass(slots=True)
@@ -155,9 +165,9 @@ class Outbox:
             pooled=events.pooled,
         )
 
-    def end_all(self, reason: FinishReason, message: str) -> Delivery:
+    def end_all(self, reason: FinishReason, error: FinishError) -> Delivery:
         """End every open request here, whatever the scheduler knows."""
-        ends = [self._end(request_id, reason, message) for request_id in self._open]
+        ends = [self._end(request_id, reason, error) for request_id in self._open]
         self._open.clear()
         return Delivery(ends=tuple(ends), starts=self._take_starts())
 
@@ -165,11 +175,9 @@ class Outbox:
         starts, self._starts = tuple(self._starts), []
         return starts
 
-    def _end(self, request_id: str, reason: FinishReason, message: str) -> End:
+    def _end(self, request_id: str, reason: FinishReason, error: FinishError) -> End:
         entry = self._open[request_id]
-        return End(
-            request_id, reason, num_preemptions=entry.num_preemptions, queue_s=entry.queue_s or 0.0, message=message
-        )
+        return End(request_id, reason, num_preemptions=entry.num_preemptions, queue_s=entry.queue_s or 0.0, error=error)
 
     def _ends(self, decisions: Iterable[Event]) -> tuple[tuple[ChoiceEnd, ...], tuple[End, ...]]:
         """Follow the decisions; return the ends among them."""
@@ -188,9 +196,7 @@ class Outbox:
             elif event.kind == EventKind.RESUMED:
                 entry.come_back(event.time)
             elif event.kind == EventKind.CHOICE_FINISHED:
-                choice_ends.append(
-                    ChoiceEnd(event.request_id, event.choice, reason, event.stop_token_id, event.message)
-                )
+                choice_ends.append(ChoiceEnd(event.request_id, event.choice, reason, event.stop_token_id, event.error))
             elif event.kind == EventKind.FINISHED:
                 del self._open[event.request_id]
                 entry.come_back(event.time)
@@ -202,7 +208,7 @@ class Outbox:
                         event.cached_tokens,
                         entry.num_preemptions,
                         entry.queue_s or 0.0,
-                        event.message,
+                        event.error,
                         entry.preempted,
                     )
                 )

@@ -16,13 +16,13 @@ from octavo.core.request import FinishReason, Request
 from octavo.engine.replies import ignore
 from octavo.errors import InvalidRequestError, RequestError
 from octavo.executors.protocol import Executor, Ticket
-from octavo.grammar.bank import Failure, GrammarBank
+from octavo.grammar.bank import DeadEnd, GrammarBank
 from octavo.grammar.masks import Masks
 from octavo.grammar.matcher import Matcher
 
 STIR_S = 1.0
 MAX_BUILD_S = 60.0  # the first one of an engine loads the tokenizer, on a machine that may be slow and busy
-Job = Future[tuple[Masks, tuple[Failure, ...]]]
+Job = Future[tuple[Masks, tuple[DeadEnd, ...]]]
 Built = Matcher | RequestError | None
 Prepared = Callable[[Built], None]
 
@@ -107,7 +107,7 @@ class MaskedTicket:
 
     __slots__ = ("failures", "ticket")
 
-    def __init__(self, ticket: Ticket, failures: tuple[Failure, ...]) -> None:
+    def __init__(self, ticket: Ticket, failures: tuple[DeadEnd, ...]) -> None:
         self.ticket = ticket
         self.failures = failures
 

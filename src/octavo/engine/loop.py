@@ -16,7 +16,7 @@ from dataclasses import asdict
 from functools import partial
 
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import FinishError, FinishReason, Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted, Verb
 from octavo.engine.clock import Clock, MonotonicClock
@@ -26,7 +26,7 @@ from octavo.engine.grammars import Built, Grammars, collect, submit
 from octavo.engine.heartbeat import NoHeart
 from octavo.engine.replies import Reply, attempt, ignore
 from octavo.engine.suspects import Suspects
-from octavo.errors import EngineDeadError, EngineError, QueueFullError, RequestError, StepFailedError
+from octavo.errors import EngineDeadError, EngineError, ErrorKind, QueueFullError, RequestError
 from octavo.executors.protocol import Executor
 from octavo.observe.instruments import Instruments
 from octavo.observe.sink import EventSink
@@ -310,8 +310,9 @@ class EngineLoop:
         memory_tokens = plan.num_query_tokens if failure.is_memory else 0
         culprits = self._suspects.failed([name for name in names if name in self._outbox], memory_tokens)
         if culprits:
-            error = StepFailedError(f"steps with this request fail, those without it do not: {failure.message}")
-            self._scheduler.cancel(culprits, self.clock.now(), FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            message = f"steps with this request fail, those without it do not: {failure.message}"
+            error = FinishError(ErrorKind.STEP_FAILED, message)
+            self._scheduler.cancel(culprits, self.clock.now(), FinishReason.ERROR, error)
         if self._suspects.is_executor_broken:
             raise EngineDeadError(f"no step succeeds any more: {failure.message}")
 
@@ -380,7 +381,7 @@ class EngineLoop:
         if self._failure is None:
             self._wind_up()
         reason = FinishReason.CANCELLED if self._failure is None else FinishReason.ERROR
-        attempt(lambda: self._send(self._outbox.end_all(reason, self._end_message())))
+        attempt(lambda: self._send(self._outbox.end_all(reason, self._end_error())))
         with self._condition:
             self._has_ended = True
             left, self._inbox = self._inbox, deque()
@@ -396,11 +397,14 @@ class EngineLoop:
         try:
             while self._flight:
                 self._retire()
-            self._scheduler.cancel(self._outbox.open_ids, self.clock.now(), message=self._end_message())
+            self._scheduler.cancel(self._outbox.open_ids, self.clock.now(), error=self._end_error())
             self._tell(self._scheduler.take_events())
         except Exception as error:  # the shell: whatever broke, everyone is answered
             self._failure = f"{type(error).__name__}: {error}"
             _LOG.exception("the engine failed while stopping")
+
+    def _end_error(self) -> FinishError:
+        return FinishError(ErrorKind.ENGINE_DEAD, self._end_message())
 
     def _end_message(self) -> str:
         return f"the engine died: {self._failure}" if self._failure is not None else "the engine was stopped"

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from octavo.core.request import FinishReason
+from octavo.core.request import FinishError, FinishReason
 from octavo.engine import wire
 from octavo.engine.client import Accepted
 from octavo.engine.delivery import Delivery, End
 from octavo.engine.loop import EngineLoop
-from octavo.errors import EngineDeadError, EngineError, RequestError
+from octavo.errors import EngineDeadError, EngineError, ErrorKind, RequestError
 from octavo.executors.protocol import Capacity
 
 _LOG = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class EngineServer:
             return wire.frame(wire.Outputs.of(self.epoch, message))
         except wire.WireError as error:  # one step's log-probabilities over the cap: whoever asked is told
             ids = dict.fromkeys((*message.request_ids, *(name for name, *_ in message.scores)))
-            ends = tuple(End(name, FinishReason.ERROR, message=str(error)) for name in ids)
+            ends = tuple(End(name, FinishReason.ERROR, error=FinishError(ErrorKind.ENGINE, str(error))) for name in ids)
             known = tuple(end for end in message.ends if end.request_id not in ids)
             choice_ends = tuple(end for end in message.choice_ends if end.request_id not in ids)
             delivery = Delivery(choice_ends=choice_ends, ends=(*known, *ends))

@@ -15,21 +15,17 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from octavo import errors
 from octavo.core.kv.keys import KEY_BYTES
 from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
+from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine.client import Accepted, Verb
 from octavo.engine.delivery import ChoiceEnd, Delivery, End, Start
-from octavo.errors import EngineError, ModelFileError, OctavoError, RequestError
+from octavo.errors import EngineError, ErrorKind, OctavoError, RequestError, error_of, kind_of
 from octavo.executors.protocol import Capacity
 
-VERSION = 4
+VERSION = 5
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
-_ERRORS: dict[str, type[OctavoError]] = {  # the whole tree, so that no kind is forgotten when one is added
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, OctavoError)
-}
 
 
 class WireError(EngineError):
@@ -119,7 +115,7 @@ class Ready(_Message):
 class Failure(_Message):
     """An error of one submit (request_id), of one question (number), or of the whole engine (neither)."""
 
-    kind: str
+    kind: ErrorKind
     message: str
     param: str | None = None
     request_id: str | None = None
@@ -128,19 +124,13 @@ class Failure(_Message):
     @classmethod
     def of(cls, epoch: int, error: BaseException, request_id: str | None = None, number: int | None = None) -> Failure:
         """Pack an error; one that is not Octavo's own becomes an EngineError naming its type."""
-        kind = type(error).__name__
-        message = str(error) if kind in _ERRORS else f"{kind}: {error}"
-        return cls(epoch, kind, message, getattr(error, "param", None), request_id, number)
+        message = str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"
+        param = getattr(error, "param", None) or getattr(error, "path", None)
+        return cls(epoch, kind_of(error), message, param, request_id, number)
 
     def error(self) -> OctavoError:
-        """The error, of its own class where that is known."""
-        kind = _ERRORS.get(self.kind, EngineError)
-        if issubclass(kind, RequestError):
-            return kind(self.message, self.param)
-        if issubclass(kind, ModelFileError):
-            path, _, reason = self.message.partition(": ")
-            return ModelFileError(path, reason)
-        return kind(self.message)
+        """Return it as an exception."""
+        return error_of(self.kind, self.message, self.param)
 
 
 class Took(_Message):
@@ -172,7 +162,7 @@ class WireChoiceEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     choice: int
     finish_reason: FinishReason
     stop_token_id: int | None
-    message: str | None
+    error: FinishError | None
 
 
 class WireEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -184,7 +174,7 @@ class WireEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     cached_tokens: int
     num_preemptions: int
     queue_s: float
-    message: str | None
+    error: FinishError | None
     preempted: tuple[tuple[float, float], ...]
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.core.plan import StepResult, TokenLogprobs
-from octavo.errors import InvalidRequestError
+from octavo.core.request import FinishError
+from octavo.errors import ErrorKind
 from octavo.executors.batch_inputs import StepInputs
 from octavo.executors.columns import to_packed
 from octavo.executors.slots import Slots
@@ -28,10 +29,10 @@ from octavo.sampling.upload import upload
 SCORE_CHUNK = 64  # positions whose logits exist at once: 12 MiB at a vocabulary of 49152
 
 NOT_FINITE = "the model's logits are not finite"
-NOTHING_LEFT = (
-    f"{InvalidRequestError.__name__}: no token may follow: what "
-    "grammar, allowed ids, bad words, biases and min_tokens leave together is none; "
-    "ask for less of them at once"
+NOTHING_LEFT = FinishError(
+    ErrorKind.INVALID_REQUEST,
+    "no token may follow: what grammar, allowed ids, bad words, biases and min_tokens leave together is none; ask for "
+    "less of them at once",
 )
 NO_STATE = "the model's hidden state is not finite"
 
@@ -81,7 +82,7 @@ class StepOutputs:
         if self.inputs is None:
             return result
         errors: dict[int, str] = {}
-        dead_ends: dict[int, str] = {}
+        dead_ends: dict[int, FinishError] = {}
         if self.faults:
             slots = enumerate(self.inputs.slots_N.tolist())
             errors = {row: self.faults[slot] for row, slot in slots if slot in self.faults}
@@ -106,7 +107,7 @@ class StepOutputs:
         return result
 
     def _fetch_sampled(
-        self, sampled: Sampled, result: StepResult, errors: dict[int, str], dead_ends: dict[int, str]
+        self, sampled: Sampled, result: StepResult, errors: dict[int, str], dead_ends: dict[int, FinishError]
     ) -> None:
         assert self.inputs is not None and result.token_ids is not None
         ids = to_packed(sampled.ids_R.cpu().numpy())
@@ -132,7 +133,7 @@ class StepOutputs:
             self._put_logprobs(result, places[sampled.logprob_rows], sampled.logprobs.entries())
 
     def _fetch_candidates(
-        self, candidates: Candidates, result: StepResult, errors: dict[int, str], dead_ends: dict[int, str]
+        self, candidates: Candidates, result: StepResult, errors: dict[int, str], dead_ends: dict[int, FinishError]
     ) -> None:
         assert self.inputs is not None and result.token_ids is not None
         entries = candidates.entries()

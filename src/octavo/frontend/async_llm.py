@@ -13,9 +13,9 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, Self, cast
 
-from octavo.core.request import FinishReason, SamplingParams, Want
+from octavo.core.request import FinishError, FinishReason, SamplingParams, Want
 from octavo.core.sampling_params import sampling_defaults
-from octavo.errors import InvalidRequestError
+from octavo.errors import ErrorKind, InvalidRequestError
 from octavo.frontend.results import EmbeddingOutput, GrowingOutput, RequestOutput, embedded, whole
 from octavo.frontend.sessions import Prompt, Session, Sessions, TextDelta, check_stream
 from octavo.observe.metrics.export import Table, save_json_lines
@@ -212,20 +212,20 @@ class AsyncEngine:
 async def _watched(session: Session, on_delta: OnDelta) -> list[TextDelta]:
     """Collect deltas, showing each to a callback; one that raises ends this request."""
     deltas: list[TextDelta] = []
-    failure: str | None = None
+    failure: FinishError | None = None
     async for delta in session:
         deltas.append(delta)
         if failure is None:
             try:
                 on_delta(delta)
             except Exception as error:  # the caller's code: whatever it raises is this request's end
-                failure = f"the callback raised {type(error).__name__}: {error}"
+                failure = FinishError(ErrorKind.REQUEST, f"the callback raised {type(error).__name__}: {error}")
                 await session.cancel(FinishReason.ERROR)
     if failure is None:
         return deltas
     return [
         delta
         if delta.finish_reason is None
-        else replace(delta, finish_reason=FinishReason.ERROR, stop_reason=None, message=failure)
+        else replace(delta, finish_reason=FinishReason.ERROR, stop_reason=None, error=failure)
         for delta in deltas
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterable
 
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import FinishError, FinishReason, Request
 from octavo.engine.client import TokenOutput
 from octavo.engine.delivery import Delivery, End
 from octavo.errors import RequestError
@@ -35,17 +35,19 @@ class Channels:
         """Append to the ledger, then wake the readers with news."""
         _wake(self.ledger.accept(epoch, delivery))
 
-    def end(self, request_id: str, reason: FinishReason, message: str | None = None, choice: int | None = None) -> None:
+    def end(
+        self, request_id: str, reason: FinishReason, error: FinishError | None = None, choice: int | None = None
+    ) -> None:
         """End an open request here, or one choice of it."""
-        _wake(self.ledger.end(request_id, reason, message, choice))
+        _wake(self.ledger.end(request_id, reason, error, choice))
 
     def finish(self, entry: Entry, end: End) -> None:
         """End an open request here with this end."""
         _wake(self.ledger.finish(entry, end))
 
-    def end_all(self, reason: FinishReason, message: str) -> None:
+    def end_all(self, reason: FinishReason, error: FinishError) -> None:
         """End every open request here."""
-        _wake(self.ledger.end_all(reason, message))
+        _wake(self.ledger.end_all(reason, error))
 
     def outputs(self, request_id: str, final_only: bool = False) -> Reading:
         """Outputs of one request. Raises RequestError at once when it is not open here."""

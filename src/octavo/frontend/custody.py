@@ -14,10 +14,10 @@ import math
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import FinishError, FinishReason, Request
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.delivery import Delivery
-from octavo.errors import EngineDeadError, OctavoError, StepFailedError
+from octavo.errors import EngineDeadError, ErrorKind, OctavoError, kind_of
 from octavo.frontend.channels import Channels
 from octavo.frontend.entry import Entry
 from octavo.frontend.ledger import LedgerObserver
@@ -104,22 +104,22 @@ class Custody:
         if self._quarantine.is_holding:
             self._go_on()
 
-    def end(self, name: str, reason: FinishReason, message: str | None = None, choice: int | None = None) -> None:
+    def end(self, name: str, reason: FinishReason, error: FinishError | None = None, choice: int | None = None) -> None:
         """End a request here, or one choice of it; no engine will."""
         entry = self.ledger.get_open(name)
         if entry is None:
             return
-        self.channels.end(name, reason, message, choice)
+        self.channels.end(name, reason, error, choice)
         if entry.end is not None:
             accepted = Accepted(name, entry.max_tokens or entry.request.params.max_tokens or 1, capped=False)
             _settle(self._submits.get(name), accepted)
             self._settled(name)
 
-    def end_all(self, reason: FinishReason, message: str, refusal: OctavoError) -> None:
+    def end_all(self, reason: FinishReason, refusal: OctavoError) -> None:
         """End everybody; submits that were never answered are refused."""
         for waiting in self._submits.values():
             _settle(waiting, refusal)
-        self.channels.end_all(reason, message)
+        self.channels.end_all(reason, FinishError(kind_of(refusal), str(refusal)))
 
     def expire(self, now: float) -> None:
         """End those whose time is over and that no engine has."""
@@ -128,10 +128,12 @@ class Custody:
             if self.client is not None and not self._quarantine.is_held(name):
                 continue
             if request.deadline is not None and now >= request.deadline:
-                self.end(name, FinishReason.TIMEOUT, f"deadline passed {now - request.deadline:.3f} s ago")
+                late_s = now - request.deadline
+                error = FinishError(ErrorKind.DEADLINE, f"deadline passed {late_s:.3f} s ago")
+                self.end(name, FinishReason.TIMEOUT, error)
             elif entry.start is None and now >= request.arrival + (request.queue_timeout or math.inf):
                 what = f"queue_timeout of {request.queue_timeout} s passed before the request could start"
-                self.end(name, FinishReason.TIMEOUT, what)
+                self.end(name, FinishReason.TIMEOUT, FinishError(ErrorKind.QUEUE_TIMEOUT, what))
 
     def explain(self, name: str, has_engine: bool) -> dict[str, object] | None:
         """What is told of an open request that no engine has; None where one has it, or nobody knows it."""
@@ -186,7 +188,7 @@ class Custody:
             self.num_convicted += 1
             _LOG.error("request %s ends: the last %d engines that ran it died of its step", name, CONVICTED)
             what = f"the engine died {CONVICTED} times with this request in its batch, the last time with it alone"
-            self.end(name, FinishReason.ERROR, f"{StepFailedError.__name__}: {what}")
+            self.end(name, FinishReason.ERROR, FinishError(ErrorKind.STEP_FAILED, what))
         for entry in self.ledger:
             for choice, reason in tuple(entry.wanted.items()):
                 self.end(entry.request.request_id, reason, choice=choice)
@@ -254,7 +256,7 @@ class Custody:
             waiting.set_exception(error)
             self._settled(name)
         else:
-            self.end(name, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            self.end(name, FinishReason.ERROR, FinishError(kind_of(error), str(error)))
 
     def _settled(self, name: str) -> None:
         """Nothing holds on this request's account any more."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason
+from octavo.core.request import FinishError, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text and ids of one choice. `finish_reason`, stop_reason and message come with the choice's last only.
+    """New text and ids of one choice. `finish_reason`, stop_reason and error come with the choice's last only.
 
     Text lags behind the ids while a character or a possible stop string is incomplete. `logprobs` is None or
-    aligned with token_ids. `message` says what went wrong, for reasons other than STOP and LENGTH. `usage` comes with
+    aligned with token_ids. `error` says what went wrong, for reasons other than STOP and LENGTH. `usage` comes with
     the last delta of the whole request. `cumulative_logprob`, with a choice's last delta, is the sum over all its ids
     where each one's log-probability is known. `prompt_logprobs` are some of the prompt's (first position, entries),
     before any of the answer; `pooled`, with the last delta of a request that wants it, is the state behind the prompt
@@ -50,10 +50,15 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None
-    message: str | None = None
+    error: FinishError | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: tuple[int, tuple[TokenLogprobs, ...]] | None = None
     pooled: bytes | None = None
+
+    @property
+    def message(self) -> str | None:
+        """The text of its error."""
+        return None if self.error is None else self.error.message
 
 
 def by_choice(deltas: Iterable[TextDelta]) -> list[list[TextDelta]]:

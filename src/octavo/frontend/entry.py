@@ -144,7 +144,7 @@ class Entry:
             assert page is not None
             if page.end is not None:
                 continue
-            page.end = ChoiceEnd(end.request_id, choice, end.finish_reason, end.stop_token_id, end.message)
+            page.end = ChoiceEnd(end.request_id, choice, end.finish_reason, end.stop_token_id, end.error)
             if last is not None and last.choice == choice:
                 page.end = last
 
@@ -232,6 +232,6 @@ class Entry:
             tuple(logprobs) if logprobs else None,
             finish_reason=None if end is None else end.finish_reason,
             stop_token_id=None if end is None else end.stop_token_id,
-            message=None if end is None else end.message,
+            error=None if end is None else end.error,
             first_at=self.first_at,
         )

@@ -17,9 +17,9 @@ from typing import Annotated
 import msgspec
 
 from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason
+from octavo.core.request import FinishError, FinishReason
 from octavo.engine.wire import MAX_FRAME_BYTES, Submit, WireLogprobs
-from octavo.errors import RequestError
+from octavo.errors import ErrorKind, RequestError
 
 VERSION = 1
 MAX_RECORD_BYTES = MAX_FRAME_BYTES
@@ -92,6 +92,12 @@ class ChoiceEnded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     finish_reason: FinishReason
     stop_token_id: int | None
     message: str | None
+    kind: ErrorKind | None = None  # None: of nothing, or written by an earlier version
+
+    @property
+    def error(self) -> FinishError | None:
+        """What went wrong."""
+        return _error_of(self.kind, self.message)
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -104,6 +110,12 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     num_preemptions: int
     queue_s: float
     message: str | None
+    kind: ErrorKind | None = None
+
+    @property
+    def error(self) -> FinishError | None:
+        """What went wrong."""
+        return _error_of(self.kind, self.message)
 
 
 class Appended(_Record):
@@ -203,6 +215,15 @@ def _stopped(records: list[Record], start: int, view: memoryview, end: int, why:
     """Reading ends here. It is a torn tail if the record reaches to the end, or nothing but zeros follows."""
     is_torn = end == len(view) or not any(view[start:])
     return Contents(tuple(records), start, len(view), f"record {len(records)} at byte {start}: {why}", is_torn)
+
+
+def _error_of(kind: ErrorKind | None, message: str | None) -> FinishError | None:
+    """Return an end's error; where an earlier version wrote it, the text begins with its kind."""
+    if message is None:
+        return None
+    if kind is None:
+        kind = next((each for each in ErrorKind if message.startswith(each.value)), ErrorKind.ENGINE)
+    return FinishError(kind, message)
 
 
 def wire_logprobs(entries: Iterable[TokenLogprobs | None]) -> tuple[WireLogprobs | None, ...]:

@@ -12,7 +12,7 @@ from itertools import repeat
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason
 from octavo.engine.delivery import Delivery
-from octavo.errors import EngineDeadError
+from octavo.errors import ErrorKind
 from octavo.frontend.journal_records import Appended, ChoiceEnded, Ended, Started, wire_logprobs
 from octavo.frontend.journal_state import HeldRequest, JournalState
 
@@ -72,7 +72,9 @@ def _choice_ends(
     for end in delivery.choice_ends:
         held = open_requests.get(end.request_id)
         if held is not None:
-            ends.append(ChoiceEnded(held.number, end.choice, end.finish_reason, end.stop_token_id, end.message))
+            error = end.error
+            said = (None, None) if error is None else (error.message, error.kind)
+            ends.append(ChoiceEnded(held.number, end.choice, end.finish_reason, end.stop_token_id, *said))
             state.end_choice(ends[-1])
     return tuple(ends)
 
@@ -82,10 +84,26 @@ def _ends(
 ) -> tuple[Ended, ...]:
     ends: list[Ended] = []
     for end in delivery.ends:
-        if end.finish_reason is FinishReason.ERROR and (end.message or "").startswith(EngineDeadError.__name__):
+        if (
+            end.finish_reason is FinishReason.ERROR
+            and end.error is not None
+            and end.error.kind is ErrorKind.ENGINE_DEAD
+        ):
             continue  # there is no engine any more: it stays open, for the next life
         held = open_requests.pop(end.request_id, None)
         if held is not None:
-            ends.append(Ended(held.number, *(getattr(end, name) for name in Ended.__struct_fields__[1:])))
+            error = end.error
+            ends.append(
+                Ended(
+                    held.number,
+                    end.finish_reason,
+                    end.stop_token_id,
+                    end.cached_tokens,
+                    end.num_preemptions,
+                    end.queue_s,
+                    message=None if error is None else error.message,
+                    kind=None if error is None else error.kind,
+                )
+            )
             state.end(ends[-1], at)
     return tuple(ends)

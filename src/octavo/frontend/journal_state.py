@@ -93,12 +93,14 @@ class HeldRequest:
             if page is not None:
                 page.ids, page.logprobs = held.ids[:], held.logprobs[:]
         for held in self.pages.values():
-            if (end := held.end) is not None:
-                entry.end_choice(ChoiceEnd(name, end.choice, end.finish_reason, end.stop_token_id, end.message))
+            if (over := held.end) is not None:
+                entry.end_choice(ChoiceEnd(name, over.choice, over.finish_reason, over.stop_token_id, over.error))
         if self.start is not None:
             entry.start = Start(name, self.start.queue_s, self.start.cached_tokens)
         if self.end is not None:
-            entry.finish(End(name, *(getattr(self.end, field) for field in Ended.__struct_fields__[1:])))
+            end = self.end
+            told = (end.finish_reason, end.stop_token_id, end.cached_tokens, end.num_preemptions, end.queue_s)
+            entry.finish(End(name, *told, end.error))
         return entry
 
     def append(self, choice: int, position: int, token_id: int, logprobs: TokenLogprobs | None) -> bool:

@@ -208,8 +208,7 @@ class EngineKeeper:
             await asyncio.gather(self._running, return_exceptions=True)
         await self._succession.close()
         await self._engine.close()
-        what = "the engine was stopped"
-        self._custody.end_all(FinishReason.CANCELLED, what, EngineDeadError(what))
+        self._custody.end_all(FinishReason.CANCELLED, EngineDeadError("the engine was stopped"))
 
     # --- an engine's life
 
@@ -327,7 +326,7 @@ class EngineKeeper:
         self.state = KeeperState.FAILED
         self.failure = why
         _LOG.error("the engine is given up: %s", why)
-        self._custody.end_all(FinishReason.ERROR, f"{EngineDeadError.__name__}: {why}", EngineDeadError(why))
+        self._custody.end_all(FinishReason.ERROR, EngineDeadError(why))
         self.failed.set()
 
     async def _while_expiring(self, awaitable: Awaitable[_T]) -> _T:

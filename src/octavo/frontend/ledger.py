@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import FinishError, FinishReason, Request
 from octavo.engine.delivery import ChoiceEnd, Delivery, End
 from octavo.errors import DuplicateRequestError, InvalidRequestError
 from octavo.frontend.entry import Entry
@@ -157,19 +157,19 @@ class Ledger:
         return list(touched.values())
 
     def end(
-        self, request_id: str, reason: FinishReason, message: str | None = None, choice: int | None = None
+        self, request_id: str, reason: FinishReason, error: FinishError | None = None, choice: int | None = None
     ) -> list[Entry]:
         """End a request here, or one choice of it; the engine has nothing to say. Returns the entry, if it changed."""
         entry = self._open.get(request_id)
         if entry is None:
             return []
         if choice is not None and not entry.is_last(choice):
-            end = ChoiceEnd(request_id, choice, reason, message=message)
+            end = ChoiceEnd(request_id, choice, reason, error=error)
             if entry.request.params.beam_width or not entry.end_choice(end):
                 return []
             self._tell(Delivery(choice_ends=(end,)))
             return [entry]
-        return self.finish(entry, End(request_id, reason, message=message))
+        return self.finish(entry, End(request_id, reason, error=error))
 
     def finish(self, entry: Entry, end: End) -> list[Entry]:
         """End an open request here."""
@@ -179,9 +179,9 @@ class Ledger:
         self._forget_abandoned(entry)
         return [entry]
 
-    def end_all(self, reason: FinishReason, message: str) -> list[Entry]:
+    def end_all(self, reason: FinishReason, error: FinishError) -> list[Entry]:
         """End every open request here: the engine will not."""
-        return [entry for open_entry in self for entry in self.end(open_entry.request.request_id, reason, message)]
+        return [entry for open_entry in self for entry in self.end(open_entry.request.request_id, reason, error)]
 
     def advance(self, epoch: int) -> list[Request]:
         """Begin a new epoch; return the open requests, oldest first, as they resume (see Entry.resumed)."""

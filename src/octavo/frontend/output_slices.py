@@ -33,7 +33,7 @@ def slices(output: TokenOutput, most: int) -> Iterator[TokenOutput]:
             prompt_logprobs=output.prompt_logprobs if start == 0 else None,
         )
         if end < count:
-            part = replace(part, finish_reason=None, stop_token_id=None, message=None, is_final=False)
+            part = replace(part, finish_reason=None, stop_token_id=None, error=None, is_final=False)
         yield part
 
 

@@ -225,7 +225,7 @@ class Session:
             finish_reason=FinishReason.STOP if is_stopped else self._reason(output),
             stop_reason=transcript.stop_string if is_stopped else transcript.stop_token_id,
             usage=self._usage(output, now) if output.is_final else None,
-            message=None if is_stopped else output.message,
+            error=None if is_stopped else output.error,
             cumulative_logprob=choice.logprob_sum,
             pooled=output.pooled,
         )

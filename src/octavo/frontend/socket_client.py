@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import FinishError, FinishReason, Request
 from octavo.engine import wire
 from octavo.engine.client import Accepted, TokenOutput, Verb
 from octavo.engine.delivery import Delivery
-from octavo.errors import EngineDeadError, EngineError, InvalidRequestError, OctavoError
+from octavo.errors import EngineDeadError, EngineError, ErrorKind, InvalidRequestError, OctavoError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.channels import Channels
 
@@ -261,7 +261,7 @@ class SocketClient:
         self._asked_at.clear()
         if not self._ready.cancelled():
             self._ready.exception()
-        self.channels.end_all(FinishReason.ERROR, f"EngineDeadError: {self._end}")
+        self.channels.end_all(FinishReason.ERROR, FinishError(ErrorKind.ENGINE_DEAD, str(self._end)))
 
 
 def _other_version(version: int) -> EngineError:

@@ -17,15 +17,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from octavo.core.plan import ROW_SAMPLE, Event, EventKind, Events, StepPlan
-from octavo.core.request import Request
-from octavo.errors import InvalidRequestError, OctavoError, RequestError
+from octavo.core.request import FinishError, Request
+from octavo.errors import InvalidRequestError, OctavoError, RequestError, kind_of
 from octavo.grammar.masks import Masks
 from octavo.grammar.matcher import NO_FURTHER, Matcher
 from octavo.grammar.vocabulary import Vocabulary
 
 MAX_KEPT = 32  # grammars kept for the next request that has the same
 Choice = tuple[str, int]  # request id, choice
-Failure = tuple[int, str]  # row of the plan, and the error of its grammar as "class: message"
+DeadEnd = tuple[int, FinishError]  # row of the plan, and the error of its grammar
 
 
 class GrammarBank:
@@ -82,7 +82,7 @@ class GrammarBank:
         """Whether no request that is open has a grammar."""
         return not self._roots
 
-    def begin(self, plan: StepPlan) -> Future[tuple[Masks, tuple[Failure, ...]]] | None:
+    def begin(self, plan: StepPlan) -> Future[tuple[Masks, tuple[DeadEnd, ...]]] | None:
         """Start the masks of a plan about to be submitted; None when none of its rows has a grammar.
 
         The result also names rows whose grammar can be followed no further; they may sample anything.
@@ -111,7 +111,7 @@ class GrammarBank:
             matcher = self._matchers[choice] = self._roots[choice[0]].fork()
         return matcher
 
-    def _fill(self, work: list[tuple[int, Matcher, int, array[int]]]) -> tuple[Masks, tuple[Failure, ...]]:
+    def _fill(self, work: list[tuple[int, Matcher, int, array[int]]]) -> tuple[Masks, tuple[DeadEnd, ...]]:
         sizes = [1 + len(drafts) for *_, drafts in work]
         ends = np.cumsum(sizes)
         bits_MW = np.full((ends[-1], self._vocabulary.num_words), -1, dtype=np.int32)
@@ -122,7 +122,7 @@ class GrammarBank:
             except BaseException as error:  # a shell: a library that panics ends this output, not the step
                 matcher.failure = InvalidRequestError(f"{NO_FURTHER}: {type(error).__name__}", "grammar")
             if matcher.failure is not None:
-                failures.append((row, f"{type(matcher.failure).__name__}: {matcher.failure}"))
+                failures.append((row, FinishError(kind_of(matcher.failure), str(matcher.failure))))
         first = np.asarray([at for _, _, at, _ in work], dtype=np.int64)
         within = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
         return Masks(np.repeat(first, sizes) + within, bits_MW), tuple(failures)

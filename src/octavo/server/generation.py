@@ -13,9 +13,8 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from octavo import errors
-from octavo.core.request import FinishReason, SamplingParams
-from octavo.errors import EngineDeadError, EngineError, OctavoError, RequestError, StepFailedError
+from octavo.core.request import FinishError, FinishReason, SamplingParams
+from octavo.errors import ErrorKind, OctavoError, error_of
 from octavo.frontend.output_slices import token_bytes
 from octavo.frontend.sessions import Terms
 from octavo.observe.metrics.requests import Finished, RequestMetrics
@@ -108,7 +107,7 @@ class Generation:
             async for session, delta in source:
                 index = session * self.asked.params.n + delta.choice
                 if delta.finish_reason not in (None, *REASONS) and delta.text:  # what came before the failure is told
-                    before = replace(delta, finish_reason=None, stop_reason=None, usage=None, message=None)
+                    before = replace(delta, finish_reason=None, stop_reason=None, usage=None, error=None)
                     self._note(session, index, before)
                     yield index, before
                     delta = replace(delta, text="", token_ids=delta.token_ids[:0], logprobs=None)
@@ -174,7 +173,7 @@ class Generation:
                 trace.error = reason.name.lower()
             if usage is not None:
                 self._metrics.ended_early("abort" if reason in GIVEN_UP else "error")
-            raise failure_of(reason, delta.message or "")
+            raise failure_of(reason, delta.error)
         if usage is not None:
             if session in self._silent:  # it was to have no tokens: the answer is what the prompt gives
                 self._silent.discard(session)
@@ -225,23 +224,16 @@ def _timed(usage: Usage, now: float) -> Timed:
     )
 
 
-def failure_of(reason: FinishReason, message: str) -> ApiError:
-    """Return what went wrong with a request that ended for this reason, with the engine's message."""
-    if reason is FinishReason.TIMEOUT and message.startswith("queue_timeout"):
+def failure_of(reason: FinishReason, error: FinishError | None) -> ApiError:
+    """Return what went wrong with a request that ended for this reason, with the engine's error."""
+    kind = ErrorKind.ENGINE if error is None else error.kind
+    if reason is FinishReason.TIMEOUT and kind is ErrorKind.QUEUE_TIMEOUT:
         return ApiError(408, "the request did not start within its queue timeout", code="queue_timeout")
     if reason is FinishReason.TIMEOUT:
         return ApiError(408, "the request did not finish within its timeout", code="timeout")
-    if message.startswith((EngineDeadError.__name__, "the engine ")):  # it ended, and says how
-        return from_exception(EngineDeadError(message))
-    if reason is FinishReason.CANCELLED:
+    if reason is FinishReason.CANCELLED and kind is not ErrorKind.ENGINE_DEAD:
         return cancelled_error()
-    if message.startswith(StepFailedError.__name__):
-        return from_exception(StepFailedError(message))
-    name, _, said = message.partition(": ")
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, RequestError):  # what it asks for cannot be gone on with
-        return from_exception(kind(said))
-    return from_exception(EngineError(message))
+    return from_exception(error_of(kind, "the engine failed" if error is None else error.message))
 
 
 async def _forward(index: int, session: Session, queue: Merged, room: asyncio.Semaphore) -> None:

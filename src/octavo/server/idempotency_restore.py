@@ -81,9 +81,7 @@ def _num_choices(held: HeldRun) -> int:
 def _is_worth_keeping(held: HeldRun) -> bool:
     """Whether nothing of it failed in a way that may be tried again."""
     ends = [each.end for each in held.requests.values() if each.end is not None]
-    return all(
-        end.finish_reason in REASONS or failure_of(end.finish_reason, end.message or "").is_final for end in ends
-    )
+    return all(end.finish_reason in REASONS or failure_of(end.finish_reason, end.error).is_final for end in ends)
 
 
 def _run(held: HeldRun) -> Run:
@@ -151,7 +149,7 @@ class _StoredAnswer:
                     usage = replace(delta.usage, e2e_s=held.ended_at - held.request.arrival)
                     delta = replace(delta, usage=usage)
                 if delta.finish_reason is not None and delta.finish_reason not in REASONS:
-                    raise failure_of(delta.finish_reason, delta.message or "")
+                    raise failure_of(delta.finish_reason, delta.error)
                 yield number * held.request.params.n + delta.choice, delta
 
     async def close(self) -> None:

@@ -20,8 +20,8 @@ from octavo.core.plan import (
     StepTimings,
     TokenLogprobs,
 )
-from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
-from octavo.errors import OctavoError
+from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Span, Want
+from octavo.errors import ErrorKind, OctavoError
 from octavo.observe.recording import encoding as layout
 from octavo.observe.recording.calls import (
     Admit,
@@ -162,7 +162,9 @@ def _add_rest(outcome: StepResult, more: dict[int, Any]) -> None:
     outcome.scores = tuple((row, first, (unknown,) * count) for row, first, count in more.get(layout.SCORES, ()))
     outcome.pooled = tuple((row, b"") for row in more.get(layout.POOLED, ()))
     outcome.errors = tuple((row, reason) for row, reason in more.get(layout.ERRORS, ()))
-    outcome.dead_ends = tuple((row, reason) for row, reason in more.get(layout.DEAD_ENDS, ()))
+    outcome.dead_ends = tuple(
+        (row, FinishError(ErrorKind.ENGINE, reason)) for row, reason in more.get(layout.DEAD_ENDS, ())
+    )
 
 
 def _is_int(value: object) -> bool:

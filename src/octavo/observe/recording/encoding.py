@@ -185,7 +185,7 @@ class Encoder:
         if outcome.errors:
             more[ERRORS] = [(row, _short(reason)) for row, reason in outcome.errors]
         if outcome.dead_ends:
-            more[DEAD_ENDS] = [(row, _short(reason)) for row, reason in outcome.dead_ends]
+            more[DEAD_ENDS] = [(row, _short(error.message)) for row, error in outcome.dead_ends]
         return more
 
     def _marked_stops(self, item: Committed, owners: dict[int, NewSequence], ids: array[int]) -> list[int]:

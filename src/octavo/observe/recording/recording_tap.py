@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.core.plan import Events, StepFailure, StepPlan, StepResult
-from octavo.core.request import FinishReason, Request
+from octavo.core.request import FinishError, FinishReason, Request
 from octavo.observe.recording.calls import Cancel, Control, EndChoice
 from octavo.observe.recording.items import Admitted, Committed, Item, Keys, Planned
 
@@ -46,13 +46,15 @@ class RecordingTap:
         """A step was committed."""
         self._put(Committed(now, self._clock(), plan, outcome, self._take_keys()))
 
-    def cancelled(self, request_ids: tuple[str, ...], now: float, reason: FinishReason, message: str | None) -> None:
+    def cancelled(
+        self, request_ids: tuple[str, ...], now: float, reason: FinishReason, error: FinishError | None
+    ) -> None:
         """Requests were ended."""
-        self._put(Cancel(now, request_ids, reason, message))
+        self._put(Cancel(now, request_ids, reason, None if error is None else error.message))
 
-    def choice_ended(self, request_id: str, choice: int, now: float, reason: FinishReason, message: str | None) -> None:
+    def choice_ended(self, request_id: str, choice: int, now: float, reason: FinishReason) -> None:
         """A choice was ended."""
-        self._put(EndChoice(now, request_id, choice, reason, message))
+        self._put(EndChoice(now, request_id, choice, reason))
 
     def controlled(self, verb: str, num_tokens: int | None = None) -> None:
         """A control was called."""

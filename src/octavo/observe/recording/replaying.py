@@ -12,9 +12,9 @@ from typing import Protocol
 
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepPlan, StepResult
-from octavo.core.request import Request
+from octavo.core.request import FinishError, Request
 from octavo.core.scheduler import Scheduler
-from octavo.errors import InvariantError, RequestError
+from octavo.errors import ErrorKind, InvariantError, RequestError
 from octavo.observe.recording.calls import Admit, Call, Cancel, Commit, Control, EndChoice, Header, KeyRun, Plan
 from octavo.observe.recording.differences import differences
 from octavo.observe.recording.errors import RecordingError
@@ -149,10 +149,11 @@ class Replay:
         elif isinstance(call, Admit):
             self._admit(call)
         elif isinstance(call, Cancel):
-            scheduler.cancel(call.request_ids, call.now, call.reason, call.message)
+            error = None if call.message is None else FinishError(ErrorKind.ENGINE, call.message)  # kinds are not kept
+            scheduler.cancel(call.request_ids, call.now, call.reason, error)
             self._decided(scheduler.take_events())
         elif isinstance(call, EndChoice):
-            scheduler.end_choice(call.request_id, call.choice, call.now, call.reason, call.message)
+            scheduler.end_choice(call.request_id, call.choice, call.now, call.reason)
             self._decided(scheduler.take_events())
         elif isinstance(call, Control):
             self._control(call)
