@@ -109,9 +109,8 @@ def main() -> int:
     summary = compare(command, given.base, given.now, given.key, given.pairs)
     print(f"{'figure':16} {'base':>10} {'now':>10}  ratio  95 % interval")
     for name, row in summary.items():
-        print(
-            f"{name:16} {row['base']:10.3f} {row['now']:10.3f}  {row['ratio']:.3f}  {row['low']:.3f} to {row['high']:.3f}"
-        )
+        times, bounds = f"{row['base']:10.3f} {row['now']:10.3f}", f"{row['low']:.3f} to {row['high']:.3f}"
+        print(f"{name:16} {times}  {row['ratio']:.3f}  {bounds}")
     print(json.dumps(summary))
     return 0
 
