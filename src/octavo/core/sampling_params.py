@@ -1,4 +1,4 @@
-"""How one request is sampled: SamplingParams, with the range of every field.
+"""How one request is sampled: SamplingParams. Each field is declared with its default, its range and the remedy.
 
 Owns: the fields and their checks. Does not: sample, or know a vocabulary (see admission and the front end).
 """
@@ -6,76 +6,18 @@ Owns: the fields and their checks. Does not: sample, or know a vocabulary (see a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from types import NoneType
+from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
 from octavo.errors import InvalidRequestError
 
 _MAX_SHOWN = 200  # characters of a value in a message
-
-
-def check(ok: bool, param: str, value: object, remedy: str) -> None:
-    """Raise InvalidRequestError with the field, its value and the remedy unless `ok`."""
-    if not ok:
-        shown = repr(value)
-        shown = shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 3] + "..."
-        raise InvalidRequestError(f"{param} is {shown}; {remedy}", param)
-
-
-def is_int(value: object) -> bool:
-    """Whether a value is a whole number; True and False are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
+_INT32 = 2**31 - 1  # integers are sent and kept as 32-bit columns
 MAX_GRAMMAR = 1 << 20  # characters
-DEFAULT_MAX_TOKENS = 16  # as OpenAI's completions and vLLM's SamplingParams have it
-_INT32 = 2**31 - 1  # whole numbers travel and are kept as 32-bit columns
-
-_MAX_TOKENS = "give at least 1"
-# Whole numbers: field -> (least, greatest, remedy). Those of _OPTIONAL may be None.
-_WHOLE: dict[str, tuple[int, int, str]] = {
-    "max_tokens": (0, _INT32, _MAX_TOKENS),
-    "min_tokens": (0, _INT32, "give 0 or more"),
-    "top_k": (-1, _INT32, "give 0 or -1 (off) or a positive whole number"),
-    "logprobs": (0, 20, "give a whole number from 0 to 20"),
-    "prompt_logprobs": (0, 20, "give a whole number from 0 to 20"),
-    "truncate_prompt_tokens": (-1, _INT32, "give how many of the prompt's last tokens to keep, or -1 for all that fit"),
-    "seed": (-(2**63), 2**64 - 1, "give a 64-bit whole number"),
-    "n": (1, _INT32, "give at least 1"),
-    "best_of": (1, _INT32, "give at least n, or leave it out"),
-    "beam_width": (0, 64, "give a whole number from 0 (no beam search) to 64"),
-    "dry_allowed_length": (1, _INT32, "give at least 1"),
-    "dry_range": (0, _INT32, "give 0 (the whole context) or a number of tokens"),
-}
-_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "seed", "best_of")
-# Other numbers: field -> (least, greatest, remedy).
-_REAL: dict[str, tuple[float, float, str]] = {
-    "temperature": (0.0, 100.0, "give a number from 0 (greedy) to 100"),
-    "top_p": (0.0, 1.0, "give a number from 0 (the likeliest token only) to 1 (off)"),
-    "min_p": (0.0, 1.0, "give a number from 0 to 1"),
-    "typical_p": (1e-9, 1.0, "give a number above 0, up to 1 (off)"),
-    "presence_penalty": (-2.0, 2.0, "give a number from -2 to 2"),
-    "frequency_penalty": (-2.0, 2.0, "give a number from -2 to 2"),
-    "repetition_penalty": (1e-3, 100.0, "give a number above 0; 1 is off"),
-    "dry_multiplier": (0.0, 100.0, "give a number from 0 (off) to 100"),
-    "dry_base": (1.0, 100.0, "give a number from 1 to 100"),
-    "length_penalty": (-100.0, 100.0, "give a number from -100 to 100"),
-}
-# Lists: field -> what they hold. None is an empty one; of `stop` one string, of `logit_bias` a dict is taken too.
-_ENTRIES = {
-    "logit_bias": "(token id, bias) pairs",
-    "stop": "strings",
-    "stop_token_ids": "token ids",
-    "bad_words_ids": "non-empty tuples of token ids",
-    "allowed_token_ids": "token ids",
-    "dry_breaker_ids": "token ids",
-    "shown_special_ids": "token ids",
-}
+DEFAULT_MAX_TOKENS = 16  # as in OpenAI's completions and vLLM's SamplingParams
+MODEL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation config may set
 
 # What other libraries call a field, or have and this one does not: name -> what to give instead.
 _ELSEWHERE = {
@@ -90,8 +32,14 @@ _ELSEWHERE = {
     "do_sample": "give temperature, 0 for greedy",
     "repeat_penalty": "give repetition_penalty",
 }
-# What a model's generation config says about sampling.
-MODEL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def check(ok: bool, param: str, value: object, remedy: str) -> None:
+    """Raise InvalidRequestError with the field, its value and the remedy unless `ok`."""
+    if not ok:
+        shown = repr(value)
+        shown = shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 3] + "..."
+        raise InvalidRequestError(f"{param} is {shown}; {remedy}", param)
 
 
 def sampling_defaults(generation: Mapping[str, float]) -> dict[str, Any]:
@@ -107,11 +55,100 @@ def sampling_defaults(generation: Mapping[str, float]) -> dict[str, Any]:
     return defaults
 
 
-def _are_ids(values: Sequence[Any]) -> bool:
-    """Whether all are whole numbers of 0 or more; lists of a whole vocabulary are looked at in a millisecond."""
-    if set(map(type, values)) == {int}:
-        return bool(min(values) >= 0)
-    return all(is_int(value) and value >= 0 for value in values)
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_id(value: Any) -> bool:
+    return _is_int(value) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# --- checks: each is called with a field's name and value, and returns the value to keep ---------------------------
+
+_IDS_REMEDY = "give token ids of the model's vocabulary"
+_TRUNCATE_REMEDY = "give how many of the prompt's last tokens to keep, or -1 for all that fit"
+
+
+@dataclass(frozen=True, slots=True)
+class _Integer:
+    """An integer from `least` to `greatest`; None too where the field's type has it."""
+
+    least: int
+    remedy: str
+    greatest: int = _INT32
+
+    def __call__(self, name: str, value: Any) -> object:
+        is_too_large = _is_int(value) and value > self.greatest == _INT32
+        ok = _is_int(value) and self.least <= value <= self.greatest
+        check(ok, name, value, f"give less than {2**31}" if is_too_large else self.remedy)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A finite number from `least` to `greatest`."""
+
+    least: float
+    greatest: float
+    remedy: str
+
+    def __call__(self, name: str, value: Any) -> object:
+        check(_is_number(value) and self.least <= value <= self.greatest, name, value, self.remedy)
+        return value
+
+
+def _entries(name: str, value: Any, entries: str) -> Any:
+    """Return a list field's value as a tuple or list; None is an empty one."""
+    value = () if value is None else value
+    check(isinstance(value, (tuple, list)), name, value, f"give a tuple of {entries}")
+    return value
+
+
+def _accept_ids(name: str, value: Any) -> object:
+    ids = _entries(name, value, "token ids")
+    if set(map(type, ids)) == {int}:  # the quick way for lists of a whole vocabulary
+        check(min(ids) >= 0, name, ids, _IDS_REMEDY)
+    else:
+        check(all(map(_is_id, ids)), name, ids, _IDS_REMEDY)
+    return ids
+
+
+def _accept_stop(name: str, value: Any) -> object:
+    stop = _entries(name, (value,) if isinstance(value, str) else value, "strings")
+    check(all(isinstance(s, str) and s for s in stop), name, stop, "give non-empty strings")
+    return stop
+
+
+def _accept_logit_bias(name: str, value: Any) -> object:
+    pairs = "(token id, bias) pairs"
+    biases = _entries(name, tuple(value.items()) if isinstance(value, Mapping) else value, pairs)
+    for entry in biases:
+        check(isinstance(entry, (tuple, list)) and len(entry) == 2, name, biases, f"give a tuple of {pairs}")
+        token, bias = entry
+        check(_is_id(token), name, token, "use token ids of the model's vocabulary as keys")
+        check(_is_number(bias) and -100.0 <= bias <= 100.0, name, bias, "give each bias a number from -100 to 100")
+    return biases
+
+
+def _accept_bad_words(name: str, value: Any) -> object:
+    sequences = "non-empty tuples of token ids"
+    banned = _entries(name, value, sequences)
+    for ids in banned:
+        check(isinstance(ids, (tuple, list)) and len(ids) > 0, name, ids, f"give a tuple of {sequences}")
+        check(all(map(_is_id, ids)), name, ids, _IDS_REMEDY)
+    return banned
+
+
+def _accept_early_stopping(name: str, value: Any) -> object:
+    check(isinstance(value, bool) or value == "never", name, value, 'give true, false or "never"')
+    return value
+
+
+_TokenIds = Annotated[tuple[int, ...], _accept_ids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +158,7 @@ class SamplingParams:
     `max_tokens=None` means as many as fit; 0, with prompt_logprobs, that nothing else is wanted. `temperature=0` is
     greedy. `top_k=0` means off. `truncate_prompt_tokens=k` keeps the last k tokens of the prompt, -1 all that fit.
     `logprobs=k` asks for the sampled token's log-probability and the k best beside it.
-    `seed=None` is replaced by a drawn seed in the front, so that a request is always replayable.
+    `seed=None` is replaced by a drawn seed in the frontend, so that every request can be replayed.
     `bad_words_ids`: sequences of ids that must not be completed; `allowed_token_ids`: the only ids that may be
     sampled (empty = all). `dry_*`: the DRY penalty against repeating what came before: an id that would prolong
     a repetition of `dry_allowed_length` or more tokens loses dry_multiplier * dry_base ** (length - allowed).
@@ -133,39 +170,39 @@ class SamplingParams:
     unit compiles to ("" = anything); an output that completes it ends. Raises InvalidRequestError naming the field.
     """
 
-    max_tokens: int | None = DEFAULT_MAX_TOKENS
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_range: int = 0
-    dry_breaker_ids: tuple[int, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    seed: int | None = None
-    n: int = 1
-    best_of: int | None = None
-    beam_width: int = 0
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: Annotated[int | None, _Integer(0, "give at least 1")] = DEFAULT_MAX_TOKENS
+    min_tokens: Annotated[int, _Integer(0, "give 0 or more")] = 0
+    temperature: Annotated[float, _Number(0.0, 100.0, "give a number from 0 (greedy) to 100")] = 1.0
+    top_k: Annotated[int, _Integer(-1, "give 0 or -1 (off) or a positive whole number")] = 0
+    top_p: Annotated[float, _Number(0.0, 1.0, "give a number from 0 (the likeliest token only) to 1 (off)")] = 1.0
+    min_p: Annotated[float, _Number(0.0, 1.0, "give a number from 0 to 1")] = 0.0
+    typical_p: Annotated[float, _Number(1e-9, 1.0, "give a number above 0, up to 1 (off)")] = 1.0
+    presence_penalty: Annotated[float, _Number(-2.0, 2.0, "give a number from -2 to 2")] = 0.0
+    frequency_penalty: Annotated[float, _Number(-2.0, 2.0, "give a number from -2 to 2")] = 0.0
+    repetition_penalty: Annotated[float, _Number(1e-3, 100.0, "give a number above 0; 1 is off")] = 1.0
+    dry_multiplier: Annotated[float, _Number(0.0, 100.0, "give a number from 0 (off) to 100")] = 0.0
+    dry_base: Annotated[float, _Number(1.0, 100.0, "give a number from 1 to 100")] = 1.75
+    dry_allowed_length: Annotated[int, _Integer(1, "give at least 1")] = 2
+    dry_range: Annotated[int, _Integer(0, "give 0 (the whole context) or a number of tokens")] = 0
+    dry_breaker_ids: _TokenIds = ()
+    logit_bias: Annotated[tuple[tuple[int, float], ...], _accept_logit_bias] = ()
+    bad_words_ids: Annotated[tuple[tuple[int, ...], ...], _accept_bad_words] = ()
+    allowed_token_ids: _TokenIds = ()
+    logprobs: Annotated[int | None, _Integer(0, "give a whole number from 0 to 20", 20)] = None
+    prompt_logprobs: Annotated[int | None, _Integer(0, "give a whole number from 0 to 20", 20)] = None
+    truncate_prompt_tokens: Annotated[int | None, _Integer(-1, _TRUNCATE_REMEDY)] = None
+    seed: Annotated[int | None, _Integer(-(2**63), "give a 64-bit whole number", 2**64 - 1)] = None
+    n: Annotated[int, _Integer(1, "give at least 1")] = 1
+    best_of: Annotated[int | None, _Integer(1, "give at least n, or leave it out")] = None
+    beam_width: Annotated[int, _Integer(0, "give a whole number from 0 (no beam search) to 64", 64)] = 0
+    length_penalty: Annotated[float, _Number(-100.0, 100.0, "give a number from -100 to 100")] = 1.0
+    early_stopping: Annotated[bool | str, _accept_early_stopping] = False
+    stop: Annotated[tuple[str, ...], _accept_stop] = ()
+    stop_token_ids: _TokenIds = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    shown_special_ids: tuple[int, ...] = ()
+    shown_special_ids: _TokenIds = ()
     grammar: str = ""
 
     def __new__(cls, *_: object, **fields: object) -> Self:
@@ -177,73 +214,34 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, (low, high, remedy) in _WHOLE.items():
+        for name, accept in _ACCEPT.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            if is_int(value) and value > high == _INT32:
-                remedy = f"give less than {2**31}"
-            check(is_int(value) and low <= value <= high, name, value, remedy)
-        for name, (least, greatest, remedy) in _REAL.items():
-            value = getattr(self, name)
-            check(_is_number(value) and least <= value <= greatest, name, value, remedy)
-        self._set_lists()
-        self._check_lists()
-        self._check_choices()
+            kept = accept(name, value)
+            if kept is not value:
+                object.__setattr__(self, name, kept)
+        self._check_together()
         if self.grammar != "":
             self._check_grammar()
 
-    def _set_lists(self) -> None:
-        """Bring the other accepted forms of lists into the one that is kept."""
-        for name, entries in _ENTRIES.items():
-            value: object = getattr(self, name)
-            if isinstance(value, (tuple, list)):
-                continue
-            if value is None:
-                value = ()
-            elif name == "stop" and isinstance(value, str):
-                value = (value,)
-            elif name == "logit_bias" and isinstance(value, Mapping):
-                value = tuple(value.items())
-            check(isinstance(value, tuple), name, value, f"give a tuple of {entries}")
-            object.__setattr__(self, name, value)
-
-    def _check_lists(self) -> None:
-        remedy = "give token ids of the model's vocabulary"
-        for entry in self.logit_bias:
-            ok = isinstance(entry, (tuple, list)) and len(entry) == 2
-            check(ok, "logit_bias", self.logit_bias, f"give a tuple of {_ENTRIES['logit_bias']}")
-            token, bias = entry
-            check(is_int(token) and token >= 0, "logit_bias", token, "use token ids of the model's vocabulary as keys")
-            ok = _is_number(bias) and -100.0 <= bias <= 100.0
-            check(ok, "logit_bias", bias, "give each bias a number from -100 to 100")
-        check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "give non-empty strings")
-        for name in ("stop_token_ids", "allowed_token_ids", "dry_breaker_ids", "shown_special_ids"):
-            ids = getattr(self, name)
-            check(_are_ids(ids), name, ids, remedy)
-        for word in self.bad_words_ids:
-            ok = isinstance(word, (tuple, list)) and len(word) > 0
-            check(ok, "bad_words_ids", word, f"give a tuple of {_ENTRIES['bad_words_ids']}")
-            check(all(is_int(token) and token >= 0 for token in word), "bad_words_ids", word, remedy)
-
-    def _check_choices(self) -> None:
-        check(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, _WHOLE["truncate_prompt_tokens"][2])
+    def _check_together(self) -> None:
+        """Check fields whose range depends on others."""
+        check(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, _TRUNCATE_REMEDY)
         if self.max_tokens == 0:
-            check(self.prompt_logprobs is not None, "max_tokens", 0, _MAX_TOKENS)
+            check(self.prompt_logprobs is not None, "max_tokens", 0, "give at least 1")
             check(self.num_sequences == 1 and not self.beam_width, "max_tokens", 0, "give 1 choice where none is made")
         if self.max_tokens is not None:
             remedy = f"give at most max_tokens ({self.max_tokens})"
             check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, remedy)
         if self.best_of is not None:
             check(self.best_of >= self.n, "best_of", self.best_of, f"give at least n ({self.n})")
-        ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
-        check(ok, "early_stopping", self.early_stopping, 'give true, false or "never"')
         if self.beam_width:
             check(self.n <= self.beam_width, "n", self.n, f"give at most beam_width ({self.beam_width})")
             check(self.best_of is None, "best_of", self.best_of, "leave it out; beam search has beam_width")
 
     def _check_grammar(self) -> None:
-        shown = "..."  # its text may be long, and is nothing that a person wrote
+        shown = "..."  # the compiled text may be long, and no person wrote it
         check(isinstance(self.grammar, str), "grammar", self.grammar, "give the text of a compiled grammar")
         check(len(self.grammar) <= MAX_GRAMMAR, "grammar", shown, f"give at most {MAX_GRAMMAR} characters")
         check(self.beam_width == 0, "grammar", shown, "leave it out; beam search takes none")
@@ -270,3 +268,10 @@ class SamplingParams:
         if self.logprobs is None and (self.best_of or self.n) > self.n:
             return 0
         return self.logprobs
+
+
+_HINTS = get_type_hints(SamplingParams, include_extras=True)
+_ACCEPT: dict[str, Callable[[str, Any], object]] = {
+    name: hint.__metadata__[0] for name, hint in _HINTS.items() if get_origin(hint) is Annotated
+}
+_OPTIONAL = frozenset(name for name in _ACCEPT if NoneType in get_args(_HINTS[name].__origin__))
