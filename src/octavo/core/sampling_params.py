@@ -82,9 +82,9 @@ class _Integer:
     greatest: int = _INT32
 
     def __call__(self, name: str, value: Any) -> object:
-        is_too_large = _is_int(value) and value > self.greatest == _INT32
-        ok = _is_int(value) and self.least <= value <= self.greatest
-        check(ok, name, value, f"give less than {2**31}" if is_too_large else self.remedy)
+        if not (_is_int(value) and self.least <= value <= self.greatest):
+            is_too_large = _is_int(value) and value > self.greatest == _INT32
+            check(False, name, value, f"give less than {2**31}" if is_too_large else self.remedy)
         return value
 
 
@@ -97,23 +97,24 @@ class _Number:
     remedy: str
 
     def __call__(self, name: str, value: Any) -> object:
-        check(_is_number(value) and self.least <= value <= self.greatest, name, value, self.remedy)
+        if not (_is_number(value) and self.least <= value <= self.greatest):
+            check(False, name, value, self.remedy)
         return value
 
 
 def _entries(name: str, value: Any, entries: str) -> Any:
     """Return a list field's value as a tuple or list; None is an empty one."""
     value = () if value is None else value
-    check(isinstance(value, (tuple, list)), name, value, f"give a tuple of {entries}")
+    if not isinstance(value, (tuple, list)):
+        check(False, name, value, f"give a tuple of {entries}")
     return value
 
 
 def _accept_ids(name: str, value: Any) -> object:
     ids = _entries(name, value, "token ids")
-    if set(map(type, ids)) == {int}:  # the quick way for lists of a whole vocabulary
-        check(min(ids) >= 0, name, ids, _IDS_REMEDY)
-    else:
-        check(all(map(_is_id, ids)), name, ids, _IDS_REMEDY)
+    is_plain = set(map(type, ids)) <= {int}  # a list of a whole vocabulary is checked in a millisecond
+    if ids and not (min(ids) >= 0 if is_plain else all(map(_is_id, ids))):
+        check(False, name, ids, _IDS_REMEDY)
     return ids
 
 
