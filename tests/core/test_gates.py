@@ -1,15 +1,20 @@
-"""Gates: the example of docs/extending.md, as it stands there, holds in a running scheduler."""
+"""Gates: the example of docs/extending.md holds in a running scheduler; adapter slots against a list of requests."""
 
 from __future__ import annotations
 
+import random
 import re
+from array import array
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.core.harness import Run, limits, prompt
 
+from octavo.core.gates import AdapterSlots
 from octavo.core.plan import EventKind, WaitReason
-from octavo.core.request import RequestState
+from octavo.core.request import Request, RequestState
+from octavo.errors import InvariantError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 
@@ -36,3 +41,64 @@ def test_S03_a_gate_of_ones_own_bounds_what_runs_and_gives_back() -> None:
     assert second.of_kind(EventKind.DEFERRED)[0].reason == WaitReason.SEQUENCE_CAP
     run.finish()
     assert all(record.finished for record in (first, second, other)) and not any(gate._running.values())
+
+
+def using(adapter_id: int) -> RequestState:
+    """A request that uses an adapter."""
+    return RequestState(Request("r", array("i", [1]), adapter_id=adapter_id), 0)
+
+
+def fits(slots: AdapterSlots, adapter_id: int) -> bool:
+    return slots.lack(using(adapter_id)) is None
+
+
+def test_the_base_model_takes_no_slot() -> None:
+    slots = AdapterSlots(0)
+    assert fits(slots, 0)
+    slots.take(using(0))
+    slots.give_back(using(0))
+    assert slots.num_used == 0
+
+
+def test_X05_requests_of_one_adapter_share_its_slot_until_the_last_leaves() -> None:
+    slots = AdapterSlots(1)
+    slots.take(using(7))
+    assert fits(slots, 7) and not fits(slots, 8)
+    slots.take(using(7))
+    slots.give_back(using(7))
+    assert not fits(slots, 8)
+    slots.give_back(using(7))
+    assert fits(slots, 8) and slots.num_used == 0
+
+
+def test_no_adapter_fits_an_engine_without_slots() -> None:
+    assert not fits(AdapterSlots(0), 1)
+
+
+def test_taking_beyond_the_limit_and_giving_back_twice_raise_and_change_nothing() -> None:
+    slots = AdapterSlots(1)
+    slots.take(using(3))
+    with pytest.raises(InvariantError, match="adapter 4"):
+        slots.take(using(4))
+    with pytest.raises(InvariantError, match="adapter 4"):
+        slots.give_back(using(4))
+    assert slots.num_used == 1
+    slots.give_back(using(3))
+    with pytest.raises(InvariantError, match="adapter 3"):
+        slots.give_back(using(3))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_slots_agree_with_a_list_of_those_who_run(seed: int) -> None:
+    rng = random.Random(seed)
+    slots, running = AdapterSlots(rng.randrange(4)), []
+    for _ in range(500):
+        adapter = rng.randrange(6)
+        in_use = {other for other in running if other}
+        assert slots.num_used == len(in_use)
+        assert fits(slots, adapter) == (adapter == 0 or adapter in in_use or len(in_use) < slots.limit)
+        if running and rng.random() < 0.5:
+            slots.give_back(using(running.pop(rng.randrange(len(running)))))
+        elif fits(slots, adapter):
+            slots.take(using(adapter))
+            running.append(adapter)

@@ -1,7 +1,7 @@
 """Reads explanations off the scheduler's state. For people: O(waiting log waiting), never called by a step.
 
 Owns: how a standing, its reason and its numbers are found. Does not: change anything, or word it (see explanation).
-Invariant: the room of a waiting request is reckoned by admission's own measure (see intake), so that what admission
+Invariant: the room of a waiting request is reckoned by admission's own measure (see admit), so that what admission
 refused for blocks is short of blocks here, until a block is given back.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 
-from octavo.core import room
+from octavo.core.admit import growth_blocks, needed_blocks, swapped_blocks
 from octavo.core.explanation import Ahead, Explanation, Room, Shortage, Standing, Work
 from octavo.core.kv.cache import NO_BLOCK
 from octavo.core.plan import WaitReason
@@ -153,11 +153,11 @@ def rooms(state: State, entry: RequestState) -> tuple[Room, ...]:
     has_company = bool(state.running.requests)
     found, unreferenced = [0] * cache.num_groups, [0] * cache.num_groups
     if entry.is_swapped:
-        needed = room.num_swapped_blocks(cache, entry, 1 if has_company else 0)
+        needed = swapped_blocks(cache, entry, 1 if has_company else 0)
     else:
         match = cache.match(root, entry.match_cap(root))
         found, unreferenced = match.num_held, match.num_unreferenced
-        needed = [max(0, peak - held) for peak, held in zip(room.num_blocks(cache, entry), found, strict=True)]
+        needed = [max(0, peak - held) for peak, held in zip(needed_blocks(cache, entry), found, strict=True)]
     promised = _promised(state)
     keeps = has_company and entry.num_bypassed < state.limits.max_bypass
     return tuple(
@@ -170,7 +170,7 @@ def rooms(state: State, entry: RequestState) -> tuple[Room, ...]:
             len(pool.cached) - unreferenced[group],
             promised[group],
             state.headroom.floors[group] if keeps else 0,
-            room.growth(state, entry, group) if keeps else 0,
+            growth_blocks(state, entry, group) if keeps else 0,
         )
         for group, pool in enumerate(cache.pools)
     )

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from array import array
 
-from octavo.core import room
+from octavo.core.admit import is_still_short
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, Event, StepPlan, WaitReason
-from octavo.core.plan_facts import is_fast
 from octavo.core.request import FinishReason, RequestState, Sequence
 from octavo.core.state import State
+from octavo.core.step import is_fast
 
 _DECODE_AHEAD = ROW_SAMPLE | ROW_CARRY
 _ROOM = (WaitReason.KV_BLOCKS, WaitReason.HEADROOM)
@@ -136,16 +136,6 @@ def _flies_all(state: State) -> bool:
     )
 
 
-class _Calm:
-    """A planner of decode rows only, as far as room asks one."""
-
-    __slots__ = ("outstanding", "state")
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.outstanding = [0] * state.cache.num_groups
-
-
 def _is_stuck(state: State) -> bool:
     """Whether the first that waits was refused for what no decode step changes, and nobody behind it is looked at."""
     if state.is_paused:
@@ -162,7 +152,7 @@ def _is_stuck(state: State) -> bool:
         return False
     if head.shortage.reason != head.wait_reason or len(state.running) >= state.token_budget.limit:
         return False
-    return _passes_gates(state, head) and room.still_lacks(_Calm(state), head, head.shortage)
+    return _passes_gates(state, head) and is_still_short(state, [0] * state.cache.num_groups, head, head.shortage)
 
 
 def _passes_gates(state: State, head: RequestState) -> bool:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from octavo.core.adapter_slots import AdapterSlots
 from octavo.core.budget import Budget
 from octavo.core.plan import WaitReason
 from octavo.core.request import RequestState
+from octavo.errors import InvariantError
 
 
 class Gate(Protocol):
@@ -53,22 +53,42 @@ class SequenceGate:
         self._budget.give_back(request.num_slots)
 
 
-class AdapterGate:
-    """Places for different adapters."""
+class AdapterSlots:
+    """Slots for adapters: one is held while running requests use its adapter. Adapter 0 is the base model: no slot."""
 
     reason = WaitReason.ADAPTER_SLOTS
 
-    def __init__(self, slots: AdapterSlots) -> None:
-        self._slots = slots
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._users: dict[int, int] = {}  # running requests by adapter
+
+    @property
+    def num_used(self) -> int:
+        """Adapters in use."""
+        return len(self._users)
 
     def lack(self, request: RequestState) -> tuple[int, int] | None:
-        """One place, where none is free."""
-        return None if self._slots.fits(request.request.adapter_id) else (1, self._slots.limit - self._slots.num_used)
+        """Return one slot and none free, where that is so and the request needs a new one."""
+        adapter = request.request.adapter_id
+        if not adapter or adapter in self._users or len(self._users) < self.limit:
+            return None
+        return 1, self.limit - len(self._users)
 
     def take(self, request: RequestState) -> None:
-        """A place for the request's adapter, shared with others that use it."""
-        self._slots.take(request.request.adapter_id)
+        """Hold the slot of the request's adapter, shared with others that use it."""
+        adapter = request.request.adapter_id
+        if self.lack(request) is not None:
+            raise InvariantError(f"adapter {adapter} takes a slot, but all {self.limit} are in use")
+        if adapter:
+            self._users[adapter] = self._users.get(adapter, 0) + 1
 
     def give_back(self, request: RequestState) -> None:
-        """The place is free when nobody uses the adapter."""
-        self._slots.give_back(request.request.adapter_id)
+        """Free the slot when no other running request uses the adapter."""
+        adapter = request.request.adapter_id
+        if not adapter:
+            return
+        if adapter not in self._users:
+            raise InvariantError(f"adapter {adapter} gives back a slot that it does not hold")
+        self._users[adapter] -= 1
+        if not self._users[adapter]:
+            del self._users[adapter]

@@ -12,21 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.core.admission import Admission, prove
-from octavo.core.beam_search import BeamGroup, BeamRules
-from octavo.core.committing import apply
+from octavo.core.admit import Admitter
+from octavo.core.branching import make_sequences
+from octavo.core.commit import commit_step
+from octavo.core.drafts import Drafter, add_drafts, allows
 from octavo.core.explaining import explain, explain_all
 from octavo.core.explanation import Explanation
 from octavo.core.forward import Stretch, end_rows, forward, look_ahead
-from octavo.core.intake import Intake
 from octavo.core.limits import Limits
 from octavo.core.memory_analysis import MemoryAnalysis, analyse
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
-from octavo.core.planning import Planner
 from octavo.core.queues import rerank
-from octavo.core.request import FinishError, FinishReason, Request, RequestState, Sequence
-from octavo.core.speculation import add_drafts, allows
+from octavo.core.request import FinishError, FinishReason, Request, RequestState
+from octavo.core.run import grant_running
 from octavo.core.state import State
 from octavo.core.statistics import Statistics, snapshot
+from octavo.core.step import Step
 from octavo.core.tap import CallTap, GivenDrafts, GivenKeys, InputSource, TappedKeys
 from octavo.core.views import (
     BlockMap,
@@ -43,18 +44,19 @@ from octavo.errors import AdmissionError, DuplicateRequestError, ErrorKind
 class Scheduler:
     """Decides every step. Not thread-safe: one caller owns it."""
 
-    __slots__ = ("_source", "_state", "_tap")
+    __slots__ = ("_drafter", "_source", "_state", "_tap")
 
     def __init__(self, limits: Limits, tap: CallTap | None = None, source: InputSource | None = None) -> None:
         self._state = State(limits)
         self._tap = tap
         self._source = source
+        self._drafter = Drafter()
         if tap is not None:
             self._state.cache.key_maker = TappedKeys(limits, tap)
         if source is not None:
             self._state.cache.key_maker = GivenKeys(limits, source)
             if source.has_drafts:
-                self._state.drafter = GivenDrafts(source)
+                self._drafter = GivenDrafts(source)
 
     def admit(self, request: Request, now: float) -> Admission:
         """Take a request in. It will end with exactly one FINISHED event.
@@ -67,51 +69,26 @@ class Scheduler:
         if request.request_id in state.requests:
             raise DuplicateRequestError(f"request_id {request.request_id!r} is in use; choose another", "request_id")
         admission = prove(request, state.limits)
-        entry = RequestState(request, state.next_order)
+        made = RequestState(request, state.next_order)
         state.next_order += 1
         params = request.params
         eos = () if params.ignore_eos else request.eos_token_ids
-        entry.stop_ids = frozenset((*eos, *params.stop_token_ids))
-        entry.max_tokens = admission.max_tokens
-        entry.can_run_ahead = not (params.grammar or params.beam_width)
-        entry.may_draft = bool(state.limits.max_draft_tokens) and allows(request) and state.drafter.knows(request)
-        self._make_sequences(entry)
-        state.requests[request.request_id] = entry
-        entry.lane = state.policy.lane(entry)
-        state.policy.tell("arrived", entry)
-        rerank(entry, state.policy)
-        state.waiting.add(entry)
-        state.deadlines.add(entry)
+        made.stop_ids = frozenset((*eos, *params.stop_token_ids))
+        made.max_tokens = admission.max_tokens
+        made.can_run_ahead = not (params.grammar or params.beam_width)
+        made.may_draft = bool(state.limits.max_draft_tokens) and allows(request) and self._drafter.knows(request)
+        make_sequences(state, made)
+        state.requests[request.request_id] = made
+        made.lane = state.policy.lane(made)
+        state.policy.tell("arrived", made)
+        rerank(made, state.policy)
+        state.waiting.add(made)
+        state.deadlines.add(made)
         if self._tap is not None or self._source is not None:
-            state.cache.extend_keys(entry.sequences[0])
+            state.cache.extend_keys(made.sequences[0])
         if self._tap is not None:
             self._tap.admitted(request, now)
         return admission
-
-    def _make_sequences(self, entry: RequestState) -> None:
-        """One sequence per choice; a beam search begins with one."""
-        params = entry.request.params
-        root = Sequence(entry, 0, self._state.cache.num_groups)
-        if entry.samples:
-            root.limit = min(root.num_prompt + entry.max_tokens, self._state.limits.max_model_len)
-        else:
-            root.limit = root.num_prompt + 1
-        entry.sequences.append(root)
-        if params.beam_width:
-            entry.beams = BeamGroup(
-                BeamRules(
-                    params.beam_width,
-                    params.length_penalty,
-                    params.early_stopping,
-                    root.num_prompt,
-                    root.limit,
-                    entry.stop_ids,
-                    params.min_tokens,
-                )
-            )
-            return
-        for choice in range(1, params.num_sequences):
-            entry.sequences.append(root.fork(choice))
 
     def end_choice(
         self,
@@ -161,17 +138,17 @@ class Scheduler:
         while (late := self._state.deadlines.expired(now)) is not None:
             self._expire(late[0], late[1], now)
         self._state.settle()
-        composition = self._state.composition
-        planner = Planner(self._state, now, only)
-        for turn in composition.turns():
-            planner.grant_running(turn)
-            Intake(planner).run()
-            if planner.rows or planner.num_admitted:  # what came back from the host may have its row in another turn
-                composition.took(turn)
+        step = Step(self._state, now, only)
+        for turn in self._state.composition.turns():
+            step.begin_turn(turn)
+            grant_running(step)
+            Admitter(step).run()
+            if step.rows or step.num_admitted:  # what was swapped in may have its row in another turn
+                self._state.composition.took(turn)
                 break
         if self._state.limits.max_draft_tokens:
-            add_drafts(planner)
-        plan = planner.finish()
+            add_drafts(step, self._drafter)
+        plan = step.finish()
         if self._tap is not None:
             self._tap.planned(plan, now, only)
         return plan
@@ -182,7 +159,7 @@ class Scheduler:
         A StepFailure discards that plan and every later one in flight: do not commit those.
         Raises InvariantError on a plan that is not the oldest in flight.
         """
-        events = apply(self._state, plan, outcome, now)
+        events = commit_step(self._state, plan, outcome, now)
         if self._tap is not None:
             self._tap.committed(plan, outcome, events, now)
         return events
@@ -301,12 +278,12 @@ class Scheduler:
         """End the rows that the last step of a whole stretch brought to their length."""
         return end_rows(self._state, stretch, committed)
 
-    def _expire(self, entry: RequestState, is_queue: bool, now: float) -> None:
-        asked = entry.request
+    def _expire(self, late: RequestState, is_queue: bool, now: float) -> None:
+        request = late.request
         if is_queue:
             kind = ErrorKind.QUEUE_TIMEOUT
-            message = f"queue_timeout of {asked.queue_timeout} s passed before the request could start"
+            message = f"queue_timeout of {request.queue_timeout} s passed before the request could start"
         else:
             kind = ErrorKind.DEADLINE
-            message = f"deadline {asked.deadline} passed {now - (asked.deadline or 0.0):.3f} s ago"
-        self._state.finish(entry, now, FinishReason.TIMEOUT, error=FinishError(kind, message))
+            message = f"deadline {request.deadline} passed {now - (request.deadline or 0.0):.3f} s ago"
+        self._state.finish(late, now, FinishReason.TIMEOUT, error=FinishError(kind, message))

@@ -12,26 +12,25 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.core.adapter_slots import AdapterSlots
 from octavo.core.budget import UNBOUNDED, Budget, Headroom, ReadBudget
 from octavo.core.composition import Composition
-from octavo.core.encoder_cache import EncoderCache
-from octavo.core.gates import AdapterGate, Gate, SequenceGate
-from octavo.core.kv.cache import KVCache, Publication
+from octavo.core.encoder import EncoderCache
+from octavo.core.gates import AdapterSlots, Gate, SequenceGate
+from octavo.core.kv.cache import KVCache
+from octavo.core.kv.effects import Publication
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
 from octavo.core.policy import PolicyGuard, create_policy
 from octavo.core.queues import Deadlines, RunningList, WaitingQueue, rerank
 from octavo.core.request import FinishError, FinishReason, RequestState, Sequence, Status
-from octavo.core.speculation import Drafter
 
 
 @dataclass(slots=True)
 class Flight:
-    """One plan on its way: the sequences of its rows, and what must be undone if it fails.
+    """A plan in flight: the sequences of its rows, and what must be undone if it fails.
 
-    `published` was made findable before it ran, `saved` likewise on the host; `swapped` requests were moved to the
-    host by it; `releases` are (group, block) that this plan is the last to name.
+    `published` blocks can be found before the plan ran, `saved` ones likewise on the host; `swapped` requests were
+    moved to the host by it; `releases` are (group, block) that this plan is the last to name.
     """
 
     plan: StepPlan
@@ -70,7 +69,7 @@ class State:
     """The scheduler's memory."""
 
     __slots__ = (
-        "adapters", "announced", "cache", "composition", "deadlines", "drafter", "encoder", "ended", "events",
+        "adapters", "announced", "cache", "composition", "deadlines", "encoder", "ended", "events",
         "finished_ids", "flight", "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining",
         "is_paused", "limits", "next_order", "num_swapped", "overdue", "partial_budget", "policy", "preempted_ids",
         "read_budget", "requests", "running", "sequence_budget", "slot_owner", "step", "swapped_now", "table_edits",
@@ -93,22 +92,21 @@ class State:
         self.headroom = Headroom(share, limits.num_blocks)
         self.encoder = EncoderCache(limits.encoder_budget, limits.encoder_cache)
         self.adapters = AdapterSlots(limits.adapter_slots)
-        self.gates: tuple[Gate, ...] = (SequenceGate(self.sequence_budget), AdapterGate(self.adapters))
+        self.gates: tuple[Gate, ...] = (SequenceGate(self.sequence_budget), self.adapters)
         self.composition = Composition(limits)
-        self.drafter = Drafter()
         self.flight: deque[Flight] = deque()
-        self.overdue: list[RequestState] = []  # passed over too often: nobody is let in before them (S10)
+        self.overdue: list[RequestState] = []  # bypassed too often: nothing is admitted before them (S10)
         self.free_slots = list(range(limits.max_sequences - 1, -1, -1))
         self.slot_owner: list[Sequence | None] = [None] * limits.max_sequences
-        self.freed_slots: array[int] = array("i")  # these four are told to the executor with the next plan:
-        self.announced: list[Sequence] = []  # sequences that changed place, in full
+        self.freed_slots: array[int] = array("i")  # the executor is told of these four with the next plan
+        self.announced: list[Sequence] = []  # sequences with a new slot, in full
         self.id_edits: array[int] = array("i")
         self.table_edits: array[int] = array("i")
         self.swapped_now: list[RequestState] = []  # by the plan in the making
         self.num_swapped = 0  # requests on the host
         self.finished_ids: list[str] = []
         self.preempted_ids: list[str] = []
-        self.ended: list[RequestState] = []  # of which the policy has not been told yet
+        self.ended: list[RequestState] = []  # the policy has not been told of them yet
         self.events: list[Event] = []
         self.totals = Totals()
         self.step = 0
@@ -121,7 +119,7 @@ class State:
         self.events.append(Event(kind, request.name, now, self.step, **fields))
 
     def settle(self) -> None:
-        """Tell the policy who ended; after what they were given has been charged."""
+        """Tell the policy which requests ended; after what they were given has been charged."""
         for request in self.ended:
             self.policy.tell("finished", request)
         self.ended.clear()
@@ -136,17 +134,16 @@ class State:
         stop_id: int | None = None,
         error: FinishError | None = None,
     ) -> None:
-        """End a request: everything it holds is free at once, and the one terminal event is written."""
+        """End a request: everything it holds is free at once, and its one terminal event is logged."""
+        was_scheduled = request.first_scheduled_at is not None
         if request.status == Status.RUNNING:
             self._leave_running(request)
-            self.finished_ids.append(request.name)
         else:
-            request.status = Status.FINISHED
             self.waiting.remove(request)
             self.unswap(request)
-            if request.first_scheduled_at is not None:
-                self.finished_ids.append(request.name)
         request.status = Status.FINISHED
+        if was_scheduled:
+            self.finished_ids.append(request.name)
         outputs = request.num_ended_outputs
         if request.beams is None:  # nothing of a beam was given before the search ended
             outputs += sum(sequence.num_outputs for sequence in request.sequences)
@@ -172,33 +169,26 @@ class State:
         reason: FinishReason,
         stop_id: int | None = None,
     ) -> None:
-        """End one choice; the last one ends its request. Rows of it in flight count for nothing."""
-        request = sequence.request
+        """End one choice; the last one ends its request. Its rows in flight are void."""
+        request, outputs = sequence.request, sequence.num_outputs
         if len(request.sequences) == 1:
             self.finish(request, now, reason, stop_id)
             return
         self.drop_sequence(sequence)
-        request.num_ended_outputs += sequence.num_outputs
-        self.tell(
-            EventKind.CHOICE_FINISHED,
-            request,
-            now,
-            num_tokens=sequence.num_outputs,
-            finish_reason=reason,
-            stop_token_id=stop_id,
-            choice=sequence.choice,
-        )
+        request.num_ended_outputs += outputs
+        ending = {"finish_reason": reason, "stop_token_id": stop_id, "choice": sequence.choice}
+        self.tell(EventKind.CHOICE_FINISHED, request, now, num_tokens=outputs, **ending)
 
     def drop_sequence(self, sequence: Sequence, keep_slot: bool = False) -> None:
-        """Take a sequence out of its request: blocks are free, rows in flight void. A beam search keeps the slot."""
+        """Remove a sequence from its request: its blocks are free, its rows in flight void; a beam's slot is kept."""
         request = sequence.request
         request.sequences.remove(sequence)
         sequence.stale = sequence.in_flight
         sequence.num_pending = 0
         self.cache.release(sequence)
         self.encoder.release(request.name)  # the other choices take again what they need
-        if sequence.slot >= 0:
-            slot = sequence.slot
+        slot = sequence.slot
+        if slot >= 0:
             self._leave_slot(sequence)
             if keep_slot:
                 request.spare_slots.append(slot)
@@ -209,33 +199,25 @@ class State:
     # --- running -------------------------------------------------------------------------------------
 
     def enter_running(self, request: RequestState) -> None:
-        """Give the request's sequences their slots and its place among the running."""
+        """Give a request's sequences their slots, and the request its place in the running list."""
         request.status = Status.RUNNING
         for gate in self.gates:
             gate.take(request)
         slots = [self.free_slots.pop() for _ in range(request.num_slots)]
         for sequence, slot in zip(request.sequences, slots, strict=False):
-            self.seat(sequence, slot)
+            self.take_slot(sequence, slot)
         request.spare_slots = slots[len(request.sequences) :]
         rerank(request, self.policy)
         self.running.add(request)
 
-    def seat(self, sequence: Sequence, slot: int) -> None:
+    def take_slot(self, sequence: Sequence, slot: int) -> None:
         """Give a sequence its slot."""
         sequence.slot = slot
         self.slot_owner[slot] = sequence
 
-    def start_decoding(self, request: RequestState) -> None:
-        """The request caught up with its known tokens: its policy may rank it anew."""
-        request.is_decoding = True
-        self._rerank_running(request)
-
-    def stop_decoding(self, request: RequestState) -> None:
-        """A choice of the request has its prompt still to compute."""
-        request.is_decoding = False
-        self._rerank_running(request)
-
-    def _rerank_running(self, request: RequestState) -> None:
+    def set_decoding(self, request: RequestState, is_decoding: bool) -> None:
+        """Note whether all known tokens of a running request are scheduled; its policy may rank it anew."""
+        request.is_decoding = is_decoding
         rank = self.policy.rank(request)
         if rank != request.rank:
             self.running.remove(request)
@@ -262,7 +244,7 @@ class State:
         request.wait_reason = -1
         for sequence in request.sequences:
             sequence.candidates = None
-            if not request.can_run_ahead:  # what its rows in flight give would belong to a choice that is made anew
+            if not request.can_run_ahead:  # the results of its rows in flight would belong to a choice made anew
                 sequence.stale = sequence.in_flight
                 sequence.num_pending = 0
         rerank(request, self.policy)
@@ -280,7 +262,7 @@ class State:
             self.tell(EventKind.SWAPPED, request, now, num_tokens=num_tokens, by=by)
 
     def unswap(self, request: RequestState) -> None:
-        """Forget what a request has on the host: it will be recomputed, or has ended."""
+        """Drop what a request has on the host: it will be recomputed, or has ended."""
         if request.is_swapped:
             request.is_swapped = False
             self.num_swapped -= 1
@@ -288,17 +270,17 @@ class State:
                 self.cache.release(sequence)
 
     def defer_release(self, group: int, block: int) -> None:
-        """Give a block back once the last plan in flight, which may name it, is committed."""
+        """Release a block once the last plan in flight, which may name it, is committed."""
         if self.flight:
             self.flight[-1].releases.append((group, block))
         else:
             self.cache.pools[group].release(block)
 
     def _swaps(self, request: RequestState) -> bool:
-        """Whether a preemption of this request should swap (S09).
+        """Return True if a preemption of this request should swap (S09).
 
-        Never one whose next row is half made, or has drafts in flight; nor one with choices that are still to come in:
-        what is on the host has no keys, so they would not find what they share.
+        Never if its next row is half made, or has drafts in flight; nor if a choice has not entered: blocks on the
+        host have no keys, so the choice would not find what it shares.
         """
         mode = self.limits.preemption
         if mode == "recompute" or (mode == "auto" and len(request.sequences) < 2):
@@ -322,7 +304,7 @@ class State:
         self.encoder.release(request.name)
 
     def _leave_slot(self, sequence: Sequence) -> None:
-        """The executor forgets the sequence with the next plan, and what was still to be told of it is void."""
+        """Have the executor drop the sequence with the next plan; what it was still to be told of it is void."""
         slot = sequence.slot
         self.freed_slots.append(slot)
         self.slot_owner[slot] = None
@@ -337,6 +319,6 @@ class State:
 
 
 def _without(flat: array[int], width: int, slot: int) -> array[int]:
-    """A flat column of records without those whose first number is `slot`."""
+    """Return a flat column of records without those whose first number is `slot`."""
     kept = [i for i in range(0, len(flat), width) if flat[i] != slot]
     return array("i", [flat[i + k] for i in kept for k in range(width)])

@@ -10,11 +10,11 @@ from array import array
 from collections.abc import Iterable
 from typing import Protocol
 
+from octavo.core.drafts import Drafter
 from octavo.core.kv.keys import KeyMaker
 from octavo.core.limits import Limits
 from octavo.core.plan import Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishError, FinishReason, Request, Sequence
-from octavo.core.speculation import Drafter
 
 
 class CallTap(Protocol):

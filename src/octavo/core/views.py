@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from octavo.core import room
+from octavo.core.admit import needed_blocks
 from octavo.core.explaining import find_barrier, reason_of, shortage_of
 from octavo.core.kv.effects import NO_BLOCK
 from octavo.core.kv.pool import BlockPool
@@ -149,7 +149,7 @@ def _work(state: State, entry: RequestState, group: int) -> RequestWork:
         todo = sequences[0].num_known - (entry.seen[0] if entry.seen is not None else 0)
         if entry.is_swapped:
             todo = len(sequences)
-        blocks = room.num_blocks(state.cache, entry)[group]
+        blocks = needed_blocks(state.cache, entry)[group]
     return RequestWork(
         entry.name,
         is_waiting,

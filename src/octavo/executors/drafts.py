@@ -1,6 +1,6 @@
 """Rows of a step that verify drafts: what each of their positions samples, and how much of it counts.
 
-Owns: the layout of results where rows sample more than once. Does not: sample, or make drafts (core.speculation).
+Owns: the layout of results where rows sample more than once. Does not: sample, or make drafts (core.drafts).
 Shapes: R sampled positions of the step, row by row; a row of d drafts has 1 + d of them.
 Invariant: a position counts iff every draft before it in its row is what was sampled for it.
 """

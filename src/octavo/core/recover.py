@@ -1,22 +1,23 @@
-"""Undoes what a failed row or step did.
+"""Undoes what a failed row or a failed step did.
 
-Owns: whom a failure touches, and putting them back. Does not: blame anybody for a failed step (the engine's loop does).
-Invariants: nothing that a failed step or row wrote stays findable; whoever may have read it is computed anew; what
-the executor was told by a failed plan is told again.
+Owns: which requests a failure touches, and putting them back in the queue. Does not: decide which request caused a
+failed step (the engine's loop does).
+Invariants: nothing that a failed step or row wrote can be found in the cache; sequences that may have read it are
+computed again; what the executor was told by a failed plan is told again.
 """
 
 from __future__ import annotations
 
 from array import array
 
-from octavo.core.plan import ROW_FORK
+from octavo.core.plan import ROW_FORK, StepResult
 from octavo.core.request import FinishError, FinishReason, RequestState, Sequence, Status
 from octavo.core.state import Flight, State
 from octavo.errors import ErrorKind
 
 
 def discard(state: State, sequence: Sequence, now: float) -> None:
-    """Put a sequence back as if it had just been preempted; what it has in flight is void."""
+    """Put a sequence back as if it had just been preempted; its rows in flight are void."""
     request = sequence.request
     sequence.stale = sequence.in_flight
     sequence.num_pending = 0
@@ -26,18 +27,37 @@ def discard(state: State, sequence: Sequence, now: float) -> None:
         state.unswap(request)
 
 
+def release(state: State, flight: Flight) -> None:
+    """Release the blocks that this plan was the last to name."""
+    for group, block in flight.releases:
+        state.cache.pools[group].release(block)
+    flight.releases.clear()
+
+
+# --- failed rows ------------------------------------------------------------------------------------------------
+
+
+def bad_rows(flight: Flight, result: StepResult) -> dict[int, str]:
+    """Return the rows without a usable result, with the reasons; forks share the KV and logits of their root row."""
+    bad = dict(result.errors)
+    for index, reason in result.errors:
+        for fork in _forks_of(flight, index):
+            bad.setdefault(fork, reason)
+    return bad
+
+
 def reject(state: State, flight: Flight, bad: dict[int, str], now: float) -> None:
-    """Rows gave nothing usable, for these reasons: compute their requests anew, and end those that failed there before.
+    """Put the requests of bad rows back to be computed again, and end those that failed at the same token before.
 
     To be called before the step's rows are taken. A choice that got further since has another try.
     """
     for index in sorted(bad):
-        _poison(state, flight, flight.rows[index], now)
+        _withdraw_all(state, flight, flight.rows[index], now)
     put_back: list[RequestState] = []
     for index in sorted(bad):
         sequence = flight.rows[index]
         request = sequence.request
-        if request.status == Status.FINISHED or sequence.stale:
+        if _is_void(sequence):
             continue
         if sequence.retried_at == sequence.num_committed and request not in put_back:
             state.finish(request, now, FinishReason.ERROR, error=FinishError(ErrorKind.ENGINE, bad[index]))
@@ -47,23 +67,27 @@ def reject(state: State, flight: Flight, bad: dict[int, str], now: float) -> Non
         discard(state, sequence, now)
     for index in bad:
         for fork in _forks_ahead(state, flight.rows[index]):
-            if fork.request.status != Status.FINISHED and not fork.stale:
+            if not _is_void(fork):
                 discard(state, fork, now)
 
 
 def end(state: State, flight: Flight, dead_ends: tuple[tuple[int, FinishError], ...], now: float) -> None:
-    """Nothing can follow these rows, with these errors: end their requests. What they computed is sound.
+    """End the requests of rows that no token can follow, with the errors given. What they computed is sound.
 
     To be called before the step's rows are taken.
     """
     for index, error in dead_ends:
         sequence = flight.rows[index]
-        if sequence.request.status != Status.FINISHED and not sequence.stale:
+        if not _is_void(sequence):
             state.finish(sequence.request, now, FinishReason.ERROR, error=error)
 
 
-def forks_behind(flight: Flight, index: int) -> range:
-    """Rows that a plan forks from this one: they stand on the same KV and logits."""
+def _is_void(sequence: Sequence) -> bool:
+    return sequence.request.status == Status.FINISHED or sequence.stale > 0
+
+
+def _forks_of(flight: Flight, index: int) -> range:
+    """Return the rows that a plan forks from this one."""
     flags, stop = flight.plan.flags, index + 1
     while stop < len(flags) and flags[stop] & ROW_FORK:
         stop += 1
@@ -71,19 +95,19 @@ def forks_behind(flight: Flight, index: int) -> range:
 
 
 def _forks_ahead(state: State, root: Sequence) -> list[Sequence]:
-    """Choices that a plan in flight forks from a sequence, whose prompt it goes on with there."""
+    """Return the choices that a plan in flight forks from a sequence whose prompt it continues."""
     for flight in state.flight:
         if root in flight.rows:
-            forks = forks_behind(flight, flight.rows.index(root))
+            forks = _forks_of(flight, flight.rows.index(root))
             if forks:
                 return [flight.rows[index] for index in forks]
     return []
 
 
-def _poison(state: State, flight: Flight, first: Sequence, now: float) -> None:
-    """A row's KV is unusable: withdraw what it published or found, and put back all who may have built on it now.
+def _withdraw_all(state: State, flight: Flight, first: Sequence, now: float) -> None:
+    """Withdraw what a bad row's sequence published or found, and discard all sequences that may have read it since.
 
-    What it found may be what spoilt it. Others who hold that go on: if it is bad, their own rows say so.
+    What it found may be what spoilt it. Others that hold that go on: if it is bad, their own rows say so.
     """
     state.cache.withdraw(first)
     flights = [flight, *state.flight]
@@ -101,7 +125,7 @@ def _poison(state: State, flight: Flight, first: Sequence, now: float) -> None:
 
 
 def _withdraw(state: State, flights: list[Flight], sequence: Sequence) -> set[tuple[int, int]]:
-    """Unpublish what a sequence published in flight; returns those blocks and the copies made of them."""
+    """Unpublish what a sequence published in flight; return those blocks and the copies made of them."""
     blocks: set[tuple[int, int]] = set()
     for flight in flights:
         mine = [entry for entry in flight.published if entry.owner is sequence]
@@ -116,7 +140,7 @@ def _withdraw(state: State, flights: list[Flight], sequence: Sequence) -> set[tu
 
 
 def _readers(state: State, flights: list[Flight], blocks: set[tuple[int, int]]) -> list[Sequence]:
-    """Sequences in flight that hold one of these blocks, or no longer hold all that they read."""
+    """Return sequences in flight that hold one of these blocks, or no longer hold all that they read."""
     found = []
     for sequence in dict.fromkeys(sequence for flight in flights for sequence in flight.rows):
         if sequence.request.status != Status.RUNNING:
@@ -126,6 +150,9 @@ def _readers(state: State, flights: list[Flight], blocks: set[tuple[int, int]]) 
         ):
             found.append(sequence)
     return found
+
+
+# --- failed steps -----------------------------------------------------------------------------------------------
 
 
 def fail(state: State, first: Flight, now: float) -> None:
@@ -159,7 +186,7 @@ def fail(state: State, first: Flight, now: float) -> None:
 
 
 def _touched(state: State, flights: list[Flight]) -> list[RequestState]:
-    """Running requests that have a row in these plans, or of which they tell the executor something."""
+    """Return the running requests that have a row in these plans, or of which they tell the executor something."""
     slots: list[int] = []
     for flight in flights:
         plan = flight.plan
@@ -168,10 +195,3 @@ def _touched(state: State, flights: list[Flight]) -> list[RequestState]:
         slots += [*plan.edits[::4], *plan.id_edits[::3]]
     owners = [state.slot_owner[slot] for slot in dict.fromkeys(slots) if slot >= 0]
     return list(dict.fromkeys(owner.request for owner in owners if owner is not None))
-
-
-def release(state: State, flight: Flight) -> None:
-    """Nobody names these blocks any more."""
-    for group, block in flight.releases:
-        state.cache.pools[group].release(block)
-    flight.releases.clear()

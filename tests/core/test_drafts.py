@@ -11,11 +11,11 @@ from tests.core.harness import EOS, Run, limits, prompt
 from tests.core.random_driver import Driver
 from tests.hash_chain import HABIT
 
+from octavo.core.drafts import Drafter, allows
 from octavo.core.limits import Limits
 from octavo.core.ngrams import PAUSES, WORTH, DraftHistory
 from octavo.core.plan import ROW_SAMPLE, StepPlan, StepResult, WaitReason
 from octavo.core.request import FinishReason, Request, SamplingParams
-from octavo.core.speculation import Drafter, allows
 from octavo.errors import ConfigError, InvariantError
 
 LOOP = [5, 6, 7, 8] * 4

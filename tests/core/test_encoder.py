@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from octavo.core.encoder_cache import EncoderCache
+from octavo.core.encoder import EncoderCache
 from octavo.core.plan import EncodeJob
 from octavo.core.request import Span
 

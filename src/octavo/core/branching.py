@@ -1,0 +1,210 @@
+"""The sequences of one request with several: choices that fork or enter late, and beams.
+
+Owns: when a choice enters a plan and what it shares; how a step of beam search moves sequences, blocks and slots.
+Does not: decide between requests (run, admit), or choose beams (beam_search). A request with one sequence never gets
+here.
+Invariants: a fork shares every block of its parent and samples from the same logits; a choice that could not fork
+enters after its siblings by a prefix match, as after a preemption; all forks of a beam step share their parents'
+blocks before any beam is dropped or grows, so that no order of forks overwrites a live beam.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from octavo.core.beam_search import BeamGroup, BeamRules, Hypothesis
+from octavo.core.kv.matching import Match
+from octavo.core.plan import EventKind, WaitReason
+from octavo.core.request import FinishReason, RequestState, Sequence
+from octavo.core.state import State
+from octavo.core.step import Step
+
+
+def make_sequences(state: State, request: RequestState) -> None:
+    """Give a new request one sequence per choice; a beam search begins with one."""
+    params = request.request.params
+    root = Sequence(request, 0, state.cache.num_groups)
+    root.limit = root.num_prompt + 1
+    if request.samples:
+        root.limit = min(root.num_prompt + request.max_tokens, state.limits.max_model_len)
+    request.sequences = [root]
+    if params.beam_width:
+        request.beams = BeamGroup(
+            BeamRules(
+                params.beam_width, params.length_penalty, params.early_stopping, root.num_prompt, root.limit,
+                request.stop_ids, params.min_tokens,
+            )
+        )  # fmt: skip
+    else:
+        request.sequences += [root.fork(choice) for choice in range(1, params.num_sequences)]
+
+
+# --- choices in a plan ----------------------------------------------------------------------------------------
+
+
+def fork_choices(step: Step, request: RequestState, root: Sequence) -> bool:
+    """Fork the choices that have not entered from a root which samples its first token; return True if they did."""
+    state, cache = step.state, step.state.cache
+    children = [child for child in request.sequences if not child.is_entered]
+    children = [child for child in children if child.num_committed == root.num_prompt]
+    if not children or not cache.sharing:
+        return False
+    if cache.num_free() < len(children):  # each will write a block of its own
+        state.set_decoding(request, False)  # until they have entered late
+        step.defer(request, WaitReason.FORK_BLOCKS, len(children), cache.num_free())
+        return False
+    for child in children:
+        cache.fork(root, child)
+        child.num_computed = 0  # until the root's row is committed
+        step.announce_with_table(child)
+        step.add_fork(child)
+    state.totals.num_forks += len(children)
+    return True
+
+
+def ready_choices(step: Step, request: RequestState) -> list[Sequence]:
+    """Return the sequences of a running request, with room for the next token of each made at once.
+
+    So a request that has to be preempted for lack of room is preempted before it has any row; then there are none.
+    """
+    if not request.can_run_ahead and request.in_flight:
+        return []
+    cache = step.state.cache
+    next_ones = [one for one in request.sequences if one.is_entered and one.num_known == one.num_scheduled + 1]
+    if request.is_decoding and any(one.num_scheduled >= one.block_end for one in next_ones):
+        while not cache.fits_together(next_ones):
+            if not step.evict(request):
+                return []
+    return request.sequences[:]
+
+
+def enter_late(step: Step, request: RequestState, sequence: Sequence) -> bool:
+    """Enter a choice that was not forked, once its siblings have computed what it shares with them."""
+    siblings = [other for other in request.sequences if other.is_entered]
+    if any(other.num_scheduled < other.num_committed for other in siblings):
+        keep_room(step, sequence)
+        return False
+    match = _match(step, sequence)
+    if match is not None and (_is_one_too_many(step, sequence, match) or _is_promised(step, sequence, match)):
+        keep_room(step, sequence)
+        return False
+    while match is None:
+        if siblings:  # they will end, and then there is room
+            step.defer(request, WaitReason.FORK_BLOCKS, 1, step.state.cache.num_free())
+            keep_room(step, sequence)
+            return False
+        if not step.evict(request, may_wait=False):
+            return False
+        match = _match(step, sequence)
+    step.enter_match(sequence, match)
+    request.wait_reason = -1
+    return True
+
+
+def keep_room(step: Step, sequence: Sequence) -> None:
+    """Keep blocks from admissions for a choice that has not entered: at least its own tail."""
+    cache = step.state.cache
+    shared = sequence.num_prompt - 1 if cache.sharing else 0
+    own = cache.num_blocks_for(sequence.num_known) - shared // cache.block_size
+    step.keep(sequence.request, [max(1, own)] * cache.num_groups)
+
+
+def _match(step: Step, sequence: Sequence) -> Match | None:
+    """Return what a choice finds in the cache, if there is room for its next chunk after that."""
+    cache = step.state.cache
+    match = cache.match(sequence, sequence.request.match_cap(sequence), use_host=cache.may_load)
+    end = match.num_tokens + step.chunk(sequence.num_known - match.num_tokens)
+    return match if min(cache.room_after(match, cache.peak_blocks(end))) >= 0 else None
+
+
+def _is_one_too_many(step: Step, sequence: Sequence, match: Match) -> bool:
+    """Return True if the choice would be computed in parts, and enough sequences are already."""
+    cap, todo = step.state.limits.max_partial_prefills, sequence.num_known - match.num_tokens
+    if not cap or step.chunk(todo) == todo:
+        return False
+    running = (one for request in step.state.running.requests for one in request.sequences)
+    return sum(one.is_entered and one.num_scheduled < one.num_committed for one in running) >= cap
+
+
+def _is_promised(step: Step, sequence: Sequence, match: Match) -> bool:
+    """Return True if a row of another request in this very plan is to write what was found: it may be taken back."""
+    request = sequence.request
+    promised = {(entry.group, entry.block) for entry in step.published if entry.owner.request is not request}
+    return any((group, block) in promised for group, blocks in enumerate(match.blocks) for block in blocks)
+
+
+# --- beams in a commit ----------------------------------------------------------------------------------------
+
+
+def advance_beams(state: State, request: RequestState) -> list[Hypothesis] | None:
+    """Take one more token of a beam search; every beam has its candidates.
+
+    Return the beams that the request asked for, best first, when the search is over, else None.
+    """
+    group, parents = request.beams, tuple(request.sequences)
+    assert group is not None
+    candidates = [beam.candidates for beam in parents if beam.candidates is not None]
+    step = group.advance(candidates, [_outputs(beam) for beam in parents])
+    for beam in parents:
+        beam.candidates = None
+    if step.is_over:
+        return group.best(request.request.params.n)
+    beams = _fork_beams(state, parents, step.next)
+    lasting = [parents[index] for index in dict.fromkeys(index for index, _ in step.next)]
+    for beam in parents:
+        if beam not in lasting:
+            state.drop_sequence(beam, keep_slot=True)
+    request.sequences = beams
+    for choice, (beam, (_, token)) in enumerate(zip(beams, step.next, strict=True)):
+        beam.choice = choice
+        if beam.slot >= 0:
+            state.id_edits.extend((beam.slot, beam.num_committed, token))
+        else:
+            state.take_slot(beam, request.spare_slots.pop())
+            state.announced.append(beam)
+        if beam.token_ids is not None:
+            beam.token_ids.append(token)
+        beam.num_committed += 1
+    return None
+
+
+def _fork_beams(state: State, parents: tuple[Sequence, ...], chosen: list[tuple[int, int]]) -> list[Sequence]:
+    """Return one sequence for each beam chosen: a parent itself for its first child, a fork for every other."""
+    used: dict[int, None] = {}
+    beams = []
+    for index, _ in chosen:
+        parent = parents[index]
+        if index not in used:
+            used[index] = None
+            beams.append(parent)
+            continue
+        child = parent.fork(len(beams))
+        state.cache.fork(parent, child)
+        state.totals.num_forks += 1
+        beams.append(child)
+    return beams
+
+
+def finish_beams(state: State, request: RequestState, best: list[Hypothesis], now: float) -> None:
+    """End a search's choices and then the request. Without any hypothesis (every id was barred) it ends empty."""
+    ends = [_end_of(request, beam) for beam in best] or [(FinishReason.LENGTH, None)]
+    for choice, (beam, (reason, stop_id)) in enumerate(zip(best[1:], ends[1:], strict=True), start=1):
+        state.tell(
+            EventKind.CHOICE_FINISHED, request, now, num_tokens=len(beam.token_ids), finish_reason=reason,
+            stop_token_id=stop_id, choice=choice,
+        )  # fmt: skip
+    request.num_ended_outputs = sum(len(beam.token_ids) for beam in best)
+    state.finish(request, now, *ends[0])
+
+
+def _end_of(request: RequestState, beam: Hypothesis) -> tuple[FinishReason, int | None]:
+    """Return why a beam ended, and the stop id to report: one that was asked for, not the model's own end."""
+    stop_id = beam.stop_token_id
+    reason = FinishReason.LENGTH if stop_id is None else FinishReason.STOP
+    return reason, stop_id if stop_id in request.request.params.stop_token_ids else None
+
+
+def _outputs(beam: Sequence) -> array[int]:
+    if beam.token_ids is None:
+        return array("i", [-1]) * beam.num_outputs
+    return beam.token_ids[beam.num_prompt :]

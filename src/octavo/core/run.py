@@ -1,0 +1,149 @@
+"""Grants rows to running requests, in the policy's order.
+
+Owns: the pass over running requests of one step, and how a grant is cut to what may run. Does not: admit waiting
+requests (admit), or keep the columns (step).
+Invariant: a request that has to be preempted for lack of room is preempted whole, before it has a row.
+"""
+
+from __future__ import annotations
+
+from octavo.core import branching, drafts
+from octavo.core.composition import ANY
+from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, EventKind, WaitReason
+from octavo.core.request import RequestState, Sequence, Status
+from octavo.core.step import Step
+
+_DECODE_AHEAD = ROW_SAMPLE | ROW_CARRY
+
+
+def grant_running(step: Step) -> None:
+    """Give the running requests their rows, in rank order.
+
+    The hot path: a row that decodes inside its last block is added to the columns right here, because a call for
+    each would cost more than the rest of the step. All other rows take `_grant`.
+    """
+    state, tokens, limits_reads = step.state, step.tokens, step.limits_reads
+    may_skip = step.only is not None or step.turn is not ANY or drafts.may_wait(state)
+    rows, starts, counts, flags = step.rows, step.starts, step.counts, step.flags
+    left = tokens.left
+    for request in _in_order(step) if limits_reads else tuple(state.running.requests):
+        if not left:
+            break
+        if may_skip and _skips(step, request):
+            continue
+        sequences = request.sequences
+        if request.has_several:
+            tokens.left = left
+            sequences = branching.ready_choices(step, request)
+            left = tokens.left
+        for sequence in sequences:
+            start = sequence.num_scheduled
+            pending = sequence.num_pending
+            todo = sequence.num_committed + pending - start
+            if (
+                todo == 1
+                and left
+                and start < sequence.block_end
+                and request.is_decoding
+                and (not pending or request.can_run_ahead)
+                and (not limits_reads or _take_read(step, request, start))
+            ):
+                sequence.num_scheduled = start + 1
+                sequence.num_pending = pending + 1
+                sequence.in_flight += 1
+                rows.append(sequence)
+                starts.append(start)
+                counts.append(1)
+                flags.append(_DECODE_AHEAD if pending else ROW_SAMPLE)
+                left -= 1
+            elif todo > 0:
+                tokens.left = left
+                has_forked = _grant(step, request, sequence)
+                left = tokens.left
+                if has_forked:
+                    break  # the other choices have their rows
+    tokens.left = left
+
+
+def grant_swapped_in(step: Step, request: RequestState, sequences: list[Sequence]) -> None:
+    """Give rows to a request that has just been swapped in."""
+    for sequence in sequences:
+        if sequence.num_known > sequence.num_scheduled and _grant(step, request, sequence):
+            return
+
+
+def _in_order(step: Step) -> list[RequestState]:
+    """Return the running requests by rank; those that were bypassed too often come first."""
+    bound = step.state.limits.max_bypass
+    return sorted(step.state.running.requests, key=lambda request: request.num_bypassed < bound)
+
+
+def _skips(step: Step, request: RequestState) -> bool:
+    """Return True if no row of a request may be in this step; one that still computes its prompt keeps its room."""
+    if step.only is not None and request.name not in step.only:
+        return True
+    reason = step.turn.refusal(request, request.is_decoding)
+    if request.may_draft and drafts.may_wait(step.state) and drafts.must_wait(step.state, request):
+        reason = WaitReason.UNCOMMITTED
+    elif not request.is_decoding:
+        return False
+    if reason is not None:
+        step.hold(reason)
+    return reason is not None
+
+
+def _take_read(step: Step, request: RequestState, start: int) -> bool:
+    """Take what the next token of a row reads, if this step may read it."""
+    cost = step.reads.cost(start, 1)
+    if not step.reads.fits(cost):
+        return False
+    step.reads.take(cost)
+    request.num_bypassed = 0
+    return True
+
+
+def _grant(step: Step, request: RequestState, sequence: Sequence) -> bool:
+    """Grant a row that needs a block, or has several tokens, or other conditions. Return True if it forked."""
+    if request.status != Status.RUNNING or not step.tokens.left or request.awaits_id(sequence):
+        return False
+    if not sequence.is_entered and (
+        step.turn.refusal(request, is_decoding=False) or not branching.enter_late(step, request, sequence)
+    ):
+        return False
+    count, todo = 1, sequence.num_known - sequence.num_scheduled
+    if todo > 1 or step.limits_reads or step.turn is not ANY or request.request.spans:
+        reason, count = _cut(step, request, sequence, todo)
+        if reason is not None:
+            step.hold(reason)
+            step.keep_rest(sequence)
+            return False
+    if not step.make_room(sequence, sequence.num_scheduled + count):
+        if request.status == Status.RUNNING:
+            step.keep_rest(sequence)
+        return False
+    has_forked = step.add_row(sequence, count) and branching.fork_choices(step, request, sequence)
+    request.num_bypassed = 0
+    if sequence.num_scheduled < sequence.num_committed:
+        left = sequence.num_committed - sequence.num_scheduled
+        step.event(EventKind.CHUNKED, request, num_tokens=count, needed=left)
+        step.keep_rest(sequence)
+    return has_forked
+
+
+def _cut(step: Step, request: RequestState, sequence: Sequence, todo: int) -> tuple[WaitReason | None, int]:
+    """Return how many of `todo` tokens may run in this step, or what the row waits for."""
+    start, count = sequence.num_scheduled, step.chunk(todo)
+    if count < todo and not step.state.limits.chunked_prefill and todo <= step.tokens.limit:
+        return WaitReason.TOKEN_BUDGET, 0
+    is_decoding = request.is_decoding or (todo == 1 and sequence.num_known > sequence.num_prompt)
+    refusal = step.turn.refusal(request, is_decoding)
+    if refusal is not None:
+        return refusal, 0
+    if step.limits_reads and not step.reads.fits(step.reads.cost(start, count)):
+        request.num_bypassed += 1
+        return WaitReason.KV_READ_BUDGET, 0
+    if request.request.spans:
+        count = step.state.encoder.grant(request.name, sequence.slot, request.request.spans, start, count)
+        if not count:
+            return WaitReason.ENCODER_BUDGET, 0
+    return None, count

@@ -1,0 +1,420 @@
+"""One step in the making: the plan's columns and budgets, and every change to them.
+
+Owns: the rows of the plan and what else the executor is told; what the step may still use; the blocks it keeps for
+running requests; preemption, which also takes back what this plan gave its victim.
+Does not: choose which requests run (run) or are admitted (admit), or keep anything between steps (state).
+Invariants: granted tokens <= token budget; running sequences <= sequence cap.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from octavo.core.composition import Turn
+from octavo.core.kv.effects import NO_BLOCK, Effects, Publication
+from octavo.core.kv.matching import Match
+from octavo.core.limits import Limits
+from octavo.core.plan import (
+    ROW_BEAM,
+    ROW_CARRY,
+    ROW_FORK,
+    ROW_POOL,
+    ROW_SAMPLE,
+    ROW_SCORE,
+    EventKind,
+    NewSequence,
+    StepPlan,
+    WaitReason,
+)
+from octavo.core.request import RequestState, Sequence, Status
+from octavo.core.state import Flight, State
+
+
+class Step:
+    """A plan in the making. Made anew for every plan; `finish` returns the plan and enters it in flight.
+
+    `waits` and `held` count waiting and running requests that are left out, by reason. `outstanding` is the number of
+    blocks per group that running sequences still need for tokens they know, and `kept` the same by request.
+    """
+
+    __slots__ = (
+        "counts", "draft_ids", "effects", "flags", "has_cleared", "has_preempted", "held", "kept", "limits_reads",
+        "moved", "new_sequences", "now", "num_admitted", "num_drafts", "only", "outstanding", "published", "reads",
+        "rows", "starts", "state", "tokens", "turn", "waits",
+    )  # fmt: skip
+
+    def __init__(self, state: State, now: float, only: frozenset[str] | None) -> None:
+        self.state = state
+        self.now = now
+        self.only = only  # names of the requests that may be in the plan; None = all
+        self.rows: list[Sequence] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.flags: list[int] = []
+        self.num_drafts = self.draft_ids = array("i")
+        self.effects: Effects = state.cache.begin_plan(state.step)
+        self.published: list[Publication] = []
+        self.tokens = state.token_budget
+        self.tokens.renew()
+        self.reads = state.read_budget
+        self.reads.renew()
+        state.encoder.renew()
+        self.limits_reads = bool(state.limits.max_kv_read)
+        self.num_admitted = 0
+        self.has_preempted = False
+        self.has_cleared = False  # a request was preempted for a waiting one, which is admitted in the next step
+        self.new_sequences: list[NewSequence] = []
+        self.moved = frozenset(sequence.slot for sequence in state.announced)
+        for sequence in state.announced:
+            self.announce_with_table(sequence)
+        state.announced.clear()
+        self.effects.edits.extend(state.table_edits)
+        state.table_edits = array("i")
+
+    def begin_turn(self, turn: Turn) -> None:
+        """Begin a pass over all requests for a plan of this kind; an earlier pass made no row."""
+        self.turn = turn
+        self.waits: dict[WaitReason, int] = {}
+        self.held: dict[WaitReason, int] = {}
+        self.outstanding = [0] * self.state.cache.num_groups
+        self.kept: dict[str, list[int]] = {}
+        self.state.partial_budget.renew()
+
+    # --- requests that are left out ---------------------------------------------------------------------
+
+    def count_waiting(self, reason: WaitReason, count: int) -> None:
+        """Count waiting requests that are left out for `reason`."""
+        if count > 0:
+            self.waits[reason] = self.waits.get(reason, 0) + count
+
+    def hold(self, reason: WaitReason) -> None:
+        """Count a running request, or a choice of one, that is left out for `reason`."""
+        self.held[reason] = self.held.get(reason, 0) + 1
+
+    def defer(self, request: RequestState, reason: WaitReason, needed: int = 0, available: int = 0) -> WaitReason:
+        """Note why a request is left out, as an event where the reason is new; return the reason."""
+        if request.status == Status.RUNNING:
+            self.hold(reason)
+        else:
+            self.count_waiting(reason, 1)
+        request.wait_numbers = (needed, available, self.state.step)
+        if request.wait_reason != reason:
+            request.wait_reason = reason
+            self.event(EventKind.DEFERRED, request, reason=reason, needed=needed, available=available)
+        return reason
+
+    def event(self, kind: EventKind, request: RequestState, **fields: Any) -> None:
+        """Log a decision of this step."""
+        self.state.tell(kind, request, self.now, **fields)
+
+    # --- rows ---------------------------------------------------------------------------------------------
+
+    def enter_running(self, request: RequestState) -> bool:
+        """Move a request that has left the queue to the running list; return True if it has run before."""
+        is_resumed = request.first_scheduled_at is not None
+        self.state.enter_running(request)
+        self.num_admitted += 1
+        request.num_bypassed = 0
+        request.wait_reason = -1
+        request.shortage = request.seen = None
+        if not is_resumed:
+            request.first_scheduled_at = self.now
+            self.state.totals.num_admitted += 1
+            self.state.totals.num_prompt_tokens += request.request.num_prompt_tokens
+        return is_resumed
+
+    def chunk(self, todo: int) -> int:
+        """Return how many of `todo` tokens may be granted: the rest of the budget, under the threshold for prompts."""
+        limits = self.state.limits
+        if limits.long_prefill_threshold and limits.chunked_prefill and len(self.state.requests) > 1:
+            todo = min(todo, limits.long_prefill_threshold)
+        return min(todo, self.tokens.left)
+
+    def add_row(self, sequence: Sequence, count: int) -> bool:
+        """Grant a sequence its next `count` positions: blocks, budgets, columns, and keys of blocks that it fills.
+
+        Return True if the row samples the first token of a request with several choices, which can fork from it.
+        """
+        state, request = self.state, sequence.request
+        start = sequence.num_scheduled
+        end = start + count
+        if start >= sequence.block_end or end > sequence.capacity:
+            state.cache.slide(sequence)
+            state.cache.extend(sequence, end)
+        self.tokens.take(count)
+        if self.limits_reads:
+            self.reads.take(self.reads.cost(start, count))
+        flags = self._flags(sequence, start, end)
+        self._append(sequence, start, count, flags)
+        sequence.num_scheduled = end
+        known = min(end, sequence.num_committed)
+        if known >= (sequence.num_published + 1) * state.limits.block_size and start < known:
+            self.published += state.cache.publish(sequence, known, state.step)
+        if request.beams is not None:
+            sequence.block_end = 0  # never granted by the short way of run.grant_running
+            return False
+        return request.has_several and bool(flags & ROW_SAMPLE) and end == sequence.num_prompt
+
+    def add_fork(self, child: Sequence) -> None:
+        """Add a row that samples from the logits of the row before it, which has the same positions."""
+        child.num_pending += 1
+        self._append(child, child.num_scheduled, 0, ROW_SAMPLE | ROW_FORK)
+
+    def add_drafts(self, index: int, drafts: array[int]) -> None:
+        """Add drafts to a row that has its one token: more positions, which are written but not yet scheduled."""
+        sequence, count = self.rows[index], len(drafts)
+        if not self.num_drafts:
+            self.num_drafts = array("i", [0]) * len(self.rows)
+            self.draft_ids = array("i")
+        self.num_drafts[index] = count
+        self.draft_ids.extend(drafts)
+        self.counts[index] += count
+        self.tokens.take(count)
+        if self.limits_reads:
+            self.reads.take(count)
+        sequence.num_drafts = count
+        end = sequence.num_scheduled + count
+        if end > sequence.capacity:
+            self.state.cache.extend(sequence, end)
+
+    def _append(self, sequence: Sequence, start: int, count: int, flags: int) -> None:
+        self.rows.append(sequence)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.flags.append(flags)
+        sequence.in_flight += 1
+
+    def _flags(self, sequence: Sequence, start: int, end: int) -> int:
+        """Return what the row of positions [start, end) takes and gives; the token it samples becomes pending."""
+        request = sequence.request
+        flag = ROW_CARRY if start >= sequence.num_committed else 0
+        if (
+            request.scores
+            and request.num_scored < sequence.num_prompt
+            and start < sequence.num_prompt - 1
+            and end >= request.num_scored
+        ):
+            flag |= ROW_SCORE
+        if end == sequence.num_known:
+            if not request.is_decoding and _is_last_to_catch_up(request, sequence, self.state.cache.sharing):
+                self.state.set_decoding(request, True)
+            if request.pools and end == sequence.num_prompt and sequence is request.sequences[0]:  # the prompt's, once
+                flag |= ROW_POOL
+            if request.samples:
+                flag |= ROW_SAMPLE if request.beams is None else ROW_SAMPLE | ROW_BEAM
+                sequence.num_pending += 1
+        return flag
+
+    def enter_match(self, sequence: Sequence, match: Match) -> None:
+        """Enter a sequence with the cached prefix that was found for it."""
+        cache = self.state.cache
+        self.published += cache.adopt(sequence, match)
+        cache.count_hit(sequence.num_known, match.num_tokens)
+        self.announce(sequence)
+
+    def announce(self, sequence: Sequence) -> None:
+        """Tell the executor of a sequence in full; its table is told by edits."""
+        request = sequence.request.request
+        ids = sequence.token_ids[:] if sequence.token_ids is not None else None
+        sequence.is_entered = True
+        self.new_sequences.append(
+            NewSequence(
+                sequence.slot, request.request_id, sequence.choice, sequence.num_prompt, ids, request.params,
+                request.eos_token_ids, request.adapter_id,
+            )
+        )  # fmt: skip
+
+    def announce_with_table(self, sequence: Sequence) -> None:
+        """Tell the executor of a sequence that has blocks already."""
+        self.announce(sequence)
+        self.state.cache.announce(sequence)
+
+    # --- blocks -------------------------------------------------------------------------------------------
+
+    def keep_rest(self, sequence: Sequence) -> None:
+        """Keep a place and blocks for the known tokens of a sequence that this plan does not reach."""
+        if sequence.num_scheduled < sequence.num_committed:
+            if self.state.partial_budget.left:
+                self.state.partial_budget.take(1)
+            held = self.state.cache.held_blocks(sequence)
+            peaks = self.state.cache.peak_blocks(sequence.num_known)
+            self.keep(sequence.request, [max(0, peak - have) for peak, have in zip(peaks, held, strict=True)])
+
+    def keep(self, request: RequestState, blocks: list[int]) -> None:
+        """Keep so many blocks of each group for a running request: admissions leave them free."""
+        mine = self.kept.setdefault(request.name, [0] * len(blocks))
+        for group, count in enumerate(blocks):
+            self.outstanding[group] += count
+            mine[group] += count
+
+    def make_room(self, sequence: Sequence, end: int) -> bool:
+        """Preempt until positions up to `end` fit.
+
+        Return False if the sequence's own request was preempted, or has to wait for blocks of a plan in flight.
+        """
+        cache = self.state.cache
+        if end <= sequence.capacity and sequence.num_scheduled < sequence.block_end:
+            return True
+        cache.slide(sequence)
+        while not cache.fits(sequence, end):
+            if not self.evict(sequence.request):
+                return False
+        return True
+
+    def evict(self, request: RequestState, may_wait: bool = True) -> bool:
+        """Preempt the last request in the policy's order, for a running one.
+
+        Return False if that was the request itself, or if there is no need: with `may_wait`, a plan in flight that
+        releases blocks is waited for.
+        """
+        state = self.state
+        if may_wait and any(flight.releases for flight in state.flight):
+            return False
+        victim = max(state.running.requests, key=state.policy.victim_rank)
+        self.preempt(victim, request, WaitReason.KV_BLOCKS)
+        return victim is not request
+
+    def preempt(self, victim: RequestState, by: RequestState, reason: WaitReason) -> None:
+        """Put a running request back in the queue, and take back what this plan gave it: rows, keys, effects."""
+        self.has_preempted = True
+        self.has_cleared |= by.status == Status.WAITING
+        slots = frozenset(sequence.slot for sequence in victim.sequences)
+        rows = [sequence for sequence in victim.sequences if sequence in self.rows]
+        is_fresh = any(new.slot in slots and new.slot not in self.moved for new in self.new_sequences)
+        for sequence in rows:
+            self._take_back(sequence)
+        promised = [entry for entry in self.published if entry.owner.request is victim]
+        self.state.cache.unpublish(promised, self.state.step)
+        self.published = [entry for entry in self.published if entry.owner.request is not victim]
+        for group, count in enumerate(self.kept.pop(victim.name, ())):
+            self.outstanding[group] -= count
+        self.new_sequences = [new for new in self.new_sequences if new.slot not in slots]
+        self.effects.drop(slots)
+        # What this plan has begun to change is not whole yet: it can be recomputed, not swapped.
+        self.state.preempt(victim, self.now, by.name, reason, may_swap=not (rows or is_fresh))
+
+    def _take_back(self, sequence: Sequence) -> None:
+        """Take a row out of the plan."""
+        index = self.rows.index(sequence)
+        self.tokens.give_back(self.counts[index])
+        if self.limits_reads:
+            self.reads.give_back(self.reads.cost(self.starts[index], self.counts[index]))
+        sequence.in_flight -= 1
+        if self.flags[index] & ROW_SAMPLE:
+            sequence.num_pending -= 1
+        for column in (self.rows, self.starts, self.counts, self.flags):
+            del column[index]
+
+    # --- the plan -----------------------------------------------------------------------------------------
+
+    def finish(self) -> StepPlan:
+        """Return the plan, and enter it in flight unless it is empty."""
+        state, effects = self.state, self.effects
+        starts, counts = array("i", self.starts), array("i", self.counts)
+        plan = StepPlan(
+            state.step,
+            self.now,
+            array("i", [sequence.slot for sequence in self.rows]),
+            starts,
+            counts,
+            array("i", self.flags),
+            self.num_drafts,
+            self.draft_ids,
+            edits=effects.edits,
+            copies=effects.copies,
+            swap_outs=effects.swap_outs,
+            host_loads=effects.host_loads,
+            freed_slots=state.freed_slots,
+            id_edits=state.id_edits,
+            encode_jobs=state.encoder.take_jobs(),
+            encoder_frees=state.encoder.take_frees(),
+            new_sequences=tuple(self.new_sequences),
+            finished_ids=tuple(state.finished_ids),
+            preempted_ids=tuple(state.preempted_ids),
+            num_query_tokens=sum(counts),
+            num_kv_read=self._count_reads(starts, counts),
+            is_fast_path=is_fast(starts, counts, state.limits),
+            wake_at=state.deadlines.next(),
+        )
+        state.freed_slots, state.id_edits = array("i"), array("i")
+        state.cache.end_plan()
+        swapped, state.swapped_now = state.swapped_now, []
+        if plan.is_empty:
+            plan.waits = self._reasons()
+        else:
+            if state.limits.find_shared_prefixes:
+                plan.shared_prefixes, plan.num_common_blocks = shared_prefixes(self.rows, counts)
+            state.finished_ids = []
+            state.preempted_ids = []
+            state.totals.num_copies += len(effects.copies) // 3
+            state.flight.append(Flight(plan, self.rows, self.published, effects.saved, swapped))
+            state.step += 1
+        plan.events = tuple(state.events)
+        state.events = []
+        return plan
+
+    def _count_reads(self, starts: array[int], counts: array[int]) -> int:
+        if not self.limits_reads and 0 not in counts and self.reads.is_plain:
+            return sum(starts) + sum(counts)
+        return sum(map(self.reads.cost, starts, counts))
+
+    def _reasons(self) -> tuple[tuple[WaitReason, int], ...]:
+        """Return why the plan is empty: reasons, and how many requests each holds."""
+        self.count_waiting(WaitReason.BEHIND, len(self.state.waiting) - sum(self.waits.values()))
+        for reason, count in self.held.items():
+            self.count_waiting(reason, count)
+        if not self.waits:
+            return ((WaitReason.DRAINING if self.state.is_draining else WaitReason.IDLE, 0),)
+        return tuple(self.waits.items())
+
+
+def _is_last_to_catch_up(request: RequestState, sequence: Sequence, may_fork: bool) -> bool:
+    """Return True if, with this sequence's row, every choice has all it knows scheduled, or forks from this one."""
+    at_fork = may_fork and sequence.num_known == sequence.num_prompt  # nothing sampled yet, nor in flight
+    return all(
+        other is sequence
+        or (other.is_entered and other.num_scheduled >= other.num_committed)
+        or (at_fork and not other.is_entered and other.num_committed == sequence.num_prompt)
+        for other in request.sequences
+    )
+
+
+# --- facts about a plan's rows for executors ------------------------------------------------------------------
+
+
+def is_fast(starts: array[int], counts: array[int], limits: Limits) -> bool:
+    """Return True if every row is one token within the captured range (S14)."""
+    if not counts or max(counts) != 1 or min(counts) != 1:
+        return False
+    bound = limits.max_blocks_per_sequence * limits.block_size
+    return not bound or max(starts) < bound
+
+
+def shared_prefixes(rows: list[Sequence], counts: array[int]) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], int]:
+    """Return the groups of rows with equal leading blocks, and the number that all rows share (K08), in cache group 0.
+
+    Rows whose first block left a window share nothing. Cost: O(rows + shared blocks).
+    """
+    by_first: dict[int, list[int]] = {}
+    reading = [index for index, count in enumerate(counts) if count]
+    for index in reading:
+        first = rows[index].tables[0][0]
+        if first != NO_BLOCK:
+            by_first.setdefault(first, []).append(index)
+    shared, common = [], 0
+    for members in by_first.values():
+        has_all = len(members) == len(reading)  # a row alone shares all its blocks
+        if has_all or len(members) > 1:
+            num_blocks = _num_equal([rows[index].tables[0] for index in members])
+            common = num_blocks if has_all else common
+            if len(members) > 1:
+                shared.append((num_blocks, tuple(members)))
+    return tuple(shared), common
+
+
+def _num_equal(tables: list[list[int]]) -> int:
+    for index, blocks in enumerate(zip(*tables, strict=False)):
+        if min(blocks) != max(blocks):
+            return index
+    return min(map(len, tables))
