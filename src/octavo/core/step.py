@@ -146,8 +146,12 @@ class Step:
         if self.limits_reads:
             self.reads.take(self.reads.cost(start, count))
         flags = self._flags(sequence, start, end)
-        self._append(sequence, start, count, flags)
+        self.rows.append(sequence)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.flags.append(flags)
         sequence.num_scheduled = end
+        sequence.in_flight += 1
         known = min(end, sequence.num_committed)
         if known >= (sequence.num_published + 1) * state.limits.block_size and start < known:
             self.published += state.cache.publish(sequence, known, state.step)
@@ -158,8 +162,12 @@ class Step:
 
     def add_fork(self, child: Sequence) -> None:
         """Add a row that samples from the logits of the row before it, which has the same positions."""
+        self.rows.append(child)
+        self.starts.append(child.num_scheduled)
+        self.counts.append(0)
+        self.flags.append(ROW_SAMPLE | ROW_FORK)
         child.num_pending += 1
-        self._append(child, child.num_scheduled, 0, ROW_SAMPLE | ROW_FORK)
+        child.in_flight += 1
 
     def add_drafts(self, index: int, drafts: array[int]) -> None:
         """Add drafts to a row that has its one token: more positions, which are written but not yet scheduled."""
@@ -177,13 +185,6 @@ class Step:
         end = sequence.num_scheduled + count
         if end > sequence.capacity:
             self.state.cache.extend(sequence, end)
-
-    def _append(self, sequence: Sequence, start: int, count: int, flags: int) -> None:
-        self.rows.append(sequence)
-        self.starts.append(start)
-        self.counts.append(count)
-        self.flags.append(flags)
-        sequence.in_flight += 1
 
     def _flags(self, sequence: Sequence, start: int, end: int) -> int:
         """Return what the row of positions [start, end) takes and gives; the token it samples becomes pending."""
