@@ -207,9 +207,9 @@ class Admitter:
             ranked.append((policy.preference(request, cached), request))
         return [request for _, request in sorted(ranked, key=lambda pair: pair[0])]
 
-    def _named(self, names: frozenset[str]) -> list[RequestState]:
-        """Return the waiting requests of these names, in order."""
-        named = [self.state.requests[name] for name in sorted(names) if name in self.state.requests]
+    def _named(self, only: frozenset[str]) -> list[RequestState]:
+        """Return the waiting requests that `only` names, in order."""
+        named = [self.state.requests[name] for name in sorted(only) if name in self.state.requests]
         return sorted((one for one in named if one.status == Status.WAITING), key=lambda request: request.rank)
 
     def _consider(self, request: RequestState) -> bool:
