@@ -17,6 +17,7 @@ import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import PurePosixPath
 
 from tests.source_tree import Function, Module, dotted, imports, modules
@@ -34,7 +35,7 @@ _STATE = {"state", "_state"}
 
 def package_of(module: Module) -> str:
     """The package right under octavo, or the module's own name where it is in none."""
-    return (module.name.split(".") + [""])[1]
+    return [*module.name.split("."), ""][1]
 
 
 # --- lines ------------------------------------------------------------------------------------------
@@ -102,18 +103,17 @@ def _reachable(graph: dict[str, list[str]], start: str) -> set[str]:
 
 def local_imports(module: Module) -> list[str]:
     """Imports of octavo inside functions, with their places."""
-    inside = {
-        id(node)
-        for function in ast.walk(module.tree)
-        if isinstance(function, Function)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    }
     found = []
-    for node in ast.walk(module.tree):
-        if id(node) in inside:
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            found += [f"{module.path}:{node.lineno} {name}" for name in names if name.split(".")[0] == "octavo"]
+
+    def visit(node: ast.AST, is_inside: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if is_inside and isinstance(child, ast.Import | ast.ImportFrom):
+                is_from = isinstance(child, ast.ImportFrom)
+                names = [child.module or ""] if is_from else [alias.name for alias in child.names]
+                found.extend(f"{module.path}:{child.lineno} {name}" for name in names if name.split(".")[0] == "octavo")
+            visit(child, is_inside or isinstance(child, Function))
+
+    visit(module.tree, False)
     return found
 
 
@@ -171,9 +171,14 @@ def _is_scheduler(node: ast.expr) -> bool:
     return dotted(node).split(".")[-1].lower().endswith("scheduler")
 
 
+@cache
+def _core_modules() -> frozenset[str]:
+    return frozenset(module.name for module in modules() if package_of(module) == "core")
+
+
 def _private_imports(module: Module) -> Iterator[tuple[int, str]]:
     """(line, name) of what is imported from inside the core."""
-    known = {name for name in (other.name for other in modules()) if name.startswith("octavo.core.")}
+    known = _core_modules()
     for node in ast.walk(module.tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[:2] == ["octavo", "core"]:
             for alias in node.names:
