@@ -24,12 +24,9 @@ from octavo.core.plan import ROW_SAMPLE, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.frontend.offline import OfflineEngine
-from octavo.observe.recording.calls import Header
-from octavo.observe.recording.encoding import Encoder
-from octavo.observe.recording.items import Item
-from octavo.observe.recording.recorder import Recorder
-from octavo.observe.recording.recording_tap import RecordingTap
-from octavo.observe.recording.segments import pack_records
+from octavo.observe.recording.format import Call, Encoder, Header
+from octavo.observe.recording.reader import pack_records
+from octavo.observe.recording.recorder import Recorder, RecordingTap
 
 STEPS = 600
 BLOCK = 12  # steps of a model that are recorded, or not, in a row
@@ -68,7 +65,7 @@ def scheduler_cost(rows: int) -> dict[str, float]:
         writer = Recorder(Path(folder), 1 << 30, header, time.perf_counter)
         plain = loaded(Scheduler(limits), rows)
         taped = loaded(Scheduler(limits, RecordingTap(writer.put, time.perf_counter)), rows)
-        items: list[Item] = []
+        items: list[Call] = []
         listed = loaded(Scheduler(limits, RecordingTap(items.append, time.perf_counter)), rows)
         first = len(items)
         times: tuple[list[float], list[float]] = ([], [])

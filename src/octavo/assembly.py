@@ -160,8 +160,7 @@ def _open_scheduler(
     if config.recording.record is None:
         return Scheduler(sizes), None
     from octavo.observe.recording import Header
-    from octavo.observe.recording.recorder import open_recorder
-    from octavo.observe.recording.recording_tap import RecordingTap
+    from octavo.observe.recording.recorder import RecordingTap, open_recorder
 
     kept = ("cache", "scheduling", "execution", "speculation")
     values = {

@@ -27,7 +27,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.frontend.offline import OfflineEngine
 from octavo.observe.recording import arrivals, open_recording, steps
 from octavo.observe.recording import replay as replay_recording
-from octavo.observe.recording.segments import pack_header, preamble
+from octavo.observe.recording.reader import pack_header, preamble
 
 WAIT_S = 60.0
 SCRIPT = '{"rules": [{"say": "All is well, and all will be well. ", "finish": "length", "delay_ms": 2}]}'
@@ -175,7 +175,7 @@ def test_a_difference_is_shown_and_is_no_success(tmp_path: Path, capsys: pytest.
     from tests.core.harness import limits, prompt
     from tests.observe.recording.driving import RecordedRun, write_segment
 
-    from octavo.observe.recording.calls import Header
+    from octavo.observe.recording.format import Header
 
     run = RecordedRun(limits())
     run.admit(prompt(9), 6, request_id="slow")

@@ -9,9 +9,8 @@ from typing import Any
 from octavo.core.request import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
-from octavo.observe.recording.calls import Header
-from octavo.observe.recording.items import Item
-from octavo.observe.recording.recording_tap import RecordingTap
+from octavo.observe.recording.format import Call, Header
+from octavo.observe.recording.recorder import RecordingTap
 from octavo.observe.sink import EventSink
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
 from tests.observe.recording.driving import write_segment
@@ -22,7 +21,7 @@ class RecordedHarness(Harness):
 
     def __init__(self, executor: GatedExecutor, depth: int = 1, **limits: Any) -> None:
         super().__init__(executor, limits=make_limits(**limits), depth=depth)
-        self.items: list[Item] = []
+        self.items: list[Call] = []
         clock = self.loop.clock
         self.scheduler = Scheduler(self.limits, RecordingTap(self.items.append, clock.now))
         self.loop = EngineLoop(self.scheduler, self.executor, depth=depth, clock=clock)

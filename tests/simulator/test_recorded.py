@@ -11,7 +11,7 @@ from tests.observe.recording.driving import RecordedRun, write_segment
 from octavo.core.limits import Limits
 from octavo.errors import ConfigError
 from octavo.observe.recording import arrivals, open_recording
-from octavo.observe.recording.calls import Header
+from octavo.observe.recording.format import Header
 from octavo.simulator.cost_model import StepShape
 from octavo.simulator.recorded import RecordedCosts, as_recorded, recorded_run, snap
 from octavo.simulator.run import Setup, simulate

@@ -20,8 +20,7 @@ from tools.fidelity.closeness import Column, Times
 
 from octavo.core.request import FinishReason
 from octavo.observe.recording.arrivals import RecordedRequest, arrivals
-from octavo.observe.recording.reader import Recording, open_recording
-from octavo.observe.recording.steps import RecordedStep, steps
+from octavo.observe.recording.reader import RecordedStep, Recording, open_recording, steps
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.costs.fitted import Fit, Fitted, fit_steps
 from octavo.simulator.run import Setup, simulate

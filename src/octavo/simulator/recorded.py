@@ -15,7 +15,7 @@ from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.observe.recording import RecordedRequest, RecordedStep, Recording, arrivals, steps
-from octavo.observe.recording.calls import Admit, Plan
+from octavo.observe.recording.format import Admit, Plan
 from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival, choice_lengths
 from octavo.simulator.cost_model import StepShape

@@ -8,11 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo.core.scheduler import Scheduler
-from octavo.observe.recording.calls import Ended, Header
-from octavo.observe.recording.encoding import Encoder
-from octavo.observe.recording.items import Item
-from octavo.observe.recording.recording_tap import RecordingTap
-from octavo.observe.recording.segments import pack_header, pack_records, preamble
+from octavo.observe.recording.format import Call, Encoder, Ended, Header
+from octavo.observe.recording.reader import pack_header, pack_records, preamble
+from octavo.observe.recording.recorder import RecordingTap
 from tests.core.harness import Run
 from tests.core.random_driver import Driver
 from tests.fake_model import FakeExecutor
@@ -21,13 +19,13 @@ from tests.fake_model import FakeExecutor
 class RecordedRun(Run):
     """A run whose scheduler hands its calls to `lives`, one list for each engine that lived."""
 
-    lives: list[list[Item]]
+    lives: list[list[Call]]
 
     def make_engine(self) -> tuple[Scheduler, FakeExecutor]:
         _, executor = super().make_engine()
         if not hasattr(self, "lives"):
             self.lives = []
-        items: list[Item] = []
+        items: list[Call] = []
         self.lives.append(items)
         return Scheduler(self.limits, RecordingTap(items.append, lambda: self.now)), executor
 
@@ -40,7 +38,7 @@ class RecordedRun(Run):
         return folder
 
 
-def write_segment(path: Path, header: Header, items: list[Item], per_frame: int = 50) -> None:
+def write_segment(path: Path, header: Header, items: list[Call], per_frame: int = 50) -> None:
     """Write a segment as a recorder does."""
     encoder = Encoder(header.has_text)
     records = [encoder.encode(item) for item in (*items, Ended(0.0, "the engine was stopped"))]

@@ -13,9 +13,9 @@ import pytest
 from octavo.config import RecordingConfig
 from octavo.errors import ConfigError
 from octavo.observe.recording import arrivals, open_recording, recorder, replay
-from octavo.observe.recording.calls import Header
+from octavo.observe.recording.format import Header
+from octavo.observe.recording.reader import read_header, read_records
 from octavo.observe.recording.recorder import Recorder, open_recorder
-from octavo.observe.recording.segments import read_header, read_records
 from tests.core.harness import limits, prompt
 from tests.observe.recording.driving import RecordedRun
 
@@ -55,7 +55,7 @@ def test_what_was_put_is_read_back_and_replays(tmp_path: Path) -> None:
 def test_nothing_is_written_before_a_request_comes(tmp_path: Path) -> None:
     run, writer = some_items(), make(tmp_path)
     for item in run.lives[0]:
-        if type(item).__name__ == "Planned":
+        if type(item).__name__ == "Plan":
             writer.put(item)
     writer.close()
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.observe.recording import open_recording, replay
-from octavo.observe.recording.calls import Admit
+from octavo.observe.recording.format import Admit
 from tests.core.harness import limits, prompt
 from tests.core.random_config import BUILT_IN, Hostile
 from tests.observe.recording.driving import RecordedDriver, RecordedRun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,8 @@ from hypothesis import strategies as st
 
 from octavo.core.plan import StepPlan
 from octavo.observe.recording import open_recording, replay
-from octavo.observe.recording.calls import Header
-from octavo.observe.recording.errors import RecordingError
-from octavo.observe.recording.rows import Rows, ints
-from octavo.observe.recording.segments import MARK, PREAMBLE_BYTES, pack_header, preamble
+from octavo.observe.recording.format import Header, RecordingError, RowDeltas
+from octavo.observe.recording.reader import MARK, PREAMBLE_BYTES, pack_header, preamble
 from tests.core.harness import limits, prompt
 from tests.observe.recording.driving import RecordedRun, write_segment
 
@@ -123,17 +122,17 @@ _ROWS = st.lists(
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(_ROWS, max_size=6))
 def test_rows_come_back_from_their_differences(plans: list[list[tuple[int, int, int, int]]]) -> None:
-    writer, reader = Rows(), Rows()
+    writer, reader = RowDeltas(), RowDeltas()
     for rows in plans:
-        columns = [ints([row[place] for row in rows]) for place in range(4)]
+        columns = [array("i", [row[place] for row in rows]) for place in range(4)]
         plan, back = StepPlan(0, 0.0, *columns), StepPlan(0, 0.0)
         reader.decode(writer.encode(plan), back)
         assert [back.slots, back.starts, back.counts, back.flags] == columns
 
 
 def test_rows_that_go_on_cost_nothing() -> None:
-    rows = Rows()
-    plan = StepPlan(0, 0.0, ints([4, 2]), ints([7, 0]), ints([1, 12]), ints([1, 1]))
+    rows = RowDeltas()
+    plan = StepPlan(0, 0.0, array("i", [4, 2]), array("i", [7, 0]), array("i", [1, 12]), array("i", [1, 1]))
     assert rows.encode(plan) is not None
-    after = StepPlan(1, 0.0, ints([4, 2]), ints([8, 12]), ints([1, 1]), ints([1, 1]))
+    after = StepPlan(1, 0.0, array("i", [4, 2]), array("i", [8, 12]), array("i", [1, 1]), array("i", [1, 1]))
     assert rows.encode(after) is None

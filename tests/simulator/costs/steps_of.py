@@ -8,7 +8,7 @@ from dataclasses import replace
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
-from octavo.observe.recording.steps import RecordedStep
+from octavo.observe.recording.reader import RecordedStep
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.run import Setup, simulate

@@ -1,10 +1,9 @@
 """Recordings: every call of a live scheduler in a file, read back, and replayed to the same decisions."""
 
 from octavo.observe.recording.arrivals import RecordedRequest, arrivals
-from octavo.observe.recording.calls import Header
-from octavo.observe.recording.reader import Recording, Segment, open_recording
+from octavo.observe.recording.format import Header, RecordingError
+from octavo.observe.recording.reader import RecordedStep, Recording, Segment, open_recording, steps
 from octavo.observe.recording.replaying import Difference, MakeSink, ReplayReport, replay
-from octavo.observe.recording.steps import RecordedStep, steps
 
 __all__ = [
     "Difference",
@@ -13,6 +12,7 @@ __all__ = [
     "RecordedRequest",
     "RecordedStep",
     "Recording",
+    "RecordingError",
     "ReplayReport",
     "Segment",
     "arrivals",

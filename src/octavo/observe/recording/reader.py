@@ -1,28 +1,125 @@
-"""Reads recordings: a folder with a segment for each life of an engine, each readable up to its last whole frame.
+"""Files of recordings: a folder with a segment for each life of an engine, each readable up to its last whole frame.
 
-Owns: finding segments, and their calls. Does not: decode records (decoding), or replay them (replaying).
+Owns: framing with compression and checksums, finding segments, their calls, and the steps with their times.
+Does not: know records (format), or replay (replaying).
+A segment is MARK, the version (uint16, little-endian), then frames: bytes stored, bytes unpacked, CRC-32 of those
+stored (three uint32), and zlib's output. The first frame is the header as JSON, the others are msgpack arrays of
+records. Invariant: a file that is cut anywhere, or damaged, reads up to the last whole frame before that.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from octavo.observe.recording.calls import Call, Ended, Header
-from octavo.observe.recording.decoding import Decoder
-from octavo.observe.recording.errors import DamagedError, RecordingError
-from octavo.observe.recording.segments import SUFFIX, read_header, read_records
+import msgspec
 
+from octavo.core.plan import StepFailure, StepPlan, StepResult
+from octavo.errors import ConfigError
+from octavo.observe.recording.format import VERSION, Call, Commit, Decoder, Ended, Header, Plan, RecordingError
+
+MARK = b"octavo-rec\n"
+SUFFIX = ".octrec"
+MAX_FRAME_BYTES = 256 << 20  # unpacked; a writer makes frames of some hundred KB, or of one long prompt
 CUT_OFF = "cut off"
+_FRAME = struct.Struct("<III")
+_VERSION = struct.Struct("<H")
+PREAMBLE_BYTES = len(MARK) + _VERSION.size
+
+
+def preamble() -> bytes:
+    """Return a segment's first bytes."""
+    return MARK + _VERSION.pack(VERSION)
+
+
+def _frame(data: bytes) -> bytes:
+    stored = zlib.compress(data, 1)
+    return _FRAME.pack(len(stored), len(data), zlib.crc32(stored)) + stored
+
+
+def pack_header(header: Header) -> bytes:
+    """Return the frame of a header."""
+    return _frame(msgspec.json.encode(header))
+
+
+def pack_records(records: list[tuple[Any, ...]]) -> bytes:
+    """Return the frame of some records."""
+    return _frame(msgspec.msgpack.encode(records))
+
+
+def read_header(path: Path) -> Header | None:
+    """Read a segment's header; None where it was cut off before that was whole. Raises RecordingError."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(PREAMBLE_BYTES)
+            if len(first) < PREAMBLE_BYTES and preamble().startswith(first):
+                return None
+            _check_version(path, first)
+            body = _read_frame(file)
+    except OSError as error:
+        raise RecordingError(f"{path} cannot be read: {error.strerror or error}") from None
+    if body is None:
+        return None
+    try:
+        return msgspec.json.decode(body, type=Header)
+    except (msgspec.MsgspecError, ConfigError) as error:
+        raise RecordingError(f"{path} has a header that cannot be ({error}); it was not written by Octavo") from None
+
+
+def read_records(path: Path) -> Iterator[Any]:
+    """Read the records of a segment, up to its last whole frame."""
+    with path.open("rb") as file:
+        file.seek(PREAMBLE_BYTES)
+        if _read_frame(file) is None:
+            return
+        while (body := _read_frame(file)) is not None:
+            try:
+                records = msgspec.msgpack.decode(body, type=list)
+            except msgspec.MsgspecError:
+                return
+            yield from records
+
+
+def _check_version(path: Path, first: bytes) -> None:
+    if not first.startswith(MARK) or len(first) < PREAMBLE_BYTES:
+        raise RecordingError(f"{path} is no recording: it does not begin as one; name the folder given to --record")
+    (version,) = _VERSION.unpack(first[len(MARK) :])
+    if version != VERSION:
+        raise RecordingError(
+            f"{path} is of format {version}, this Octavo reads {VERSION}: read it with the version that wrote it"
+        )
+
+
+def _read_frame(file: BinaryIO) -> bytes | None:
+    """The next frame unpacked; None where there is no whole one."""
+    head = file.read(_FRAME.size)
+    if len(head) < _FRAME.size:
+        return None
+    num_stored, num_unpacked, checksum = _FRAME.unpack(head)
+    if num_stored > MAX_FRAME_BYTES or num_unpacked > MAX_FRAME_BYTES:
+        return None
+    stored = file.read(num_stored)
+    if len(stored) < num_stored or zlib.crc32(stored) != checksum:
+        return None
+    unpacker = zlib.decompressobj()
+    try:
+        body = unpacker.decompress(stored, num_unpacked + 1)
+    except zlib.error:
+        return None
+    return body if len(body) == num_unpacked and unpacker.eof else None
 
 
 @dataclass(slots=True)
 class Segment:
-    """One life of an engine. What stands below `header` is known once its calls have been read to their end.
+    """One life of an engine. The fields from `end_reason` on are known once its calls have been read to their end.
 
-    `is_whole`: it has its marker, whose reason `end_reason` is. Else it was cut off (a kill, a full disk), and what is
-    there is right up to there. `ended_at` is the time of the last call, `num_bytes` the file's size.
+    `is_whole`: it has its end marker, with `end_reason`. Else it was cut off (a kill, a full disk), and what there is
+    is right. `ended_at` is the time of the last call, `num_bytes` the file's size.
     """
 
     path: Path
@@ -33,13 +130,13 @@ class Segment:
     ended_at: float | None = None
 
     def calls(self) -> Iterator[Call]:
-        """The calls in order, the marker left out. May be asked again; each time from the start."""
-        decoder = Decoder(self.header)
+        """Read the calls in order, without the end marker; each time from the start."""
         self.is_whole, self.end_reason = False, CUT_OFF
+        decoder = Decoder(self.header)
         for record in read_records(self.path):
             try:
                 call = decoder.decode(record)
-            except DamagedError as error:
+            except RecordingError as error:
                 raise RecordingError(
                     f"{self.path} holds {error}; its frames are whole, so it was written so: by another version?"
                 ) from None
@@ -85,3 +182,58 @@ def open_recording(path: Path | str) -> Recording:
     if not segments:
         raise RecordingError(f"{path} was cut off before a header was whole: nothing was recorded in it")
     return Recording(path, tuple(segments), tuple(empty))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One step: `plan` with its columns (not its sequences' ids), `outcome` with its timings.
+
+    Seconds on the engine's clock: the plan was begun at `plan.now`, done at `planned`; the result was collected at
+    `collected` and committed at `committed`. `free_from` is when the step before it was collected (None for the first
+    of a life). `next_plan` is when the plan after its commit was begun, delivery and commands between them; None for
+    the last.
+    """
+
+    life: int
+    plan: StepPlan
+    outcome: StepResult | StepFailure
+    planned: float
+    collected: float
+    committed: float
+    free_from: float | None = None
+    next_plan: float | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it gave nothing."""
+        return isinstance(self.outcome, StepFailure)
+
+
+def steps(recording: Recording) -> Iterator[RecordedStep]:
+    """The steps of all segments that were committed, in order; plans voided by a failure before them are left out."""
+    for life, segment in enumerate(recording.segments):
+        flight: deque[Plan] = deque()
+        free_from: float | None = None
+        last: tuple[Plan, Commit, float | None] | None = None
+        for call in segment.calls():
+            if isinstance(call, Plan):
+                if last is not None:
+                    yield _step(life, *last, call.now)
+                    last = None
+                if call.digest:
+                    flight.append(call)
+            elif isinstance(call, Commit) and flight:
+                if last is not None:
+                    yield _step(life, *last, None)
+                last = flight.popleft(), call, free_from
+                free_from = call.now
+                if isinstance(call.outcome, StepFailure):
+                    flight.clear()
+        if last is not None:
+            yield _step(life, *last, None)
+
+
+def _step(life: int, plan: Plan, commit: Commit, free_from: float | None, next_plan: float | None) -> RecordedStep:
+    return RecordedStep(
+        life, plan.plan, commit.outcome, plan.planned, commit.now, commit.committed, free_from, next_plan
+    )

@@ -1,6 +1,6 @@
-"""The writer of a recording: a bounded queue from the engine's thread, and a thread that encodes and writes.
+"""Records a scheduler: the tap on its calls, a bounded queue from the engine's thread, and a thread that writes.
 
-Owns: the queue, the thread, the bound in bytes, the end. Does not: know how a scheduler is tapped.
+Owns: the tap, the queue, the thread, the bound in bytes, the end. Does not: know how a call is encoded (format).
 Invariants: `put` never waits, copies nothing and raises nothing; what cannot be kept ends the recording, with a marker
 where one can still be written, and a line in the log; a segment begins with the first request that an engine takes.
 """
@@ -21,11 +21,24 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from octavo.config import RecordingConfig
+from octavo.core.plan import Events, StepFailure, StepPlan, StepResult
+from octavo.core.request import FinishError, FinishReason, Request
 from octavo.errors import ConfigError
-from octavo.observe.recording.calls import Ended, Header
-from octavo.observe.recording.encoding import Encoder
-from octavo.observe.recording.items import Admitted, Item
-from octavo.observe.recording.segments import SUFFIX, pack_header, pack_records, preamble
+from octavo.observe.recording.format import (
+    Admit,
+    Call,
+    Cancel,
+    Commit,
+    Control,
+    Encoder,
+    EndChoice,
+    Ended,
+    Header,
+    KeyRun,
+    Plan,
+    short,
+)
+from octavo.observe.recording.reader import SUFFIX, pack_header, pack_records, preamble
 
 _LOG = logging.getLogger(__name__)
 MAX_QUEUED = 16384  # calls that the writer may be behind; some minutes of a disk that hangs
@@ -54,6 +67,51 @@ def num_bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob(f"*{SUFFIX}"))
 
 
+class RecordingTap:
+    """The call tap of a scheduler that is recorded: hands each call to `put`. `clock` is the engine's."""
+
+    def __init__(self, put: Callable[[Call], None], clock: Callable[[], float]) -> None:
+        self._put = put
+        self._clock = clock
+        self._keys: list[KeyRun] = []
+
+    def keyed(self, order: int, choice: int, first: int, keys: tuple[bytes, ...]) -> None:
+        """Keep the keys until their call is handed over."""
+        self._keys.append(KeyRun(order, choice, first, keys))
+
+    def _take_keys(self) -> tuple[KeyRun, ...]:
+        if not self._keys:
+            return ()
+        keys, self._keys = tuple(self._keys), []
+        return keys
+
+    def admitted(self, request: Request, now: float) -> None:
+        """Hand over an admission."""
+        self._put(Admit(now, request, self._take_keys(), request.prompt_token_ids is None))
+
+    def planned(self, plan: StepPlan, now: float, only: frozenset[str] | None) -> None:
+        """Hand over a plan."""
+        self._put(Plan(now, self._clock(), plan, only, self._take_keys()))
+
+    def committed(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events, now: float) -> None:
+        """Hand over a step's outcome."""
+        self._put(Commit(now, self._clock(), plan.step, outcome, self._take_keys()))
+
+    def cancelled(
+        self, request_ids: tuple[str, ...], now: float, reason: FinishReason, error: FinishError | None
+    ) -> None:
+        """Hand over a cancellation."""
+        self._put(Cancel(now, request_ids, reason, None if error is None else short(error.message)))
+
+    def choice_ended(self, request_id: str, choice: int, now: float, reason: FinishReason) -> None:
+        """Hand over a choice's end."""
+        self._put(EndChoice(now, request_id, choice, reason))
+
+    def controlled(self, verb: str, num_tokens: int | None = None) -> None:
+        """Hand over a control."""
+        self._put(Control(verb, num_tokens))
+
+
 class Recorder:
     """Records one engine's life as a segment in a folder that holds at most `max_bytes` of them."""
 
@@ -63,7 +121,7 @@ class Recorder:
         self._header = replace(header, limits=self._encoder.masked(header.limits))
         self._clock = clock
         self._max_bytes = max_bytes
-        self._queue: deque[Item] = deque()
+        self._queue: deque[Call] = deque()
         self._records: list[tuple[Any, ...]] = []
         self._wake = threading.Event()
         self._is_resting = False
@@ -81,23 +139,23 @@ class Recorder:
 
     # --- the engine's thread --------------------------------------------------------------------------
 
-    def put(self, item: Item) -> None:
+    def put(self, call: Call) -> None:
         """Take a call in. Costs a queue's append; where the queue is full the recording ends."""
         if self._is_over:
             return
-        if self._thread is None and not self._start(item):
+        if self._thread is None and not self._start(call):
             return
         if len(self._queue) >= MAX_QUEUED:
             self._is_over = True
             self._end_reason = f"the writer was {MAX_QUEUED} calls behind; is the disk too slow?"
         else:
-            self._queue.append(item)
+            self._queue.append(call)
         if self._is_resting:
             self._wake.set()
 
-    def _start(self, item: Item) -> bool:
+    def _start(self, call: Call) -> bool:
         """The thread starts with the first request: plans before it are empty and change nothing."""
-        if not isinstance(item, Admitted):
+        if not isinstance(call, Admit):
             return False
         self._thread = threading.Thread(target=self._run, name="octavo-record", daemon=True)
         self._thread.start()
@@ -162,11 +220,11 @@ class Recorder:
             self._rest()
         return True
 
-    def _take(self, item: Item) -> None:
-        self._records.append(self._encoder.encode(item))
-        if isinstance(item, Admitted):
-            num_ids = item.request.num_prompt_tokens if self._header.has_text else 0
-            self._weight += 5 * num_ids + 10 * sum(len(run[-1]) for run in item.keys)
+    def _take(self, call: Call) -> None:
+        self._records.append(self._encoder.encode(call))
+        if isinstance(call, Admit):
+            num_ids = call.request.num_prompt_tokens if self._header.has_text else 0
+            self._weight += 5 * num_ids + 10 * sum(len(run.keys) for run in call.keys)
         self._flush_if_due()
 
     def _flush_if_due(self) -> None:

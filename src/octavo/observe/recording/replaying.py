@@ -1,34 +1,53 @@
 """Replays a recording: the same calls to a scheduler of today, whose plans must have the same digests.
 
-Owns: the comparison, and feeding watchers. Does not: simulate other settings (octavo.simulator does).
+Owns: driving the scheduler, the comparison, its words, and feeding sinks.
+Does not: simulate other settings (octavo.simulator does).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import zip_longest
+from typing import NamedTuple
 
-from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepPlan, StepResult
 from octavo.core.request import FinishError, Request
 from octavo.core.scheduler import Scheduler
 from octavo.errors import ErrorKind, InvariantError, RequestError
-from octavo.observe.recording.calls import Admit, Call, Cancel, Commit, Control, EndChoice, Header, KeyRun, Plan
-from octavo.observe.recording.differences import differences
-from octavo.observe.recording.errors import RecordingError
+from octavo.observe.recording.format import (
+    Admit,
+    Call,
+    Cancel,
+    Commit,
+    Control,
+    EndChoice,
+    Header,
+    KeyRun,
+    Plan,
+    RecordingError,
+)
 from octavo.observe.recording.reader import Recording, Segment
-from octavo.observe.recording.stand_in import DivergenceError, RecordedInputs
 from octavo.observe.sink import EventSink
 
 MakeSink = Callable[[Scheduler, Header], EventSink]  # called for each segment, with its scheduler
 AddTimes = Callable[[tuple[float, ...]], object]  # as engine.step_times.StepTimes.add
+MAX_LINES = 12
+
+
+class DivergenceError(Exception):
+    """The replay decides otherwise than the recording; `lines` say where, expected against got."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*lines)
+        self.lines = lines
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first plan that came out otherwise: `lines` say where, expected against got."""
+    """The first plan that differed: `lines` say where, expected against got."""
 
     life: int
     step: int
@@ -60,103 +79,105 @@ class ReplayReport:
         return self.difference is None
 
 
-class Gathers(EventSink, Protocol):
-    """A watcher that is also told when requests arrived, their keys, and tokens in front of decisions."""
+class RecordedInputs:
+    """An InputSource: the keys of the call that is being replayed, and without text the drafts of its plan.
 
-    def arrived(self, request: Request, max_tokens: int, now: float) -> None:
-        """A request was taken."""
-        ...
+    Keys are asked for in the order in which the live scheduler made them, for the same sequences.
+    """
 
-    def keyed(self, runs: tuple[KeyRun, ...]) -> None:
-        """Sequences got block keys."""
-        ...
+    def __init__(self, has_text: bool) -> None:
+        self.has_drafts = not has_text
+        self._is_blind = False  # the request that is being admitted had no ids in the live engine either
+        self._due: deque[KeyRun] = deque()
+        self._drafts: dict[int, array[int]] = {}
 
-    def tokens(self, events: Events) -> None:
-        """A commit gave tokens."""
-        ...
+    def begin(self, call: Admit | Plan | Commit) -> None:
+        """Take in what the next call will ask for."""
+        self._due.extend(call.keys)
+        if isinstance(call, Admit):
+            self._is_blind = call.is_blind
+        elif isinstance(call, Plan):
+            self._drafts = {}
+            plan, at = call.plan, 0
+            for slot, count in zip(plan.slots, plan.num_drafts, strict=False):
+                if count:
+                    self._drafts[slot] = plan.draft_token_ids[at : at + count]
+                at += count
+
+    def end(self) -> None:
+        """Check that the call asked for all its keys. Raises DivergenceError."""
+        if self._due:
+            run = self._due[0]
+            raise DivergenceError(f"keys from block {run.first} on of request number {run.order} were not asked for")
+
+    def keys(self, order: int, choice: int, first: int) -> Iterable[bytes]:
+        """Return what the live sequence got: nothing, where that had no keys for so many blocks."""
+        if self._due and self._due[0][:3] == (order, choice, first):
+            return self._due.popleft().keys
+        return ()
+
+    def can_draft(self, request: Request) -> bool:
+        """Return what the live engine's drafter did."""
+        return not self._is_blind
+
+    def drafts(self, request_id: str, slot: int, most: int) -> array[int]:
+        """Return the recorded drafts. Raises DivergenceError where there is no room for them."""
+        drafts = self._drafts.get(slot, array("i"))
+        if len(drafts) > max(0, most):
+            raise DivergenceError(f"{request_id} had {len(drafts)} drafts, and has room for {most}")
+        return drafts
 
 
-class _Nobody:
-    """An EventSink that does not look."""
+class Replayed(NamedTuple):
+    """What came of one call: decisions; of an admission, the tokens in force; of a commit, its plans and events."""
 
-    def admitted(self, request: object) -> None:
-        """Nothing."""
-
-    def decided(self, decisions: object) -> None:
-        """Nothing."""
-
-    def stepped(self, plan: object, outcome: object, events: object) -> None:
-        """Nothing."""
+    decisions: tuple[Event, ...] = ()
+    max_tokens: int = 0
+    plan: StepPlan | None = None
+    planned: Plan | None = None
+    events: Events | None = None
 
 
-class _UnequalError(Exception):
-    """Lines that say how a plan differs."""
-
-    def __init__(self, *lines: str) -> None:
-        super().__init__()
-        self.lines = lines
+_NOTHING = Replayed()
 
 
-class Replay:
-    """One segment's replay: `run` makes the calls, one after the other."""
+class Replayer:
+    """Makes one segment's calls on a scheduler of its own, and compares each plan."""
 
-    def __init__(self, segment: Segment, report: ReplayReport, make_sink: MakeSink | None) -> None:
-        header = segment.header
-        limits: Limits = header.limits
-        self._inputs = RecordedInputs(header.has_text)
-        self.scheduler = Scheduler(limits, source=self._inputs)
-        self.report = report
-        self.add_times: AddTimes | None = None
-        self._segment = segment
-        self._has_text = header.has_text
-        self._sink: EventSink = _Nobody() if make_sink is None else make_sink(self.scheduler, header)
-        self._gatherer: Gathers | None = None
+    def __init__(self, segment: Segment) -> None:
+        self.step = 0  # of the last plan or commit
+        self._path = segment.path
+        self._has_text = segment.header.has_text
+        self._inputs = RecordedInputs(self._has_text)
+        self.scheduler = Scheduler(segment.header.limits, source=self._inputs)
         self._flight: deque[tuple[StepPlan, Plan]] = deque()
         self._owners: dict[int, str] = {}
-        self._pending: tuple[float, ...] | None = None  # times of a step whose delivery is not over
-        self._now = 0.0
-        self._step = 0
 
-    def gather(self, gatherer: Gathers) -> None:
-        """Watch with one that is told more than a live engine tells."""
-        self._gatherer = self._sink = gatherer
-
-    def run(self, life: int) -> None:
-        """Make all calls; at the first difference note it and stop."""
-        first = None
-        try:
-            for call in self._segment.calls():
-                self._now = getattr(call, "now", self._now)
-                first = self._now if first is None else first
-                self._make(call)
-                self.report.num_calls += 1
-        except _UnequalError as unequal:
-            self.report.difference = Difference(life, self._step, self._now, unequal.lines)
-        except DivergenceError as divergence:
-            self.report.difference = Difference(life, self._step, self._now, (str(divergence),))
-        except InvariantError as error:
-            self.report.difference = Difference(life, self._step, self._now, (f"the scheduler refuses: {error}",))
-        self._tell_times(self._now)
-        self.report.seconds += self._now - (first or 0.0)
-        self.report.ends.append(self._segment.end_reason)
-
-    def _make(self, call: Call) -> None:
+    def make(self, call: Call) -> Replayed:
+        """Make one call. Raises DivergenceError where it turns out otherwise."""
         scheduler = self.scheduler
-        if isinstance(call, Plan):
-            self._plan(call)
-        elif isinstance(call, Commit):
-            self._commit(call)
-        elif isinstance(call, Admit):
-            self._admit(call)
-        elif isinstance(call, Cancel):
-            error = None if call.message is None else FinishError(ErrorKind.ENGINE, call.message)  # kinds are not kept
-            scheduler.cancel(call.request_ids, call.now, call.reason, error)
-            self._decided(scheduler.take_events())
+        if isinstance(call, Plan | Commit | Admit):
+            self._inputs.begin(call)
+            try:
+                made = self._make_step(call)
+            except InvariantError as error:
+                raise DivergenceError(f"the scheduler refuses: {error}") from None
+            self._inputs.end()
+            return made
+        if isinstance(call, Cancel):
+            cause = None if call.message is None else FinishError(ErrorKind.ENGINE, call.message)  # kinds are not kept
+            scheduler.cancel(call.request_ids, call.now, call.reason, cause)
         elif isinstance(call, EndChoice):
             scheduler.end_choice(call.request_id, call.choice, call.now, call.reason)
-            self._decided(scheduler.take_events())
         elif isinstance(call, Control):
             self._control(call)
+            return _NOTHING
+        return Replayed(scheduler.take_events())
+
+    def _make_step(self, call: Admit | Plan | Commit) -> Replayed:
+        if isinstance(call, Plan):
+            return self._plan(call)
+        return self._commit(call) if isinstance(call, Commit) else self._admit(call)
 
     def _control(self, call: Control) -> None:
         if call.verb == "limit_step":
@@ -164,69 +185,88 @@ class Replay:
         elif call.verb in ("pause", "resume", "drain", "reset_prefix_cache"):
             getattr(self.scheduler, call.verb)()
         else:
-            raise RecordingError(f"{self._segment.path} has the unknown verb {call.verb!r}")
+            raise RecordingError(f"{self._path} has the unknown verb {call.verb!r}")
 
-    def _admit(self, call: Admit) -> None:
-        self._inputs.begin(call.keys)
-        self._inputs.is_blind = call.is_blind
+    def _admit(self, call: Admit) -> Replayed:
         try:
-            admission = self.scheduler.admit(call.request, call.now)
+            return Replayed(max_tokens=self.scheduler.admit(call.request, call.now).max_tokens)
         except RequestError as error:
-            raise _UnequalError(f"request {call.request.request_id} was taken, and is refused now: {error}") from None
-        self._inputs.end()
-        self.report.num_requests += 1
-        if self._gatherer is not None:
-            self._gatherer.arrived(call.request, admission.max_tokens, call.now)
-            self._gatherer.keyed(call.keys)
-        self._sink.admitted(call.request)
+            name = call.request.request_id
+            raise DivergenceError(f"request {name} was taken, and is refused now: {error}") from None
 
-    def _plan(self, call: Plan) -> None:
-        self._tell_times(call.now)
-        self._step = call.plan.step
-        self._inputs.begin(call.keys, call.plan)
+    def _plan(self, call: Plan) -> Replayed:
+        self.step = call.plan.step
         plan = self.scheduler.plan(call.now, call.only)
-        if plan.is_empty:
-            if call.digest:
-                raise _UnequalError(*differences(call.plan, plan, self._owners))
-        else:
-            self._compare(call, plan)
-        self._inputs.end()
-        if self._gatherer is not None:
-            self._gatherer.keyed(call.keys)
-        self._decided(plan.events)
-
-    def _compare(self, call: Plan, plan: StepPlan) -> None:
-        self.report.num_plans += 1
-        if plan.digest(self._has_text) != call.digest:
-            raise _UnequalError(*differences(call.plan, plan, self._owners))
-        self.report.num_equal += 1
+        if (b"" if plan.is_empty else plan.digest(self._has_text)) != call.digest:
+            raise DivergenceError(*differences(call.plan, plan, self._owners))
         for new in plan.new_sequences:
             self._owners[new.slot] = new.request_id
-        self._flight.append((plan, call))
+        if not plan.is_empty:
+            self._flight.append((plan, call))
+        return Replayed(plan.events, plan=plan)
 
-    def _commit(self, call: Commit) -> None:
-        self._step = call.step
+    def _commit(self, call: Commit) -> Replayed:
+        self.step = call.step
         if not self._flight or self._flight[0][0].step != call.step:
-            raise _UnequalError(f"step {call.step} is committed, and not the oldest in flight")
+            raise DivergenceError(f"step {call.step} is committed, and not the oldest in flight")
         plan, planned = self._flight.popleft()
-        self._inputs.begin(call.keys)
         events = self.scheduler.commit(plan, call.outcome, call.now)
-        self._inputs.end()
-        if isinstance(call.outcome, StepResult):
-            self._keep_times(planned, call, call.outcome)
-            self.report.num_tokens += len(events.request_ids)
-        else:
+        if not isinstance(call.outcome, StepResult):
             self._flight.clear()
-            self.report.num_failed_steps += 1
-        if self._gatherer is not None:
-            self._gatherer.keyed(call.keys)
-            self._gatherer.tokens(events)
-        self._decided(events.decisions)
-        self._sink.stepped(plan, call.outcome, events)
+        return Replayed(events.decisions, plan=plan, planned=planned, events=events)
 
-    def _decided(self, decisions: tuple[Event, ...]) -> None:
-        if decisions:
-            self._sink.decided(decisions)
+
+class _SegmentReplay:
+    """Replays one segment into a report and a sink."""
+
+    def __init__(
+        self, segment: Segment, report: ReplayReport, make_sink: MakeSink | None, add_times: AddTimes | None
+    ) -> None:
+        self._segment = segment
+        self._report = report
+        self._replayer = Replayer(segment)
+        self._sink = None if make_sink is None else make_sink(self._replayer.scheduler, segment.header)
+        self._add_times = add_times
+        self._pending: tuple[float, ...] | None = None  # times of a step whose delivery is not over
+
+    def run(self, life: int) -> None:
+        """Make all calls; at the first difference note it and stop."""
+        report, first, now = self._report, None, 0.0
+        try:
+            for call in self._segment.calls():
+                now = getattr(call, "now", now)
+                first = now if first is None else first
+                if isinstance(call, Plan):
+                    self._tell_times(now)
+                    report.num_plans += bool(call.digest)
+                self._follow(call, self._replayer.make(call))
+                report.num_calls += 1
+        except DivergenceError as divergence:
+            report.difference = Difference(life, self._replayer.step, now, divergence.lines)
+        self._tell_times(now)
+        report.seconds += now - (first or 0.0)
+        report.ends.append(self._segment.end_reason)
+
+    def _follow(self, call: Call, made: Replayed) -> None:
+        """Count a call, and tell the sink."""
+        report, sink = self._report, self._sink
+        if isinstance(call, Admit):
+            report.num_requests += 1
+            if sink is not None:
+                sink.admitted(call.request)
+        elif isinstance(call, Plan):
+            report.num_equal += bool(call.digest)
+        elif isinstance(call, Commit):
+            assert made.planned is not None and made.events is not None
+            if isinstance(call.outcome, StepResult):
+                self._keep_times(made.planned, call, call.outcome)
+                report.num_tokens += len(made.events.request_ids)
+            else:
+                report.num_failed_steps += 1
+        if sink is not None and made.decisions:
+            sink.decided(made.decisions)
+        if sink is not None and isinstance(call, Commit) and made.plan is not None and made.events is not None:
+            sink.stepped(made.plan, call.outcome, made.events)
 
     def _keep_times(self, planned: Plan, call: Commit, outcome: StepResult) -> None:
         parts = outcome.timings
@@ -235,25 +275,97 @@ class Replay:
 
     def _tell_times(self, now: float) -> None:
         """A step is over when the next plan is begun: until then its tokens were delivered."""
-        if self._pending is not None and self.add_times is not None:
+        if self._pending is not None and self._add_times is not None:
             *parts, committed, begun = self._pending
-            self.add_times((*parts, now - committed, now - begun))
+            self._add_times((*parts, now - committed, now - begun))
         self._pending = None
 
 
 def replay(recording: Recording, make_sink: MakeSink | None = None, add_times: AddTimes | None = None) -> ReplayReport:
-    """Replay all segments, telling a watcher what a live engine's would hear; ends at the first difference.
+    """Replay all segments, telling a sink what a live engine would; ends at the first difference.
 
     `add_times` gets each step's seconds in its parts (schedule, prepare, forward, sample, emit, all) once they are
-    known: behind the watcher's `stepped`, in front of the next. Raises RecordingError; ConfigError for a policy that
-    is not installed here.
+    known: after the sink's `stepped`, before the next. Raises RecordingError; ConfigError for a policy that is not
+    installed here.
     """
     report = ReplayReport()
     for life, segment in enumerate(recording.segments):
-        one = Replay(segment, report, make_sink)
-        one.add_times = add_times
-        one.run(life)
+        _SegmentReplay(segment, report, make_sink, add_times).run(life)
         report.num_segments += 1
         if report.difference is not None:
             break
     return report
+
+
+# --- differences in words ------------------------------------------------------------------------------------
+
+_FLAT = {
+    "edits": ("slot, group, index, block", 4),
+    "copies": ("group, source, destination", 3),
+    "swap_outs": ("group, device block, host block", 3),
+    "host_loads": ("group, host block, device block", 3),
+    "freed_slots": ("slot", 1),
+    "id_edits": ("slot, position, id", 3),
+}
+
+
+def differences(expected: StepPlan, got: StepPlan, owners: Mapping[int, str]) -> tuple[str, ...]:
+    """Lines that say what differs, the rows first; `owners` are the requests in the slots before these plans."""
+    lines: list[str] = []
+    if expected.step != got.step:
+        lines.append(f"step: expected {expected.step}, got {got.step}")
+    was, now = _slots_entered(expected), _slots_entered(got)
+    for name in dict.fromkeys((*was, *now)):
+        if was.get(name) != now.get(name):
+            lines.append(f"{name} enters: expected {was.get(name, 'not')}, got {now.get(name, 'not')}")
+    names = {**owners, **{new.slot: new.request_id for new in (*expected.new_sequences, *got.new_sequences)}}
+    lines += _row_differences(expected, got, names)
+    for name, (parts, width) in _FLAT.items():
+        lines += _first_difference(f"{name} ({parts})", getattr(expected, name), getattr(got, name), width)
+    for name in ("finished_ids", "preempted_ids", "encode_jobs", "encoder_frees"):
+        theirs, ours = getattr(expected, name), getattr(got, name)
+        if name.startswith("encode"):
+            theirs, ours = len(theirs), len(ours)
+        if ours != theirs:
+            lines.append(f"{name}: expected {theirs}, got {ours}")
+    if not lines:
+        lines.append("all columns that are recorded are equal: ids, sampling parameters or media differ")
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES:] = [f"... and {len(lines) - MAX_LINES} more"]
+    return tuple(lines)
+
+
+def _slots_entered(plan: StepPlan) -> dict[str, str]:
+    return {
+        f"{new.request_id} choice {new.choice}" if new.choice else new.request_id: f"slot {new.slot}"
+        for new in plan.new_sequences
+    }
+
+
+def _row_differences(expected: StepPlan, got: StepPlan, names: Mapping[int, str]) -> list[str]:
+    was, now = _by_slot(expected), _by_slot(got)
+    lines = [
+        f"row of {names.get(slot, '?')} (slot {slot}): expected {was.get(slot, 'none')}, got {now.get(slot, 'none')}"
+        for slot in dict.fromkeys((*was, *now))
+        if was.get(slot) != now.get(slot)
+    ]
+    if not lines and expected.slots != got.slots:
+        lines.append(f"order of rows by slot: expected {expected.slots.tolist()}, got {got.slots.tolist()}")
+    return lines
+
+
+def _by_slot(plan: StepPlan) -> dict[int, str]:
+    return {
+        row.slot: f"positions {row.start} to {row.start + row.count}, flags {row.flags}, {len(row.drafts)} drafts"
+        for row in plan.rows()
+    }
+
+
+def _first_difference(what: str, expected: array[int], got: array[int], width: int) -> list[str]:
+    def entries(column: array[int]) -> list[list[int]]:
+        return [column[at : at + width].tolist() for at in range(0, len(column), width)]
+
+    for number, (was, now) in enumerate(zip_longest(entries(expected), entries(got))):
+        if was != now:
+            return [f"{what}: entry {number}: expected {was or 'none'}, got {now or 'none'}"]
+    return []

@@ -12,7 +12,7 @@ from math import log
 
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
-from octavo.observe.recording.steps import RecordedStep
+from octavo.observe.recording.reader import RecordedStep
 from octavo.simulator.cost_model import StepShape, shape_of
 from octavo.simulator.costs.fitted import Fit, Fitted
 

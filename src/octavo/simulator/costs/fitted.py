@@ -18,8 +18,7 @@ import numpy as np
 
 from octavo.core.limits import Limits
 from octavo.errors import ConfigError
-from octavo.observe.recording.reader import open_recording
-from octavo.observe.recording.steps import RecordedStep, steps
+from octavo.observe.recording.reader import RecordedStep, open_recording, steps
 from octavo.simulator.cost_model import StepShape, shape_of
 from octavo.simulator.costs.features import HOST_NAMES, KNOTS, NAMES, decode_features, features, host_features
 from octavo.simulator.costs.least_squares import Array, solve
