@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.core.plan import Events
 from octavo.core.request import FinishReason, Request, Want
-from octavo.engine.delivery import Delivery, End
 from octavo.engine.wire import Outputs
 from octavo.errors import InvalidRequestError, OctavoError
-from octavo.frontend.ledger import Ledger
+from octavo.frontend.open_request import finished
+from octavo.frontend.open_requests import OpenRequests
 from tests.tiny_models import make_tiny_model
 
 PROMPTS = [list(range(5, 5 + length)) for length in (1, 7, 16, 33, 60)]
@@ -94,13 +95,14 @@ def test_scores_beside_an_answer_are_those_alone(llm: LLM) -> None:
 
 def test_a_vector_crosses_the_wire_and_is_kept_for_its_reader() -> None:
     vector = array("f", [0.6, 0.8]).tobytes()
-    sent = Delivery(pooled=(("r", vector), ("gone", vector)), ends=(End("r", FinishReason.STOP),))
-    came = Outputs.of(3, sent).delivery()
-    assert came == sent and not Delivery(pooled=sent.pooled).is_empty
-    ledger = Ledger(3)
+    sent = Events(1, 0.0, pooled=(("r", vector), ("gone", vector)), decisions=(finished("r", FinishReason.STOP),))
+    came = Outputs.of(3, sent).events()
+    assert came == sent and not Events(1, 0.0, pooled=sent.pooled).is_empty
+    ledger = OpenRequests(3)
     request = Request("r", array("i", [5]), SamplingParams(seed=0), wants=Want.POOL)
     entry = ledger.add(request)
-    assert ledger.accept(2, came) == [] and entry.pooled is None, "of an engine that was given up"
+    ledger.accept(2, came)
+    assert entry.pooled is None, "of an engine that was given up"
     assert entry.resumed() == request
     ledger.accept(3, came)
     (output,) = entry.take()

@@ -22,11 +22,10 @@ from tokenizers import decoders, models
 
 from octavo.config import StatisticsConfig
 from octavo.core.limits import Limits
-from octavo.core.plan import Event, StepPlan, StepResult
+from octavo.core.plan import Event, EventKind, Events, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted
-from octavo.engine.delivery import ChoiceEnd, Delivery, End
 from octavo.engine.loop import EngineLoop
 from octavo.executors.protocol import Capacity, ExecutorSpec
 from octavo.frontend.local_client import LocalClient
@@ -138,8 +137,8 @@ class Inbox:
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    ends: list[End] = field(default_factory=list)
-    choice_ends: list[ChoiceEnd] = field(default_factory=list)
+    ends: list[Event] = field(default_factory=list)
+    choice_ends: list[Event] = field(default_factory=list)
 
 
 class Harness:
@@ -180,21 +179,22 @@ class Harness:
         if self.loop.failure is None:
             invariants.check_no_leaks(self.scheduler)
 
-    def receive(self, delivery: Delivery) -> None:
+    def receive(self, events: Events) -> None:
         with self._changed:
             self.num_deliveries += 1
             for request_id, choice, position, token_id in zip(
-                delivery.request_ids, delivery.choices, delivery.positions, delivery.token_ids, strict=True
+                events.request_ids, events.choices, events.positions, events.token_ids, strict=True
             ):
                 inbox = self.inbox(request_id, choice)
                 assert not self.inbox(request_id).ends and not inbox.choice_ends, "a token came after the end"
                 inbox.ids.append(token_id)
                 inbox.positions.append(position)
-            for choice_end in delivery.choice_ends:
-                assert not self.inbox(choice_end.request_id).ends, "a choice ended after its request"
-                self.inbox(choice_end.request_id, choice_end.choice).choice_ends.append(choice_end)
-            for end in delivery.ends:
-                self.inbox(end.request_id).ends.append(end)
+            for event in events.decisions:
+                if event.kind == EventKind.CHOICE_FINISHED:
+                    assert not self.inbox(event.request_id).ends, "a choice ended after its request"
+                    self.inbox(event.request_id, event.choice).choice_ends.append(event)
+                elif event.kind == EventKind.FINISHED:
+                    self.inbox(event.request_id).ends.append(event)
             self._changed.notify_all()
 
     def inbox(self, request_id: str, choice: int = 0) -> Inbox:
@@ -225,12 +225,12 @@ class Harness:
         for request in requests:
             assert isinstance(self.submit(request), Accepted)
 
-    def end(self, request_id: str) -> End:
+    def end(self, request_id: str) -> Event:
         """Wait for a request's end."""
         self.wait(lambda: bool(self.inbox(request_id).ends))
         return self.inbox(request_id).ends[0]
 
-    def ends(self) -> dict[str, End]:
+    def ends(self) -> dict[str, Event]:
         """Wait for everyone's end."""
         return {request_id: self.end(request_id) for request_id in self.requests}
 
@@ -282,7 +282,7 @@ def make_text() -> Any:
     return SimpleNamespace(name="fake", tokenizer=tokenizer, spec=spec, prompt_ids_from_messages=prompt_ids)
 
 
-def is_cancelled(end: End) -> bool:
+def is_cancelled(end: Event) -> bool:
     return end.finish_reason is FinishReason.CANCELLED
 
 

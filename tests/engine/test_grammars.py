@@ -16,11 +16,10 @@ from tests.executors.driver import SPEC, make_prompt
 from tests.executors.test_torch_executor import make
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, make_tiny_model
 
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.plan import EventKind, Events, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted
-from octavo.engine.delivery import Delivery
 from octavo.engine.grammars import MAX_BUILD_S, STIR_S, Grammars
 from octavo.engine.heartbeat import NoHeart
 from octavo.engine.loop import EngineLoop
@@ -124,11 +123,11 @@ class Engine:
         self.loop.attach(self._receive)
         self.loop.start()
 
-    def _receive(self, delivery: Delivery) -> None:
+    def _receive(self, events: Events) -> None:
         with self._changed:
-            for name, token in zip(delivery.request_ids, delivery.token_ids, strict=True):
+            for name, token in zip(events.request_ids, events.token_ids, strict=True):
                 self.ids.setdefault(name, []).append(token)
-            for end in delivery.ends:
+            for end in (event for event in events.decisions if event.kind == EventKind.FINISHED):
                 assert end.request_id not in self.ends
                 self.ends[end.request_id] = end
             self._changed.notify_all()

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core.kv.group import GroupKind, GroupSpec
-from octavo.core.plan import TokenLogprobs
+from octavo.core.plan import Event, EventKind, Events, TokenLogprobs, WaitReason
 from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine import wire
-from octavo.engine.delivery import ChoiceEnd, Delivery, End
 from octavo.errors import ErrorKind, ModelFileError, RequestError, error_of
 from octavo.executors.protocol import Capacity
 
@@ -77,37 +76,41 @@ logprobs = st.builds(
     st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
 )
 errors = st.builds(FinishError, st.sampled_from(ErrorKind), names)
-choice_ends = st.builds(
-    ChoiceEnd, names, st.integers(0, 2**31), st.sampled_from(FinishReason), st.none() | int32, st.none() | errors
-)
-ends = st.builds(
-    End,
+decisions = st.builds(
+    Event,
+    st.sampled_from(EventKind),
     names,
-    st.sampled_from(FinishReason),
-    st.none() | int32,
-    st.integers(0, 2**31),
-    st.integers(0, 2**31),
     finite,
-    st.none() | errors,
+    st.integers(0, 2**62),
+    reason=st.none() | st.sampled_from(WaitReason),
+    num_tokens=st.integers(0, 2**31),
+    by=st.none() | names,
+    cached_tokens=st.integers(0, 2**31),
+    finish_reason=st.sampled_from(FinishReason),
+    stop_token_id=st.none() | int32,
+    error=st.none() | errors,
+    choice=st.integers(0, 2**31),
 )
 
 
 @st.composite
-def deliveries(draw: st.DrawFn) -> Delivery:
+def step_events(draw: st.DrawFn) -> Events:
     count = draw(st.integers(0, 8))
 
     def column() -> array[int]:
         return array("i", draw(st.lists(int32, min_size=count, max_size=count)))
 
-    return Delivery(
+    return Events(
+        draw(st.integers(0, 2**62)),
+        draw(finite),
         draw(st.lists(names, min_size=count, max_size=count)),
         column(),
         column(),
         column(),
         draw(st.none() | st.lists(st.none() | logprobs, min_size=count, max_size=count)),
         tuple(draw(st.lists(st.tuples(names, int32, st.lists(logprobs, max_size=3).map(tuple)), max_size=2))),
-        tuple(draw(st.lists(choice_ends, max_size=3))),
-        tuple(draw(st.lists(ends, max_size=3))),
+        tuple(draw(st.lists(st.tuples(names, st.binary(max_size=16)), max_size=2))),
+        tuple(draw(st.lists(decisions, max_size=4))),
     )
 
 
@@ -125,23 +128,16 @@ def test_requests_survive_the_wire(request: Request, epoch: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(deliveries())
-def test_deliveries_survive_the_wire(delivery: Delivery) -> None:
-    message = wire.decode_from_engine(body_of(wire.frame(wire.Outputs.of(7, delivery))))
-    assert isinstance(message, wire.Outputs) and message.delivery() == delivery
+@given(step_events())
+def test_events_survive_the_wire(events: Events) -> None:
+    message = wire.decode_from_engine(body_of(wire.frame(wire.Outputs.of(7, events))))
+    assert isinstance(message, wire.Outputs) and message.events() == events
 
 
 def test_no_field_of_a_core_type_is_forgotten() -> None:
-    pairs = (
-        (Request, wire.Submit),
-        (TokenLogprobs, wire.WireLogprobs),
-        (ChoiceEnd, wire.WireChoiceEnd),
-        (End, wire.WireEnd),
-    )
-    for core, message in pairs:
+    for core, message in ((Request, wire.Submit), (Events, wire.Outputs)):
         fields = [field.name for field in dataclasses.fields(core)]
         assert [name for name in message.__struct_fields__ if name != "epoch"] == fields
-    assert [f.name for f in dataclasses.fields(Delivery)] == list(wire.Outputs.__struct_fields__)[1:]
 
 
 CAPACITY = Capacity((GroupSpec(GroupKind.SLIDING, 8, 64, (0, 2)),), (9,), 16, 4, 128, 97, notes=("a note",))
@@ -191,7 +187,7 @@ def test_any_bytes_give_a_message_or_a_wire_error(body: bytes) -> None:
         try:
             message = decode(body)
             if isinstance(message, wire.Outputs):
-                message.delivery()
+                message.events()
             if isinstance(message, wire.Submit):
                 message.request()
         except (wire.WireError, RequestError):
@@ -220,13 +216,13 @@ def test_K02_a_block_key_of_another_size_is_refused(size: int) -> None:
 
 
 def test_columns_of_unequal_length_are_refused() -> None:
-    message = wire.Outputs.of(1, Delivery(["a"], array("i", [0]), array("i", [0]), array("i", [5])))
+    message = wire.Outputs.of(1, Events(1, 0.0, ["a"], array("i", [0]), array("i", [0]), array("i", [5])))
     message.token_ids = array("i", [5, 6]).tobytes()
     with pytest.raises(wire.WireError, match="columns"):
-        message.delivery()
+        message.events()
     message.token_ids = b"abc"
     with pytest.raises(wire.WireError, match="32-bit"):
-        message.delivery()
+        message.events()
 
 
 @settings(max_examples=50, deadline=None)

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.core.plan import TokenLogprobs
+from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request, SamplingParams
-from octavo.engine.delivery import ChoiceEnd, Delivery, End, Start
 from octavo.engine.wire import Submit
 from octavo.errors import ConfigError, ErrorKind
 from octavo.frontend import journal as journal_module
@@ -24,7 +23,8 @@ from octavo.frontend.journal import Journal
 from octavo.frontend.journal_files import Clock, Disk, numbered, recover
 from octavo.frontend.journal_records import Appended, Began, Head, Opened, packed
 from octavo.frontend.journal_state import JournalState
-from octavo.frontend.ledger import Ledger
+from octavo.frontend.open_request import finished
+from octavo.frontend.open_requests import OpenRequests
 
 HASH = b"h" * 32
 
@@ -68,10 +68,15 @@ def began(key: str = "key", num_requests: int = 1) -> Began:
     return Began(0, "tenant", key, HASH, b"facts", num_requests, 1.0)
 
 
-def tokens(name: str, *entries: tuple[int, int, int], logprobs: list[Any] | None = None, **rest: Any) -> Delivery:
+ADMITTED = Event(EventKind.ADMITTED, "a", 1.25, 1, cached_tokens=3)  # it arrived at 1.0
+
+
+def tokens(
+    name: str, *entries: tuple[int, int, int], logprobs: list[Any] | None = None, decisions: tuple[Event, ...] = ()
+) -> Events:
     """(choice, position, id) of one request."""
     choices, positions, token_ids = (array("i", column) for column in zip(*entries, strict=True))
-    return Delivery([name] * len(entries), choices, positions, token_ids, logprobs, **rest)
+    return Events(1, 0.0, [name] * len(entries), choices, positions, token_ids, logprobs, decisions=decisions)
 
 
 def start(journal: Journal, name: str = "a", key: str = "key", **options: Any) -> int:
@@ -105,10 +110,10 @@ def test_a_next_life_finds_requests_ids_and_ends(tmp_path: Path) -> None:
     run = start(journal, "a", "first", n=2, logprobs=1)
     start(journal, "b", "second")
     entry = TokenLogprobs(7, -0.5, 1, (7,), (-0.5,))
-    journal.appended(tokens("a", (0, 0, 7), (1, 0, 8), logprobs=[entry, None], starts=(Start("a", 0.25, 3),)))
+    journal.appended(tokens("a", (0, 0, 7), (1, 0, 8), logprobs=[entry, None], decisions=(ADMITTED,)))
     journal.appended(tokens("b", (0, 0, 5)))
-    journal.appended(Delivery(choice_ends=(ChoiceEnd("a", 0, FinishReason.STOP, 2),)))
-    journal.appended(tokens("b", (0, 1, 6), ends=(End("b", FinishReason.LENGTH, None, 4, 1, 0.5),)))
+    journal.appended(Events(1, 0.0, decisions=(finished("a", FinishReason.STOP, choice=0, stop_token_id=2),)))
+    journal.appended(tokens("b", (0, 1, 6), decisions=(replace(finished("b", FinishReason.LENGTH), cached_tokens=4),)))
     journal.appended(tokens("unknown", (0, 0, 1)))
     expected = contents(journal)
     journal.close()
@@ -119,17 +124,17 @@ def test_a_next_life_finds_requests_ids_and_ends(tmp_path: Path) -> None:
     assert held.request == journal.state.requests[held.number].request and held.request.block_keys is None
     assert held.pages[0].logprobs == [entry] and held.pages[1].logprobs == [None]
     entry_of = held.entry()
-    assert entry_of.start == Start("a", 0.25, 3) and entry_of.page(0).end.stop_token_id == 2  # type: ignore[union-attr]
+    assert (entry_of.queue_s, entry_of.cached_tokens) == (0.25, 3) and entry_of.page(0).end.stop_token_id == 2  # type: ignore[union-attr]
     assert [list(output.token_ids) for output in entry_of.take()] == [[7], [8]]
     ended = later.recovered[1].requests[0].entry()
-    assert ended.end == End("b", FinishReason.LENGTH, None, 4, 1, 0.5) and ended.take()[-1].is_final
+    assert ended.end == replace(finished("b", FinishReason.LENGTH), cached_tokens=4) and ended.take()[-1].is_final
     assert later.begin(began(), []) > max(run.began.run for run in later.recovered[:2])
     later.close()
 
 
 def test_the_ledger_tells_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "m")
-    ledger = Ledger(observer=journal)
+    ledger = OpenRequests(observer=journal)
     journal.begin(began(), ["a"])
     ledger.add(make_request("a"))
     ledger.add(make_request("other"))
@@ -218,7 +223,7 @@ def make_history(folder: Path) -> tuple[list[int], dict[int, dict[str, Any]]]:
         note()
         journal.appended(tokens("b", (0, position, position + 3)))
         note()
-    journal.appended(Delivery(ends=(End("a", FinishReason.STOP),)))
+    journal.appended(Events(1, 0.0, decisions=(finished("a", FinishReason.STOP),)))
     note()
     journal.close()
     return list(known), known
@@ -265,7 +270,7 @@ def test_a_hole_between_segments_leaves_requests_open_with_what_came_before(tmp_
     whole = path.read_bytes()
     journal.appended(tokens("a", (0, 1, 6)))
     asyncio.run(journal._renew())
-    journal.appended(tokens("a", (0, 2, 7), ends=(End("a", FinishReason.LENGTH),)))
+    journal.appended(tokens("a", (0, 2, 7), decisions=(finished("a", FinishReason.LENGTH),)))
     journal.close()
     numbered(tmp_path)[0][1].unlink()  # the snapshot is lost, and an old segment with less is back
     path.write_bytes(whole)
@@ -318,7 +323,7 @@ def test_a_request_that_ends_every_life_is_given_up(tmp_path: Path, caplog: pyte
     start(journal, "bad", "bad")
     start(journal, "good", "good")
     start(journal, "done", "done")
-    journal.appended(tokens("done", (0, 0, 1), ends=(End("done", FinishReason.STOP),)))
+    journal.appended(tokens("done", (0, 0, 1), decisions=(finished("done", FinishReason.STOP),)))
     for life in range(1, 6):
         journal.close()
         journal = reopened(tmp_path)
@@ -339,7 +344,7 @@ async def test_compaction_keeps_what_is_held_and_frees_the_rest(
         run = start(journal, f"r{number}", f"k{number}", length=200)
         entry = TokenLogprobs(7, -0.5, 1, (7,), (-0.5,))
         journal.appended(tokens("kept", (0, number, 7), logprobs=[entry]))
-        journal.appended(tokens(f"r{number}", (0, 0, 1), ends=(End(f"r{number}", FinishReason.STOP),)))
+        journal.appended(tokens(f"r{number}", (0, 0, 1), decisions=(finished(f"r{number}", FinishReason.STOP),)))
         if number < 290:
             journal.forget(run)
         journal.tick()
@@ -371,7 +376,7 @@ async def test_R21_a_full_disk_suspends_it_and_room_brings_it_back(
     journal.appended(tokens("a", (0, 1, 6)))
     assert journal.trouble == "No space left on device" and journal.report()["state"] == "suspended"
     start(journal, "b", "2")
-    journal.appended(tokens("b", (0, 0, 8), ends=(End("b", FinishReason.STOP),)))
+    journal.appended(tokens("b", (0, 0, 8), decisions=(finished("b", FinishReason.STOP),)))
     journal.tick()
     while journal._tasks:
         await asyncio.sleep(0.001)
@@ -492,9 +497,11 @@ def test_one_delivery_is_one_write(tmp_path: Path) -> None:
     before = disk.num_writes
     names = [f"r{number}" for number in range(8)]
     zeros = array("i", [0] * 8)
-    journal.appended(Delivery(names, zeros, zeros, zeros, ends=tuple(End(name, FinishReason.STOP) for name in names)))
+    journal.appended(
+        Events(1, 0.0, names, zeros, zeros, zeros, decisions=tuple(finished(name, FinishReason.STOP) for name in names))
+    )
     assert disk.num_writes == before + 1
-    journal.appended(Delivery(names, zeros, zeros, zeros))
+    journal.appended(Events(1, 0.0, names, zeros, zeros, zeros))
     assert disk.num_writes == before + 1, "nobody of them is open"
     journal.close()
 

@@ -21,7 +21,7 @@ from octavo.core.request import FinishReason, SamplingParams
 from octavo.engine.client import TokenOutput
 from octavo.errors import CapacityError, EngineDeadError, ErrorKind, QueueFullError
 from octavo.frontend import keeper as keeper_module
-from octavo.frontend.entry import Entry
+from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.keeper import EngineKeeper, KeeperState
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
@@ -258,9 +258,9 @@ async def test_choices_go_on_where_they_were() -> None:
 async def test_requests_of_an_earlier_front_end_are_resumed() -> None:
     async with keeping() as keeper:
         request = make_request("a", max_tokens=20)
-        whole, part = expected(request), Entry(request)
+        whole, part = expected(request), OpenRequest(request)
         part.pages[0].ids.extend(whole[:7])
-        done = Entry(replace(make_request("b", max_tokens=4), request_id="b"))
+        done = OpenRequest(replace(make_request("b", max_tokens=4), request_id="b"))
         done.pages[0].ids.extend(expected(make_request("b", max_tokens=4)))
         keeper.restore([part, done])
         assert (await read(keeper, "a"))[0] == whole

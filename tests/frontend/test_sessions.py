@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.engine.fakes import EOS, VOCAB_SIZE, GatedExecutor, ScriptedExecutor, make_limits, make_text, running
 
+from octavo.core.plan import Events
 from octavo.core.request import FinishReason, SamplingParams
-from octavo.engine.delivery import Delivery
 from octavo.errors import (
     AdmissionError,
     DuplicateRequestError,
@@ -358,8 +358,8 @@ async def test_a_client_ignores_deliveries_of_no_request() -> None:
     async with running() as sessions:
         client = sessions.client
         assert isinstance(client, LocalClient)
-        client._channels.deliver(0, Delivery(["ghost"], *(_column(0) for _ in range(3))))
-        assert client._channels.ledger.rejections.unknown == 1
+        client._requests.accept(0, Events(1, 0.0, ["ghost"], *(_column(0) for _ in range(3))))
+        assert client._requests.rejections.unknown == 1
 
 
 def _column(value: int) -> Any:

@@ -110,7 +110,7 @@ async def test_requests_run_end_to_end() -> None:
             assert ids == expected(request) and last.finish_reason is FinishReason.LENGTH
         statistics: Any = await client.statistics()
         assert statistics["scheduler"]["finished"]["length"] == 12
-        assert len(client.channels.ledger) == 0
+        assert len(client.requests) == 0
 
 
 def test_who_sees_the_socket_can_connect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ async def test_frames_of_another_epoch_are_dropped_and_counted() -> None:
             async with asyncio.timeout(0.2):
                 await client.submit(make_request("a"))
         assert client.num_stale >= 1 and server.server.dropped.stale_epochs >= 1
-        assert len(client.channels.ledger) == 0
+        assert len(client.requests) == 0
 
 
 async def test_a_request_over_the_frame_cap_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ async def test_a_request_over_the_frame_cap_is_refused_here(monkeypatch: pytest.
         monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 500)
         with pytest.raises(InvalidRequestError, match="too large"):
             await client.submit(make_request("a", length=500))
-        assert len(client.channels.ledger) == 0
+        assert len(client.requests) == 0
 
 
 def test_reliability_30_fuzzed_frames_at_the_server_are_dropped() -> None:

@@ -18,11 +18,13 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
-from octavo.engine.delivery import MAX_PREEMPTIONS_TOLD, Outbox
 from octavo.engine.loop import EngineLoop
+from octavo.engine.outbox import Outbox
 from octavo.errors import ConfigError
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
+from octavo.frontend.open_request import MAX_PREEMPTIONS_TOLD
+from octavo.frontend.open_requests import OpenRequests
 from octavo.observe.otel import Tracer, check_endpoint
 from octavo.observe.request_trace import RequestTrace, Timed
 from tests.engine.fakes import make_request
@@ -113,15 +115,22 @@ async def test_preemptions_are_spans_inside_the_request() -> None:
 
 def test_times_out_of_the_batch_go_with_the_end_and_are_bounded() -> None:
     outbox = Outbox()
-    outbox.open(make_request("a"))
+    outbox.open("a")
+    requests = OpenRequests()
+    requests.add(make_request("a"))
     arrival = make_request("a").arrival
     events = [Event(EventKind.ADMITTED, "a", arrival + 1, 1)]
     for turn in range(MAX_PREEMPTIONS_TOLD + 5):
         events.append(Event(EventKind.PREEMPTED, "a", arrival + 2 + turn, 2, by="b"))
         events.append(Event(EventKind.RESUMED, "a", arrival + 2.5 + turn, 3))
     events.append(Event(EventKind.FINISHED, "a", arrival + 99, 4, finish_reason=FinishReason.LENGTH))
-    (end,) = outbox.decided(events).ends
-    assert end.num_preemptions == MAX_PREEMPTIONS_TOLD + 5 and len(end.preempted) == MAX_PREEMPTIONS_TOLD
+    sent = outbox.decided(tuple(events))
+    assert sent is not None and len(sent.decisions) == len(events)
+    requests.accept(0, sent)
+    state = requests.get("a")
+    assert state is not None
+    (end,) = state.take()
+    assert end.is_final and end.queue_s == 1.0 and len(end.preempted) == MAX_PREEMPTIONS_TOLD
     assert end.preempted[0] == (2.0, 2.5)
 
 

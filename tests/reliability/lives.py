@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from octavo.core.limits import Limits
+from octavo.core.plan import Events
 from octavo.core.request import FinishReason, Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.clock import MonotonicClock
-from octavo.engine.delivery import Delivery
 from octavo.engine.grammars import Grammars
 from octavo.engine.loop import EngineLoop
 from octavo.errors import RequestError
@@ -50,7 +50,7 @@ class Life:
         self,
         epoch: int,
         opened: Opened,
-        receive: Callable[[int, Delivery], None],
+        receive: Callable[[int, Events], None],
         depth: int,
         vocabulary: Vocabulary | None = None,
     ) -> None:
@@ -61,7 +61,7 @@ class Life:
         self.num_turns = 0
         self.scheduler = Scheduler(limits)
         self.loop = EngineLoop(self.scheduler, executor, clock=NoWait(), depth=depth, grammars=grammars)
-        self.loop.attach(lambda delivery: receive(epoch, delivery) if self.is_alive else None)
+        self.loop.attach(lambda events: receive(epoch, events) if self.is_alive else None)
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:
         answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()

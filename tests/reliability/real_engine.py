@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from octavo.config import ExecutionConfig, ModelConfig
-from octavo.core.plan import StepPlan
+from octavo.core.plan import Events, StepPlan
 from octavo.core.request import FinishReason, Request, SamplingParams
-from octavo.engine.delivery import Delivery
 from octavo.executors.protocol import Capacity, ExecutorSpec
 from octavo.executors.torch_executor import TorchExecutor
 from octavo.ops import cpu
@@ -75,11 +74,11 @@ class RealHarness(Harness):
         fields = {"block_size": 8, "num_blocks": (96,), "vocab_size": VOCAB_SIZE, "max_sequences": 24}
         super().__init__(executor, limits=make_limits(**{**fields, **limits}), depth=depth)  # type: ignore[arg-type]
 
-    def receive(self, delivery: Delivery) -> None:
-        entries = delivery.logprobs or [None] * len(delivery.request_ids)
-        for name, choice, entry in zip(delivery.request_ids, delivery.choices, entries, strict=True):
+    def receive(self, events: Events) -> None:
+        entries = events.logprobs or [None] * len(events.request_ids)
+        for name, choice, entry in zip(events.request_ids, events.choices, entries, strict=True):
             self.logprobs.setdefault((name, choice), []).append(entry)
-        super().receive(delivery)
+        super().receive(events)
 
     def serve(self, requests: Sequence[Request]) -> Said:
         """Serve all at once; what they said."""

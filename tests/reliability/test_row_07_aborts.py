@@ -233,9 +233,9 @@ async def test_row_07_aborts_over_the_socket_leave_nothing_in_the_front(score: S
             while statistics["loop"]["open_requests"]:  # aborts before the answer may still be on their way
                 statistics = await client.statistics()
             num_held += statistics["scheduler"]["num_blocks_used"] + statistics["scheduler"]["num_swapped"]
-            num_open += len(client.channels.ledger) + statistics["loop"]["open_requests"]
+            num_open += len(client.requests) + statistics["loop"]["open_requests"]
             num_awaited += len(client._submits) + len(client._answers)
-            num_unread = max(num_unread, client.channels.ledger.num_unread)
+            num_unread = max(num_unread, client.requests.num_unread)
             assert client.num_malformed == 0 and loop.failure is None
         invariants.check_no_leaks(scheduler)
     del client

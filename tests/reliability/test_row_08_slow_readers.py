@@ -46,7 +46,7 @@ class Server:
         return self._server._server.server_state.connections  # type: ignore[return-value]
 
     def look(self, sessions: Sessions) -> None:
-        ledger = sessions.client.channels.ledger  # type: ignore[attr-defined]
+        ledger = sessions.client.requests  # type: ignore[attr-defined]
         waiting = [4 * sum(len(page.ids) - page.num_read for page in entry.pages.values())
                    + 600 * sum(len(page.logprobs) for page in entry.pages.values()) for entry in ledger]  # fmt: skip
         buffered = [connection.transport.get_write_buffer_size() for connection in self.connections]
@@ -166,7 +166,7 @@ async def test_row_08_slow_readers_are_cut_and_cost_the_others_nothing(score: Sc
     async with serving() as (server, sessions):
         p99s, lost = await both(server, sessions, count, num_tokens)
         async with asyncio.timeout(10):
-            while len(sessions.client.channels.ledger):  # type: ignore[attr-defined]
+            while len(sessions.client.requests):  # type: ignore[attr-defined]
                 await asyncio.sleep(0.01)
     score.count("slow readers not cut", count - server.num_cut)
     score.count("fast readers lost", lost)

@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.core.plan import TokenLogprobs
+from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishReason, SamplingParams, Want
 from octavo.engine import wire
-from octavo.engine.delivery import ChoiceEnd, Delivery, End, Start
-from octavo.errors import EngineError
+from octavo.errors import EngineError, ErrorKind
 from octavo.frontend.custody import Custody
+from octavo.frontend.open_request import finished
 from octavo.frontend.socket_client import SocketClient
 from tests.engine.fakes import GatedExecutor, expected, make_limits, make_request, open_fake
 from tests.frontend.test_socket import Server
@@ -51,17 +51,18 @@ def to_engine() -> list[Any]:
 def from_engine() -> list[Any]:
     """One of each message that an engine may send."""
     scores = (("r0", 1, (TokenLogprobs(5, -0.5, 1),)),)
-    delivery = Delivery(
-        ["r0", "r1"], array("i", [0, 0]), array("i", [0, 9]), array("i", [7, 8]), [TokenLogprobs(7, -1.0, 1), None],
-        scores,
-        (ChoiceEnd("r2", 1, FinishReason.STOP),), (End("r9", FinishReason.LENGTH),), (Start("r0", 0.1, 2),),
+    admitted = Event(EventKind.ADMITTED, "r0", 0.1, 1, cached_tokens=2)
+    events = Events(
+        1, 0.5, ["r0", "r1"], array("i", [0, 0]), array("i", [0, 9]), array("i", [7, 8]),
+        [TokenLogprobs(7, -1.0, 1), None], scores, (("r3", b"abcd"),),
+        (admitted, finished("r2", FinishReason.STOP, choice=1), finished("r9", FinishReason.LENGTH)),
     )  # fmt: skip
     return [
-        wire.Outputs.of(1, delivery),
+        wire.Outputs.of(1, events),
         wire.Took(1, "r0", 5, False),
         wire.Answer(1, 0, {"a": 1}),
-        wire.Failure(1, "AdmissionError", "no", "prompt", "r5"),
-        wire.Failure(1, "ModelFileError", "x: y", None, None, 3),
+        wire.Failure(1, ErrorKind.ADMISSION, "no", "prompt", "r5"),
+        wire.Failure(1, ErrorKind.MODEL_FILE, "x: y", None, None, 3),
         wire.Ready(1, wire.VERSION, open_fake(GatedExecutor(), make_limits())),
     ]
 
@@ -120,13 +121,11 @@ def test_row_30_an_engine_goes_on_whatever_its_client_sends(score: Score, seed: 
         for body in splitter.feed(data):
             message = wire.decode_from_engine(body)
             if isinstance(message, wire.Outputs):
-                delivery = message.delivery()
-                for name, position, token in zip(
-                    delivery.request_ids, delivery.positions, delivery.token_ids, strict=True
-                ):
+                events = message.events()
+                for name, position, token in zip(events.request_ids, events.positions, events.token_ids, strict=True):
                     if name == "good":
                         ids[position] = token
-                has_ended |= any(end.request_id == "good" for end in delivery.ends)
+                has_ended |= any(e.request_id == "good" and e.kind == EventKind.FINISHED for e in events.decisions)
     assert [ids[position] for position in sorted(ids)] == expected(request)
     dropped = server.server.dropped
     score.tell(
@@ -154,11 +153,11 @@ async def test_row_30_a_keeper_goes_on_whatever_its_engine_sends(score: Score) -
                     writer.write(framed(body))
                 column = array("i", [position] * 3)
                 ids = array("i", [expected(request)[position] for request in requests])
-                delivery = Delivery([r.request_id for r in requests], array("i", [0] * 3), column, ids)
-                writer.write(wire.frame(wire.Outputs.of(1, delivery)))
+                events = Events(1, 0.0, [r.request_id for r in requests], array("i", [0] * 3), column, ids)
+                writer.write(wire.frame(wire.Outputs.of(1, events)))
                 await writer.drain()
-            ends = tuple(End(request.request_id, FinishReason.LENGTH) for request in requests)
-            writer.write(wire.frame(wire.Outputs.of(1, Delivery(ends=ends))))
+            ends = tuple(finished(request.request_id, FinishReason.LENGTH) for request in requests)
+            writer.write(wire.frame(wire.Outputs.of(1, Events(1, 0.0, decisions=ends))))
             await reader.read()
             writer.close()
 

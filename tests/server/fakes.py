@@ -25,7 +25,7 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request, Want
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.errors import DuplicateRequestError, PromptTooLongError, too_long_message
-from octavo.frontend.entry import num_choices
+from octavo.frontend.open_request import num_choices
 from octavo.frontend.sessions import Sessions
 from octavo.observe.biographies import unknown
 from octavo.server.app import create_app

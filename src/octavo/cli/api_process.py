@@ -27,7 +27,7 @@ from octavo.config import Config
 from octavo.engine.parent import end_with_parent
 from octavo.errors import OctavoError
 from octavo.frontend.journal import open_journal
-from octavo.frontend.ledger import LedgerObserver
+from octavo.frontend.open_requests import LedgerObserver
 from octavo.machine import needing_memory
 from octavo.observe.log_lines import set_up_log, tell
 from octavo.server.event_loop import new_event_loop

@@ -14,10 +14,10 @@ from octavo.engine.client import EngineClient
 from octavo.engine.loop import EngineLoop
 from octavo.errors import ConfigError
 from octavo.executors.protocol import Capacity
-from octavo.frontend.entry import Entry
 from octavo.frontend.keeper import EngineKeeper, KeeperState
-from octavo.frontend.ledger import LedgerObserver
 from octavo.frontend.local_client import LocalClient
+from octavo.frontend.open_request import OpenRequest
+from octavo.frontend.open_requests import LedgerObserver
 from octavo.frontend.process import COMMAND
 
 WATCH_S = 0.5  # how long a dead engine of this process goes unnoticed
@@ -53,7 +53,7 @@ class Engine(Protocol):
         """Its lives so far."""
         ...
 
-    def restore(self, entries: Iterable[Entry]) -> None:
+    def restore(self, entries: Iterable[OpenRequest]) -> None:
         """Put back requests of a former server, and go on with them. Raises EngineDeadError."""
         ...
 
@@ -99,7 +99,7 @@ class InProcessEngine:
         """Its one life."""
         return {"epoch": 1, "restarts": 0}
 
-    def restore(self, entries: Iterable[Entry]) -> None:
+    def restore(self, entries: Iterable[OpenRequest]) -> None:
         """Refuse. Raises ConfigError."""
         raise ConfigError("an engine in the server's own process (--in-process) has no journal")
 
@@ -157,7 +157,7 @@ class KeptEngine:
         """Its lives so far."""
         return self.client.report()
 
-    def restore(self, entries: Iterable[Entry]) -> None:
+    def restore(self, entries: Iterable[OpenRequest]) -> None:
         """Put back requests of a former server, and go on with them."""
         self.client.restore(entries)
 

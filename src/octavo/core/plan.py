@@ -350,3 +350,8 @@ class Events:
     scores: tuple[tuple[str, int, tuple[TokenLogprobs, ...]], ...] = ()
     pooled: tuple[tuple[str, bytes], ...] = ()
     decisions: tuple[Event, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing became known, and nothing was decided."""
+        return not (self.request_ids or self.decisions or self.scores or self.pooled)

@@ -28,8 +28,8 @@ class TokenOutput:
     `position` is the index of the first new id among the choice's outputs. `finish_reason` is set on the choice's last
     one, together with stop_token_id and, where something went wrong, error. `is_final` marks the last output of the
     whole request. That one has queue_s (seconds from arrival to the first admission), cached_tokens (of the prompt,
-    found in the cache then; what a later engine finds does not count), num_preemptions and preempted (by the engine
-    that ended it; from and to, in seconds since its arrival).
+    found in the cache then; what a later engine finds does not count) and preempted (when it was out of the batch of
+    the engine that ended it; from and to, in seconds since its arrival).
     `logprobs` is None or aligned.
     `first_at` is when the request's first id came here, on the monotonic clock.
     `prompt_logprobs` arrives once, before or with the first id: (first position, entries). `pooled`, with the last
@@ -46,7 +46,6 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     cached_tokens: int = 0
-    num_preemptions: int = 0
     error: FinishError | None = None
     queue_s: float = 0.0
     first_at: float | None = None

@@ -20,10 +20,10 @@ from octavo.core.request import FinishError, FinishReason, Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted, Verb
 from octavo.engine.clock import Clock, MonotonicClock
-from octavo.engine.delivery import Delivery, Outbox
 from octavo.engine.flight import Flight
 from octavo.engine.grammars import Built, Grammars, collect, submit
 from octavo.engine.heartbeat import NoHeart
+from octavo.engine.outbox import Outbox
 from octavo.engine.replies import Reply, attempt, ignore
 from octavo.engine.suspects import Suspects
 from octavo.errors import EngineDeadError, EngineError, ErrorKind, QueueFullError, RequestError
@@ -39,7 +39,7 @@ MIN_WAIT_S = 0.001  # an empty plan waits at least this long, so that a deadline
 class EngineLoop:
     """Runs an opened executor under a scheduler.
 
-    `receive` gets one Delivery per step, in the loop's thread. `max_waiting` bounds the queue (0 = no bound):
+    `receive` gets the Events of each step, in the loop's thread. `max_waiting` bounds the queue (0 = no bound):
     beyond it submit answers QueueFullError. Without `grammars`, requests that have one are refused. Verbs may be called
     from any thread; each answers through `reply`.
     """
@@ -70,7 +70,7 @@ class EngineLoop:
         self._max_waiting = max_waiting
         self._grammars = grammars or Grammars()
         self._grammars.stir = partial(self._post, ignore, ignore)
-        self._receive: Callable[[Delivery], None] = ignore
+        self._receive: Callable[[Events], None] = ignore
         self._ended: Callable[[], None] = ignore
         self._flight: deque[Flight] = deque()
         self._outbox = Outbox()
@@ -85,8 +85,8 @@ class EngineLoop:
         self._is_warm = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def attach(self, receive: Callable[[Delivery], None], ended: Callable[[], None] | None = None) -> None:
-        """Send deliveries there, and call `ended` after the last. Call before start."""
+    def attach(self, receive: Callable[[Events], None], ended: Callable[[], None] | None = None) -> None:
+        """Send events there, and call `ended` after the last. Call before start."""
         self._receive = receive
         self._ended = ended or ignore
 
@@ -278,8 +278,7 @@ class EngineLoop:
 
     def _deliver(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
         self._grammars.committed(events)
-        delivery = self._outbox.committed(events)
-        self._send(delivery)
+        self._send(self._outbox.committed(events))
         if events.request_ids:
             self._suspects.progressed(events.request_ids)
         if isinstance(outcome, StepResult):
@@ -287,9 +286,9 @@ class EngineLoop:
         self._note(events.decisions)
         self.instruments.stepped(plan, outcome, events)
 
-    def _send(self, delivery: Delivery) -> None:
-        if not delivery.is_empty:
-            self._receive(delivery)
+    def _send(self, events: Events | None) -> None:
+        if events is not None and not events.is_empty:
+            self._receive(events)
 
     def _tell(self, decisions: tuple[Event, ...]) -> None:
         """Deliver and note decisions that came without a commit."""
@@ -328,7 +327,7 @@ class EngineLoop:
             reply(error)
             return
         self._grammars.open(request, built)
-        self._outbox.open(request)
+        self._outbox.open(request.request_id)
         self.instruments.admitted(request)
         reply(Accepted(request.request_id, admission.max_tokens, admission.capped))
         if ends_as is not None:
@@ -381,7 +380,7 @@ class EngineLoop:
         if self._failure is None:
             self._wind_up()
         reason = FinishReason.CANCELLED if self._failure is None else FinishReason.ERROR
-        attempt(lambda: self._send(self._outbox.end_all(reason, self._end_error())))
+        attempt(lambda: self._send(self._outbox.end_all(self.clock.now(), reason, self._end_error())))
         with self._condition:
             self._has_ended = True
             left, self._inbox = self._inbox, deque()

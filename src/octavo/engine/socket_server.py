@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from octavo.core.plan import Event, EventKind, Events
 from octavo.core.request import FinishError, FinishReason
 from octavo.engine import wire
 from octavo.engine.client import Accepted
-from octavo.engine.delivery import Delivery, End
 from octavo.engine.loop import EngineLoop
 from octavo.errors import EngineDeadError, EngineError, ErrorKind, RequestError
 from octavo.executors.protocol import Capacity
@@ -53,7 +53,7 @@ class EngineServer:
         early.rename(path)
         self._connection: socket.socket | None = None
         self._condition = threading.Condition()
-        self._outgoing: deque[wire.FromEngine | Delivery | None] = deque()  # None ends the writer
+        self._outgoing: deque[wire.FromEngine | Events | None] = deque()  # None ends the writer
         self._writer = threading.Thread(target=self._write_all, name="octavo-writer", daemon=True)
 
     def accept(self, timeout_s: float | None = None) -> None:
@@ -133,10 +133,10 @@ class EngineServer:
             _LOG.warning("a frame was dropped: %s", error)
         return True
 
-    def _deliver(self, engine: EngineLoop, delivery: Delivery) -> None:
+    def _deliver(self, engine: EngineLoop, events: Events) -> None:
         """In the engine's thread. A loop that died ends everybody: that is for the client, who may know better."""
         if engine.failure is None:
-            self._send(delivery)
+            self._send(events)
 
     def _engine_ended(self, engine: EngineLoop) -> None:
         """In the engine's thread: tell the client why, and wake the reader, so that the process ends too."""
@@ -158,7 +158,7 @@ class EngineServer:
         else:
             self._send(wire.Answer(self.epoch, number, value))
 
-    def _send(self, message: wire.FromEngine | Delivery | None) -> None:
+    def _send(self, message: wire.FromEngine | Events | None) -> None:
         """Queue for the writer, from any thread. What waits here is bounded by what the open requests may make."""
         with self._condition:
             self._outgoing.append(message)
@@ -185,21 +185,30 @@ class EngineServer:
                     connection.shutdown(socket.SHUT_RDWR)
                 break
 
-    def _encode(self, message: wire.FromEngine | Delivery) -> bytes:
+    def _encode(self, message: wire.FromEngine | Events) -> bytes:
         if isinstance(message, wire.Answer):
             try:
                 return wire.frame(message)
             except (wire.WireError, TypeError, ValueError, OverflowError) as error:
                 failed = EngineError(f"the answer cannot be sent: {error}")
                 return wire.frame(wire.Failure.of(self.epoch, failed, number=message.number))
-        if not isinstance(message, Delivery):
+        if not isinstance(message, Events):
             return wire.frame(message)
         try:
             return wire.frame(wire.Outputs.of(self.epoch, message))
-        except wire.WireError as error:  # one step's log-probabilities over the cap: whoever asked is told
+        except wire.WireError as error:  # one step's log-probabilities over the cap: their requests are told
             ids = dict.fromkeys((*message.request_ids, *(name for name, *_ in message.scores)))
-            ends = tuple(End(name, FinishReason.ERROR, error=FinishError(ErrorKind.ENGINE, str(error))) for name in ids)
-            known = tuple(end for end in message.ends if end.request_id not in ids)
-            choice_ends = tuple(end for end in message.choice_ends if end.request_id not in ids)
-            delivery = Delivery(choice_ends=choice_ends, ends=(*known, *ends))
-            return wire.frame(wire.Outputs.of(self.epoch, delivery))
+            failure = FinishError(ErrorKind.ENGINE, str(error))
+            ends = tuple(
+                Event(
+                    EventKind.FINISHED,
+                    name,
+                    message.time,
+                    message.step,
+                    finish_reason=FinishReason.ERROR,
+                    error=failure,
+                )
+                for name in ids
+            )
+            known = tuple(event for event in message.decisions if event.request_id not in ids)
+            return wire.frame(wire.Outputs.of(self.epoch, Events(message.step, message.time, decisions=known + ends)))

@@ -1,6 +1,6 @@
 """Frames between the front end and the engine process: `u32 length | msgpack` of tagged structs.
 
-Owns: the structs, their conversion from and to core types (the only one), size caps, the splitting of a byte
+Owns: the structs, their conversion from and to Request and Events (the only one), size caps, the splitting of a byte
 stream. Does not: read or write sockets. Lengths are little-endian; packed ids in this machine's order, which
 both ends share.
 Invariant: bytes from outside give a checked struct or a WireError, nothing else; every frame names its epoch.
@@ -16,16 +16,16 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from octavo.core.kv.keys import KEY_BYTES
-from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Span, Want
+from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
+from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine.client import Accepted, Verb
-from octavo.engine.delivery import ChoiceEnd, Delivery, End, Start
 from octavo.errors import EngineError, ErrorKind, OctavoError, RequestError, error_of, kind_of
 from octavo.executors.protocol import Capacity
 
 VERSION = 5
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
+_ENDS = (EventKind.FINISHED, EventKind.CHOICE_FINISHED)
 
 
 class WireError(EngineError):
@@ -145,99 +145,63 @@ class Took(_Message):
         return Accepted(self.request_id, self.max_tokens, self.capped)
 
 
-class WireLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Log-probabilities at one position."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
-
-
-class WireChoiceEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The end of one choice."""
-
-    request_id: str
-    choice: int
-    finish_reason: FinishReason
-    stop_token_id: int | None
-    error: FinishError | None
-
-
-class WireEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The end of one request."""
-
-    request_id: str
-    finish_reason: FinishReason
-    stop_token_id: int | None
-    cached_tokens: int
-    num_preemptions: int
-    queue_s: float
-    error: FinishError | None
-    preempted: tuple[tuple[float, float], ...]
-
-
-class WireStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The first admission of one request."""
-
-    request_id: str
-    queue_s: float
-    cached_tokens: int
-
-
 class Outputs(_Message):
-    """One step's delivery, as columns."""
+    """What a step gave: `Events`, its columns packed."""
 
-    request_ids: tuple[str, ...]
+    step: int
+    time: float
+    request_ids: list[str]
     choices: bytes
     positions: bytes
     token_ids: bytes
-    logprobs: tuple[WireLogprobs | None, ...] | None
-    scores: tuple[tuple[str, int, tuple[WireLogprobs, ...]], ...]
-    choice_ends: tuple[WireChoiceEnd, ...]
-    ends: tuple[WireEnd, ...]
-    starts: tuple[WireStart, ...]
+    logprobs: list[TokenLogprobs | None] | None
+    scores: tuple[tuple[str, int, tuple[TokenLogprobs, ...]], ...]
     pooled: tuple[tuple[str, bytes], ...]
+    decisions: tuple[Event, ...]
 
     @classmethod
-    def of(cls, epoch: int, delivery: Delivery) -> Outputs:
-        """Pack a delivery."""
-        logprobs = delivery.logprobs
+    def of(cls, epoch: int, events: Events) -> Outputs:
+        """Pack events."""
         return cls(
             epoch,
-            tuple(delivery.request_ids),
-            delivery.choices.tobytes(),
-            delivery.positions.tobytes(),
-            delivery.token_ids.tobytes(),
-            None if logprobs is None else tuple(None if entry is None else _pack_logprobs(entry) for entry in logprobs),
-            tuple((name, first, tuple(map(_pack_logprobs, entries))) for name, first, entries in delivery.scores),
-            tuple(WireChoiceEnd(*_fields(WireChoiceEnd, end)) for end in delivery.choice_ends),
-            tuple(WireEnd(*_fields(WireEnd, end)) for end in delivery.ends),
-            tuple(WireStart(*_fields(WireStart, start)) for start in delivery.starts),
-            delivery.pooled,
+            events.step,
+            events.time,
+            events.request_ids,
+            events.choices.tobytes(),
+            events.positions.tobytes(),
+            events.token_ids.tobytes(),
+            events.logprobs,
+            events.scores,
+            events.pooled,
+            events.decisions,
         )
 
-    def delivery(self) -> Delivery:
-        """Unpack it. Raises WireError when the columns differ in length."""
+    def events(self) -> Events:
+        """Unpack them. Raises WireError for columns that differ in length, or an end without a reason."""
         choices, positions, token_ids = map(_ids, (self.choices, self.positions, self.token_ids))
-        logprobs = self.logprobs
-        lengths = set(map(len, (self.request_ids, choices, positions, token_ids)))
-        if logprobs is not None:
-            lengths.add(len(logprobs))
-        if len(lengths) != 1:
-            raise WireError(f"columns of {sorted(lengths)} entries in one delivery")
-        return Delivery(
-            list(self.request_ids),
+        columns = (
+            self.request_ids,
             choices,
             positions,
             token_ids,
-            None if logprobs is None else [None if entry is None else _unpack_logprobs(entry) for entry in logprobs],
-            tuple((name, first, tuple(map(_unpack_logprobs, entries))) for name, first, entries in self.scores),
-            tuple(ChoiceEnd(*_fields(WireChoiceEnd, end)) for end in self.choice_ends),
-            tuple(End(*_fields(WireEnd, end)) for end in self.ends),
-            tuple(Start(*_fields(WireStart, start)) for start in self.starts),
+            *(() if self.logprobs is None else (self.logprobs,)),
+        )
+        lengths = set(map(len, columns))
+        if len(lengths) != 1:
+            raise WireError(f"columns of {sorted(lengths)} entries in one message")
+        if any(event.kind in _ENDS and event.finish_reason is None for event in self.decisions):
+            raise WireError("an end without a reason")
+        return Events(
+            self.step,
+            self.time,
+            self.request_ids,
+            choices,
+            positions,
+            token_ids,
+            self.logprobs,
+            self.scores,
             self.pooled,
+            self.decisions,
         )
 
 
@@ -307,10 +271,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
         raise WireError(f"not a message: {error}") from None
 
 
-def _fields(message: type[msgspec.Struct], record: object) -> list[Any]:
-    return [getattr(record, name) for name in message.__struct_fields__]
-
-
 def _pack(ids: array[int] | None) -> bytes | None:
     return None if ids is None else ids.tobytes()
 
@@ -323,11 +283,3 @@ def _ids(packed: bytes) -> array[int]:
     if len(packed) % 4:
         raise WireError(f"{len(packed)} bytes of 32-bit ids")
     return array("i", packed)
-
-
-def _pack_logprobs(entry: TokenLogprobs) -> WireLogprobs:
-    return WireLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs)
-
-
-def _unpack_logprobs(entry: WireLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs)

@@ -14,13 +14,12 @@ import math
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 
+from octavo.core.plan import Events
 from octavo.core.request import FinishError, FinishReason, Request
 from octavo.engine.client import Accepted, TokenOutput
-from octavo.engine.delivery import Delivery
 from octavo.errors import EngineDeadError, ErrorKind, OctavoError, kind_of
-from octavo.frontend.channels import Channels
-from octavo.frontend.entry import Entry
-from octavo.frontend.ledger import LedgerObserver
+from octavo.frontend.open_request import OpenRequest
+from octavo.frontend.open_requests import LedgerObserver, OpenRequests
 from octavo.frontend.quarantine import CONVICTED, Quarantine
 from octavo.frontend.socket_client import SocketClient
 
@@ -31,8 +30,7 @@ class Custody:
     """Keeps requests; `client` is the engine in force, None while there is none."""
 
     def __init__(self, observer: LedgerObserver | None = None) -> None:
-        self.channels = Channels(0, observer)
-        self.ledger = self.channels.ledger
+        self.ledger = OpenRequests(observer=observer)
         self.client: SocketClient | None = None
         self.num_resumed = 0
         self.num_convicted = 0
@@ -51,7 +49,7 @@ class Custody:
 
         Raises RequestError; EngineDeadError when there will be no engine.
         """
-        entry = self.channels.open(request)
+        entry = self.ledger.add(request)
         name = request.request_id
         self._quarantine.settled(name)  # an earlier request of this id may have been in a crash
         accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
@@ -63,7 +61,7 @@ class Custody:
             if self.ledger.get(name) is entry:
                 if self.client is not None and not self._quarantine.is_held(name):
                     self.client.post_cancel((name,))
-                self.channels.forget(name)
+                self.ledger.forget(name)
                 self._settled(name)
             raise
         finally:
@@ -72,7 +70,7 @@ class Custody:
 
     def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
         """Outputs of an accepted request, across engines."""
-        return self.channels.outputs(request_id, final_only)
+        return self.ledger.outputs(request_id, final_only)
 
     def cancel(self, request_ids: Iterable[str], reason: FinishReason, choice: int | None = None) -> int:
         """End requests, or one choice of them: at once where no engine has them. Returns how many are open here."""
@@ -85,22 +83,22 @@ class Custody:
             if self.client is None or self._quarantine.is_held(name):
                 self.end(name, reason, choice=choice)
             else:
-                entry.wanted.setdefault(choice, reason)  # the engine may die before it hears of it
+                entry.requested_ends.setdefault(choice, reason)  # the engine may die before it hears of it
                 sent.append(name)
         if sent and self.client is not None:
             self.client.post_cancel(sent, reason, choice)
         return count
 
-    def restore(self, entries: Iterable[Entry]) -> None:
+    def restore(self, entries: Iterable[OpenRequest]) -> None:
         """Put back requests of an earlier front end, ended ones too, and resume the others."""
         for entry in entries:
             self.ledger.restore(entry)
             if entry.end is None:
                 self._send_or_hold(entry)
 
-    def deliver(self, epoch: int, delivery: Delivery) -> None:
+    def deliver(self, epoch: int, events: Events) -> None:
         """Take in what an engine sent."""
-        self.channels.deliver(epoch, delivery)
+        self.ledger.accept(epoch, events)
         if self._quarantine.is_holding:
             self._go_on()
 
@@ -109,7 +107,7 @@ class Custody:
         entry = self.ledger.get_open(name)
         if entry is None:
             return
-        self.channels.end(name, reason, error, choice)
+        self.ledger.end(name, reason, error, choice)
         if entry.end is not None:
             accepted = Accepted(name, entry.max_tokens or entry.request.params.max_tokens or 1, capped=False)
             _settle(self._submits.get(name), accepted)
@@ -119,7 +117,7 @@ class Custody:
         """End everybody; submits that were never answered are refused."""
         for waiting in self._submits.values():
             _settle(waiting, refusal)
-        self.channels.end_all(reason, FinishError(kind_of(refusal), str(refusal)))
+        self.ledger.end_all(reason, FinishError(kind_of(refusal), str(refusal)))
 
     def expire(self, now: float) -> None:
         """End those whose time is over and that no engine has."""
@@ -131,7 +129,7 @@ class Custody:
                 late_s = now - request.deadline
                 error = FinishError(ErrorKind.DEADLINE, f"deadline passed {late_s:.3f} s ago")
                 self.end(name, FinishReason.TIMEOUT, error)
-            elif entry.start is None and now >= request.arrival + (request.queue_timeout or math.inf):
+            elif entry.queue_s is None and now >= request.arrival + (request.queue_timeout or math.inf):
                 what = f"queue_timeout of {request.queue_timeout} s passed before the request could start"
                 self.end(name, FinishReason.TIMEOUT, FinishError(ErrorKind.QUEUE_TIMEOUT, what))
 
@@ -165,7 +163,7 @@ class Custody:
     def begin(self, client: SocketClient) -> int:
         """A new engine: its epoch begins, and everybody open is sent to it, oldest first. Returns how many they are."""
         self.client = client
-        names = [request.request_id for request in self.ledger.advance(client.epoch)]
+        names = [state.request.request_id for state in self.ledger.begin_epoch(client.epoch)]
         self.num_resumed += len(names)
         self._quarantine.line_up(names)
         self._go_on()
@@ -190,11 +188,11 @@ class Custody:
             what = f"the engine died {CONVICTED} times with this request in its batch, the last time with it alone"
             self.end(name, FinishReason.ERROR, FinishError(ErrorKind.STEP_FAILED, what))
         for entry in self.ledger:
-            for choice, reason in tuple(entry.wanted.items()):
+            for choice, reason in tuple(entry.requested_ends.items()):
                 self.end(entry.request.request_id, reason, choice=choice)
-            entry.wanted.clear()
+            entry.requested_ends.clear()
 
-    def _send_or_hold(self, entry: Entry) -> None:
+    def _send_or_hold(self, entry: OpenRequest) -> None:
         if self.client is not None and self._quarantine.may_go(entry.request.request_id):
             self._send(entry)
 
@@ -215,13 +213,13 @@ class Custody:
                 if entry is not None:
                     self._send(entry)
 
-    def _send(self, entry: Entry) -> None:
+    def _send(self, entry: OpenRequest) -> None:
         """Send a request as it resumes; its answer comes later, or never when the engine dies first."""
         client, name = self.client, entry.request.request_id
         assert client is not None
-        held = entry.end_held()
+        held = entry.implied_end()
         if held is not None:
-            self.channels.finish(entry, held)
+            self.ledger.finish(entry, held)
             self._settled(name)
             return
         try:

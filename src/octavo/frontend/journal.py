@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from octavo.config import Config
+from octavo.core.plan import Events
 from octavo.core.request import Request
-from octavo.engine.delivery import Delivery
 from octavo.engine.wire import Submit
 from octavo.errors import ConfigError
 from octavo.frontend.journal_files import (
@@ -169,11 +169,11 @@ class Journal:
         self._open[request.request_id] = held
         self._put(Opened(run, index, number, Submit.of(0, held.request)))
 
-    def appended(self, delivery: Delivery) -> None:
+    def appended(self, events: Events) -> None:
         """The ledger accepted tokens and ends: one record, one write."""
         if not self._open:
             return
-        record = to_record(delivery, self._open, self.state, self._now())
+        record = to_record(events, self._open, self.state, self._now())
         if record is not None:
             self._put(record)
 

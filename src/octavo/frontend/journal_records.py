@@ -18,7 +18,7 @@ import msgspec
 
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishError, FinishReason
-from octavo.engine.wire import MAX_FRAME_BYTES, Submit, WireLogprobs
+from octavo.engine.wire import MAX_FRAME_BYTES, Submit
 from octavo.errors import ErrorKind, RequestError
 
 VERSION = 1
@@ -76,6 +76,16 @@ class Opened(_Record):
     submit: Submit
 
 
+class LoggedLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Log-probabilities at one position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
 class Started(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The first admission of a request."""
 
@@ -126,7 +136,7 @@ class Appended(_Record):
     choices: bytes
     positions: bytes
     token_ids: bytes
-    logprobs: tuple[WireLogprobs | None, ...] | None = None
+    logprobs: tuple[LoggedLogprobs | None, ...] | None = None
     choice_ends: tuple[ChoiceEnded, ...] = ()
     ends: tuple[Ended, ...] = ()
     starts: tuple[Started, ...] = ()
@@ -226,14 +236,14 @@ def _error_of(kind: ErrorKind | None, message: str | None) -> FinishError | None
     return FinishError(kind, message)
 
 
-def wire_logprobs(entries: Iterable[TokenLogprobs | None]) -> tuple[WireLogprobs | None, ...]:
+def wire_logprobs(entries: Iterable[TokenLogprobs | None]) -> tuple[LoggedLogprobs | None, ...]:
     """Log-probabilities as they stand in a record."""
     return tuple(
-        None if e is None else WireLogprobs(e.token_id, e.logprob, e.rank, e.top_ids, e.top_logprobs) for e in entries
+        None if e is None else LoggedLogprobs(e.token_id, e.logprob, e.rank, e.top_ids, e.top_logprobs) for e in entries
     )
 
 
-def core_logprobs(entry: WireLogprobs | None) -> TokenLogprobs | None:
+def core_logprobs(entry: LoggedLogprobs | None) -> TokenLogprobs | None:
     """One entry, as the rest of the engine has it."""
     if entry is None:
         return None

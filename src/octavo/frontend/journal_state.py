@@ -16,10 +16,8 @@ import msgspec
 
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Request
-from octavo.engine.delivery import ChoiceEnd, End, Start
 from octavo.engine.wire import Submit, WireError
 from octavo.errors import RequestError
-from octavo.frontend.entry import Entry, num_choices
 from octavo.frontend.journal_records import (
     Appended,
     Began,
@@ -32,6 +30,7 @@ from octavo.frontend.journal_records import (
     core_logprobs,
     wire_logprobs,
 )
+from octavo.frontend.open_request import OpenRequest, finished, num_choices
 
 _SNAPSHOT_TOKENS = 4096  # of one record: with 20 log-probabilities each it is far below the size cap
 _REQUEST_BYTES = 512  # roughly, without its ids
@@ -83,10 +82,10 @@ class HeldRequest:
             self.pages[choice] = HeldPage()
         return self.pages.get(choice)
 
-    def entry(self) -> Entry:
+    def entry(self) -> OpenRequest:
         """The ledger's entry for it, with nothing read: open requests are resumed from it."""
         name = self.request.request_id
-        entry = Entry(self.request)
+        entry = OpenRequest(self.request)
         entry.first_at = self.first_at
         for choice, held in self.pages.items():
             page = entry.page(choice)
@@ -94,13 +93,13 @@ class HeldRequest:
                 page.ids, page.logprobs = held.ids[:], held.logprobs[:]
         for held in self.pages.values():
             if (over := held.end) is not None:
-                entry.end_choice(ChoiceEnd(name, over.choice, over.finish_reason, over.stop_token_id, over.error))
+                stop = over.stop_token_id
+                entry.end_choice(finished(name, over.finish_reason, over.error, choice=over.choice, stop_token_id=stop))
         if self.start is not None:
-            entry.start = Start(name, self.start.queue_s, self.start.cached_tokens)
+            entry.queue_s, entry.cached_tokens = self.start.queue_s, self.start.cached_tokens
         if self.end is not None:
-            end = self.end
-            told = (end.finish_reason, end.stop_token_id, end.cached_tokens, end.num_preemptions, end.queue_s)
-            entry.finish(End(name, *told, end.error))
+            end = finished(name, self.end.finish_reason, self.end.error, stop_token_id=self.end.stop_token_id)
+            entry.finish(replace(end, cached_tokens=self.end.cached_tokens))
         return entry
 
     def append(self, choice: int, position: int, token_id: int, logprobs: TokenLogprobs | None) -> bool:

@@ -18,15 +18,15 @@ from enum import Enum
 from typing import TypeVar
 
 from octavo.config import Config
+from octavo.core.plan import Events
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, TokenOutput, Verb
-from octavo.engine.delivery import Delivery
 from octavo.engine.heartbeat import Phase
 from octavo.errors import EngineDeadError, OctavoError, QueueFullError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.custody import Custody
-from octavo.frontend.entry import Entry
-from octavo.frontend.ledger import LedgerObserver
+from octavo.frontend.open_request import OpenRequest
+from octavo.frontend.open_requests import LedgerObserver
 from octavo.frontend.process import COMMAND, EngineProcess
 from octavo.frontend.restarts import RestartBudget
 from octavo.frontend.socket_client import SocketClient
@@ -190,7 +190,7 @@ class EngineKeeper:
             return self._custody.with_epochs(answer)
         return await self._client_or_raise().control(verb, argument)
 
-    def restore(self, entries: Iterable[Entry]) -> None:
+    def restore(self, entries: Iterable[OpenRequest]) -> None:
         """Put back requests of an earlier front end, ended ones too, and resume the others.
 
         Raises DuplicateRequestError, EngineDeadError.
@@ -297,7 +297,7 @@ class EngineKeeper:
             heirs = list(self._custody.ledger)
             self._prepare_later(engine, heirs, asyncio.get_running_loop().time() + STANDBY_LATEST_S)
 
-    def _prepare_later(self, engine: EngineProcess, heirs: list[Entry], latest: float) -> None:
+    def _prepare_later(self, engine: EngineProcess, heirs: list[OpenRequest], latest: float) -> None:
         """Open a standby once the heirs of the last engine have gone on: they need the whole machine first."""
         loop = asyncio.get_running_loop()
 
@@ -312,9 +312,9 @@ class EngineKeeper:
 
         loop.call_later(STANDBY_DELAY_S, look)
 
-    def _deliver(self, epoch: int, delivery: Delivery) -> None:
-        self._custody.deliver(epoch, delivery)
-        if self._died_at is not None and delivery.request_ids and epoch == self.epoch:
+    def _deliver(self, epoch: int, events: Events) -> None:
+        self._custody.deliver(epoch, events)
+        if self._died_at is not None and events.request_ids and epoch == self.epoch:
             self._note_gap()
 
     def _note_gap(self) -> None:

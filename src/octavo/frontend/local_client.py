@@ -16,7 +16,7 @@ from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, TokenOutput, Verb
 from octavo.engine.loop import EngineLoop
 from octavo.frontend.bell import Bell
-from octavo.frontend.channels import Channels
+from octavo.frontend.open_requests import OpenRequests
 
 JOIN_POLL_S = 0.005
 _EPOCH = 0  # an engine in this process has one life
@@ -27,28 +27,28 @@ class LocalClient:
 
     def __init__(self, engine: EngineLoop) -> None:
         self._engine = engine
-        self._channels = Channels(_EPOCH)
+        self._requests = OpenRequests(_EPOCH)
         self._pending: deque[Callable[[], None]] = deque()
         self._is_woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bell = Bell(self._drain)
-        engine.attach(lambda delivery: self._hand_over(partial(self._channels.deliver, _EPOCH, delivery)))
+        engine.attach(lambda events: self._hand_over(partial(self._requests.accept, _EPOCH, events)))
 
     async def submit(self, request: Request) -> Accepted:
         """Hand a request over. Raises RequestError, EngineDeadError; cancelled while waiting, the request is too."""
         self._bind()
-        self._channels.open(request)
+        self._requests.add(request)
         try:
             accepted = await self._ask(partial(self._engine.submit, request))
         except BaseException:
-            self._channels.forget(request.request_id)
+            self._requests.forget(request.request_id)
             self._engine.cancel((request.request_id,))
             raise
         return cast(Accepted, accepted)
 
     def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
         """Outputs of an accepted request, ending after the final one."""
-        return self._channels.outputs(request_id, final_only)
+        return self._requests.outputs(request_id, final_only)
 
     async def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
@@ -101,7 +101,7 @@ class LocalClient:
             self._bell.ring()
         else:  # the event loop was closed over open requests: nobody is left to read
             self._pending.clear()
-            self._engine.cancel([entry.request.request_id for entry in self._channels.ledger])
+            self._engine.cancel([entry.request.request_id for entry in self._requests])
 
     def _drain(self) -> None:
         # Reset first: an action appended from here on either is seen by the loop below or wakes us again.

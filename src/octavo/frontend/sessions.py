@@ -26,9 +26,9 @@ from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import Accepted, EngineClient, TokenOutput
 from octavo.errors import AdmissionError, EngineDeadError, InvalidRequestError
 from octavo.executors.protocol import Capacity
-from octavo.frontend.channels import Reading
 from octavo.frontend.deltas import TextDelta, Usage, best_choices
-from octavo.frontend.entry import num_choices
+from octavo.frontend.open_request import num_choices
+from octavo.frontend.open_requests import OutputReader
 from octavo.frontend.output_slices import slice_tokens, slices
 from octavo.frontend.transcript import Transcript
 
@@ -129,7 +129,7 @@ class Session:
     @property
     def num_unread(self) -> int:
         """Tokens that are here and were not read, as far as the client tells."""
-        waiting = self._outputs.num_unread if isinstance(self._outputs, Reading) else 0
+        waiting = self._outputs.num_unread if isinstance(self._outputs, OutputReader) else 0
         return waiting + sum(len(output.token_ids) for output in self._slices)
 
     @property

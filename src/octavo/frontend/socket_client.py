@@ -16,17 +16,17 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from octavo.core.plan import Events
 from octavo.core.request import FinishError, FinishReason, Request
 from octavo.engine import wire
 from octavo.engine.client import Accepted, TokenOutput, Verb
-from octavo.engine.delivery import Delivery
 from octavo.errors import EngineDeadError, EngineError, ErrorKind, InvalidRequestError, OctavoError
 from octavo.executors.protocol import Capacity
-from octavo.frontend.channels import Channels
+from octavo.frontend.open_requests import OpenRequests
 
 _READ_BYTES = 1 << 18
 
-Receive = Callable[[int, Delivery], None]  # gets the epoch and what came
+Receive = Callable[[int, Events], None]  # gets the epoch and what came
 
 
 class SocketClient:
@@ -43,8 +43,8 @@ class SocketClient:
         self.epoch = epoch
         self.num_malformed = 0
         self.num_stale = 0
-        self.channels = Channels(epoch)
-        self._receive = receive or self.channels.deliver
+        self.requests = OpenRequests(epoch)
+        self._receive = receive or self.requests.accept
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count()
@@ -88,14 +88,14 @@ class SocketClient:
     async def submit(self, request: Request) -> Accepted:
         """Hand a request over. Raises RequestError, EngineDeadError."""
         self._check_alive()
-        self.channels.open(request)
+        self.requests.add(request)
         answer: asyncio.Future[Accepted] | None = None
         try:
             answer = self.send(request)
             await self._drain()
             return await answer
         except BaseException:
-            self.channels.forget(request.request_id)
+            self.requests.forget(request.request_id)
             if answer is not None and self.is_alive and not answer.done():
                 self._post(wire.frame(wire.Cancel(self.epoch, (request.request_id,), FinishReason.CANCELLED)))
             raise
@@ -117,7 +117,7 @@ class SocketClient:
 
     def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
         """Outputs of an accepted request, ending after the final one."""
-        return self.channels.outputs(request_id, final_only)
+        return self.requests.outputs(request_id, final_only)
 
     async def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
@@ -218,14 +218,14 @@ class SocketClient:
         """Act on one frame."""
         try:
             message = wire.decode_from_engine(body)
-            delivery = message.delivery() if isinstance(message, wire.Outputs) else None
+            events = message.events() if isinstance(message, wire.Outputs) else None
         except wire.WireError:
             self.num_malformed += 1
             return
         if message.epoch != self.epoch:
             self.num_stale += 1
-        elif delivery is not None:
-            self._receive(message.epoch, delivery)
+        elif events is not None:
+            self._receive(message.epoch, events)
         elif isinstance(message, wire.Took):
             _settle(self._answered(self._submits, message.request_id), message.accepted())
         elif isinstance(message, wire.Answer):
@@ -261,7 +261,7 @@ class SocketClient:
         self._asked_at.clear()
         if not self._ready.cancelled():
             self._ready.exception()
-        self.channels.end_all(FinishReason.ERROR, FinishError(ErrorKind.ENGINE_DEAD, str(self._end)))
+        self.requests.end_all(FinishReason.ERROR, FinishError(ErrorKind.ENGINE_DEAD, str(self._end)))
 
 
 def _other_version(version: int) -> EngineError:

@@ -16,9 +16,9 @@ import msgspec
 
 from octavo.engine.client import Accepted, EngineClient
 from octavo.frontend.deltas import TextDelta
-from octavo.frontend.entry import Entry
 from octavo.frontend.journal import Journal
 from octavo.frontend.journal_state import HeldRequest, HeldRun
+from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.sessions import Session
 from octavo.frontend.transcript import Transcript
 from octavo.server.admission import Lease, Wish
@@ -30,7 +30,7 @@ from octavo.server.replay_outputs import OneByOne, Stored
 from octavo.server.shapes.form import Form
 
 _log = logging.getLogger(__name__)
-RestoreEntries = Callable[[Iterable[Entry]], None]
+RestoreEntries = Callable[[Iterable[OpenRequest]], None]
 
 
 def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, EngineClient, TokenOutput, Verb
 from octavo.errors import EngineError
-from octavo.frontend.entry import Entry
+from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.output_slices import slices
 from octavo.frontend.sessions import Sessions
 
@@ -62,7 +62,7 @@ class OneByOne:
 class Stored(OneByOne):
     """A client of requests that have ended: their entries give the outputs, no engine is asked."""
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, entries: Mapping[str, OpenRequest]) -> None:
         self._entries = entries
 
     async def submit(self, request: Request) -> Accepted:

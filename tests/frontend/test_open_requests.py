@@ -2,34 +2,49 @@
 
 from array import array
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tests.engine.fakes import make_request
 
-from octavo.core.plan import TokenLogprobs
+from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import TokenOutput
-from octavo.engine.delivery import ChoiceEnd, Delivery, End, Start
 from octavo.errors import DuplicateRequestError, ErrorKind, InvalidRequestError
-from octavo.frontend.entry import Entry
-from octavo.frontend.ledger import Ledger
+from octavo.frontend.open_request import OpenRequest, finished
+from octavo.frontend.open_requests import OpenRequests
 
 WHY = FinishError(ErrorKind.ENGINE, "why")
 
 
-def tokens(name: str, position: int, *ids: int, end: FinishReason | None = None, choice: int = 0) -> Delivery:
+def accepts(ledger: OpenRequests, epoch: int, events: Events) -> bool:
+    """Whether anything of it was taken."""
+    told: list[Events] = []
+    ledger._observer = SimpleNamespace(appended=told.append, forgotten=lambda name: None)  # type: ignore[assignment]
+    ledger.accept(epoch, events)
+    ledger._observer = None
+    return bool(told)
+
+
+def admitted(name: str, queue_s: float, cached_tokens: int) -> Event:
+    return Event(EventKind.ADMITTED, name, make_request(name).arrival + queue_s, 1, cached_tokens=cached_tokens)
+
+
+def tokens(name: str, position: int, *ids: int, end: FinishReason | None = None, choice: int = 0) -> Events:
     count = len(ids)
-    return Delivery(
+    return Events(
+        1,
+        0.0,
         [name] * count,
         array("i", [choice] * count),
         array("i", range(position, position + count)),
         array("i", ids),
-        ends=() if end is None else (End(name, end, error=WHY),),
+        decisions=() if end is None else (finished(name, end, WHY),),
     )
 
 
 def test_L01_outputs_are_snapshots_and_coalesce() -> None:
-    ledger = Ledger()
+    ledger = OpenRequests()
     entry = ledger.add(make_request("a"))
     assert not entry.has_news
     ledger.accept(0, tokens("a", 0, 7))
@@ -46,7 +61,7 @@ def test_L01_outputs_are_snapshots_and_coalesce() -> None:
 
 
 def test_an_end_alone_is_an_output_too() -> None:
-    ledger = Ledger()
+    ledger = OpenRequests()
     entry = ledger.add(make_request("a"))
     ledger.accept(0, tokens("a", 0, end=FinishReason.TIMEOUT))
     (output,) = entry.take()
@@ -54,22 +69,22 @@ def test_an_end_alone_is_an_output_too() -> None:
 
 
 def test_duplicates_gaps_and_strangers_are_dropped_and_counted() -> None:
-    ledger = Ledger(epoch=3)
+    ledger = OpenRequests(epoch=3)
     entry = ledger.add(make_request("a"))
-    assert ledger.accept(2, tokens("a", 0, 5)) == []
+    assert not accepts(ledger, 2, tokens("a", 0, 5))
     ledger.accept(3, tokens("a", 0, 5, 6))
-    assert ledger.accept(3, tokens("a", 1, 6)) == []
-    assert ledger.accept(3, tokens("a", 3, 8)) == []
-    assert ledger.accept(3, tokens("b", 0, 8, end=FinishReason.STOP)) == []
+    assert not accepts(ledger, 3, tokens("a", 1, 6))
+    assert not accepts(ledger, 3, tokens("a", 3, 8))
+    assert not accepts(ledger, 3, tokens("b", 0, 8, end=FinishReason.STOP))
     ledger.accept(3, tokens("a", 2, 7, end=FinishReason.STOP))
-    assert ledger.accept(3, tokens("a", 3, 9, end=FinishReason.STOP)) == []
+    assert not accepts(ledger, 3, tokens("a", 3, 9, end=FinishReason.STOP))
     assert list(entry.pages[0].ids) == [5, 6, 7]
     counts = ledger.rejections
     assert (counts.stale_epochs, counts.duplicates, counts.gaps, counts.unknown) == (1, 1, 1, 4)
 
 
 def test_L06_an_id_in_use_is_refused_and_free_after_its_end() -> None:
-    ledger = Ledger()
+    ledger = OpenRequests()
     ledger.add(make_request("a"))
     with pytest.raises(DuplicateRequestError):
         ledger.add(make_request("a"))
@@ -79,11 +94,11 @@ def test_L06_an_id_in_use_is_refused_and_free_after_its_end() -> None:
 
 def test_a_request_without_a_seed_cannot_be_repeated_and_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="seed"):
-        Ledger().add(make_request("a", params=SamplingParams()))
+        OpenRequests().add(make_request("a", params=SamplingParams()))
 
 
 def test_ended_entries_nobody_reads_are_bounded() -> None:
-    ledger = Ledger(max_unread=3)
+    ledger = OpenRequests(max_unread=3)
     for index in range(10):
         ledger.add(make_request(f"r{index}"))
         ledger.accept(0, tokens(f"r{index}", 0, 1, end=FinishReason.STOP))
@@ -92,11 +107,11 @@ def test_ended_entries_nobody_reads_are_bounded() -> None:
 
 
 def test_logprobs_and_prompt_scores_come_once() -> None:
-    ledger = Ledger()
+    ledger = OpenRequests()
     entry = ledger.add(make_request("a", params=SamplingParams(seed=1, logprobs=1, max_tokens=4)))
     marks = [TokenLogprobs(i, -float(i), 1) for i in range(6)]
-    ledger.accept(0, Delivery(scores=(("a", 1, (marks[0], marks[1])),)))
-    ledger.accept(0, Delivery(scores=(("a", 3, (marks[2],)),)))
+    ledger.accept(0, Events(1, 0.0, scores=(("a", 1, (marks[0], marks[1])),)))
+    ledger.accept(0, Events(1, 0.0, scores=(("a", 3, (marks[2],)),)))
     assert not entry.has_news
     ledger.accept(0, replace_logprobs(tokens("a", 0, 3), [marks[3]]))
     (output,) = entry.take()
@@ -106,54 +121,56 @@ def test_logprobs_and_prompt_scores_come_once() -> None:
     assert output.prompt_logprobs is None and output.logprobs == (marks[4], marks[5])
 
 
-def replace_logprobs(delivery: Delivery, logprobs: list[TokenLogprobs | None]) -> Delivery:
-    return replace(delivery, logprobs=logprobs)
+def replace_logprobs(events: Events, logprobs: list[TokenLogprobs | None]) -> Events:
+    return replace(events, logprobs=logprobs)
 
 
 def test_a_new_epoch_resumes_behind_what_was_emitted() -> None:
-    ledger = Ledger(epoch=1)
+    ledger = OpenRequests(epoch=1)
     old, new = make_request("old"), make_request("new")
     ledger.add(old)
     ledger.add(new)
     ledger.accept(1, tokens("old", 0, 5, 6))
-    resumed = ledger.advance(2)
+    resumed = [state.resumed() for state in ledger.begin_epoch(2)]
     assert [request.request_id for request in resumed] == ["old", "new"]
     assert resumed[0] == replace(old, emitted_token_ids=array("i", [5, 6])) and resumed[1] == new
-    assert ledger.accept(1, tokens("old", 2, 7)) == []
-    assert len(ledger.accept(2, tokens("old", 2, 8))) == 1
+    assert not accepts(ledger, 1, tokens("old", 2, 7))
+    assert accepts(ledger, 2, tokens("old", 2, 8))
     entry = ledger.get("old")
     assert entry is not None and [list(output.token_ids) for output in entry.take()] == [[5, 6, 8]]
     with pytest.raises(ValueError, match="follow"):
-        ledger.advance(2)
+        ledger.begin_epoch(2)
 
 
 def test_end_all_ends_everyone_once() -> None:
-    ledger = Ledger()
+    ledger = OpenRequests()
     ledger.add(make_request("a"))
-    entries = ledger.end_all(FinishReason.ERROR, WHY)
+    entries = list(ledger)
+    ledger.end_all(FinishReason.ERROR, WHY)
     assert [entry.take()[-1].message for entry in entries] == ["why"]
-    assert ledger.end_all(FinishReason.ERROR, WHY) == [] and len(ledger) == 0
+    ledger.end_all(FinishReason.ERROR, WHY)
+    assert len(ledger) == 0
 
 
 def several(n: int = 3, **options: object) -> SamplingParams:
     return SamplingParams(seed=1, max_tokens=9, n=n, **options)  # type: ignore[arg-type]
 
 
-def choice_end(choice: int, reason: FinishReason = FinishReason.STOP) -> Delivery:
-    return Delivery(choice_ends=(ChoiceEnd("a", choice, reason, 7),))
+def choice_end(choice: int, reason: FinishReason = FinishReason.STOP) -> Events:
+    return Events(1, 0.0, decisions=(finished("a", reason, choice=choice, stop_token_id=7),))
 
 
 def test_P03_each_choice_has_its_own_positions_and_one_end() -> None:
-    ledger = Ledger()
+    ledger = OpenRequests()
     entry = ledger.add(make_request("a", params=several()))
     ledger.accept(0, tokens("a", 0, 5, choice=2))
     ledger.accept(0, tokens("a", 0, 6, 7))
-    assert ledger.accept(0, tokens("a", 1, 9, choice=1)) == []  # its first is missing
+    assert not accepts(ledger, 0, tokens("a", 1, 9, choice=1))  # its first is missing
     first = entry.take()
     assert [(o.choice, o.position, list(o.token_ids)) for o in first] == [(0, 0, [6, 7]), (2, 0, [5])]
-    assert len(ledger.accept(0, choice_end(2))) == 1
-    assert ledger.accept(0, tokens("a", 1, 8, choice=2)) == [] and ledger.accept(0, choice_end(2)) == []
-    assert ledger.accept(0, tokens("a", 0, 8, choice=3)) == [] and ledger.accept(0, choice_end(3)) == []
+    assert accepts(ledger, 0, choice_end(2))
+    assert not accepts(ledger, 0, tokens("a", 1, 8, choice=2)) and not accepts(ledger, 0, choice_end(2))
+    assert not accepts(ledger, 0, tokens("a", 0, 8, choice=3)) and not accepts(ledger, 0, choice_end(3))
     (ended,) = entry.take()
     assert (ended.choice, ended.finish_reason, ended.stop_token_id) == (2, FinishReason.STOP, 7)
     assert not ended.is_final and not entry.has_news
@@ -168,7 +185,7 @@ def test_P03_each_choice_has_its_own_positions_and_one_end() -> None:
 
 
 def test_P03_a_slow_reader_gets_ids_and_end_of_a_choice_at_once() -> None:
-    ledger = Ledger()
+    ledger = OpenRequests()
     entry = ledger.add(make_request("a", params=several(2)))
     ledger.accept(0, tokens("a", 0, 5, choice=1))
     ledger.accept(0, choice_end(1))
@@ -178,7 +195,7 @@ def test_P03_a_slow_reader_gets_ids_and_end_of_a_choice_at_once() -> None:
 
 def test_P03_the_last_choice_ends_with_its_request() -> None:
     """So there is always an output left that can be final."""
-    ledger = Ledger()
+    ledger = OpenRequests()
     entry = ledger.add(make_request("a", params=several(2)))
     ledger.accept(0, choice_end(0))
     entry.take()
@@ -193,7 +210,7 @@ def test_P03_the_last_choice_ends_with_its_request() -> None:
 
 
 def test_P04_a_beam_search_gives_the_choices_asked_for() -> None:
-    ledger = Ledger()
+    ledger = OpenRequests()
     entry = ledger.add(make_request("a", params=several(2, beam_width=4)))
     ledger.accept(0, tokens("a", 0, end=FinishReason.LENGTH))
     assert [output.choice for output in entry.take()] == [0, 1]
@@ -201,13 +218,13 @@ def test_P04_a_beam_search_gives_the_choices_asked_for() -> None:
 
 def test_a_request_of_several_choices_starts_anew_in_a_new_epoch() -> None:
     """Its ids come again from the first; those held are dropped as duplicates, of ended choices too."""
-    ledger = Ledger(epoch=1)
+    ledger = OpenRequests(epoch=1)
     request = make_request("a", params=several(2))
     entry = ledger.add(request)
     ledger.accept(1, tokens("a", 0, 5, 6))
     ledger.accept(1, tokens("a", 0, 4, choice=1))
     ledger.accept(1, choice_end(1))
-    assert ledger.advance(2) == [request]
+    assert [state.resumed() for state in ledger.begin_epoch(2)] == [request]
     ledger.accept(2, tokens("a", 0, 5, 6, 7))
     ledger.accept(2, tokens("a", 0, 4, 8, choice=1))
     assert list(entry.pages[0].ids) == [5, 6, 7] and list(entry.pages[1].ids) == [4]
@@ -216,37 +233,37 @@ def test_a_request_of_several_choices_starts_anew_in_a_new_epoch() -> None:
 
 def test_what_was_true_at_the_first_admission_stays_true() -> None:
     """A later life finds what was emitted in its cache too: usage tells of the prompt, and of the first admission."""
-    ledger = Ledger(epoch=1)
+    ledger = OpenRequests(epoch=1)
     entry = ledger.add(make_request("a", length=6))
-    ledger.accept(1, Delivery(starts=(Start("a", 0.25, 4), Start("gone", 1.0, 1))))
-    ledger.advance(2)
-    ledger.accept(2, Delivery(starts=(Start("a", 9.0, 40),)))
-    ledger.accept(2, Delivery(ends=(End("a", FinishReason.LENGTH, cached_tokens=40, queue_s=9.0),)))
+    ledger.accept(1, Events(1, 0.0, decisions=(admitted("a", 0.25, 4), admitted("gone", 1.0, 1))))
+    ledger.begin_epoch(2)
+    ledger.accept(2, Events(1, 0.0, decisions=(admitted("a", 9.0, 40),)))
+    ledger.accept(2, Events(1, 0.0, decisions=(replace(finished("a", FinishReason.LENGTH), cached_tokens=40),)))
     (output,) = entry.take()
     assert (output.cached_tokens, output.queue_s) == (4, 0.25)
     late = ledger.add(make_request("b", length=6))
-    ledger.accept(2, Delivery(ends=(End("b", FinishReason.LENGTH, cached_tokens=40),)))
+    ledger.accept(2, Events(1, 0.0, decisions=(replace(finished("b", FinishReason.LENGTH), cached_tokens=40),)))
     assert late.take()[0].cached_tokens == 6
 
 
 def test_a_queue_timeout_does_not_count_again_after_the_first_admission() -> None:
-    ledger = Ledger(epoch=1)
+    ledger = OpenRequests(epoch=1)
     ledger.add(make_request("a", queue_timeout=2.0, deadline=9.0))
     ledger.add(make_request("b", queue_timeout=2.0))
-    ledger.accept(1, Delivery(starts=(Start("a", 0.0, 0),)))
-    a, b = ledger.advance(2)
+    ledger.accept(1, Events(1, 0.0, decisions=(admitted("a", 0.0, 0),)))
+    a, b = (state.resumed() for state in ledger.begin_epoch(2))
     assert (a.queue_timeout, a.deadline, b.queue_timeout) == (None, 9.0, 2.0)
 
 
 def test_prompt_scores_are_kept_once_and_asked_for_from_where_they_ended() -> None:
-    ledger = Ledger(epoch=1)
+    ledger = OpenRequests(epoch=1)
     entry = ledger.add(make_request("a", length=6, wants=Want.SAMPLE | Want.SCORE))
 
-    def scored(first: int, *positions: int) -> Delivery:
-        return Delivery(scores=(("a", first, tuple(TokenLogprobs(p, -p / 10, 1) for p in positions)),))
+    def scored(first: int, *positions: int) -> Events:
+        return Events(1, 0.0, scores=(("a", first, tuple(TokenLogprobs(p, -p / 10, 1) for p in positions)),))
 
     ledger.accept(1, scored(1, 1, 2))
-    assert ledger.advance(2)[0].score_from == 3
+    assert ledger.begin_epoch(2)[0].resumed().score_from == 3
     ledger.accept(2, scored(1, 1, 2, 3))
     ledger.accept(2, scored(5, 5))  # does not follow: left out
     ledger.accept(2, scored(4, 4, 5))
@@ -254,7 +271,7 @@ def test_prompt_scores_are_kept_once_and_asked_for_from_where_they_ended() -> No
     (output,) = entry.take()
     assert output.prompt_logprobs is not None and output.prompt_logprobs[0] == 1
     assert [item.token_id for item in output.prompt_logprobs[1]] == [1, 2, 3, 4, 5]
-    (resumed,) = ledger.advance(3)
+    (resumed,) = (state.resumed() for state in ledger.begin_epoch(3))
     assert resumed.wants == Want.SAMPLE and list(resumed.emitted_token_ids or ()) == [8]
     ledger.accept(3, scored(1, 1, 2))
     ledger.accept(3, tokens("a", 1, 9))
@@ -265,18 +282,18 @@ def test_prompt_scores_are_kept_once_and_asked_for_from_where_they_ended() -> No
     "ids, end",
     [
         ((5, 6), None),
-        ((5, 6, 7), End("a", FinishReason.LENGTH)),
-        ((5, 2), End("a", FinishReason.STOP)),
-        ((5, 40), End("a", FinishReason.STOP, 40)),
+        ((5, 6, 7), finished("a", FinishReason.LENGTH)),
+        ((5, 2), finished("a", FinishReason.STOP)),
+        ((5, 40), finished("a", FinishReason.STOP, stop_token_id=40)),
         ((2,), None),  # min_tokens
     ],
 )
-def test_ids_that_imply_an_end_are_not_resumed(ids: tuple[int, ...], end: End | None) -> None:
+def test_ids_that_imply_an_end_are_not_resumed(ids: tuple[int, ...], end: Event | None) -> None:
     params = SamplingParams(max_tokens=3, min_tokens=1, seed=1, stop_token_ids=(40,))
-    ledger = Ledger(epoch=1)
+    ledger = OpenRequests(epoch=1)
     entry = ledger.add(make_request("a", params=params, eos=(2,)))
     ledger.accept(1, tokens("a", 0, *ids))
-    assert entry.end_held() == end
+    assert entry.implied_end() == end
 
 
 class Notes:
@@ -288,10 +305,10 @@ class Notes:
     def opened(self, request: Request) -> None:
         self.lines.append(("opened", request.request_id))
 
-    def appended(self, delivery: Delivery) -> None:
-        ends = [(end.request_id, end.finish_reason.name) for end in delivery.ends]
-        choice_ends = [(end.request_id, end.choice) for end in delivery.choice_ends]
-        columns = list(zip(delivery.request_ids, delivery.positions, delivery.token_ids, strict=True))
+    def appended(self, events: Events) -> None:
+        ends = [(e.request_id, e.finish_reason.name) for e in events.decisions if e.kind == EventKind.FINISHED]
+        choice_ends = [(e.request_id, e.choice) for e in events.decisions if e.kind == EventKind.CHOICE_FINISHED]
+        columns = list(zip(events.request_ids, events.positions, events.token_ids, strict=True))
         self.lines.append(("appended", columns, choice_ends, ends))
 
     def forgotten(self, request_id: str) -> None:
@@ -300,7 +317,7 @@ class Notes:
 
 def test_an_observer_hears_of_what_was_accepted_and_of_nothing_else() -> None:
     notes = Notes()
-    ledger = Ledger(1, observer=notes)
+    ledger = OpenRequests(1, observer=notes)
     a = ledger.add(make_request("a"))
     ledger.add(make_request("b", params=several(2)))
     ledger.forget("nobody")
@@ -312,7 +329,7 @@ def test_an_observer_hears_of_what_was_accepted_and_of_nothing_else() -> None:
     ledger.end("b", FinishReason.STOP, choice=1)
     ledger.end("b", FinishReason.CANCELLED, choice=0)
     a.take()
-    ledger.forget_entry(a)
+    ledger.forget_ended(a)
     assert notes.lines == [
         ("opened", "a"),
         ("opened", "b"),
@@ -326,18 +343,18 @@ def test_an_observer_hears_of_what_was_accepted_and_of_nothing_else() -> None:
 
 def test_entries_of_an_earlier_front_end_are_put_back() -> None:
     notes = Notes()
-    ledger = Ledger(1, observer=notes)
-    entry = Entry(make_request("a"))
+    ledger = OpenRequests(1, observer=notes)
+    entry = OpenRequest(make_request("a"))
     entry.pages[0].ids.extend([4, 5])
     ledger.restore(entry)
     with pytest.raises(DuplicateRequestError):
-        ledger.restore(Entry(make_request("a")))
-    assert notes.lines == [] and list(ledger.advance(2)[0].emitted_token_ids or ()) == [4, 5]
+        ledger.restore(OpenRequest(make_request("a")))
+    assert notes.lines == [] and list(ledger.begin_epoch(2)[0].resumed().emitted_token_ids or ()) == [4, 5]
     assert list(entry.take()[0].token_ids) == [4, 5]  # a new reader gets all of it
 
 
 def test_an_ended_request_whose_reader_is_gone_is_not_kept() -> None:
-    ledger = Ledger()
+    ledger = OpenRequests()
     before, after, kept = (ledger.add(make_request(name)) for name in ("before", "after", "kept"))
     ledger.abandon(before)
     for name in ("before", "after", "kept"):

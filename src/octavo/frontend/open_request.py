@@ -1,9 +1,9 @@
-"""One request in the ledger: as sent, a page of ids per choice, its end, and what a later engine is told of it.
+"""One request of the front end: as sent, a page of ids per choice, its end, and what a later engine is told of it.
 
 Owns: the pages, the reader's place in them, what was given of prompt scores, the request as it resumes.
-Does not: judge epochs (see ledger), wait (see channels).
+Does not: judge epochs or wait (see open_requests).
 Invariants: a choice has one end and takes nothing after it, and the last one to end does so with its request; a prompt
-score is kept once; what was true at the first admission (queue, cached tokens) stays true in later lives of the engine.
+score is kept once; what was true at the first admission (queue, cached tokens) stays true under later engines.
 """
 
 from __future__ import annotations
@@ -12,69 +12,90 @@ from array import array
 from asyncio import Future
 from dataclasses import replace
 
-from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason, Request, SamplingParams, Want
+from octavo.core.plan import Event, EventKind, TokenLogprobs
+from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import TokenOutput
-from octavo.engine.delivery import ChoiceEnd, End, Start
+
+MAX_PREEMPTIONS_TOLD = 32  # of one request, with their times
 
 
 def num_choices(params: SamplingParams) -> int:
-    """Choices that the engine gives: of a beam search those asked for, else all that are made."""
+    """Return the choices that the engine gives: of a beam search those asked for, else all that are made."""
     return params.n if params.beam_width else params.num_sequences
+
+
+def finished(
+    request_id: str,
+    reason: FinishReason,
+    error: FinishError | None = None,
+    *,
+    choice: int | None = None,
+    stop_token_id: int | None = None,
+    time: float = 0.0,
+) -> Event:
+    """Return the end of a request, or of one choice of it, that no engine gives."""
+    kind = EventKind.FINISHED if choice is None else EventKind.CHOICE_FINISHED
+    return Event(
+        kind, request_id, time, 0, finish_reason=reason, stop_token_id=stop_token_id, error=error, choice=choice or 0
+    )
 
 
 class Page:
     """One choice: its ids, those read so far, and its end. `logprobs` are those of the ids not yet read."""
 
-    __slots__ = ("end", "ids", "is_told", "logprobs", "num_read")
+    __slots__ = ("end", "ids", "is_end_read", "logprobs", "num_read")
 
     def __init__(self, ids: array[int] | None = None) -> None:
         self.ids: array[int] = array("i", ids or ())
         self.num_read = len(self.ids)
         self.logprobs: list[TokenLogprobs | None] = []
-        self.end: ChoiceEnd | None = None
-        self.is_told = False  # the reader has the end
+        self.end: Event | None = None
+        self.is_end_read = False
 
     @property
     def has_news(self) -> bool:
         """Whether the reader lacks something of it."""
-        return self.num_read < len(self.ids) or (self.end is not None and not self.is_told)
+        return self.num_read < len(self.ids) or (self.end is not None and not self.is_end_read)
 
 
-class Entry:
+class OpenRequest:
     """One request: as sent (its seed set), a page per choice, and its end. Pages are made as their choices turn up.
 
-    `waiter` and `final_only` belong to whoever reads (see channels). `start` is its first admission. `has_progress`:
-    it got a token in this epoch, if only one held here already. `epoch` is that of its arrival, 0 where an earlier
-    front end took it. `max_tokens` is what the engine put in force, 0 before it took the request. `wanted` are ends
-    asked for, by choice (None = the whole request), which an engine that died may not have heard.
+    `waiter` and `final_only` belong to its reader (see open_requests). `queue_s` and `cached_tokens` are those of its
+    first admission, None before it. `has_progress`: it got a token in this epoch, if only one that was here already.
+    `epoch` is that of its arrival, 0 where an earlier front end took it. `max_tokens` is what the engine put in force,
+    0 before it took the request. `requested_ends` are ends asked for, by choice (None = the whole request), which an
+    engine that died may not have heard of.
     """
 
     __slots__ = (
-        "_has_logprobs", "_last_choice_end", "_num_choices", "_num_ended", "_scores", "_scores_from", "end", "epoch",
-        "final_only", "first_at", "has_progress", "is_abandoned", "is_read", "max_tokens", "next_score", "pages",
-        "pooled", "request", "start", "waiter", "wanted",
+        "_has_logprobs", "_last_choice_end", "_num_choices", "_num_ended", "_out_since", "_scores", "_scores_from",
+        "cached_tokens", "end", "epoch", "final_only", "first_at", "has_progress", "is_abandoned", "is_read",
+        "max_tokens", "next_score", "pages", "pooled", "preempted", "queue_s", "request", "requested_ends", "waiter",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.epoch = 0
         self.pages: dict[int, Page] = {0: Page(request.emitted_token_ids)}
-        self.start: Start | None = None
-        self.end: End | None = None
+        self.queue_s: float | None = None
+        self.cached_tokens = 0
+        self.preempted: tuple[tuple[float, float], ...] = ()
+        self.end: Event | None = None
         self.is_read = False
-        self.is_abandoned = False  # nobody will read it
+        self.is_abandoned = False  # it has no reader any more
         self.waiter: Future[None] | None = None
         self.final_only = False
         self.first_at: float | None = None
         self.has_progress = False
         self.max_tokens = 0
-        self.wanted: dict[int | None, FinishReason] = {}
+        self.requested_ends: dict[int | None, FinishReason] = {}
         self.next_score = request.score_from
         self.pooled: bytes | None = None
         self._num_choices = num_choices(request.params)
         self._num_ended = 0
-        self._last_choice_end: ChoiceEnd | None = None
+        self._last_choice_end: Event | None = None
+        self._out_since: float | None = None
         self._has_logprobs = request.params.num_logprobs is not None
         self._scores: list[TokenLogprobs] = []
         self._scores_from = 0
@@ -109,7 +130,23 @@ class Entry:
         if self._has_logprobs:
             page.logprobs.append(logprobs)
 
-    def end_choice(self, end: ChoiceEnd) -> bool:
+    def note(self, event: Event) -> None:
+        """Take a decision that ends nothing: it was admitted, preempted, or resumed."""
+        if event.kind == EventKind.ADMITTED and self.queue_s is None:
+            self.queue_s = max(0.0, event.time - self.request.arrival)
+            self.cached_tokens = event.cached_tokens
+        elif event.kind == EventKind.PREEMPTED:
+            self._out_since = event.time
+        elif event.kind == EventKind.RESUMED:
+            self._return_to_batch(event.time)
+
+    def _return_to_batch(self, time: float) -> None:
+        if self._out_since is not None and len(self.preempted) < MAX_PREEMPTIONS_TOLD:
+            arrival = self.request.arrival
+            self.preempted += ((self._out_since - arrival, time - arrival),)
+        self._out_since = None
+
+    def end_choice(self, end: Event) -> bool:
         """End one choice; False where it cannot: ended, or unknown.
 
         The last one ends with its request. An engine that begins the request anew does not know which are over, and
@@ -135,18 +172,17 @@ class Entry:
         page = self.page(choice)
         return page is not None and page.end is None and self._num_ended + 1 >= self._num_choices
 
-    def finish(self, end: End) -> None:
+    def finish(self, end: Event) -> None:
         """End the request, and with it every choice that has not ended."""
         self.end = end
+        self._return_to_batch(end.time)
         last = self._last_choice_end
         for choice in range(self._num_choices):
             page = self.page(choice)
             assert page is not None
             if page.end is not None:
                 continue
-            page.end = ChoiceEnd(end.request_id, choice, end.finish_reason, end.stop_token_id, end.error)
-            if last is not None and last.choice == choice:
-                page.end = last
+            page.end = last if last is not None and last.choice == choice else end
 
     def add_scores(self, first: int, entries: tuple[TokenLogprobs, ...]) -> bool:
         """Add log-probabilities of prompt positions from `first` on; chunks come in order. False: none was new.
@@ -162,13 +198,18 @@ class Entry:
         self.next_score = first + len(entries)
         return True
 
+    def begin_epoch(self) -> None:
+        """Another engine serves it: what the last one noted about its batches is void."""
+        self.has_progress = False
+        self.preempted, self._out_since = (), None
+
     def resumed(self) -> Request:
-        """The request as the next engine gets it: behind what was emitted, without what was done already.
+        """Return the request as the next engine gets it: after what was emitted, without what was done already.
 
         One of several sequences starts anew: the ids that come again are those held here.
         """
         request = self.request
-        if self.start is None and not self.pages[0].ids and self.next_score == request.score_from:
+        if self.queue_s is None and not self.pages[0].ids and self.next_score == request.score_from:
             return request
         emitted = request.emitted_token_ids if self.has_several else self.pages[0].ids[:] or None
         wants, score_from = request.wants, request.score_from
@@ -181,38 +222,37 @@ class Entry:
             emitted_token_ids=emitted,
             wants=wants,
             score_from=score_from,
-            queue_timeout=request.queue_timeout if self.start is None else None,
+            queue_timeout=request.queue_timeout if self.queue_s is None else None,
         )
 
-    def end_held(self) -> End | None:
-        """The end that the ids held here imply, None while there is none: an engine would refuse to go on."""
+    def implied_end(self) -> Event | None:
+        """Return the end that the ids held here imply, None while there is none: an engine would refuse to go on."""
         request, params, ids = self.request, self.request.params, self.pages[0].ids
         if self.has_several or not ids:
             return None
         last, eos = ids[-1], () if params.ignore_eos else request.eos_token_ids
         if len(ids) > params.min_tokens and (last in eos or last in params.stop_token_ids):
             stop_id = last if last in params.stop_token_ids else None
-            return End(request.request_id, FinishReason.STOP, stop_id)
+            return finished(request.request_id, FinishReason.STOP, stop_token_id=stop_id)
         if len(ids) >= (params.max_tokens or self.max_tokens or len(ids) + 1):
-            return End(request.request_id, FinishReason.LENGTH)
+            return finished(request.request_id, FinishReason.LENGTH)
         return None
 
     def take(self) -> list[TokenOutput]:
-        """Everything since the last take, one output per choice: snapshots; once ended, the last one is final."""
+        """Return what came since the last take, one output per choice: snapshots; once ended, the last one is final."""
         outputs = [self._snapshot(choice) for choice in sorted(self.pages) if self.pages[choice].has_news]
         if outputs and self._scores:
             outputs[0] = replace(outputs[0], prompt_logprobs=(self._scores_from, tuple(self._scores)))
             self._scores = []
         end = self.end
         if end is not None:
-            first = self.start or Start(end.request_id, end.queue_s, end.cached_tokens)
+            cached_tokens = end.cached_tokens if self.queue_s is None else self.cached_tokens
             outputs[-1] = replace(
                 outputs[-1],
                 is_final=True,
-                cached_tokens=min(first.cached_tokens, self.request.num_prompt_tokens),
-                num_preemptions=end.num_preemptions,
-                queue_s=first.queue_s,
-                preempted=end.preempted,
+                cached_tokens=min(cached_tokens, self.request.num_prompt_tokens),
+                queue_s=self.queue_s or 0.0,
+                preempted=self.preempted,
                 pooled=self.pooled,
             )
             self.is_read = True
@@ -222,7 +262,7 @@ class Entry:
         page = self.pages[choice]
         start, end = page.num_read, page.end
         page.num_read = len(page.ids)
-        page.is_told = end is not None
+        page.is_end_read = end is not None
         logprobs, page.logprobs = page.logprobs, []
         return TokenOutput(
             self.request.request_id,

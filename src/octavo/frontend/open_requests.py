@@ -1,0 +1,333 @@
+"""The open requests of a front end: what was asked, every id that came back, and who reads it.
+
+Owns: the append (a token counts if its epoch is current and its position is next), ends, and readers' wake-ups. It is
+the ledger from which a later engine resumes. Does not: talk to engines; one request's record is in open_request.
+Invariants: append first, then tell the observer, then wake the reader; a choice's ids have no gap and no duplicate; a
+slow reader costs no more than the ids themselves: it finds one larger output, never a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from octavo.core.plan import Event, EventKind, Events
+from octavo.core.request import FinishError, FinishReason, Request
+from octavo.engine.client import TokenOutput
+from octavo.errors import DuplicateRequestError, InvalidRequestError, RequestError
+from octavo.frontend.open_request import OpenRequest, finished
+
+MAX_UNREAD = 1024  # ended requests that were not read to the end; the oldest is dropped beyond
+
+
+class LedgerObserver(Protocol):
+    """Gets every change, in the event loop's thread, in order."""
+
+    def opened(self, request: Request) -> None:
+        """A request was recorded; no engine has seen it yet."""
+        ...
+
+    def appended(self, events: Events) -> None:
+        """This was accepted, and nothing else of what came with it. Ends that were made here are among it."""
+        ...
+
+    def forgotten(self, request_id: str) -> None:
+        """A request was dropped: refused by the engine, or read to its end."""
+        ...
+
+
+@dataclass(slots=True)
+class Rejections:
+    """What was dropped and counted."""
+
+    stale_epochs: int = 0  # events of an engine that was given up
+    duplicates: int = 0  # ids at a position already held
+    gaps: int = 0  # ids beyond the next position
+    late: int = 0  # ids and ends of choices that have ended
+    unknown: int = 0  # ids and ends of requests not open here, or of no choice of theirs
+    unread: int = 0  # ended requests dropped because they were not read
+
+
+class OpenRequests:
+    """All open requests of one front end, oldest first, and the ended ones not yet read. For one event loop."""
+
+    def __init__(
+        self,
+        epoch: int = 0,
+        max_unread: int = MAX_UNREAD,
+        now: Callable[[], float] = time.monotonic,
+        observer: LedgerObserver | None = None,
+    ) -> None:
+        self.epoch = epoch
+        self.rejections = Rejections()
+        self._now = now
+        self._observer = observer
+        self._open: dict[str, OpenRequest] = {}
+        self._ended: dict[str, OpenRequest] = {}
+        self._max_unread = max_unread
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[OpenRequest]:
+        return iter(tuple(self._open.values()))
+
+    @property
+    def num_unread(self) -> int:
+        """Ended requests that were not read to the end."""
+        return len(self._ended)
+
+    def get(self, request_id: str) -> OpenRequest | None:
+        """Return an open request, or one that ended and was not read."""
+        return self._open.get(request_id) or self._ended.get(request_id)
+
+    def get_open(self, request_id: str) -> OpenRequest | None:
+        """Return an open request."""
+        return self._open.get(request_id)
+
+    # --- requests are recorded, read and dropped
+
+    def add(self, request: Request) -> OpenRequest:
+        """Record a request before the engine sees it. Raises DuplicateRequestError; a seed must be set."""
+        name = request.request_id
+        if request.params.seed is None:
+            raise InvalidRequestError("the request has no seed; set one, so that it can be repeated exactly", "seed")
+        if name in self._open:
+            raise DuplicateRequestError(f"request id {name!r} is in use; choose another", "request_id")
+        if self._ended.pop(name, None) is not None and self._observer is not None:
+            self._observer.forgotten(name)
+        state = self._open[name] = OpenRequest(request)
+        state.epoch = self.epoch
+        if self._observer is not None:
+            self._observer.opened(request)
+        return state
+
+    def restore(self, state: OpenRequest) -> None:
+        """Put in a request of an earlier front end, open or ended; the observer knows it.
+
+        Raises DuplicateRequestError.
+        """
+        name = state.request.request_id
+        if self.get(name) is not None:
+            raise DuplicateRequestError(f"request id {name!r} is in use; choose another", "request_id")
+        (self._open if state.end is None else self._ended)[name] = state
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request: refused by the engine, or read to its end."""
+        is_known = self._open.pop(request_id, None) or self._ended.pop(request_id, None)
+        if is_known and self._observer is not None:
+            self._observer.forgotten(request_id)
+
+    def forget_ended(self, state: OpenRequest) -> None:
+        """Drop this very request once it has ended; one that reuses its id stays."""
+        if self._ended.get(state.request.request_id) is state:
+            self.forget(state.request.request_id)
+
+    def abandon(self, state: OpenRequest) -> None:
+        """Its reader is gone: once it has ended it need not be kept. A later reader holds the request itself."""
+        state.is_abandoned = True
+        if state.end is not None:
+            self.forget_ended(state)
+
+    def outputs(self, request_id: str, final_only: bool = False) -> OutputReader:
+        """Return the outputs of one request, for one reader. Raises RequestError at once when it is not open here."""
+        state = self.get(request_id)
+        if state is None:
+            raise RequestError(f"no request {request_id!r} is open here, or it was read to its end", "request_id")
+        return OutputReader(self, state, final_only)
+
+    # --- what engines send
+
+    def accept(self, epoch: int, events: Events) -> None:
+        """Append events and wake their readers. What does not fit is dropped and counted."""
+        if epoch != self.epoch:
+            self.rejections.stale_epochs += 1
+            return
+        touched: dict[str, OpenRequest] = {}
+        scores = events.scores
+        if scores:
+            scores = tuple(
+                score for score in scores if score[0] in self._open and self._open[score[0]].add_scores(*score[1:])
+            )
+        for request_id, pooled in events.pooled:
+            if (state := self._open.get(request_id)) is not None:
+                state.pooled = pooled
+        rejected = self._append_tokens(events, touched)
+        decisions = self._take_decisions(events.decisions, touched) if events.decisions else ()
+        if self._observer is not None:
+            kept = _without(events, rejected) if rejected else events
+            self._tell(replace(kept, scores=scores, decisions=decisions))
+        for state in touched.values():
+            if state.end is not None and state.is_abandoned:
+                self.forget_ended(state)
+            _wake(state)
+
+    def end(
+        self, request_id: str, reason: FinishReason, error: FinishError | None = None, choice: int | None = None
+    ) -> None:
+        """End a request here, or one choice of it: the engine will not."""
+        state = self._open.get(request_id)
+        if state is None:
+            return
+        if choice is None or state.is_last(choice):
+            self.finish(state, finished(request_id, reason, error, time=self._now()))
+            return
+        end = finished(request_id, reason, error, choice=choice, time=self._now())
+        if not state.request.params.beam_width and state.end_choice(end):
+            self._tell(Events(0, end.time, decisions=(end,)))
+            _wake(state)
+
+    def finish(self, state: OpenRequest, end: Event) -> None:
+        """End an open request here with this event."""
+        del self._open[end.request_id]
+        self._keep_ended(state, end)
+        self._tell(Events(0, end.time, decisions=(end,)))
+        if state.is_abandoned:
+            self.forget_ended(state)
+        _wake(state)
+
+    def end_all(self, reason: FinishReason, error: FinishError) -> None:
+        """End every open request here: the engine will not."""
+        for state in self:
+            self.end(state.request.request_id, reason, error)
+
+    def begin_epoch(self, epoch: int) -> list[OpenRequest]:
+        """Begin a new epoch; return the open requests, oldest first, which its engine is to resume."""
+        if epoch <= self.epoch:
+            raise ValueError(f"epoch {epoch} does not follow {self.epoch}")
+        self.epoch = epoch
+        for state in self._open.values():
+            state.begin_epoch()
+        return list(self._open.values())
+
+    def _tell(self, events: Events) -> None:
+        if self._observer is not None and not events.is_empty:
+            self._observer.appended(events)
+
+    def _append_tokens(self, events: Events, touched: dict[str, OpenRequest]) -> list[int]:
+        """Append tokens; return the places of those that were not."""
+        logprobs, now = events.logprobs, self._now()
+        rejected: list[int] = []
+        columns = zip(events.request_ids, events.choices, events.positions, events.token_ids, strict=True)
+        for index, (request_id, choice, position, token_id) in enumerate(columns):
+            state = self._open.get(request_id)
+            page = None if state is None else state.pages.get(choice) or state.page(choice)
+            if state is None or page is None:
+                self.rejections.unknown += 1
+                rejected.append(index)
+                continue
+            state.has_progress = True
+            expected = len(page.ids)
+            if position != expected or state.is_closed(choice, page):
+                self._count(position, expected)
+                rejected.append(index)
+                continue
+            state.append(page, token_id, None if logprobs is None else logprobs[index])
+            if state.first_at is None:
+                state.first_at = now
+            touched[request_id] = state
+        return rejected
+
+    def _count(self, position: int, expected: int) -> None:
+        if position < expected:
+            self.rejections.duplicates += 1
+        elif position > expected:
+            self.rejections.gaps += 1
+        else:
+            self.rejections.late += 1
+
+    def _take_decisions(self, decisions: Iterable[Event], touched: dict[str, OpenRequest]) -> tuple[Event, ...]:
+        """Take decisions in order; return those that were taken."""
+        kept = []
+        for event in decisions:
+            state = self._open.get(event.request_id)
+            is_end = event.kind in (EventKind.FINISHED, EventKind.CHOICE_FINISHED)
+            if state is None:
+                self.rejections.unknown += is_end
+                continue
+            if event.kind == EventKind.CHOICE_FINISHED and not state.end_choice(event):
+                self.rejections.late += 1
+                continue
+            if event.kind == EventKind.FINISHED:
+                del self._open[event.request_id]
+                self._keep_ended(state, event)
+            elif not is_end:
+                state.note(event)
+            if is_end:
+                touched[event.request_id] = state
+            kept.append(event)
+        return tuple(kept)
+
+    def _keep_ended(self, state: OpenRequest, end: Event) -> None:
+        state.finish(end)
+        self._ended[end.request_id] = state
+        if len(self._ended) > self._max_unread:
+            self.forget(next(iter(self._ended)))
+            self.rejections.unread += 1
+
+
+class OutputReader(AsyncIterator[TokenOutput]):
+    """The outputs of one request, and how much of it waits to be read. Without it the request has no reader."""
+
+    def __init__(self, requests: OpenRequests, state: OpenRequest, final_only: bool) -> None:
+        self._requests = requests
+        self._state = state
+        self._outputs = _read(requests, state, final_only)
+
+    def __anext__(self) -> Awaitable[TokenOutput]:
+        return self._outputs.__anext__()
+
+    def __del__(self) -> None:
+        if not self._state.is_read:
+            self._requests.abandon(self._state)
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that the reader has not taken."""
+        return sum(len(page.ids) - page.num_read for page in self._state.pages.values())
+
+
+async def _read(requests: OpenRequests, state: OpenRequest, final_only: bool) -> AsyncIterator[TokenOutput]:
+    """Yield the outputs of a request. It holds no OutputReader, whose end would then wait for the garbage collector."""
+    assert state.waiter is None, "a request has one reader"
+    state.final_only = final_only
+    has_ended = state.is_read
+    while not has_ended:
+        if not (state.end is not None or (state.has_news and not final_only)):
+            state.waiter = asyncio.get_running_loop().create_future()
+            try:
+                await state.waiter
+            finally:
+                state.waiter = None
+            continue
+        outputs = state.take()
+        has_ended = outputs[-1].is_final
+        if has_ended:
+            requests.forget_ended(state)
+        for output in outputs:
+            yield output
+
+
+def _wake(state: OpenRequest) -> None:
+    waiter = state.waiter
+    if waiter is not None and not waiter.done() and (state.end is not None or not state.final_only):
+        waiter.set_result(None)
+
+
+def _without(events: Events, places: Iterable[int]) -> Events:
+    """Return the events without the tokens at these places."""
+    dropped = frozenset(places)
+    kept = [index for index in range(len(events.request_ids)) if index not in dropped]
+    logprobs = events.logprobs
+    return replace(
+        events,
+        request_ids=[events.request_ids[index] for index in kept],
+        choices=array("i", [events.choices[index] for index in kept]),
+        positions=array("i", [events.positions[index] for index in kept]),
+        token_ids=array("i", [events.token_ids[index] for index in kept]),
+        logprobs=None if logprobs is None else [logprobs[index] for index in kept],
+    )
