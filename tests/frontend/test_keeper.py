@@ -21,8 +21,8 @@ from octavo.core.request import FinishReason, SamplingParams
 from octavo.engine.client import TokenOutput
 from octavo.errors import CapacityError, EngineDeadError, ErrorKind, QueueFullError
 from octavo.frontend import keeper as keeper_module
-from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.keeper import EngineKeeper, KeeperState
+from octavo.frontend.open_request import OpenRequest
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
 
