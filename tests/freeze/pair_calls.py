@@ -334,8 +334,8 @@ def _metrics(text: str, shows: tuple[str, ...]) -> Json:
         if match[1] in shows and 'code="request_not_found"' not in line and 'key="one"' not in line:  # polled for
             values[line.rpartition(" ")[0]] = float(match[3])
     return {
-        "types": sorted(f"{name} {kind}" for name, kind in kinds.items()),
-        "samples": sorted(f"{name} {','.join(sorted(names))}".strip() for name, names in labels.items()),
+        "types": dict(sorted(kinds.items())),
+        "labels": {name: ",".join(sorted(names)) for name, names in sorted(labels.items())},
         "values": values,
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from tests.freeze import core_names, decisions
 
 QUICK = decisions.SEEDS[::5]

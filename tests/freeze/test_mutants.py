@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from tests.core.test_seeded_bugs import MUTANTS, ROOT, plant
 
 NAMES = Path(__file__).with_name("mutant_names.txt").read_text().splitlines()
