@@ -12,7 +12,7 @@ import pytest
 from octavo.config import StatisticsConfig
 from octavo.core.limits import Limits
 from octavo.core.plan import Events, StepFailure, StepPlan, StepResult, StepTimings
-from octavo.core.request import FinishReason, Request, SamplingParams
+from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.core.scheduler import Scheduler
 from octavo.engine.clock import ManualClock
 from octavo.errors import EngineError
@@ -404,6 +404,9 @@ def test_the_pace_is_that_of_the_steps() -> None:
     bench.run()
     assert bench.lives.forecaster.step_times.fit() == pytest.approx((0.02, 0.003))
     assert AnswerLengths().sorted() == [] and bench.lives.forecaster.lengths.sorted() == [9] * 6
+    bench.admit("vector", 13, 0, most=1, wants=Want.POOL)
+    bench.run()
+    assert bench.lives.forecaster.lengths.sorted() == [9] * 6, "a vector says nothing of how long answers are"
 
 
 def test_the_wait_model_gives_the_wait_that_a_request_then_has() -> None:

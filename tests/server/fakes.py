@@ -98,6 +98,7 @@ class FakeClient:
         self.submit_error: Exception | None = None
         self.end: tuple[FinishReason, FinishError | None] | None = None  # instead of the natural end
         self.is_held = False
+        self.forecast: Mapping[str, object] = {"new_request_s": None, "model": None}
         self.submitted = asyncio.Event()
         self.cached_tokens = 0
         self._queues: dict[str, asyncio.Queue[TokenOutput]] = {}
@@ -201,6 +202,8 @@ class FakeClient:
     async def control(self, verb: Any, argument: str = "") -> object:
         if verb == "explain":
             return self._explained(argument)
+        if verb == "forecast":
+            return self.forecast
         raise NotImplementedError
 
     def _explained(self, name: str) -> dict[str, object]:

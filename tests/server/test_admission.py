@@ -10,10 +10,10 @@ from octavo.config import AdmissionConfig
 from octavo.errors import LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
 from octavo.observe.metrics.requests import Finished
 from octavo.server.admission import Admission, Lease, Load, Wish
-from octavo.server.estimate import Estimator
 from octavo.server.keys import KeyInfo
+from octavo.server.queue_forecast import QueueForecast
 from octavo.server.waiting import WaitingRoom
-from tests.server.test_estimate import taught
+from tests.server.test_queue_forecast import taught
 
 
 class Clock:
@@ -29,7 +29,7 @@ def made(slots: int = 4, bound: int = 8, tokens: int = 10_000, **options: Any) -
         max_waiting=bound, max_waiting_tokens=tokens, max_queue_time_s=options.pop("max_queue_time_s", None)
     )
     room = WaitingRoom(slots, options.pop("kv", 0))
-    return Admission(config, room, options.pop("estimator", None) or Estimator(), now=Clock(), **options)
+    return Admission(config, room, options.pop("forecast", None) or QueueForecast(), now=Clock(), **options)
 
 
 def running(admission: Admission, count: int, num_tokens: int = 10, **fields: Any) -> list[Lease]:
@@ -120,7 +120,7 @@ def test_tokens_are_bounded_by_a_guess_and_again_exactly() -> None:
     lease.leave()
     assert admission.room.num_waiting_tokens == 600
     admission.enter(Wish(num_characters=10)).settle(400)
-    known = made(tokens=1000, estimator=taught(prefill_s=0.1))
+    known = made(tokens=1000, forecast=taught(prefill_s=0.1))
     known.enter(Wish(num_ids=900)).settle(900)
     with pytest.raises(QueueFullError, match=r"room in about 20\.0 s") as told:
         known.enter(Wish(num_ids=300))
@@ -195,18 +195,19 @@ def test_a_key_that_fills_the_queue_leaves_room_for_the_next() -> None:
 
 
 def test_a_wait_that_cannot_be_met_is_refused_with_the_numbers() -> None:
-    admission = made(slots=4, bound=100, estimator=taught())
+    admission = made(slots=4, bound=100, forecast=taught())
     assert admission.wait_s() == 0
     running(admission, 4)
     for _ in range(8):
         admission.enter(Wish(num_ids=100)).settle(100)
-    expected_s = 8 * (50 * 0.02 + 100 * 0.001) / 4 + 50 * 0.02 / 4
+    steps = 9 * 50 / 4
+    expected_s = steps * 0.02 + (steps * 4 + 8 * 100) * 0.001
     assert admission.wait_s() == pytest.approx(expected_s, rel=0.05)
     admission.enter(Wish(max_wait_s=expected_s * 1.2)).leave()
-    with pytest.raises(WaitTooLongError, match=r"about 2.\d s, and may wait 0.5 s: 8 sequences wait, 100 may") as told:
+    with pytest.raises(WaitTooLongError, match=r"about 3.\d s, and may wait 0.5 s: 8 sequences wait, 100 may") as told:
         admission.enter(Wish(max_wait_s=0.5))
     assert told.value.retry_after_s == pytest.approx(expected_s - 0.5, rel=0.1)
-    bounded = made(slots=4, bound=100, estimator=taught(), max_queue_time_s=0.5)
+    bounded = made(slots=4, bound=100, forecast=taught(), max_queue_time_s=0.5)
     running(bounded, 4)
     bounded.enter(Wish(num_prompts=8, num_ids=800))
     with pytest.raises(WaitTooLongError):
@@ -214,7 +215,7 @@ def test_a_wait_that_cannot_be_met_is_refused_with_the_numbers() -> None:
 
 
 def test_urgent_requests_wait_for_those_before_them_only() -> None:
-    admission = made(slots=4, bound=100, estimator=taught(), is_by_priority=True)
+    admission = made(slots=4, bound=100, forecast=taught(), is_by_priority=True)
     running(admission, 4)
     for _ in range(20):
         admission.enter(Wish(num_ids=100, priority=5)).settle(100)
@@ -226,16 +227,28 @@ def test_urgent_requests_wait_for_those_before_them_only() -> None:
 
 
 def test_retry_after_is_when_there_will_be_room() -> None:
-    admission = made(slots=4, bound=8, estimator=taught(gap_s=0.2))
+    admission = made(slots=4, bound=8, forecast=taught(gap_s=0.2))
     running(admission, 4)
     for _ in range(8):
         admission.enter(Wish())
     with pytest.raises(QueueFullError) as one:
         admission.glance(KeyInfo("", ""))
-    assert one.value.retry_after_s == pytest.approx(50 * 0.2 / 4, rel=0.05)
+    wait_s = admission.wait_s()
+    assert wait_s is not None and one.value.retry_after_s == pytest.approx(wait_s / 9), "one of nine"
+    assert one.value.retry_after_s == pytest.approx(50 * (0.2 + 4 * 0.001) / 4, rel=0.05)
     with pytest.raises(QueueFullError) as many:
         admission.enter(Wish(num_prompts=500))
     assert many.value.retry_after_s == 60, "never more than a minute"
+
+
+def test_tokens_of_a_text_follow_the_last_texts() -> None:
+    admission = made()
+    assert admission.tokens_of(100) == 30
+    for _ in range(100):
+        admission.text_tokenized(4000, 1000)
+    assert admission.tokens_of(8000) == pytest.approx(2000, rel=0.01)
+    admission.text_tokenized(0, 12)  # ids only
+    assert admission.tokens_of(8000) == pytest.approx(2000, rel=0.01)
 
 
 def test_limits_of_a_key_hold_and_its_refusals_are_counted() -> None:
@@ -308,7 +321,7 @@ def step(admission: Admission, rng: random.Random, keys: list[KeyInfo], open_lea
     lease, _ = rng.choice(open_leases)
     actions: list[Callable[[], None]] = [
         lease.seat.start,
-        lambda: lease.generated(rng.randint(1, 20), 0.01),
+        lambda: lease.generated(rng.randint(1, 20)),
         lambda: lease.ended(finished()),
         lease.leave,
     ]

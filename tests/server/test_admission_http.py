@@ -82,8 +82,11 @@ async def test_what_is_measured_predicts_and_refuses_what_cannot_be_met() -> Non
     harness = small(bound=50)
     for _ in range(3):
         assert (await harness.complete(max_tokens=8)).status_code == 200
-    harness.context.admission.estimator.tokens_came(500.0, 1000)  # half a second a token
+    harness.engine.forecast = {"new_request_s": 40.0, "model": None}
     tasks = await opened(harness, 5)
+    async with asyncio.timeout(5):
+        while harness.context.admission.wait_s() is None:  # asked for in the background
+            await asyncio.sleep(0.01)
     response = await harness.complete(queue_timeout=0.5)
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (429, "wait_too_long")

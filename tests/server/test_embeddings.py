@@ -148,7 +148,6 @@ async def test_metrics_count_vectors() -> None:
     text = (await harness.get("/metrics")).text
     assert 'octavo_prompt_tokens_total{model_name="tiny"} 7.0' in text
     assert 'octavo_time_to_first_token_seconds_count{model_name="tiny"} 0.0' in text
-    assert harness.context.admission.estimator.output_tokens(None) == 0.0, "they say nothing of how long answers are"
 
 
 async def score(harness: Harness, path: str = "/v1/score", **fields: Any) -> httpx.Response:

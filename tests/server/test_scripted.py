@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -128,6 +129,41 @@ async def test_the_wait_of_a_new_request_is_from_the_forecast_of_those_that_wait
         assert await asyncio.gather(*tasks) == [200, 200, 200]
         ended = (await http.get("/v1/requests/c/explain")).json()
         assert ended["queue"]["wait_s"] == 0.0, "there is room now"
+    await app.state.context.tool.close()
+    await engine.client.close()
+
+
+async def test_explain_and_retry_after_tell_the_same_wait(tmp_path: Path) -> None:
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps([{"say": "on and on ", "finish": "length", "delay_ms": 10}]))
+    config = config_from(f"scripted:{path}", {"max_sequences": 1, "max_waiting": 2})
+    engine = build_local(config)
+    app = create_app(engine.sessions, engine.text, config, engine.client.statistics)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+
+        async def ask(name: str, num_tokens: int = 200) -> httpx.Response:
+            body = {"prompt": "x", "max_tokens": num_tokens, "ignore_eos": True}
+            return await http.post("/v1/completions", json=body, headers={"x-request-id": name}, timeout=60)
+
+        assert (await ask("first", 20)).status_code == 200
+        tasks = [asyncio.create_task(ask(name)) for name in ("a", "b", "c")]
+        while (await http.get("/v1/requests/a/explain")).json().get("explanations", [{}])[0].get("num_outputs", 0) < 20:
+            await asyncio.sleep(0.01)
+        told = (await http.get("/v1/requests/c/explain")).json()
+        refused = await ask("d")
+        wait_s = told["queue"]["wait_s"]
+        (last,) = told["explanations"]
+        assert last["prediction"]["next_token_s"] < wait_s, "a new request comes after the last that waits"
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        message = refused.json()["error"]["message"]
+        said_s = float(message.partition("would wait about ")[2].partition(" s")[0])
+        assert said_s == pytest.approx(wait_s, abs=0.05 + 1e-9), "to the decimal that is shown"
+        assert int(refused.headers["retry-after"]) == math.ceil(wait_s / 3), "one of the two that wait, and of a third"
+        shown = [line for line in (await http.get("/metrics")).text.splitlines() if "wait_estimate_seconds{" in line]
+        assert float(shown[0].rsplit(" ", 1)[1]) == pytest.approx(wait_s, abs=1e-6)
+        late = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "queue_timeout": 0.1})
+        assert late.json()["error"]["code"] == "queue_full", "the bound is looked at first"
+        assert [(await task).status_code for task in tasks] == [200, 200, 200]
     await app.state.context.tool.close()
     await engine.client.close()
 

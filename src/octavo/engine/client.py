@@ -17,7 +17,7 @@ from octavo.core.request import FinishError, FinishReason, Request
 
 Verb = Literal[
     "pause", "resume", "drain", "cancel_all", "reset_prefix_cache", "explain", "reset_statistics", "export_statistics",
-    "frames",
+    "frames", "forecast",
 ]  # fmt: skip
 
 

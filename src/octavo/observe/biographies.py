@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from octavo.config import StatisticsConfig
 from octavo.core.explanation import Explanation, Standing, shortage_text, times, word
@@ -259,13 +259,8 @@ def write_biographies(loop: WatchedLoop, scheduler: Scheduler, config: Statistic
     lives = Biographies(scheduler, loop.clock.now, config.explain_kept, config.explain_kept_s)
     loop.watch(lives)
     loop.verbs["explain"] = guarded("explain", lives.answer)
-    loop.sections["forecast"] = lambda: _model_of(lives.forecaster)
+    loop.verbs["forecast"] = guarded("forecast", lambda argument: lives.forecaster.new_request(argument == "model"))
     return lives
-
-
-def _model_of(forecaster: Forecaster) -> dict[str, float] | None:
-    model = forecaster.wait_model()
-    return None if model is None else asdict(model)
 
 
 def unknown(name: str) -> dict[str, object]:

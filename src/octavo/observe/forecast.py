@@ -15,7 +15,7 @@ import random
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from itertools import chain
 from math import inf
@@ -39,7 +39,7 @@ _SAME_RUN = 0.1  # a pause before a step of up to this share of it belongs to it
 
 @dataclass(frozen=True, slots=True)
 class WaitModel:
-    """The figures by which any process estimates waits: plain numbers, sent with the engine's statistics.
+    """The figures by which any process estimates waits: plain numbers, as the engine's verb `forecast` answers them.
 
     A step takes `step_s` and `token_s` for each of its tokens; an answer has `answer_tokens` on average.
     """
@@ -192,6 +192,14 @@ class Forecaster:
         """Return the figures of now; None before there were enough steps and an answer."""
         fit = self.step_times.fit()
         return None if fit is None or not self.lengths.is_known else WaitModel(*fit, self.lengths.mean)
+
+    def new_request(self, is_model_only: bool = False) -> dict[str, object]:
+        """Return the wait of a request that would arrive now, and the WaitModel, as plain values for admission."""
+        found, model = None if is_model_only else self.next_tokens().get(NEW_REQUEST), self.wait_model()
+        return {
+            "new_request_s": None if found is None else found.seconds,
+            "model": None if model is None else asdict(model),
+        }
 
 
 @dataclass(slots=True)

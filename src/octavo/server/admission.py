@@ -1,7 +1,7 @@
 """Admission: whether a request may come in now, or when it may come again.
 
 Owns: the order of the checks, the load levels, shares of the queue, the meters of keys, what a refusal says.
-Does not: count (waiting, rates), predict (estimate), read bodies, or know HTTP.
+Does not: count (waiting, rates), predict (queue_forecast), read bodies, or know HTTP.
 Twice: `glance` before the body is read, by counts alone; `enter` once the body is checked and before anything is
 tokenised. `settle` looks again when the prompts' tokens are known.
 Invariant: a refusal takes nothing and costs no more than some counting; every lease is given back.
@@ -18,15 +18,16 @@ from enum import IntEnum
 from octavo.config import AdmissionConfig
 from octavo.errors import BusyError, LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
 from octavo.observe.metrics.requests import Finished
-from octavo.server.estimate import Estimator, Work
 from octavo.server.keys import NOBODY, KeyInfo
+from octavo.server.queue_forecast import Queue, QueueForecast
 from octavo.server.rates import Meter
-from octavo.server.waiting import Seat, WaitingRoom
+from octavo.server.waiting import DecayedMean, Seat, WaitingRoom
 
 MAX_RETRY_S = 60.0
 DEFAULT_PRIORITY = 0  # smaller is more urgent
 _RESERVED = 8  # with several keys, one in so many places is for keys of which nothing waits
 _BOUNDS = (0.5, 0.75, 1.0)  # shares of the queue at which the load levels begin
+_FIRST_TOKENS_PER_CHARACTER = 0.3
 MAX_METERS = 4096  # of keys that are gone too, until then
 
 
@@ -70,29 +71,23 @@ class Lease:
     def settle(self, num_tokens: int) -> None:
         """Look again now that all prompts' tokens are counted, and charge them. Raises BusyError."""
         admission, wish = self._admission, self._wish
-        admission.estimator.text_read(wish.num_characters, num_tokens - wish.num_ids)
+        admission.text_tokenized(wish.num_characters, num_tokens - wish.num_ids)
         self.seat.expect(0, 0)
         admission.check_tokens(wish, num_tokens)
-        self.seat.expect(num_tokens, admission.estimator.output_tokens(wish.max_tokens))
+        self.seat.expect(num_tokens, admission.forecast.output_tokens(wish.max_tokens))
         if self._meter is not None:
             self._meter.use_tokens(num_tokens, admission.now())
 
-    def generated(self, num_tokens: int, gap_s: float | None = None) -> None:
-        """Charge tokens that came, `gap_s` after those of their choice before them."""
+    def generated(self, num_tokens: int) -> None:
+        """Charge tokens that were generated."""
         self.seat.grow(num_tokens)
-        if gap_s is not None:
-            self._admission.estimator.tokens_came(gap_s, num_tokens)
         if self._meter is not None:
             self._meter.use_tokens(num_tokens, self._admission.now())
 
     def ended(self, end: Finished) -> None:
         """One prompt ran to its end."""
         self.seat.end()
-        estimator = self._admission.estimator
-        estimator.prompt_done(max(0.0, end.ttft_s - end.queue_s), end.prompt_tokens, end.cached_tokens)
-        self._admission.room.new_share = estimator.new_share
-        if end.completion_tokens:  # scores and embeddings say nothing of how long answers are
-            estimator.sequences_ended(end.completion_tokens, end.num_choices)
+        self._admission.prompt_ended(end)
 
     def leave(self) -> None:
         """Give everything back. Idempotent."""
@@ -109,14 +104,15 @@ class Admission:
         self,
         config: AdmissionConfig,
         room: WaitingRoom,
-        estimator: Estimator,
+        forecast: QueueForecast,
         *,
         is_by_priority: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.room = room
-        self.estimator = estimator
+        self.forecast = forecast
+        self._tokens_per_character = DecayedMean(65_536)
         self.now = now
         self._is_by_priority = is_by_priority
         self._meters: dict[str, Meter] = {}
@@ -180,7 +176,7 @@ class Admission:
         """Take a seat for a checked body. Raises BusyError."""
         meter = self.meter(wish.key)
         num_sequences = wish.num_prompts * wish.width
-        num_tokens = wish.num_ids + self.estimator.tokens_of(wish.num_characters)
+        num_tokens = wish.num_ids + self.tokens_of(wish.num_characters)
         with _counted(meter):
             self._check_full(wish.key, num_sequences)
             self._check_load(wish)
@@ -190,8 +186,19 @@ class Admission:
                 self._check_concurrent(meter)
         self.check_tokens(wish, num_tokens)
         seat = self.room.enter(wish.key.name, wish.priority, wish.num_prompts, wish.width)
-        seat.expect(num_tokens, self.estimator.output_tokens(wish.max_tokens))
+        seat.expect(num_tokens, self.forecast.output_tokens(wish.max_tokens))
+        self.forecast.refresh(self._queue)
         return Lease(self, wish, seat)
+
+    def text_tokenized(self, num_characters: int, num_tokens: int) -> None:
+        """Note that so many characters made so many tokens."""
+        if num_characters > 0:
+            self._tokens_per_character.add(num_tokens, num_characters)
+
+    def tokens_of(self, num_characters: int) -> int:
+        """Return about how many tokens a text has."""
+        mean = self._tokens_per_character.value
+        return round(num_characters * (_FIRST_TOKENS_PER_CHARACTER if mean is None else mean))
 
     def check_tokens(self, wish: Wish, num_tokens: int) -> None:
         """Refuse more tokens than the queue or the key has left. Raises BusyError."""
@@ -225,10 +232,25 @@ class Admission:
 
     def wait_s(self, priority: int = DEFAULT_PRIORITY) -> float | None:
         """How long a request that came now would wait; 0 where it could start at once, None where that is unknown."""
-        room = self.room
-        if room.num_free > room.num_pending:
+        if self._queue() is None:
             return 0.0
-        return self.estimator.wait_s(room.ahead_of(priority if self._is_by_priority else None), room.num_busy)
+        room = self.room
+        self.forecast.refresh(self._queue)
+        return self.forecast.wait_s(room.ahead_of(priority if self._is_by_priority else None), room.num_busy)
+
+    def forecast_came(self, answer: Mapping[str, object]) -> None:
+        """Note the engine's forecast of now."""
+        self.forecast.update(answer, self._queue())
+
+    def prompt_ended(self, end: Finished) -> None:
+        """Learn from a prompt that ran to its end."""
+        self.room.prompt_done(end.prompt_tokens, end.cached_tokens)
+        self.forecast.refresh(self._queue)
+
+    def _queue(self) -> Queue:
+        """Return what waits and how many sequences run; None while a new request could start at once."""
+        room = self.room
+        return None if room.num_free > room.num_pending else (room.ahead_of(None), room.num_busy)
 
     def _share(self, num_sequences: float, num_tokens: float) -> float:
         return max(num_sequences / self.config.max_waiting, num_tokens / self.config.max_waiting_tokens)
@@ -288,20 +310,25 @@ class Admission:
     def _check_concurrent(self, meter: Meter) -> None:
         most = meter.info.max_concurrent
         if most is not None and meter.num_open >= most:
-            wait_s = min(MAX_RETRY_S, self.estimator.slot_s(meter.num_open) or 0.0)
+            wait_s = min(MAX_RETRY_S, (self.forecast.answer_s(self.room.num_busy) or 0.0) / max(1, meter.num_open))
             raise RateLimitError(
                 f"key {meter.info.name!r} is at its limit: {meter.num_open} of its requests are open, {most} may be",
                 retry_after_s=wait_s,
             )
 
     def _room_s(self, num_sequences: float) -> float | None:
-        """Seconds until so many have started, at the present speed; None where that is unknown."""
-        slot_s = self.estimator.slot_s(self.room.num_busy)
-        return None if slot_s is None else min(MAX_RETRY_S, max(0.0, num_sequences) * slot_s)
+        """Return the seconds until so many sequences have started; None: unknown.
+
+        A new request would start after all that wait: so long does the queue take for all of them and one more.
+        """
+        wait_s = self.wait_s()
+        if wait_s is None:
+            return None
+        return min(MAX_RETRY_S, wait_s * max(0.0, num_sequences) / (self.room.num_waiting + 1))
 
     def _tokens_room_s(self, num_tokens: int) -> float | None:
-        """Seconds until prompts of so many tokens are computed, and have slots to be computed in."""
-        prefill_s = self.estimator.busy_s(Work(0, num_tokens, 0))
+        """Return the seconds until prompts of so many tokens are computed, and have slots to be computed in."""
+        prefill_s = self.forecast.prefill_s(num_tokens)
         if prefill_s is None or not self.room.num_waiting:
             return None if prefill_s is None else min(MAX_RETRY_S, prefill_s)
         each = max(1.0, self.room.num_waiting_tokens / max(1, self.room.num_pending))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -19,7 +20,6 @@ from octavo.observe.otel import Tracer
 from octavo.server.admission import Admission
 from octavo.server.batches.service import BatchService
 from octavo.server.directory import Directory
-from octavo.server.estimate import Estimator
 from octavo.server.faults import ApiError
 from octavo.server.feed import Feed
 from octavo.server.grammars import GrammarReader
@@ -30,6 +30,7 @@ from octavo.server.limits import HttpLimits
 from octavo.server.logins import Logins
 from octavo.server.params import ParamsReader
 from octavo.server.prompts import PromptReader
+from octavo.server.queue_forecast import QueueForecast
 from octavo.server.replay_outputs import one_by_one
 from octavo.server.responses.background import Background
 from octavo.server.responses.store import ResponseStore
@@ -138,7 +139,10 @@ def build_context(
         runs=runs,
         waiting=waiting,
         admission=Admission(
-            config.admission, waiting, Estimator(), is_by_priority=config.scheduling.policy == "priority"
+            config.admission,
+            waiting,
+            QueueForecast(partial(sessions.client.control, "forecast")),
+            is_by_priority=config.scheduling.policy == "priority",
         ),
         directory=Directory(config.statistics.explain_kept),
         tool=tool,

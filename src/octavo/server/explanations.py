@@ -53,19 +53,21 @@ async def explain_open(context: Context) -> dict[str, object]:
 
 
 def queue_of(context: Context, answers: list[dict[str, Any]]) -> dict[str, object]:
-    """The queue as admission counts it: the numbers that an answer 429 has.
+    """Return the queue as admission counts it: the numbers that an answer 429 has.
 
-    How long a new request would wait is taken out of the engine's answers, so that it comes from the forecast that
-    the requests in the queue have; the front end's own estimate stands in where the engine tells nothing.
+    How long a new request would wait is taken out of the engine's answers and given to admission, which then says the
+    same to the next request.
     """
+    waits = [answer.pop(_NEW_S) for answer in answers if _NEW_S in answer]
+    if waits:
+        context.admission.forecast_came({_NEW_S: waits[0]})
     figures = context.admission.snapshot()
-    told = [answer.pop(_NEW_S) for answer in answers if _NEW_S in answer]
     return {
         "num_waiting": figures["waiting"],
         "max_waiting": figures["max_waiting"],
         "num_waiting_tokens": figures["waiting_tokens"],
         "max_waiting_tokens": figures["max_waiting_tokens"],
-        "wait_s": told[0] if told else figures["wait_s"],
+        "wait_s": figures["wait_s"],
     }
 
 

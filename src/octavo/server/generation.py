@@ -145,17 +145,15 @@ class Generation:
         now = time.monotonic()
         if delta.token_ids:
             num_tokens = len(delta.token_ids)
-            gap_s: float | None = None
             if session in self._silent:
                 self._silent.discard(session)
                 self._metrics.first_tokens(now - self.asked.arrival, num_tokens, len(self.asked.prompts[session]))
                 self._lease.seat.start()
             elif self._last_at[index]:
-                gap_s = now - self._last_at[index]
-                self._metrics.next_tokens(gap_s, num_tokens)
+                self._metrics.next_tokens(now - self._last_at[index], num_tokens)
             else:
                 self._metrics.other_tokens(num_tokens)
-            self._lease.generated(num_tokens, gap_s)
+            self._lease.generated(num_tokens)
             self._num_tokens[index] += num_tokens
             self._last_at[index] = now
         if delta.finish_reason is not None:

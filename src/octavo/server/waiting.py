@@ -1,4 +1,4 @@
-"""WaitingRoom: what waits for the engine and what runs on it, as far as the front end sees it.
+"""WaitingRoom: what waits for the engine and what runs on it, as far as the server sees it.
 
 Owns: the counts, by key and by priority, and each request's Seat in them. Does not: order anything (the scheduler
 does), refuse anybody (admission does), or read a clock.
@@ -11,9 +11,31 @@ from __future__ import annotations
 
 from collections import Counter
 
-from octavo.server.estimate import Work
+from octavo.server.queue_forecast import Work
 
 _UNKNOWN_SLOTS = 256
+
+
+class DecayedMean:
+    """A weighted mean in which a value counts half once `half_life` of weight has been added after it."""
+
+    __slots__ = ("_half_life", "_sum", "_weight")
+
+    def __init__(self, half_life: float) -> None:
+        self._half_life = half_life
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def add(self, total: float, weight: float) -> None:
+        """Count `weight` things that measured `total` together."""
+        kept = 0.5 ** (weight / self._half_life)
+        self._sum = self._sum * kept + total
+        self._weight = self._weight * kept + weight
+
+    @property
+    def value(self) -> float | None:
+        """The mean; None before the first value."""
+        return self._sum / self._weight if self._weight else None
 
 
 class Seat:
@@ -92,7 +114,7 @@ class WaitingRoom:
         self.num_requests = 0  # HTTP requests with a seat
         self.num_running = 0  # sequences with a token
         self.num_tokens_held = 0  # by those
-        self.new_share = 1.0  # of prompt tokens, those that take KV room of their own
+        self._new_share = DecayedMean(16_384)  # of prompt tokens, those that were not in the prefix cache
         self.pending = Work()  # of all prompts without a token
         self.by_key: Counter[str] = Counter()  # sequences without a token
         self.tokens_by_key: Counter[str] = Counter()
@@ -104,6 +126,17 @@ class WaitingRoom:
         self.num_requests += 1
         self.move(seat, num_prompts)
         return seat
+
+    @property
+    def new_share(self) -> float:
+        """The share of prompt tokens that take KV room of their own, from the last prompts."""
+        share = self._new_share.value
+        return 1.0 if share is None else share
+
+    def prompt_done(self, num_tokens: int, num_cached: int) -> None:
+        """Count a prompt of so many tokens, some of them from the prefix cache."""
+        if num_tokens > 0:
+            self._new_share.add(num_tokens - num_cached, num_tokens)
 
     @property
     def num_pending(self) -> int:
