@@ -8,6 +8,7 @@ import pytest
 
 from octavo.config import AdmissionConfig, Config, SchedulingConfig, ServingConfig
 from octavo.core.request import FinishReason
+from octavo.errors import ErrorKind, FinishError
 from octavo.server.admission import Wish
 from tests.server.fakes import Harness, events
 
@@ -66,7 +67,9 @@ async def test_a_full_queue_says_how_many_wait_and_when_to_come_again() -> None:
 
 async def test_every_end_gives_its_seat_back() -> None:
     harness = small(bound=100)
-    for end in (None, (FinishReason.ERROR, "bad"), (FinishReason.TIMEOUT, "deadline")):
+    bad = (FinishReason.ERROR, FinishError(ErrorKind.ENGINE, "bad"))
+    late = (FinishReason.TIMEOUT, FinishError(ErrorKind.DEADLINE, "deadline"))
+    for end in (None, bad, late):
         harness.engine.end = end
         for stream in (False, True):
             await harness.complete(prompt=["a", "b"], n=2, stream=stream)
@@ -101,7 +104,8 @@ async def test_the_queue_timeout_reaches_the_engine_bounded_by_the_servers() -> 
         await harness.complete(queue_timeout=given)
         assert harness.engine.requests[-1].queue_timeout == expected
     await Harness().complete()
-    harness.engine.end = (FinishReason.TIMEOUT, "queue_timeout of 3.0 s passed before the request could start")
+    late = FinishError(ErrorKind.QUEUE_TIMEOUT, "queue_timeout of 3.0 s passed before the request could start")
+    harness.engine.end = (FinishReason.TIMEOUT, late)
     response = await harness.complete()
     assert (response.status_code, response.json()["error"]["code"]) == (408, "queue_timeout")
     *_, error, _ = events((await harness.complete(stream=True)).text)
