@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from octavo.config import AdmissionConfig, Config, SchedulingConfig, ServingConfig
-from octavo.core.request import FinishReason
-from octavo.errors import ErrorKind, FinishError
+from octavo.core.request import FinishError, FinishReason
+from octavo.errors import ErrorKind
 from octavo.server.admission import Wish
 from tests.server.fakes import Harness, events
 
