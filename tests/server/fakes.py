@@ -194,7 +194,7 @@ class FakeClient:
                 self.cut.append((request_id, choice))
             for each in sorted(self._open.get(request_id, ())):
                 if choice in (None, each):
-                    self._put(request, (each, 99), None, (reason, "cancelled"))
+                    self._put(request, (each, 99), None, (reason, None))
 
     async def statistics(self) -> Mapping[str, object]:
         return STATISTICS
