@@ -13,7 +13,7 @@ Value = str | bool | int | float | Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """A part of a request, half-open in time."""
 
     name: str
@@ -44,7 +44,7 @@ class RequestTrace:
     start: float
     parent: Mapping[str, str] = field(default_factory=dict)
     attributes: dict[str, Value] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
     end: float | None = None
     error: str | None = None
     _timed: list[Timed] = field(default_factory=list)
@@ -53,12 +53,14 @@ class RequestTrace:
     def timed(self, times: Timed, reason: str) -> None:
         """Note the end of one prompt and how it ended."""
         scheduled, first = times.arrival + times.queue_s, times.arrival + times.ttft_s
-        self.spans.append(Span("queue", times.arrival, scheduled))
+        self.spans.append(TraceSpan("queue", times.arrival, scheduled))
         self.spans.append(
-            Span("prefill", scheduled, max(scheduled, first), {"octavo.cached_tokens": times.cached_tokens})
+            TraceSpan("prefill", scheduled, max(scheduled, first), {"octavo.cached_tokens": times.cached_tokens})
         )
-        self.spans.append(Span("decode", max(scheduled, first), max(first, times.ended)))
-        self.spans += [Span("preempted", times.arrival + out, times.arrival + back) for out, back in times.preempted]
+        self.spans.append(TraceSpan("decode", max(scheduled, first), max(first, times.ended)))
+        self.spans += [
+            TraceSpan("preempted", times.arrival + out, times.arrival + back) for out, back in times.preempted
+        ]
         self._timed.append(times)
         self._reasons.append(reason)
 
