@@ -1,4 +1,4 @@
-"""Budgets: how much of one thing a step, or the engine, may use. One small object each.
+"""Budgets: how much of one resource a step, or the engine, may use.
 
 Owns: a limit and what is left of it. Does not: know requests or sequences.
 Invariant: 0 <= left <= limit.
@@ -15,7 +15,7 @@ UNBOUNDED = 2**62
 
 
 class Budget:
-    """A limit in units of one thing (tokens, sequences, partial prefills). `renew` starts a step."""
+    """A limit in units of one resource (tokens, sequences, partial prefills). `renew` starts a step."""
 
     __slots__ = ("left", "limit")
 
@@ -25,7 +25,7 @@ class Budget:
 
     @property
     def used(self) -> int:
-        """Units taken."""
+        """Units in use."""
         return self.limit - self.left
 
     def renew(self) -> None:
@@ -33,7 +33,7 @@ class Budget:
         self.left = self.limit
 
     def fits(self, amount: int) -> bool:
-        """Whether `amount` can be taken."""
+        """Return True if `amount` can be taken."""
         return amount <= self.left
 
     def take(self, amount: int) -> None:
@@ -50,7 +50,7 @@ class Budget:
 
 
 class ReadBudget(Budget):
-    """Context tokens read in a step (S04). A row that exceeds the whole limit fits an unused budget, and fills it."""
+    """Context tokens read in a step (S04). A row that exceeds the whole limit fits an unused budget and fills it."""
 
     __slots__ = ("_window",)
 
@@ -61,23 +61,23 @@ class ReadBudget(Budget):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a row's cost is simply the length of its context."""
+        """True if a row costs the length of its context."""
         return self._window == UNBOUNDED
 
     def cost(self, start: int, count: int) -> int:
-        """Context that a row of positions [start, start + count) reads, its own tokens included."""
+        """Return the context that a row of positions [start, start + count) reads, its own tokens included."""
         return min(start, self._window - 1) + count if count else 0
 
     def fits(self, amount: int) -> bool:
-        """Whether a row may read `amount`."""
+        """Return True if a row may read `amount`."""
         return amount <= self.left or self.left == self.limit
 
     def take(self, amount: int) -> None:
-        """Use `amount`, at most all that is left."""
+        """Use `amount`, or all that is left."""
         self.left -= min(amount, self.left)
 
     def give_back(self, amount: int) -> None:
-        """Return `amount`, at most all that was used."""
+        """Return `amount`, or all that was used."""
         self.left = min(self.limit, self.left + amount)
 
 

@@ -1,9 +1,9 @@
-"""The two lines requests stand in: waiting (a heap) and running (a sorted list), and the deadlines.
+"""The order of requests: waiting (a heap per line), running (a sorted list), and their deadlines.
 
-Owns: their order, and that of lines of waiting requests. Does not: decide who moves between them.
-Invariants: each live request is in exactly one of waiting and running; ranks are unique, so that order is
-total and equal on every machine. Nothing here costs more than O(log n), but for the move of one list's
-pointers on removal from `running`, which is bounded by the sequence cap.
+Owns: these orders, and the order of lines of waiting requests. Does not: decide which request moves between them.
+Invariants: each open request is in exactly one of waiting and running; ranks are unique, so the order is total and
+equal on every machine. Nothing here costs more than O(log n), except for moving the pointers of one list when a request
+is removed from `running`; the cap on sequences bounds that.
 """
 
 from __future__ import annotations
@@ -12,24 +12,20 @@ from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
 
-from octavo.core.policy import PolicyGuard
+from octavo.core.policy.guard import PolicyGuard, Rank
 from octavo.core.request import RequestState, Status
 
 _rank = attrgetter("rank")
-_Entry = tuple[tuple[tuple[float, ...], int], int, RequestState]
-
-
-def _place(entry: _Entry) -> tuple[tuple[tuple[float, ...], int], int]:
-    return entry[0], entry[1]
+_Entry = tuple[Rank, int, RequestState]  # rank and ticket are unique, so requests are never compared
 
 
 def rerank(request: RequestState, policy: PolicyGuard) -> None:
-    """Ask the policy again where the request stands. The request must be in neither line."""
+    """Ask the policy again for a request's place. The request must be in neither queue."""
     request.rank = policy.rank(request)
 
 
-class _Lane:
-    """Requests of one line by rank, with lazy removal: an entry counts while it is its request's latest."""
+class _Line:
+    """Requests of one line by rank. Removal is lazy: an entry is dead unless it has its request's latest ticket."""
 
     __slots__ = ("heap", "num_dead", "number")
 
@@ -48,20 +44,20 @@ class _Lane:
         return None
 
     def first(self, count: int) -> list[RequestState]:
-        """The first live entries in order, without sorting the rest: a child of a heap is never before its parent."""
+        """Return the first requests in order without sorting the rest: a child in a heap is never before its parent."""
         heap, found = self.heap, list[RequestState]()
-        ahead = [(_place(heap[0]), 0)] if heap else []
-        while ahead and len(found) < count:
-            _, index = heappop(ahead)
+        candidates = [(heap[0][:2], 0)] if heap else []
+        while candidates and len(found) < count:
+            _, index = heappop(candidates)
             _, ticket, request = heap[index]
             if request.ticket == ticket:
                 found.append(request)
             for child in range(2 * index + 1, min(2 * index + 3, len(heap))):
-                heappush(ahead, (_place(heap[child]), child))
+                heappush(candidates, (heap[child][:2], child))
         return found
 
-    def forget(self) -> None:
-        """One entry is dead; clear them out in bulk."""
+    def note_dead(self) -> None:
+        """Count a dead entry; when most are dead, drop them in bulk."""
         self.num_dead += 1
         if self.num_dead > 64 and self.num_dead * 2 > len(self.heap):
             self.heap = [entry for entry in self.heap if entry[2].ticket == entry[1]]
@@ -70,19 +66,19 @@ class _Lane:
 
 
 class WaitingQueue:
-    """Waiting requests: lines in the order of the policy's `lane_key`, each by rank.
+    """Waiting requests: lines in the order of the policy's `lane_key`, and each line by rank.
 
-    A line's key may only grow while anybody waits in it, so the heap of lines is mended as it is read: the first
-    whose noted key still holds is the first.
+    A line's key may only grow while requests wait in it, so the heap of lines is corrected as it is read: the first
+    line whose noted key is still right is the first.
     """
 
-    __slots__ = ("_lanes", "_num_lanes", "_order", "_policy", "_size")
+    __slots__ = ("_lines", "_num_lines", "_order", "_policy", "_size")
 
     def __init__(self, policy: PolicyGuard) -> None:
         self._policy = policy
-        self._lanes: dict[str, _Lane] = {}
+        self._lines: dict[str, _Line] = {}
         self._order: list[tuple[float, int, str]] = []  # (noted key, number, name) of each line
-        self._num_lanes = 0
+        self._num_lines = 0  # since the start
         self._size = 0
 
     def __len__(self) -> int:
@@ -90,34 +86,34 @@ class WaitingQueue:
 
     @property
     def has_one_line(self) -> bool:
-        """Whether no line's key can change who is first."""
+        """True if no line's key can change which request is first."""
         return len(self._order) <= 1
 
     def add(self, request: RequestState) -> None:
         """Put a request at its rank in its line."""
-        lane = self._lanes.get(request.lane)
-        if lane is None:
-            lane = self._lanes[request.lane] = _Lane(self._num_lanes)
-            self._num_lanes += 1
-            heappush(self._order, (self._policy.lane_key(request.lane), lane.number, request.lane))
+        line = self._lines.get(request.lane)
+        if line is None:
+            line = self._lines[request.lane] = _Line(self._num_lines)
+            self._num_lines += 1
+            heappush(self._order, (self._policy.lane_key(request.lane), line.number, request.lane))
         request.ticket += 1
-        heappush(lane.heap, (request.rank, request.ticket, request))
+        heappush(line.heap, (request.rank, request.ticket, request))
         self._size += 1
 
     def peek(self) -> RequestState | None:
-        """The first request, or None."""
-        patience = 2 * len(self._order)  # with keys that only grow it is never used up
+        """Return the first request, or None."""
+        num_looks = 2 * len(self._order)  # keys that only grow never use it up
         while self._order:
             noted, number, name = self._order[0]
-            lane = self._lanes[name]
-            head = lane.head()
+            line = self._lines[name]
+            head = line.head()
             if head is None:
                 heappop(self._order)
-                del self._lanes[name]
+                del self._lines[name]
                 continue
-            if len(self._order) == 1 or patience <= 0:
+            if len(self._order) == 1 or num_looks <= 0:
                 return head
-            patience -= 1
+            num_looks -= 1
             key = self._policy.lane_key(name)
             if key <= noted:
                 return head
@@ -125,41 +121,41 @@ class WaitingQueue:
         return None
 
     def pop(self) -> RequestState:
-        """Take out the first request; call after peek."""
-        lane = self._lanes[self._order[0][2]]
+        """Remove and return the first request; call after peek."""
         self._size -= 1
-        return heappop(lane.heap)[2]
+        return heappop(self._lines[self._order[0][2]].heap)[2]
 
     def remove(self, request: RequestState) -> None:
-        """Take out a waiting request wherever it stands: its entry goes when it comes up, or in bulk."""
-        lane = self._lanes[request.lane]
+        """Remove a waiting request anywhere in the queue. Its entry is dropped at the head of its line, or in bulk."""
+        line = self._lines[request.lane]
         self._size -= 1
-        if lane.heap[0][2] is request and lane.heap[0][1] == request.ticket:
-            heappop(lane.heap)
+        if line.heap[0][2] is request and line.heap[0][1] == request.ticket:
+            heappop(line.heap)
             return
         request.ticket += 1
-        lane.forget()
+        line.note_dead()
 
     def first(self, count: int) -> list[RequestState]:
-        """The first `count` waiting requests, in order. O(lines + count log count), however many wait: for people."""
+        """Return the first `count` waiting requests in order. For people: O(lines + count log count)."""
         found: list[RequestState] = []
-        for _, _, name in sorted(
-            (self._policy.lane_key(name), lane.number, name) for name, lane in self._lanes.items()
-        ):
+        for line in self._in_order():
             if len(found) >= count:
                 break
-            found += self._lanes[name].first(count - len(found))
+            found += line.first(count - len(found))
         return found
 
     def in_order(self) -> list[RequestState]:
-        """All waiting requests in order. O(n log n): for people and checks, not for steps."""
-        lanes = sorted((self._policy.lane_key(name), lane.number, name) for name, lane in self._lanes.items())
+        """Return all waiting requests in order. For people and checks: O(n log n)."""
         return [
             request
-            for _, _, name in lanes
-            for _, ticket, request in sorted(self._lanes[name].heap, key=_place)
+            for line in self._in_order()
+            for _, ticket, request in sorted(line.heap, key=lambda entry: entry[:2])
             if request.ticket == ticket
         ]
+
+    def _in_order(self) -> list[_Line]:
+        keys = {name: self._policy.lane_key(name) for name in self._lines}
+        return [self._lines[name] for name in sorted(keys, key=lambda name: (keys[name], self._lines[name].number))]
 
 
 class RunningList:
@@ -174,34 +170,34 @@ class RunningList:
         return len(self.requests)
 
     def add(self, request: RequestState) -> None:
-        """Put a request at its rank."""
+        """Insert a request at its rank."""
         insort(self.requests, request, key=_rank)
 
     def remove(self, request: RequestState) -> None:
-        """Take a request out."""
+        """Remove a request."""
         index = bisect_left(self.requests, request.rank, key=_rank)
         assert self.requests[index] is request
         del self.requests[index]
 
 
 class Deadlines:
-    """Points in time at which requests end unless they were served; lazily cleaned."""
+    """Deadlines and queue timeouts of open requests; those that no longer matter are dropped lazily."""
 
     __slots__ = ("_heap",)
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, bool, RequestState]] = []
+        self._heap: list[tuple[float, int, bool, RequestState]] = []  # (time, order, is a queue timeout, request)
 
     def add(self, request: RequestState) -> None:
-        """Enter the request's deadline and queue timeout, where it has them; what has outputs does not queue."""
-        asked = request.request
-        if asked.deadline is not None:
-            heappush(self._heap, (asked.deadline, request.order, False, request))
-        if asked.queue_timeout is not None and not asked.emitted_token_ids:
-            heappush(self._heap, (asked.arrival + asked.queue_timeout, request.order, True, request))
+        """Enter a request's deadline and the end of its queue timeout, if it has them."""
+        deadline, queue_until = request.request.deadline, request.request.queue_until
+        if deadline is not None:
+            heappush(self._heap, (deadline, request.order, False, request))
+        if queue_until is not None:
+            heappush(self._heap, (queue_until, request.order, True, request))
 
     def next(self) -> float | None:
-        """The earliest point in time that still matters."""
+        """Return the earliest time that still matters, or None."""
         while self._heap:
             time, _, is_queue, request = self._heap[0]
             if request.status != Status.FINISHED and not (is_queue and request.first_scheduled_at is not None):
@@ -210,7 +206,7 @@ class Deadlines:
         return None
 
     def expired(self, now: float) -> tuple[RequestState, bool] | None:
-        """Take out one request that is past its time, with whether it was the queue's; None when there is none."""
+        """Remove and return a request that is past its time, with True if that was its queue timeout; or None."""
         time = self.next()
         if time is None or time > now:
             return None

@@ -116,6 +116,13 @@ class Request:
             assert self.prompt_token_ids is not None
             object.__setattr__(self, "num_prompt_tokens", len(self.prompt_token_ids))
 
+    @property
+    def queue_until(self) -> float | None:
+        """The time at which its queue timeout ends it unless it was admitted; None for a request that has outputs."""
+        if self.queue_timeout is None or self.emitted_token_ids:
+            return None
+        return self.arrival + self.queue_timeout
+
 
 def _pack_ids(ids: object, param: str) -> array[int]:
     try:

@@ -1,7 +1,7 @@
-"""What a policy says, with defaults: subclass Policy, give a name and a key, and register it.
+"""Policy: the base class of all policies. Subclass it, give a name and a key, and register it.
 
 Owns: the protocol between scheduler and policy. Does not: check budgets, blocks or progress: the scheduler does,
-so that no policy can break them. Whatever a policy returns is checked (see core.policy.PolicyGuard).
+so that no policy can break them. Every answer of a policy is checked (see policy.guard).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from octavo.core.request import RequestState
 
 
 class Policy:
-    """Ranks requests and names victims. Lower keys come first; ties go to the earlier arrival.
+    """An order of requests and a choice of victims. Lower keys are first; ties go to the earlier arrival.
 
     `headroom` is the default share of the pool kept free at admission. With `skip_ahead` up to 64 candidates are
-    examined past one that lacks room. With `preempt_on_arrival` a waiting request that lacks room may preempt
-    running ones of later victim rank. With `lookahead` > 1 the first so many candidates are admitted in the order
-    of `prefer`. With `tracks_service` the scheduler calls `served`. These are read once, after `configure`.
-    `rule` says in a few words, for people, what the order is.
-    A policy sees the public fields of RequestState and must not write to them. An exception counts as no opinion.
+    examined after one that lacks room. With `preempt_on_arrival` a waiting request that lacks room may preempt
+    running ones of later victim rank. With `lookahead` > 1 that many candidates are admitted in the order of
+    `prefer`. With `tracks_service` the scheduler calls `served`. These are read once, after `configure`.
+    `rule` is the order in a few words, for people.
+    A policy reads the public fields of RequestState and must not write to them. An exception counts as no opinion.
     """
 
     name = ""
@@ -30,37 +30,37 @@ class Policy:
     rule = ""
 
     def configure(self, limits: Limits) -> None:
-        """Called once, before anything else."""
+        """Read the limits. Called once, before anything else."""
 
     def key(self, request: RequestState) -> tuple[float, ...]:
-        """Order of service. Asked when the request arrives, is admitted, starts decoding, or is preempted."""
+        """Return the order of service. Called when a request arrives, is admitted, starts decoding or is preempted."""
         return ()
 
     def victim_key(self, request: RequestState) -> tuple[float, ...]:
-        """Order of preemption, asked when a victim is needed: the greatest goes first, ties to the later arrival."""
+        """Return the order of preemption. The greatest is preempted first; ties go to the later arrival."""
         return ()
 
     def lane(self, request: RequestState) -> str:
-        """Name of the line that a request waits in; one line for all by default. Fixed for a request."""
+        """Return the name of the line that a request waits in. Called once per request; by default all share one."""
         return ""
 
     def lane_key(self, lane: str) -> float:
-        """Order of lines, read whenever the next candidate is looked for; may only grow while anybody waits in it."""
+        """Return the order of a line, read for each candidate; it may only grow while requests wait in the line."""
         return 0.0
 
     def why(self, request: RequestState) -> str:
-        """What gives a request its place in the order of service, in words and numbers, naming nobody: for people."""
+        """Return what gives a request its place, in words and numbers, for people. Name no other request or tenant."""
         return ""
 
     def prefer(self, request: RequestState, cached_tokens: int) -> tuple[float, ...]:
-        """Order among the first `lookahead` candidates, with the length of each one's cached prefix."""
+        """Return the order among the first `lookahead` candidates, given the length of each one's cached prefix."""
         return ()
 
     def arrived(self, request: RequestState) -> None:
-        """A request was taken, and waits."""
+        """A request was submitted and waits."""
 
     def admitted(self, request: RequestState, num_tokens: int) -> None:
-        """A request starts or resumes; `num_tokens` of its known tokens are to be computed."""
+        """A request starts or resumes; `num_tokens` of its known tokens must be computed."""
 
     def preempted(self, request: RequestState) -> None:
         """A request waits again."""

@@ -1,9 +1,9 @@
 """Fair shares of tenants: virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
 
-Owns: one counter per tenant, what it is charged, and when it is lifted.
+Owns: one counter per tenant, what it is charged, and when it is raised.
 Invariants: counters only grow; those of tenants with waiting requests differ by at most one charge of a request or
 of a full batch, so the service of two that both wait differs by at most twice that; a tenant is forgotten when it
-has no request and its counter would be lifted anyway, so that memory follows the live requests.
+has no request and its counter would be raised anyway, so that memory follows the open requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Tenant:
 
 
 class _Account:
-    """One live request: where it stands, and whether its prompt is paid for."""
+    """One open request: whether it waits, and whether its prompt was charged."""
 
     __slots__ = ("is_charged", "is_waiting", "tenant")
 
@@ -42,7 +42,7 @@ class _Account:
 
 
 class _Lowest:
-    """Tenants by counter, the lowest on top. Counters only grow: an old entry is put right when it comes up."""
+    """Tenants by counter, the lowest first. Counters only grow: an old entry is corrected when it is read."""
 
     __slots__ = ("_belongs", "_entered", "_heap")
 
@@ -58,7 +58,7 @@ class _Lowest:
             heappush(self._heap, (tenant.counter, tenant.serial, tenant))
 
     def peek(self) -> _Tenant | None:
-        """The lowest that still belongs here, or None."""
+        """Return the lowest tenant that still belongs here, or None."""
         while self._heap:
             counter, serial, tenant = self._heap[0]
             if not self._belongs(tenant):
@@ -72,11 +72,11 @@ class _Lowest:
 
 
 class Fair(Policy):
-    """A line for each tenant; the one that had least service for its weight is next. Within a line, arrival.
+    """A line per tenant; the tenant with the least service for its weight is next. Within a line, order of arrival.
 
-    A prompt is charged at its first admission, `prompt_weight` for each token computed (what was cached is free),
-    outputs as they come, `output_weight` each. A tenant that had nothing waiting starts at the lowest of those
-    that wait, or at that of the last to leave: nobody saves up service. The most served is preempted first.
+    A prompt is charged at its first admission, `prompt_weight` for each computed token (cached ones are free), and
+    each output `output_weight`. A tenant that had nothing waiting starts at the lowest counter of those that wait, or
+    at the counter of the last that did: service cannot be saved up. The most served tenant is preempted first.
     """
 
     name = "fair"
@@ -91,34 +91,34 @@ class Fair(Policy):
         self._accounts: dict[int, _Account] = {}
         self._waiting = _Lowest(lambda tenant: tenant.num_waiting > 0)
         self._idle = _Lowest(lambda tenant: tenant.num_live == 0)
-        self._last: _Tenant | None = None  # the last to have nothing waiting any more
+        self._last: _Tenant | None = None  # the last whose waiting requests were all admitted
         self._floor = 0.0
-        self._num_tenants = 0  # that ever came
+        self._num_tenants = 0  # since the start
 
     def configure(self, limits: Limits) -> None:
-        """Take the tenants' weights."""
+        """Read the tenants' weights."""
         self._weights = dict(limits.tenant_weights)
 
     def lane(self, request: RequestState) -> str:
-        """The tenant."""
+        """Return the tenant."""
         return request.request.tenant
 
     def lane_key(self, lane: str) -> float:
-        """The tenant's counter."""
+        """Return the tenant's counter."""
         tenant = self._tenants.get(lane)
         return self._floor if tenant is None else tenant.counter
 
     def victim_key(self, request: RequestState) -> tuple[float, ...]:
-        """The tenant's counter: the most served gives way."""
+        """Return the tenant's counter."""
         return (self.lane_key(request.request.tenant),)
 
     def why(self, request: RequestState) -> str:
-        """Its tenant's counter and weight, and its number."""
+        """Return its tenant's counter and weight, and its number in the order of arrival."""
         served, weight = self.lane_key(request.lane), self._weights.get(request.lane, 1.0)
         return f"its tenant was given {served:g} (of weight {weight:g}), arrival {request.order + 1}"
 
     def arrived(self, request: RequestState) -> None:
-        """Open its account; its tenant may be new, or back."""
+        """Open its account, and its tenant's if that had no request."""
         name = request.request.tenant
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -130,7 +130,7 @@ class Fair(Policy):
         self._enter(tenant)
 
     def admitted(self, request: RequestState, num_tokens: int) -> None:
-        """Charge the prompt, unless it was paid for before it was preempted."""
+        """Charge the prompt, unless it was charged before a preemption."""
         account = self._accounts[request.order]
         if account.is_waiting:
             account.is_waiting = False
@@ -140,7 +140,7 @@ class Fair(Policy):
             self._charge(account.tenant, self.prompt_weight * num_tokens)
 
     def preempted(self, request: RequestState) -> None:
-        """It waits again."""
+        """Note that it waits again."""
         account = self._accounts[request.order]
         if not account.is_waiting:
             account.is_waiting = True
@@ -151,7 +151,7 @@ class Fair(Policy):
         self._charge(self._accounts[request.order].tenant, self.output_weight * num_tokens)
 
     def finished(self, request: RequestState) -> None:
-        """Close the account; forget tenants that would start at the floor anyway."""
+        """Close its account, and forget idle tenants that would start at the floor anyway."""
         account = self._accounts.pop(request.order)
         tenant = account.tenant
         if account.is_waiting:
@@ -162,7 +162,7 @@ class Fair(Policy):
         self._raise_floor()
         while (idle := self._idle.peek()) is not None and idle.counter <= self._floor:
             del self._tenants[idle.name]
-            idle.num_live = -1  # belongs nowhere any more
+            idle.num_live = -1  # belongs to no heap any more
 
     def _charge(self, tenant: _Tenant, service: float) -> None:
         tenant.counter += service / tenant.weight
@@ -180,7 +180,7 @@ class Fair(Policy):
             self._last = tenant
 
     def _raise_floor(self) -> None:
-        """Where a tenant starts that comes now: the lowest of those that wait, else the last that did."""
+        """Raise where a new tenant starts: at the lowest tenant that waits, else at the last that did."""
         lowest = self._waiting.peek() or self._last
         if lowest is not None:
             self._floor = max(self._floor, lowest.counter)

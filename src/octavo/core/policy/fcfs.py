@@ -1,4 +1,4 @@
-"""First come, first served: the order of arrival decides everything, preemption too (the latest goes first)."""
+"""First come, first served. The latest arrival is preempted first."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Fcfs(Policy):
     rule = "order of arrival"
 
     def key(self, request: RequestState) -> tuple[float, ...]:
-        """Nothing beside the arrival."""
+        """Return nothing: the order of arrival decides."""
         return ()
 
     def why(self, request: RequestState) -> str:
-        """Its number."""
+        """Return its number in the order of arrival."""
         return f"arrival {request.order + 1}"

@@ -1,4 +1,4 @@
-"""Fifo, as transformers' continuous batching has it: decoding before prefilling before waiting, then arrival."""
+"""Fifo as in transformers' continuous batching: decoding before prefilling before waiting, then arrival."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from octavo.core.request import RequestState, Status
 
 
 class Fifo(Policy):
-    """Finish what decodes, then what prefills, then take in; the newest arrivals are preempted."""
+    """Serve requests that decode, then those that prefill, then the rest. The latest arrival is preempted first."""
 
     name = "fifo"
     rule = "what decodes, then what prefills, then order of arrival"
@@ -15,11 +15,11 @@ class Fifo(Policy):
     skip_ahead = True
 
     def key(self, request: RequestState) -> tuple[float, ...]:
-        """Decoding 0, prefilling 1, waiting 2."""
+        """Return 0 for decoding, 1 for prefilling, 2 for waiting."""
         if request.status == Status.WAITING:
             return (2.0,)
         return (0.0,) if request.is_decoding else (1.0,)
 
     def why(self, request: RequestState) -> str:
-        """Its number."""
+        """Return its number in the order of arrival."""
         return f"arrival {request.order + 1}"

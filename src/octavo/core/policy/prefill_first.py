@@ -1,4 +1,4 @@
-"""Prefill first, as transformers' continuous batching has it: prefilling before decoding before waiting."""
+"""Prefill first as in transformers' continuous batching: prefilling before decoding before waiting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from octavo.core.request import RequestState, Status
 
 
 class PrefillFirst(Policy):
-    """Finish begun prompts before anything decodes; no block is kept free; the newest arrivals are preempted."""
+    """Finish started prompts before any request decodes; keep no block free. The latest arrival is preempted first."""
 
     name = "prefill_first"
     rule = "what prefills, then what decodes, then order of arrival"
@@ -15,11 +15,11 @@ class PrefillFirst(Policy):
     skip_ahead = True
 
     def key(self, request: RequestState) -> tuple[float, ...]:
-        """Prefilling 0, decoding 1, waiting 2."""
+        """Return 0 for prefilling, 1 for decoding, 2 for waiting."""
         if request.status == Status.WAITING:
             return (2.0,)
         return (1.0,) if request.is_decoding else (0.0,)
 
     def why(self, request: RequestState) -> str:
-        """Its number."""
+        """Return its number in the order of arrival."""
         return f"arrival {request.order + 1}"

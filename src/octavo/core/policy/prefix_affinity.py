@@ -1,7 +1,7 @@
-"""Prefix affinity: among the first waiting requests, the one with the longest cached prefix goes first.
+"""Prefix affinity: of the first waiting requests, the one with the longest cached prefix is admitted first.
 
-Invariant: a request is admitted after at most (longest cached prefix - 1) / weight of those that arrived later, as
-one k places later goes first only if more than k * weight further tokens of it are cached.
+Invariant: at most (longest cached prefix - 1) / weight later arrivals are admitted before a request, because one that
+is k places later is preferred only if more than k * weight further tokens of it are cached.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class PrefixAffinity(Policy):
     weight = 16
 
     def prefer(self, request: RequestState, cached_tokens: int) -> tuple[float, ...]:
-        """`weight` for each arrival before it, less what is cached."""
+        """Return `weight` for each earlier arrival, minus the cached tokens."""
         return (self.weight * request.order - cached_tokens,)
 
     def why(self, request: RequestState) -> str:
-        """Its number and what is cached of it, as far as it was looked up."""
+        """Return its number in the order of arrival, and what is cached of it if that was looked up."""
         cached = "a prefix not looked up yet" if request.seen is None else f"{request.seen[0]} tokens cached"
         return f"arrival {request.order + 1}, {cached}, {self.weight} of which are worth a place"

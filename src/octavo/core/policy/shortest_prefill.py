@@ -1,7 +1,7 @@
-"""Shortest prefill first, with a bound on how often an early arrival is passed.
+"""Shortest prefill first, with a bound on how many later arrivals are served before an earlier one.
 
-Invariant: a request is admitted after at most (num_prompt_tokens - 1) / weight of those that arrived later, as one
-k places later goes first only if its prompt is more than k * weight tokens shorter.
+Invariant: at most (num_prompt_tokens - 1) / weight later arrivals are admitted before a request, because one that is k
+places later is preferred only if its prompt is more than k * weight tokens shorter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from octavo.core.request import RequestState
 class ShortestPrefill(Policy):
     """Order of prompt length, where each place in the order of arrival is worth `weight` tokens.
 
-    The length is the prompt's, outputs left out: a preempted request keeps its place. The newest are preempted.
+    Outputs do not count, so a preempted request keeps its place. The latest arrival is preempted first.
     """
 
     name = "shortest_prefill"
@@ -21,11 +21,11 @@ class ShortestPrefill(Policy):
     weight = 32
 
     def key(self, request: RequestState) -> tuple[float, ...]:
-        """Prompt tokens plus `weight` for each arrival before it."""
+        """Return the prompt tokens plus `weight` for each earlier arrival."""
         return (request.request.num_prompt_tokens + self.weight * request.order,)
 
     def why(self, request: RequestState) -> str:
-        """The sum."""
+        """Return the sum."""
         length, earlier = request.request.num_prompt_tokens, request.order
         return (
             f"{length} prompt tokens + {self.weight} for each of {earlier} earlier arrivals = {self.key(request)[0]:g}"
