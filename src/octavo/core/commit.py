@@ -36,7 +36,7 @@ def commit_step(state: State, plan: StepPlan, outcome: StepResult | StepFailure,
     if not state.flight or state.flight[0].plan.step != plan.step:
         expected = f"step {state.flight[0].plan.step}" if state.flight else "none"
         raise InvariantError(f"step {plan.step} is committed, expected is {expected}: commit each plan once, in order")
-    commit = Commit(state, state.flight.popleft(), now)
+    commit = StepCommit(state, state.flight.popleft(), now)
     if isinstance(outcome, StepFailure):
         recover.fail(state, commit.flight, now)
     else:
@@ -44,7 +44,7 @@ def commit_step(state: State, plan: StepPlan, outcome: StepResult | StepFailure,
     return commit.close()
 
 
-class Commit:
+class StepCommit:
     """The results of one step on their way into the state and into Events."""
 
     __slots__ = ("choices", "events", "flight", "logprobs", "now", "positions", "searching", "state", "token_ids")
