@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from octavo.core.request import FinishReason
 from octavo.frontend.deltas import TextDelta, Usage
-from octavo.server.answer_formats import format_fact
+from octavo.server.answer import format_fact
 from octavo.server.generation import Choice
 from octavo.server.shapes.anthropic import SIGNATURE
 from octavo.server.shapes.form import Form

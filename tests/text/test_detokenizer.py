@@ -5,8 +5,7 @@ from tests.text.tiny_tokenizers import KINDS, random_text, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
 from octavo.errors import ModelFileError
-from octavo.text.detokenizer import Detokenizer
-from octavo.text.pieces import Pieces
+from octavo.text.detokenizer import Detokenizer, Pieces
 
 
 def chunks(rng, items):

@@ -5,16 +5,96 @@ Owns: the task of a ChatBody. Does not: know how the answer looks (its form's ki
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from octavo.server.answer_formats import TAIL_IDS, format_fact, format_of, shown_ids
+import msgspec
+
+from octavo.errors import RequestError
+from octavo.grammar.answer import AnswerSource, CallSource
+from octavo.server.answer import FORCED_AS, TAIL_IDS, format_fact, format_of, reasoning_of, shown_ids
 from octavo.server.bodies.chat import ChatBody
-from octavo.server.call_grammars import read_grammar
 from octavo.server.context import Context
+from octavo.server.faults import bad_field, from_exception
+from octavo.server.grammars import Structure, refusal, structure_of
 from octavo.server.params import read_params
 from octavo.server.reply import Task, answer_facts, wants_usage
 from octavo.server.shapes.form import Form
 from octavo.server.shapes.shape import Identity
+
+if TYPE_CHECKING:
+    from octavo.server.bodies.chat import ChatBody
+    from octavo.server.context import Context
+
+MAX_FORCED_CALLS = 16  # of one answer that a grammar holds to calls
+
+
+def read_grammar(
+    context: Context, body: ChatBody, prompt_end: Callable[[], str]
+) -> Callable[[], Awaitable[str]] | None:
+    """The `read_grammar` of a conversation's task; `prompt_end` is asked once the prompt is known. Raises ApiError."""
+    structure = structure_of(body)
+    dialect = context.dialect
+    has_calls = bool(body.usable_tools) and dialect.calls is not None
+    if body.forced:
+        _check_beside(body)
+        if not has_calls:
+            message = "tool_choice asks for a call, but --tool-call-parser none was given; no calls are read here"
+            raise bad_field("tool_choice", message, "unsupported_field")
+    if not body.forced and structure is None:
+        return None
+    if structure is not None and not has_calls and dialect.reasoning is None:
+        return context.grammars.reader(structure)
+
+    async def read() -> str:
+        source = _source(context, body, structure, prompt_end())
+        try:
+            return await context.grammars.read("answer", msgspec.json.encode(source).decode())
+        except RequestError as error:
+            if structure is not None and not body.forced and not (error.param or "").startswith("tools"):
+                raise refusal(error, structure) from None
+            param = error.param or "tools"
+            message = str(error) if str(error).startswith(param) else f"{param}: {error}"
+            raise from_exception(type(error)(message, param)) from None
+
+    return read
+
+
+def _source(context: Context, body: ChatBody, structure: Structure | None, prompt_end: str) -> AnswerSource:
+    dialect, tokenizer = context.dialect, context.text.tokenizer
+    tools = body.usable_tools if dialect.calls is not None else []
+    calls = None
+    if tools and dialect.calls is not None:
+        may_be_more = body.parallel_tool_calls is not False if body.forced is None else body.parallel_tool_calls
+        most = MAX_FORCED_CALLS if may_be_more and body.forced != "named" else 1
+        schemas = [(tool.function.name, tool.function.parameters) for tool in tools]
+        calls = CallSource(FORCED_AS.get(dialect.calls, dialect.calls), schemas, most)
+    reasoning, starts_inside = reasoning_of(dialect, prompt_end)
+    markers = dialect.markers(bool(tools))
+    ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
+    asked = None
+    if structure is not None and not body.forced:
+        asked = (structure.kind, structure.source, structure.whitespace)
+    return AnswerSource(
+        reasoning=reasoning,
+        starts_inside=starts_inside,
+        calls=calls,
+        structure=asked,
+        special={marker: token_id for marker, token_id in ids.items() if token_id in tokenizer.special_ids},
+    )
+
+
+def _check_beside(body: ChatBody) -> None:
+    """Refuse the fields that cannot be kept together with a forced call."""
+    for name, is_given in (
+        ("min_tokens", bool(body.min_tokens)),
+        ("ignore_eos", body.ignore_eos),
+        ("use_beam_search", body.use_beam_search),
+    ):
+        if is_given:
+            raise bad_field(name, f"{name} cannot be kept while tool_choice asks for a call; leave {name} out")
+
 
 Facts = dict[str, object]
 
@@ -24,7 +104,7 @@ async def chat_task(
 ) -> Task:
     """What answers a conversation in the given form; `facts` are what that form needs besides. Raises ApiError.
 
-    The form's facts also hold how its parts are told apart (answer_formats.read_format).
+    The form's facts also hold how its parts are told apart (answer.read_format).
     """
     tokenizer = context.text.tokenizer
     prompt: list[int] = []

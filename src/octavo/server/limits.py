@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from octavo.server.bodies.ignored import IGNORED_FIELDS, collecting
+from octavo.server.bodies.checks import IGNORED_FIELDS, collecting
 from octavo.server.faults import ApiError
 from octavo.server.json_reader import JsonLimits, parse_object
 from octavo.server.offload import parse_off_loop

@@ -9,8 +9,8 @@ import json
 from typing import Any
 
 from octavo.server.bodies.chat import ChatBody, read_chat
+from octavo.server.bodies.checks import ignore
 from octavo.server.bodies.completion import CompletionBody, read_completion
-from octavo.server.bodies.ignored import ignore
 from octavo.server.bodies.ollama import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaMessage, sift_options
 from octavo.server.bodies.served import ServedFields
 from octavo.server.faults import ApiError, bad_field

@@ -6,8 +6,8 @@ Does not: repeat SamplingParams' ranges, or check ids against the vocabulary (Se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
 from octavo.core.request import SamplingParams
 from octavo.core.sampling_params import DEFAULT_MAX_TOKENS, MODEL_FIELDS
@@ -19,7 +19,6 @@ from octavo.server.bodies.sampling import MAX_PROMPT_SCORES, SamplingBody
 from octavo.server.bodies.structure import given_structures
 from octavo.server.faults import bad_field, from_exception
 from octavo.server.offload import off_loop
-from octavo.server.words import DRY_BREAKERS, Encoder, bad_word_ids, breaker_ids
 
 B = TypeVar("B", bound=SamplingBody)
 HERE_CHARACTERS, HERE_WORDS, HERE_IDS = 512, 8, 256  # what is read in the event loop takes a millisecond at most
@@ -149,3 +148,31 @@ class ParamsReader:
         if texts is None:
             texts = list(DRY_BREAKERS) if body.dry_multiplier else []
         return breaker_ids(self._tokenizer, texts)
+
+
+DRY_BREAKERS = ("\n", ":", '"', "*")  # where DRY is on and none are given; those that its author proposed
+
+
+class Encoder(Protocol):
+    """What is asked of a tokenizer here."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text."""
+        ...
+
+
+def bad_word_ids(tokenizer: Encoder, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """The ids of each word as it stands at the start of a text and behind a space. Raises ApiError."""
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        spellings = [tuple(tokenizer.encode(text, False)) for text in (word, " " + word.lstrip())]
+        if not spellings[0]:
+            raise bad_field(f"bad_words[{index}]", f"bad_words[{index}] is {word[:40]!r}, which makes no tokens")
+        found.update(dict.fromkeys(ids for ids in spellings if ids))
+    return tuple(found)
+
+
+def breaker_ids(tokenizer: Encoder, texts: Iterable[str]) -> tuple[int, ...]:
+    """The last id of each text: a repetition is counted from behind it."""
+    encoded = (tokenizer.encode(text, False) for text in texts)
+    return tuple(dict.fromkeys(ids[-1] for ids in encoded if ids))

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 import msgspec
 from starlette.requests import Request
@@ -20,6 +21,7 @@ from starlette.responses import Response
 from octavo.core.request import SamplingParams
 from octavo.errors import OctavoError
 from octavo.frontend.output_slices import MAX_SLICE
+from octavo.observe.request_trace import RequestTrace, Value
 from octavo.server.admission import Wish
 from octavo.server.auth import KEY
 from octavo.server.bodies.sampling import SamplingBody
@@ -40,7 +42,6 @@ from octavo.server.shapes.shape import Identity, Shape
 from octavo.server.shell import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
 from octavo.server.stream import EventStream
 from octavo.server.terms import max_wait_s, priority_of, terms_of
-from octavo.server.tracing import open_trace, send_at_end
 
 RETRY_NOTE = (
     "With a header `Idempotency-Key` the request runs once, however often it is asked for; `Last-Event-ID` beside it "
@@ -235,3 +236,47 @@ async def _encoded(shape: Shape, choices: Sequence[Choice]) -> bytes:
         for delta in deltas
     )
     return encode() if num_entries <= MAX_SLICE else await off_loop(encode)
+
+
+_PARENT = ("traceparent", "tracestate")
+_MAX_HEADER = 512  # of each; the standard's own bound on what must be taken
+
+
+def open_trace(request: Request, context: Context, answer_id: str, params: SamplingParams) -> RequestTrace | None:
+    """Begin a request's trace; None while traces are off."""
+    if not context.tracer.is_on:
+        return None
+    operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
+    given_parent = {name: request.headers.get(name, "") for name in _PARENT}
+    parent = {name: value for name, value in given_parent.items() if 0 < len(value) <= _MAX_HEADER}
+    given: dict[str, Value | None] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "octavo",
+        "gen_ai.request.model": context.model,
+        "gen_ai.response.model": context.model,
+        "gen_ai.response.id": answer_id,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.choice.count": params.n,
+        "http.request.method": request.method,
+        "url.path": request.url.path,
+    }
+    attributes = {name: value for name, value in given.items() if value is not None}
+    return RequestTrace(f"{operation} {context.model}", request.scope[ARRIVAL], parent, attributes)
+
+
+def send_at_end(trace: RequestTrace | None, context: Context, closing: ExitStack) -> None:
+    """Send it when the stack is left; with the code of the error where one left it."""
+    if trace is None:
+        return
+
+    def leave(kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            trace.error = from_exception(error).code if isinstance(error, Exception) else "cancelled"
+        trace.finish(time.monotonic())
+        context.tracer.send(trace)
+
+    closing.push(leave)

@@ -14,7 +14,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.observe.metrics.requests import RequestMetrics
-from octavo.server.bodies.ignored import HEADER, IGNORED_FIELDS, IgnoredFields
+from octavo.server.bodies.checks import HEADER, IGNORED_FIELDS, IgnoredFields
 from octavo.server.faults import ApiError, bad_field, disk_full_error, internal_error, is_disk_full
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits, check_headers

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from octavo.errors import ModelFileError
-from octavo.text.pieces import byte_alphabet
+from octavo.text.detokenizer import byte_alphabet
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types of the GGUF specification
 _MAX_PIECE_CHARS = 1024

@@ -19,9 +19,8 @@ from octavo.artifacts.gguf_file import GGUFFile
 from octavo.artifacts.json_file import read_json
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import InvalidRequestError, ModelFileError
-from octavo.text.detokenizer import Detokenizer
+from octavo.text.detokenizer import Detokenizer, Pieces
 from octavo.text.gguf_tokenizer import GGUFVocabulary, build_gguf_backend
-from octavo.text.pieces import Pieces
 
 _NAMED = ("bos", "eos", "unk", "pad")
 _GGUF_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

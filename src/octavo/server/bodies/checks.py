@@ -2,21 +2,92 @@
 
 Owns: sifting and validating any body, and what the API description says of it. Does not: know one body's fields.
 Invariant: every field is honoured (declared in a body), refused by name (it would change what the answer means),
-documented as ignored, or ignored and told (bodies.ignored).
+documented as ignored, or ignored and named in the answer's header (IgnoredFields).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octavo.server.bodies.field_errors import place_of, refusal_of
-from octavo.server.bodies.field_table import HINTS, MEANINGFUL
-from octavo.server.bodies.ignored import HEADER, are_unknown_refused, ignore
+from octavo.server.bodies.field_table import HINTS, KNOWN_NAMES, MEANINGFUL
 from octavo.server.faults import bad_field
+
+HEADER = "X-Octavo-Ignored"
+IGNORED_FIELDS = "octavo.ignored_fields"  # of the request's scope
+MAX_PATHS = 16
+MAX_PATH_CHARACTERS = 64
+OTHER = "other"  # the label of names that are in no table
+_INDEX = re.compile(r"\[\d+\]")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+_NAME = re.compile(r"[A-Za-z0-9_]+")
+
+
+class IgnoredFields:
+    """Of one request. `is_strict`: such fields are refused instead (--strict-fields)."""
+
+    __slots__ = ("_paths", "is_strict")
+
+    def __init__(self, is_strict: bool = False) -> None:
+        self.is_strict = is_strict
+        self._paths: dict[str, None] = {}
+
+    def add(self, path: str) -> None:
+        """Note a field; beyond MAX_PATHS of them, only that there are more."""
+        path = _UNSAFE.sub("_", _INDEX.sub("[]", path[: 4 * MAX_PATH_CHARACTERS]))[:MAX_PATH_CHARACTERS]
+        self._paths[path if path in self._paths or len(self._paths) < MAX_PATHS else "..."] = None
+
+    @property
+    def paths(self) -> list[str]:
+        """The fields in the order in which they were met, each once."""
+        return list(self._paths)
+
+    @property
+    def labels(self) -> list[str]:
+        """Their names as a metric may have them: known ones, or OTHER."""
+        names = (_NAME.findall(path) for path in self._paths)
+        return [found[-1] if found and found[-1] in KNOWN_NAMES else OTHER for found in names]
+
+
+_CURRENT: ContextVar[IgnoredFields | None] = ContextVar("octavo_ignored_fields", default=None)
+
+
+@contextmanager
+def collecting(ignored: IgnoredFields) -> Iterator[None]:
+    """Have `ignore` note fields here, in this thread."""
+    token = _CURRENT.set(ignored)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def ignore(path: str, is_known: bool = False) -> None:
+    """Ignore a field, or refuse it: under --strict-fields, and where it could be told to no client. Raises ApiError.
+
+    `is_known`: it is a field of the API, which does nothing here.
+    """
+    current = _CURRENT.get()
+    if current is not None and not current.is_strict:
+        current.add(path)
+    elif is_known:
+        raise bad_field(path, f"{path}: this server does not support it; leave it out", "unsupported_field")
+    else:
+        raise bad_field(path, f"{path} is not a field that this endpoint knows", "unknown_field")
+
+
+def are_unknown_refused() -> bool:
+    """Return True where `ignore` would raise."""
+    current = _CURRENT.get()
+    return current is None or current.is_strict
+
 
 Refused = Mapping[str, tuple[object, ...]]  # field -> the values with which it asks for nothing; null always does
 IGNORED: Mapping[str, str] = {

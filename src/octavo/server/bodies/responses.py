@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
-from octavo.server.bodies.ignored import ignore
+from octavo.server.bodies.checks import Body, Refused, ignore, sift, sift_if_object, validate
 from octavo.server.bodies.response_items import Item, checked, read_items
 from octavo.server.bodies.sampling import SamplingBody, check_stream_options
 from octavo.server.bodies.tools import IGNORED_IN_TOOLS, MAX_TOOLS, without_hosted

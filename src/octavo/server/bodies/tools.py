@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
-from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object
-from octavo.server.bodies.ignored import ignore
+from octavo.server.bodies.checks import Body, Refused, ignore, sift, sift_if_object
 from octavo.server.bodies.structure import schema_text
 from octavo.server.faults import bad_field
 

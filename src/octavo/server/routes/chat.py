@@ -6,8 +6,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from octavo.server.bodies.chat import REFUSED_CHAT, ChatBody, read_chat
-from octavo.server.bodies.checks import field_notes
-from octavo.server.bodies.ignored import IGNORED_FIELDS, IgnoredFields
+from octavo.server.bodies.checks import IGNORED_FIELDS, IgnoredFields, field_notes
 from octavo.server.chat_task import chat_task
 from octavo.server.context import context_of
 from octavo.server.limits import read_json

@@ -19,7 +19,7 @@ from octavo.server.batches.records import BatchRecord, FileRecord
 from octavo.server.batches.service import BatchService
 from octavo.server.batches.store import new_id
 from octavo.server.batches.uploads import UploadPace
-from octavo.server.bodies.ignored import IGNORED_FIELDS, collecting, ignore
+from octavo.server.bodies.checks import IGNORED_FIELDS, collecting, ignore
 from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.keys import KeyInfo

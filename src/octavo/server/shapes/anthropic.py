@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from octavo.core.request import FinishReason
-from octavo.server.answer import Json, last_usage
-from octavo.server.answer_formats import read_format
+from octavo.server.answer import Json, last_usage, read_format
 from octavo.server.error_styles import anthropic_error
 from octavo.server.generation import Choice
 from octavo.server.shapes.framing import Framing

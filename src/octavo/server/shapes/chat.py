@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.json import encode
 
 from octavo.core.request import FinishReason
-from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage, timings_json, usage_json
-from octavo.server.answer_formats import read_format
+from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage, read_format, timings_json, usage_json
 from octavo.server.generation import REASONS, Choice
 from octavo.server.shapes.chunks import ChunkStream, ending
 from octavo.server.shapes.framing import OPENAI

@@ -13,8 +13,7 @@ from msgspec import Raw
 from msgspec.json import encode
 
 from octavo.core.request import FinishReason
-from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage, timings_json
-from octavo.server.answer_formats import read_format
+from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage, read_format, timings_json
 from octavo.server.shapes.framing import Framing
 from octavo.server.shapes.response_items import Event, ItemWriter
 from octavo.text.answer_parts import Part, Text
