@@ -1,8 +1,8 @@
 """Render a model's chat template: messages to prompt text, within bounds of steps, time and output.
 
-Owns: compiling, the sandbox, the budget of one rendering, and the errors of each. Does not: tokenize, or change messages
-(messages.py does). Invariants: output equals transformers' apply_chat_template on the same input; a template can
-read only what it is given, and no input makes rendering exceed its bounds.
+Owns: compiling, the sandbox, the budget of one rendering, and the errors of each. Does not: tokenize, or change
+messages (messages.py does). Invariants: output equals transformers' apply_chat_template on the same input; a template
+can read only what it is given, and no input makes rendering exceed its bounds.
 """
 
 from __future__ import annotations
