@@ -5,6 +5,7 @@ Owns: check and check_no_leaks. Does not: repair anything.
 
 from __future__ import annotations
 
+from octavo.core.encoder import EncoderCache
 from octavo.core.kv.effects import NO_BLOCK
 from octavo.core.kv.pool import BlockPool
 from octavo.core.request import RequestState, Sequence, Status
@@ -25,10 +26,26 @@ def check(scheduler: Scheduler) -> None:
         _check_pool(group, pool)
     _check_slots(state)
     _check_adapters(state)
-    state.encoder.check()
+    check_encoder(state.encoder)
     for entry in state.running.requests:
         for sequence in entry.sequences:
             _check_running(state, entry, sequence)
+
+
+def check_encoder(cache: EncoderCache) -> None:
+    """Raise InvariantError if the counts of an encoder cache disagree."""
+    counts: dict[bytes, int] = {}
+    for held in cache._references.values():
+        for need in held.values():
+            counts[need.key] = counts.get(need.key, 0) + 1
+    _require(counts == cache._counts, f"encoder cache: {len(cache._counts)} keys are counted, {len(counts)} needed")
+    used = sum(cache._sizes.values())
+    _require(
+        cache._used == used <= cache._capacity,
+        f"encoder cache: {cache._used} of {cache._capacity} tokens are counted as used, {used} are",
+    )
+    is_whole = len(cache._idle) + len(counts) == len(cache._sizes) and all(key in cache._sizes for key in counts)
+    _require(is_whole, "encoder cache: an output is lost, or needed and idle at once")
 
 
 def check_cheap(scheduler: Scheduler) -> None:

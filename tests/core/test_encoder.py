@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from tests.core.invariants import check_encoder
 
 from octavo.core.encoder import EncoderCache
 from octavo.core.plan import EncodeJob
@@ -19,7 +20,7 @@ def spans(*items: tuple[int, int, str]) -> tuple[Span, ...]:
 def plan(cache: EncoderCache) -> tuple[list[bytes], list[bytes]]:
     """End a plan: keys encoded and keys freed."""
     jobs, frees = cache.take_jobs(), cache.take_frees()
-    cache.check()
+    check_encoder(cache)
     cache.renew()
     return [job.key for job in jobs], list(frees)
 
@@ -361,7 +362,7 @@ class World:
         for job in made.jobs:
             owner = next(life for life in self.lives if life.slot == job.slot)
             assert (owner.items[job.span].key, owner.items[job.span].length) == (job.key, job.num_tokens)
-        self.cache.check()
+        check_encoder(self.cache)
         assert self.cache.num_references == len(self.slow.needs)
         self.flight.append(made)
 
@@ -406,7 +407,7 @@ class World:
         self.flight.clear()
         for life in touched:
             self.leave(life)
-        self.cache.check()
+        check_encoder(self.cache)
 
 
 def test_E01_E02_random_steps_agree_with_the_slow_twin_and_the_device_has_what_each_row_needs() -> None:
@@ -424,7 +425,7 @@ def test_E01_E02_random_steps_agree_with_the_slow_twin_and_the_device_has_what_e
         for life in world.lives:
             world.leave(life)
         assert world.cache.num_references == 0
-        world.cache.check()
+        check_encoder(world.cache)
         counts = (world.num_cut, world.num_taken_back, world.num_failed, world.num_reused)
         totals = [total + count for total, count in zip(totals, counts, strict=True)]
     assert all(total > 100 for total in totals), totals

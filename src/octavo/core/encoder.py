@@ -1,9 +1,9 @@
-"""Encoder outputs of media items, by content: what is there, what has to be encoded, what may be dropped (E01, E02).
+"""Encoder outputs of media items, by content: which exist, which have to be encoded or may be dropped (E01, E02).
 
-Owns: the compute budget of a step, the space of the cache, and who still needs which output. Ids only, no tensors.
-Does not: encode, or know positions beyond a request's spans.
-Invariants: used <= capacity; an output that anybody references stays; a plan never frees a key that it also encodes
-or uses, so frees can run before encode jobs. Sizes are in media tokens.
+Owns: the encoder budget of a step, the space of the cache, and which requests need which output. Ids only, no tensors.
+Does not: encode, or know positions beyond a request's spans. A request without media never gets here.
+Invariants: used <= capacity; a referenced output stays; a plan never frees a key that it also encodes or uses, so that
+frees can run before encode jobs. Sizes are in media tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 from octavo.core.plan import EncodeJob
 from octavo.core.request import Span
-from octavo.errors import InvariantError
 
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """One request's need of an output: the item's key, the position behind it, and the slot that has its data."""
+    """One request's need of an output: the item's key, the position after it, and the slot that has its data."""
 
     key: bytes
     end: int
@@ -29,43 +28,34 @@ class EncoderCache:
     """Outputs by content key, shared by all requests; unreferenced ones are evicted least recently used first."""
 
     __slots__ = (
-        "_capacity",
-        "_counts",
-        "_frees",
-        "_idle",
-        "_jobs",
-        "_left",
-        "_limit",
-        "_lost",
-        "_references",
-        "_sizes",
+        "_capacity", "_counts", "_frees", "_idle", "_jobs", "_left", "_limit", "_lost", "_references", "_sizes",
         "_used",
-    )
+    )  # fmt: skip
 
     def __init__(self, budget: int, capacity: int) -> None:
         self._limit = budget
         self._capacity = capacity
         self._left = budget
         self._used = 0
-        self._sizes: dict[bytes, int] = {}  # outputs that are there, or will be once the plans in flight ran
+        self._sizes: dict[bytes, int] = {}  # outputs that exist once the plans in flight ran
         self._counts: dict[bytes, int] = {}  # references, where there are any
         self._idle: OrderedDict[bytes, None] = OrderedDict()  # the others, least recently used first
         self._references: dict[str, dict[int, _Reference]] = {}  # request -> index of its span -> need
         self._jobs: list[EncodeJob] = []  # of the plan in the making
-        self._frees: list[bytes] = []  # evicted by the plan in the making: still there, until it runs
-        self._lost: list[bytes] = []  # what failed plans encoded or freed: there or not, nobody knows
+        self._frees: list[bytes] = []  # evicted by the plan in the making: they exist until it runs
+        self._lost: list[bytes] = []  # outputs that failed plans encoded or freed: they may exist or not
 
     @property
     def num_references(self) -> int:
-        """Needs of all requests; 0 when nobody holds anything."""
+        """Needs of all requests."""
         return sum(self._counts.values())
 
     def renew(self) -> None:
-        """Start a plan: the whole compute budget is there again."""
+        """Start a plan with the whole encoder budget."""
         self._left = self._limit
 
     def grant(self, name: str, slot: int, spans: tuple[Span, ...], start: int, count: int) -> int:
-        """How many of positions [start, start + count) may be granted: up to the first item that cannot be encoded now.
+        """Return how many of positions [start, start + count) may be granted: up to the first item that has to wait.
 
         Items that are missing are scheduled whole; every item touched is held until its last position is committed.
         """
@@ -86,15 +76,15 @@ class EncoderCache:
         return count
 
     def _provide(self, span: Span, job: EncodeJob) -> bool:
-        """Have an output there for this plan. False, and nothing changed, without budget or space."""
+        """Provide an output for this plan. Return False, and change nothing, without budget or space."""
         if span.key in self._sizes:
             return True
-        is_there = span.key in self._frees  # evicted by this very plan, so not dropped yet
-        if not is_there and span.length > self._left:
+        exists = span.key in self._frees  # evicted by this very plan, so not dropped yet
+        if not exists and span.length > self._left:
             return False
         if not self._make_space(span.length):
             return False
-        if is_there:
+        if exists:
             self._frees.remove(span.key)
         else:
             self._left -= span.length
@@ -114,7 +104,7 @@ class EncoderCache:
         return True
 
     def commit(self, name: str, end: int) -> None:
-        """Positions up to `end` of a request are computed: it needs the items before no more."""
+        """Drop a request's needs of items before `end`: these positions are computed."""
         held = self._references.get(name, {})
         for index in [index for index, need in held.items() if need.end <= end]:
             self._drop(held.pop(index))
@@ -122,7 +112,7 @@ class EncoderCache:
             self._references.pop(name, None)
 
     def release(self, name: str) -> None:
-        """A request leaves: its needs go, and what was scheduled in the plan in the making for it alone."""
+        """Drop all needs of a request, and the jobs of the plan in the making that were for it alone."""
         held = self._references.pop(name, {})
         for need in held.values():
             self._drop(need)
@@ -133,7 +123,7 @@ class EncoderCache:
             ]
 
     def _pass_on(self, job: EncodeJob) -> tuple[EncodeJob, ...]:
-        """A job of a request that leaves: another that needs the output takes it over, or it is not made."""
+        """Give the job of a released request to another that needs the output, or cancel it."""
         for needs in self._references.values():
             for index, need in needs.items():
                 if need.key == job.key:
@@ -144,47 +134,32 @@ class EncoderCache:
         return ()
 
     def void(self, jobs: tuple[EncodeJob, ...], frees: tuple[bytes, ...]) -> None:
-        """A plan did not run, or not to its end: what it was to encode or drop counts as absent, and is dropped next.
+        """Undo a plan that failed: what it was to encode or drop counts as absent, and is dropped by the next plan.
 
-        Of several plans the last is undone first. Whoever needed the outputs is computed anew.
+        Of several plans the last is undone first. Requests that needed the outputs are computed again.
         """
         self._lost += [*(job.key for job in jobs), *frees]
-        for job in jobs:
-            if job.key not in self._sizes:
-                continue
-            for name in [
-                name for name, held in self._references.items() if any(n.key == job.key for n in held.values())
-            ]:
-                self._references[name] = {i: n for i, n in self._references[name].items() if n.key != job.key}
-            self._references = {name: held for name, held in self._references.items() if held}
-            self._counts.pop(job.key, None)
-            self._idle.pop(job.key, None)
-            self._used -= self._sizes.pop(job.key)
+        void = dict.fromkeys(job.key for job in jobs if job.key in self._sizes)
+        for name, held in list(self._references.items()):
+            self._references[name] = {index: need for index, need in held.items() if need.key not in void}
+            if not self._references[name]:
+                del self._references[name]
+        for key in void:
+            self._counts.pop(key, None)
+            self._idle.pop(key, None)
+            self._used -= self._sizes.pop(key)
 
     def take_jobs(self) -> tuple[EncodeJob, ...]:
-        """What the plan has to encode."""
+        """Return what the plan has to encode."""
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
 
     def take_frees(self) -> tuple[bytes, ...]:
-        """Keys whose outputs the plan drops; after a failed one, maybe outputs that are not there."""
+        """Return keys whose outputs the plan drops; after a failed plan, also keys that may have no output."""
         lost = [key for key in dict.fromkeys(self._lost) if key not in self._sizes]
         frees = (*self._frees, *lost)
         self._frees, self._lost = [], []
         return frees
-
-    def check(self) -> None:
-        """Raise InvariantError if the counts disagree."""
-        counts: dict[bytes, int] = {}
-        for held in self._references.values():
-            for need in held.values():
-                counts[need.key] = counts.get(need.key, 0) + 1
-        if counts != self._counts:
-            raise InvariantError(f"encoder cache: {len(self._counts)} keys are counted as needed, {len(counts)} are")
-        if self._used != sum(self._sizes.values()) or self._used > self._capacity:
-            raise InvariantError(f"encoder cache: {self._used} of {self._capacity} tokens used do not add up")
-        if len(self._idle) + len(counts) != len(self._sizes) or not all(key in self._sizes for key in counts):
-            raise InvariantError("encoder cache: an output is lost, or needed and idle at once")
 
     def _drop(self, need: _Reference) -> None:
         left = self._counts[need.key] - 1

@@ -1,7 +1,7 @@
 """What crosses between scheduler and executor: StepPlan, StepResult, and the events of a commit.
 
 Owns: the columns, their meaning and their digest. Row is a lazy view for policies and tests.
-Does not: decide or compute. Plans are immutable by contract: nobody writes to one after plan().
+Does not: decide or compute. A plan is never written to after plan() returned it.
 Effects of a plan run in this order: freed slots, new sequences, id edits, swap-out, host load, block copy,
 then table edits, encoder frees, encode jobs and the forward pass with its KV writes. Copies read what was
 there before the step. Freeing a free slot is harmless, and a new sequence resets its slot, so that effects
@@ -17,20 +17,21 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
 from itertools import islice
+from operator import attrgetter
 
 from octavo.core.request import FinishError, FinishReason, SamplingParams
 
 ROW_SAMPLE = 1  # sample one token from the logits of the row's last position
 ROW_CARRY = 2  # the row's single input id is the one its slot sampled last, maybe still on the device
-ROW_SCORE = 4  # give log-probabilities of the prompt tokens behind the row's positions
+ROW_SCORE = 4  # give log-probabilities of the prompt tokens after the row's positions
 ROW_POOL = 8  # give the pooled hidden state at the row's last position
 ROW_FORK = 16  # no tokens of its own: samples from the logits of the nearest row before it that has tokens
-ROW_BEAM = 32  # beside ROW_SAMPLE: give candidates, and make nothing known; the ids chosen come as id edits
+ROW_BEAM = 32  # with ROW_SAMPLE: give candidates only; the ids chosen from them are told by id_edits of the next plan
 DROP_BLOCK = -1  # block number of a table edit that drops the entry
 
 
 class WaitReason(IntEnum):
-    """Why a request waits, or why a plan is empty."""
+    """Why a request waits, or a plan is empty."""
 
     TOKEN_BUDGET = 0
     SEQUENCE_CAP = 1
@@ -103,7 +104,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class EncodeJob:
-    """One media item to encode in a step: the sequence that needs it, which of its spans, and its content key."""
+    """One media item to encode in a step: the slot that needs it, the index of its span, and its content key."""
 
     slot: int
     span: int
@@ -143,20 +144,17 @@ def _ints() -> array[int]:
     return array("i")
 
 
-_NONE = _ints()
-
-
 @dataclass(slots=True)
 class StepPlan:
     """One step as packed int32 columns.
 
     Rows: slots, starts, counts, flags, one entry per row; num_drafts is empty or one entry per row. The last
     num_drafts of a row's positions hold drafts, not known ids: draft_token_ids has them, row by row. Such a row begins
-    with one known id, has ROW_SAMPLE alone, and samples behind each of its positions, with that position's draw. It
+    with one known id, has ROW_SAMPLE alone, and samples after each of its positions, with that position's draw. It
     gives the drafts that equal the draws before them, from the first on, and then one draw: 1 to 1 + num_drafts ids.
-    The next row of its sequence begins behind these ids; what it wrote behind them is written again.
+    The next row of its sequence begins after these ids; what it wrote beyond them is written again.
     edits: flat (slot, group, index, block); index = the table's length appends, a lower one replaces,
-    block DROP_BLOCK drops. id_edits: flat (slot, position, token id): known ids that the host chose, each behind
+    block DROP_BLOCK drops. id_edits: flat (slot, position, token id): known ids that the host chose, each after
     its sequence's last. copies: flat (group, source, destination). swap_outs: flat (group, device block, host
     block). host_loads: flat (group, host block, device block). A plan has swap-outs or host loads, never both.
     encode_jobs run before the rows; encoder_frees are keys whose outputs may be dropped.
@@ -203,70 +201,58 @@ class StepPlan:
 
     @property
     def has_effects(self) -> bool:
-        """Whether an executor has anything to do besides rows."""
-        return bool(
-            self.freed_slots
-            or self.new_sequences
-            or self.edits
-            or self.copies
-            or self.swap_outs
-            or self.host_loads
-            or self.id_edits
-            or self.encode_jobs
-            or self.encoder_frees
-            or self.finished_ids
-            or self.preempted_ids
-        )
+        """Return True if an executor has anything to do besides rows."""
+        return any(_EFFECTS(self))
 
     @property
     def is_empty(self) -> bool:
-        """Neither rows nor effects: there is nothing to submit."""
+        """Return True if there is nothing to submit: neither rows nor effects."""
         return not self.slots and not self.has_effects
 
     def rows(self) -> Iterator[Row]:
-        """Views of the rows, in order."""
+        """Return views of the rows, in order."""
         columns = (self.slots, self.starts, self.counts, self.flags)
         return map(Row, *columns, self._drafts()) if self.num_drafts else map(Row, *columns)
 
     def _drafts(self) -> Iterator[tuple[int, ...]]:
-        """The drafts of each row."""
+        """Yield the drafts of each row."""
         ids = iter(self.draft_token_ids)
         for count in self.num_drafts:
             yield tuple(islice(ids, count))
 
     def digest(self, with_ids: bool = True) -> bytes:
-        """16 bytes over everything an executor acts on; equal on every rank, run and replay.
+        """Return 16 bytes over everything an executor acts on; equal on every rank, run and replay.
 
-        Without ids: over the decisions alone, so that a replay that knows requests by their lengths and block keys has
-        the same. What the tokens and media are, and how they are sampled, is left out then.
+        Without ids the digest covers the decisions alone, so that a replay which knows requests by their lengths and
+        block keys has the same: it leaves out what the tokens and media are, and how they are sampled.
         """
         state = blake2b(digest_size=16)
-        for column in (
-            self.slots,
-            self.starts,
-            self.counts,
-            self.flags,
-            self.num_drafts,
-            self.draft_token_ids if with_ids else _NONE,
-            self.edits,
-            self.copies,
-            self.swap_outs,
-            self.host_loads,
-            self.freed_slots,
-            self.id_edits if with_ids else _without_every_third(self.id_edits),
-        ):
+        columns = list(_COLUMNS(self))
+        if not with_ids:
+            columns[5], columns[-1] = array("i"), _without_every_third(self.id_edits)
+        for column in columns:
             state.update(struct.pack("<q", len(column)))
             state.update(column.tobytes())
         for new in self.new_sequences:
             ids = new.token_ids.tobytes() if new.token_ids is not None and with_ids else b"-"
-            asked = (len(ids), new.params, new.eos_token_ids) if with_ids else ()
-            state.update(repr((new.slot, new.request_id, new.choice, new.num_prompt, *asked, new.adapter_id)).encode())
+            texts = (len(ids), new.params, new.eos_token_ids) if with_ids else ()
+            state.update(repr((new.slot, new.request_id, new.choice, new.num_prompt, *texts, new.adapter_id)).encode())
             state.update(ids)
         jobs: tuple[object, ...] = (self.encode_jobs, self.encoder_frees)
         if not with_ids:
             jobs = (tuple((job.slot, job.span, job.num_tokens) for job in self.encode_jobs), len(self.encoder_frees))
         state.update(repr((self.step, self.finished_ids, self.preempted_ids, *jobs)).encode())
         return state.digest()
+
+
+_COLUMNS = attrgetter(
+    "slots", "starts", "counts", "flags", "num_drafts", "draft_token_ids", "edits", "copies", "swap_outs", "host_loads",
+    "freed_slots", "id_edits",
+)  # fmt: skip
+_EFFECTS = attrgetter(
+    "freed_slots", "new_sequences", "edits", "copies", "swap_outs", "host_loads", "id_edits", "encode_jobs",
+    "encoder_frees", "finished_ids", "preempted_ids",
+)  # fmt: skip
 
 
 def _without_every_third(flat: array[int]) -> array[int]:
@@ -325,7 +311,7 @@ class StepResult:
 class StepFailure:
     """A step that produced nothing: commit it in place of a result, and everything is put back.
 
-    `is_memory`: the executor ran out of memory, so that a smaller step may do.
+    `is_memory`: the executor ran out of memory; a smaller step may work.
     """
 
     message: str
