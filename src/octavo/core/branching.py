@@ -20,23 +20,18 @@ from octavo.core.state import State
 from octavo.core.step import Step
 
 
-def make_sequences(state: State, request: RequestState) -> None:
-    """Give a new request one sequence per choice; a beam search begins with one."""
+def add_sequences(request: RequestState, root: Sequence) -> None:
+    """Give a new request with several choices the others; a beam search begins with its root alone."""
     params = request.request.params
-    root = Sequence(request, 0, state.cache.num_groups)
-    root.limit = root.num_prompt + 1
-    if request.samples:
-        root.limit = min(root.num_prompt + request.max_tokens, state.limits.max_model_len)
-    request.sequences = [root]
-    if params.beam_width:
-        request.beams = BeamGroup(
-            BeamRules(
-                params.beam_width, params.length_penalty, params.early_stopping, root.num_prompt, root.limit,
-                request.stop_ids, params.min_tokens,
-            )
-        )  # fmt: skip
-    else:
+    if not params.beam_width:
         request.sequences += [root.fork(choice) for choice in range(1, params.num_sequences)]
+        return
+    request.beams = BeamGroup(
+        BeamRules(
+            params.beam_width, params.length_penalty, params.early_stopping, root.num_prompt, root.limit,
+            request.stop_ids, params.min_tokens,
+        )
+    )  # fmt: skip
 
 
 # --- choices in a plan ----------------------------------------------------------------------------------------

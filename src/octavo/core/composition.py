@@ -1,8 +1,9 @@
-"""Composition: what kinds of row may share a step (S12, S13).
+"""Composition: which kinds of row may share a step (S12, S13).
 
-Owns: whose turn it is, of text and media, of prefills and decodes. Does not: plan.
-Invariants: a kind with work waits for at most one step of the other modality, and for at most `max_prefill_run` steps
-of prefills; when the kind whose turn it is has nothing to run, the next kind gets the step (nothing loops).
+Owns: the alternation of text and media, and of prefills and decodes, where the configuration separates them.
+Does not: plan. Where nothing is separated, every step is ANY.
+Invariants: work of one modality waits for at most one step of the other, and decodes for at most `max_prefill_run`
+steps of prefills; when the kind that is due has nothing to run, the next kind gets the step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Turn:
     is_decoding: bool | None = None
 
     def refusal(self, request: RequestState, is_decoding: bool) -> WaitReason | None:
-        """Why a row of this request may not be in the step; None when it may."""
+        """Return why a row of this request may not be in the step; None when it may."""
         if self.has_media is not None and bool(request.request.spans) is not self.has_media:
             return WaitReason.MODALITY
         if self.is_decoding is not None and is_decoding is not self.is_decoding:
@@ -34,7 +35,7 @@ ANY = Turn()
 
 
 class Composition:
-    """Whose turn it is. With nothing separated every step is ANY."""
+    """The kind of step that is due."""
 
     __slots__ = ("_max_prefill_run", "_media_next", "_num_prefills", "_separates_media", "_separates_phases")
 
@@ -43,15 +44,15 @@ class Composition:
         self._separates_phases = limits.composition == "separate"
         self._max_prefill_run = limits.max_prefill_run
         self._media_next = False
-        self._num_prefills = 0
+        self._num_prefills = 0  # steps of prefills since the last one of decodes
 
     @property
     def is_mixed(self) -> bool:
-        """Whether anything may share a step with anything."""
+        """Return True if all kinds of row may share a step."""
         return not (self._separates_media or self._separates_phases)
 
     def turns(self) -> list[Turn]:
-        """Kinds of step in the order to try them: the first that has a row is taken."""
+        """Return the kinds of step in the order to try them: the first that has a row is planned."""
         if self.is_mixed:
             return [ANY]
         media = (self._media_next, not self._media_next) if self._separates_media else (None,)
@@ -59,8 +60,8 @@ class Composition:
         phases = (decode_first, not decode_first) if self._separates_phases else (None,)
         return [Turn(has_media, is_decoding) for is_decoding in phases for has_media in media]
 
-    def took(self, turn: Turn) -> None:
-        """A step of this kind was planned."""
+    def count(self, turn: Turn) -> None:
+        """Note that a step of this kind was planned."""
         if turn.has_media is not None:
             self._media_next = not turn.has_media
         if turn.is_decoding is not None:

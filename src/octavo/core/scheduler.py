@@ -2,9 +2,12 @@
 
 Owns: the verbs, which are all that others see of the core. Does not: read a clock, start a thread, touch a file or a
 tensor; `now` is an argument.
-Invariants: two schedulers given the same calls make the same plans; work pending and nothing in flight
-means that the next plan has a row, an effect, or a typed external wait; every admitted request ends with
-exactly one FINISHED event; after the last one no block is held.
+Read the package in this order: request and plan (the data), this file, step, run, admit (how a plan is made), commit,
+recover (what its results change), state, then kv/cache. branching, beam_search, drafts, encoder, composition and gates
+are features that a request without them never enters: read each when you need it.
+Invariants: two schedulers given the same calls make the same plans; with work pending and nothing in flight the next
+plan has a row, an effect, or a typed external wait; every admitted request ends with exactly one FINISHED event; after
+the last one no block is held.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Iterable
 
 from octavo.core.admission import Admission, prove
 from octavo.core.admit import Admitter
-from octavo.core.branching import make_sequences
+from octavo.core.branching import add_sequences
 from octavo.core.commit import commit_step
 from octavo.core.drafts import Drafter, add_drafts, allows
 from octavo.core.explaining import explain, explain_all
@@ -23,7 +26,7 @@ from octavo.core.limits import Limits
 from octavo.core.memory_analysis import MemoryAnalysis, analyse
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.queues import rerank
-from octavo.core.request import FinishError, FinishReason, Request, RequestState
+from octavo.core.request import FinishError, FinishReason, Request, RequestState, Sequence
 from octavo.core.run import grant_running
 from octavo.core.state import State
 from octavo.core.statistics import Statistics, snapshot
@@ -59,9 +62,9 @@ class Scheduler:
                 self._drafter = GivenDrafts(source)
 
     def admit(self, request: Request, now: float) -> Admission:
-        """Take a request in. It will end with exactly one FINISHED event.
+        """Take a request, which will end with exactly one FINISHED event, and queue it.
 
-        Raises InvalidRequestError, AdmissionError or DuplicateRequestError; nothing is changed then.
+        Raises InvalidRequestError, AdmissionError or DuplicateRequestError, and changes nothing then.
         """
         state = self._state
         if state.is_draining:
@@ -77,7 +80,13 @@ class Scheduler:
         made.max_tokens = admission.max_tokens
         made.can_run_ahead = not (params.grammar or params.beam_width)
         made.may_draft = bool(state.limits.max_draft_tokens) and allows(request) and self._drafter.knows(request)
-        make_sequences(state, made)
+        root = Sequence(made, 0, state.cache.num_groups)
+        root.limit = root.num_prompt + 1
+        if made.samples:
+            root.limit = min(root.num_prompt + made.max_tokens, state.limits.max_model_len)
+        made.sequences = [root]
+        if made.has_several:
+            add_sequences(made, root)
         state.requests[request.request_id] = made
         made.lane = state.policy.lane(made)
         state.policy.tell("arrived", made)
@@ -90,14 +99,8 @@ class Scheduler:
             self._tap.admitted(request, now)
         return admission
 
-    def end_choice(
-        self,
-        request_id: str,
-        choice: int,
-        now: float,
-        reason: FinishReason = FinishReason.STOP,
-    ) -> bool:
-        """End one choice of a request, in any state; the last one ends the request. False when it has ended.
+    def end_choice(self, request_id: str, choice: int, now: float, reason: FinishReason = FinishReason.STOP) -> bool:
+        """End one choice of a request in any state; the last one ends the request. Return False if it has ended.
 
         The choices of a beam search are known only at its end, so none of them can be ended alone.
         """
@@ -118,7 +121,7 @@ class Scheduler:
         reason: FinishReason = FinishReason.CANCELLED,
         error: FinishError | None = None,
     ) -> int:
-        """End requests in any state, in flight too; unknown and finished ids are ignored. Returns how many ended."""
+        """End requests in any state, in flight too; ignore unknown and finished ids. Return how many ended."""
         names, count = tuple(request_ids), 0
         for name in names:
             entry = self._state.requests.get(name)
@@ -144,7 +147,7 @@ class Scheduler:
             grant_running(step)
             Admitter(step).run()
             if step.rows or step.num_admitted:  # what was swapped in may have its row in another turn
-                self._state.composition.took(turn)
+                self._state.composition.count(turn)
                 break
         if self._state.limits.max_draft_tokens:
             add_drafts(step, self._drafter)
@@ -154,7 +157,7 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, outcome: StepResult | StepFailure, now: float) -> Events:
-        """Take in what the oldest plan in flight produced.
+        """Commit what the oldest plan in flight produced, and return what that made known.
 
         A StepFailure discards that plan and every later one in flight: do not commit those.
         Raises InvariantError on a plan that is not the oldest in flight.
@@ -165,7 +168,7 @@ class Scheduler:
         return events
 
     def take_events(self) -> tuple[Event, ...]:
-        """Hand over decisions made since the last plan or commit, without waiting for the next."""
+        """Return the decisions made since the last plan or commit, without waiting for the next."""
         events = tuple(self._state.events)
         self._state.events = []
         return events
@@ -173,7 +176,7 @@ class Scheduler:
     # --- controls ------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and nothing changed, while any block is held."""
+        """Forget all cached prefixes. Return False, and change nothing, while any block is held."""
         was_reset = self._state.cache.reset()
         if self._tap is not None:
             self._tap.controlled("reset_prefix_cache")
@@ -192,23 +195,23 @@ class Scheduler:
             self._tap.controlled("resume")
 
     def drain(self) -> None:
-        """Take no new requests; those taken are served to their end."""
+        """Refuse new requests from now on; those taken are served to their end."""
         self._state.is_draining = True
         if self._tap is not None:
             self._tap.controlled("drain")
 
     def limit_step(self, num_tokens: int | None) -> None:
-        """Grant at most so many tokens in a step, as after one ran out of memory; None = as configured."""
+        """Grant at most so many tokens in a step, as after one that ran out of memory; None = as configured."""
         most = self._state.limits.max_batch_tokens
         self._state.token_budget.limit = most if num_tokens is None else max(1, min(num_tokens, most))
         if self._tap is not None:
             self._tap.controlled("limit_step", num_tokens)
 
-    # --- what can be asked; none of it changes anything -------------------------------------------------
+    # --- snapshots: none of them changes anything -------------------------------------------------------
 
     @property
     def limits(self) -> Limits:
-        """What it was made with."""
+        """The limits it was made with."""
         return self._state.limits
 
     @property
@@ -223,12 +226,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """Return True if any request is unfinished."""
         return bool(self._state.requests)
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is admitted from the queue."""
+        """Return True during a pause: nothing is admitted from the queue."""
         return self._state.is_paused
 
     def gauges(self) -> Gauges:
@@ -244,7 +247,7 @@ class Scheduler:
         return analyse(self._state)
 
     def explain(self, request_id: str, now: float = 0.0) -> Explanation | None:
-        """Say where an open request stands, and why; None for one that is unknown or has ended. For people."""
+        """Explain where an open request is and why it waits; None for one that is unknown or has ended. For people."""
         return explain(self._state, request_id, now)
 
     def explain_all(self, now: float = 0.0, most: int | None = None) -> list[Explanation]:
@@ -279,6 +282,7 @@ class Scheduler:
         return end_rows(self._state, stretch, committed)
 
     def _expire(self, late: RequestState, is_queue: bool, now: float) -> None:
+        """End a request that is past its deadline, or its queue timeout."""
         request = late.request
         if is_queue:
             kind = ErrorKind.QUEUE_TIMEOUT

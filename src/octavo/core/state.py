@@ -69,11 +69,11 @@ class State:
     """The scheduler's memory."""
 
     __slots__ = (
-        "adapters", "announced", "cache", "composition", "deadlines", "encoder", "ended", "events",
-        "finished_ids", "flight", "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining",
-        "is_paused", "limits", "next_order", "num_swapped", "overdue", "partial_budget", "policy", "preempted_ids",
-        "read_budget", "requests", "running", "sequence_budget", "slot_owner", "step", "swapped_now", "table_edits",
-        "token_budget", "totals", "waiting",
+        "adapters", "announced", "cache", "composition", "deadlines", "encoder", "ended", "events", "finished_ids",
+        "flight", "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining", "is_paused", "limits",
+        "next_order", "num_swapped", "overdue", "partial_budget", "policy", "preempted_ids", "read_budget", "requests",
+        "running", "sequence_budget", "slot_owner", "step", "swapped_now", "table_edits", "token_budget", "totals",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
@@ -151,24 +151,11 @@ class State:
         self.totals.finished[reason.name.lower()] += 1
         self.ended.append(request)
         self.tell(
-            EventKind.FINISHED,
-            request,
-            now,
-            num_tokens=outputs,
-            cached_tokens=request.cached_tokens,
-            finish_reason=reason,
-            stop_token_id=stop_id,
-            error=error,
-            choice=request.sequences[0].choice,
-        )
+            EventKind.FINISHED, request, now, num_tokens=outputs, cached_tokens=request.cached_tokens,
+            finish_reason=reason, stop_token_id=stop_id, error=error, choice=request.sequences[0].choice,
+        )  # fmt: skip
 
-    def end_choice(
-        self,
-        sequence: Sequence,
-        now: float,
-        reason: FinishReason,
-        stop_id: int | None = None,
-    ) -> None:
+    def end_choice(self, sequence: Sequence, now: float, reason: FinishReason, stop_id: int | None = None) -> None:
         """End one choice; the last one ends its request. Its rows in flight are void."""
         request, outputs = sequence.request, sequence.num_outputs
         if len(request.sequences) == 1:
@@ -176,8 +163,10 @@ class State:
             return
         self.drop_sequence(sequence)
         request.num_ended_outputs += outputs
-        ending = {"finish_reason": reason, "stop_token_id": stop_id, "choice": sequence.choice}
-        self.tell(EventKind.CHOICE_FINISHED, request, now, num_tokens=outputs, **ending)
+        self.tell(
+            EventKind.CHOICE_FINISHED, request, now, num_tokens=outputs, finish_reason=reason, stop_token_id=stop_id,
+            choice=sequence.choice,
+        )  # fmt: skip
 
     def drop_sequence(self, sequence: Sequence, keep_slot: bool = False) -> None:
         """Remove a sequence from its request: its blocks are free, its rows in flight void; a beam's slot is kept."""
