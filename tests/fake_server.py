@@ -33,7 +33,7 @@ from octavo.core.scheduler import Scheduler  # noqa: E402
 from octavo.engine.loop import EngineLoop  # noqa: E402
 from octavo.errors import CapacityError  # noqa: E402
 from octavo.executors.protocol import Capacity, ExecutorSpec  # noqa: E402
-from octavo.observe.biographies import write_biographies  # noqa: E402
+from octavo.observe.live import observe_engine  # noqa: E402
 from tests.fake_model import FakeExecutor  # noqa: E402  the path comes first
 
 VOCAB_SIZE = 300  # of the tiny models
@@ -64,7 +64,7 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
     capacity = executor.open(ExecutorSpec(limits.max_sequences, limits.max_batch_tokens, 16, num_blocks=512))
     scheduler = Scheduler(limits)
     loop = EngineLoop(scheduler, executor)
-    write_biographies(loop, scheduler, config.statistics)
+    observe_engine(loop, scheduler, config.statistics)
     return loop, capacity
 
 

@@ -16,19 +16,21 @@ from octavo.core.limits import Limits
 from octavo.core.plan import StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.observe.biographies import Biographies
+from octavo.observe.explainer import Explainer
+from octavo.observe.history import History
 
 LIMITS = Limits(16, (20_000,), 4096, 32_000, max_batch_tokens=2048, max_sequences=256)
 
 
 class Load:
-    """A scheduler with so many open requests, its biographies, and the CPU seconds that these took."""
+    """A scheduler with so many open requests, its history, and the CPU seconds that these took."""
 
     def __init__(self) -> None:
         self.now = self.spent = 0.0
         self.num_requests = 0
         self.scheduler = Scheduler(LIMITS)
-        self.lives = Biographies(self.scheduler, lambda: self.now)
+        self.history = History(self.scheduler, now=lambda: self.now)
+        self.explainer = Explainer(self.history, lambda: self.now)
         self._rng = random.Random(0)
 
     def fill(self, num_open: int) -> None:
@@ -39,7 +41,7 @@ class Load:
             request = Request(f"r{self.num_requests}", None, params, self.now, num_prompt_tokens=length)
             self.num_requests += 1
             self.scheduler.admit(request, self.now)
-            self._tell(self.lives.admitted, request)
+            self._tell(self.history.admitted, request)
 
     def step(self) -> None:
         """One step, as the loop tells of it."""
@@ -47,9 +49,9 @@ class Load:
         self.now += 0.01 + 1e-5 * plan.num_query_tokens
         result = StepResult(None)
         events = self.scheduler.commit(plan, result, self.now)
-        self._tell(self.lives.decided, plan.events)
-        self._tell(self.lives.decided, events.decisions)
-        self._tell(self.lives.stepped, plan, result, events)
+        self._tell(self.history.decided, plan.events)
+        self._tell(self.history.decided, events.decisions)
+        self._tell(self.history.stepped, plan, result, events)
 
     def _tell(self, hook: Callable[..., None], *told: Any) -> None:
         begun = time.thread_time()
@@ -74,7 +76,7 @@ def main() -> int:
     last = load.scheduler._state.waiting.in_order()[-1].name
     for what, argument in (("first_ask_ms", last), ("next_ask_ms", last), ("list_all_ms", "")):
         begun = time.thread_time()
-        load.lives.answer(argument)
+        load.explainer.answer(argument)
         figures[what] = 1e3 * (time.thread_time() - begun)
     print(json.dumps({name: round(value, 2) for name, value in figures.items()}))
     return 0

@@ -1,4 +1,4 @@
-"""Measure what frames cost the engine's thread: a step's record, an answer, looks at large pools and long queues.
+"""Measure what frames cost the engine's thread: a step's history, an answer, looks at large pools and long queues.
 
 Owns: the loads and the clock. Does not: run a model. The last line is one JSON object: medians of `REPEATS` runs, in
 microseconds of processor time, so that others on the machine count less. Usage: python -m tools.frames_cost
@@ -10,19 +10,16 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from typing import cast
 
 from tools.sample_frames import Stream
 
 from octavo.core.limits import Limits
-from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
+from octavo.core.plan import Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.observe.frames.encode import Source
-from octavo.observe.frames.records import Waiting
-from octavo.observe.frames.ring import FrameRing
-from octavo.observe.frames.sink import FrameSink
-from octavo.observe.frames.snapshots import PoolFrames, queue_frame
+from octavo.observe.frames.encode import PoolFrames, Source, queue_frame
+from octavo.observe.frames.streams import FrameRing
+from octavo.observe.history import History, WaitCounts
 
 REPEATS = 200
 STEPS_A_POLL = 25
@@ -30,31 +27,24 @@ RUNNING, WAITING = 256, 1000
 NUM_BLOCKS, NUM_QUEUED = 100_000, 10_000
 
 
-class _Timed:
-    """A sink that takes the time of another one's `stepped`."""
-
-    def __init__(self, ring: FrameRing) -> None:
-        self.ring = ring
-        self.seconds: list[float] = []
-
-    def admitted(self, request: Request) -> None:
-        self.ring.admitted(request)
-
-    def decided(self, decisions: tuple[Event, ...]) -> None:
-        self.ring.decided(decisions)
+class _TimedHistory(History):
+    """Takes the time of its `stepped`, readers included."""
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
         begun = time.thread_time()
-        self.ring.stepped(plan, outcome, events)
-        self.seconds.append(time.thread_time() - begun)
+        super().stepped(plan, outcome, events)
+        SECONDS.append(time.thread_time() - begun)
+
+
+SECONDS: list[float] = []
 
 
 def loaded() -> dict[str, float]:
-    """Steps of 256 rows with 1,000 waiting, under preemption: records, and an answer behind every 25 of them."""
+    """Steps of 256 rows with 1,000 waiting, under preemption: the history of each, and an answer after every 25."""
     stream = Stream(RUNNING, WAITING, lambda _: None, 1)
-    ring = FrameRing(stream.scheduler, Source("live", life="x"), time.perf_counter, stream.times)
-    timed = _Timed(ring)
-    stream.sink = cast(FrameSink, timed)
+    stream.history = history = _TimedHistory(stream.scheduler, stream.times)
+    ring = FrameRing(history, Source("live", life="x"), time.perf_counter)
+    history.add_reader(ring.add)
     polls, cursor = [], ""
     for number in range(REPEATS * STEPS_A_POLL):
         stream.step()
@@ -63,7 +53,7 @@ def loaded() -> dict[str, float]:
             answer = ring.poll(cursor)
             polls.append(time.thread_time() - begun)
             cursor = str(answer["cursor"])
-    return {"record": statistics.median(timed.seconds), "answer": statistics.median(polls)}
+    return {"history": statistics.median(SECONDS), "answer": statistics.median(polls)}
 
 
 def looks() -> dict[str, float]:
@@ -72,7 +62,7 @@ def looks() -> dict[str, float]:
         block_size=16, num_blocks=(NUM_BLOCKS,), max_model_len=16_384, vocab_size=100, max_batch_tokens=1 << 21,
         max_sequences=256,
     )  # fmt: skip
-    scheduler, waiting = Scheduler(limits), Waiting()
+    scheduler, waiting = Scheduler(limits), WaitCounts()
     for index in range(200 + NUM_QUEUED):
         request = Request(f"r{index}", None, SamplingParams(max_tokens=100), num_prompt_tokens=7500)
         scheduler.admit(request, 0.0)

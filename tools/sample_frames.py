@@ -19,7 +19,8 @@ from octavo.core.plan import ROW_SAMPLE, Event, EventKind, StepFailure, StepPlan
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.observe.frames.encode import Frame, Source
-from octavo.observe.frames.sink import FrameSink, Window
+from octavo.observe.frames.streams import FrameWriter, Window
+from octavo.observe.history import History
 
 BLOCK_SIZE = 16
 SHARED_BLOCKS = 8  # of the prefix that a tenant's prompts begin with
@@ -44,7 +45,7 @@ class _Times:
 
 
 class Stream:
-    """A scheduler under load, watched by a FrameSink."""
+    """A scheduler under load, whose history a FrameWriter reads."""
 
     def __init__(self, running: int, waiting: int, write: Callable[[Frame], object], max_steps: int) -> None:
         self.random = random.Random(SEED)
@@ -64,7 +65,9 @@ class Stream:
         self.times = _Times()
         source = Source("simulation", "a made-up model", life="sample")
         window = Window(max_steps=max_steps)
-        self.sink = FrameSink(self.scheduler, write, source, window=window, times=self.times)
+        self.history = History(self.scheduler, self.times)
+        self.writer = FrameWriter(self.history, write, source, window)
+        self.history.add_reader(self.writer.read)
         self.most = running + waiting
         self.num_open = 0
         self.num_made = 0
@@ -87,7 +90,7 @@ class Stream:
         self.now += seconds
         events = self.scheduler.commit(plan, outcome, self.now)
         self._tell(events.decisions)
-        self.sink.stepped(plan, outcome, events)
+        self.history.stepped(plan, outcome, events)
         if isinstance(outcome, StepResult):
             self.times.add(outcome.timings, plan.num_rows)
         self.now += 4e-4 if self.random.random() < 0.97 else 0.05
@@ -102,7 +105,7 @@ class Stream:
             f"chatcmpl-{self.num_made:06}", ids[:length], params, self.now, tenant=tenant, eos_token_ids=(2,)
         )
         self.scheduler.admit(request, self.now)
-        self.sink.admitted(request)
+        self.history.admitted(request)
         self.num_made += 1
         self.num_open += 1
 
@@ -115,7 +118,7 @@ class Stream:
 
     def _tell(self, decisions: tuple[Event, ...]) -> None:
         if decisions:
-            self.sink.decided(decisions)
+            self.history.decided(decisions)
             self.num_open -= sum(event.kind == EventKind.FINISHED for event in decisions)
 
 
@@ -136,7 +139,7 @@ def main() -> int:
         )
         for _ in range(args.steps):
             stream.step()
-        stream.sink.end()
+        stream.writer.end()
     print(f"{args.file}: {args.steps} steps, {args.file.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -39,9 +39,7 @@ from octavo.frontend.offline import OfflineEngine
 from octavo.frontend.sessions import Sessions
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.vocabulary import Vocabulary
-from octavo.observe.biographies import write_biographies
-from octavo.observe.showing import show
-from octavo.observe.statistics import collect
+from octavo.observe.live import observe_engine
 from octavo.plugins import find_policy
 from octavo.text.scripted_text import ScriptedText
 from octavo.text.text_model import TextModel
@@ -134,12 +132,10 @@ def open_engine(
     if recorder is not None:
         loop.closers.append(recorder.close)
         loop.sections["recording"] = recorder.status
-    collect(loop, scheduler, config.statistics)
-    write_biographies(loop, scheduler, config.statistics)
     if drift is not None:
         loop.watch(drift)
         loop.sections["drift"] = drift.drift.summary
-    show(loop, scheduler, config.model.shown_name(files.name), capacity.device)
+    observe_engine(loop, scheduler, config.statistics, config.model.shown_name(files.name), capacity.device)
     return loop, capacity
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.core.harness import limits
 from tests.fake_server import FakeServer
-from tests.observe.test_biographies import Bench
+from tests.observe.test_history import Bench
 from tests.tiny_models import make_tiny_model
 
 from octavo import cli
@@ -27,7 +27,7 @@ def told(*answers: dict[str, object]) -> dict[str, Any]:
 
 
 def shown(bench: Bench, name: str) -> str:
-    return "\n".join(story(told(bench.lives.answer(name))))
+    return "\n".join(story(told(bench.explainer.answer(name))))
 
 
 def test_the_story_of_one_that_waits() -> None:
@@ -69,7 +69,7 @@ def test_a_client_reads_of_somebody_else() -> None:
     bench.admit("other", 8, 25)
     bench.admit("mine", 9, 12)
     bench.run()
-    answer: Any = bench.lives.answer("mine")
+    answer: Any = bench.explainer.answer("mine")
     answer["events"] = [{**event, "by": None} if "by" in event else event for event in answer["events"]]
     assert "by a request of somebody else" in "\n".join(story(told(answer)))
 
@@ -79,14 +79,14 @@ def test_all_that_are_open() -> None:
     for name in ("a", "b"):
         bench.admit(name, 4, 9)
     bench.step()
-    lines = table({**bench.lives.answer(""), "queue": QUEUE})
+    lines = table({**bench.explainer.answer(""), "queue": QUEUE})
     assert lines[0].split() == ["ID", "STATE", "PLACE", "WHY", "AGE", "PROMPT", "OUTPUT", "NEXT", "TOKEN"]
     assert lines[1].split()[:4] == ["b", "waiting", "1", "sequence_cap"] and "0 left)" in lines[1]
     assert lines[2].split()[:4] == ["a", "decode", "-", "-"]
     assert lines[3].startswith("queue: ")
-    assert table({**bench.lives.answer(""), "queue": QUEUE, "num_waiting": 300})[3] == "... and 299 more"
+    assert table({**bench.explainer.answer(""), "queue": QUEUE, "num_waiting": 300})[3] == "... and 299 more"
     bench.run()
-    assert table({**bench.lives.answer(""), "queue": QUEUE})[0] == "no request is open"
+    assert table({**bench.explainer.answer(""), "queue": QUEUE})[0] == "no request is open"
 
 
 def test_it_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +100,7 @@ def test_it_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert (path, verb, argument) == ("/socket", "explain", "b")
         asked += 1
         bench.step()
-        return told(bench.lives.answer("b"))
+        return told(bench.explainer.answer("b"))
 
     monkeypatch.setattr(explain, "ask", ask)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)

@@ -1,4 +1,4 @@
-"""The words at start-up, and the pulse of a busy server."""
+"""The words at start-up, and the status line of a busy server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.cli.api_task import ApiTask
 from octavo.cli.startup import call_report, limit_remarks, process_report, startup_report
 from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.executors.protocol import Capacity
-from octavo.observe.pulse import Pulse
+from octavo.observe.status_line import StatusLine
 from octavo.settings import load_config
 
 FILES = ModelFiles("smollm2", "gguf", Path("/m"), (Path("/m/a.gguf"),), None)
@@ -98,16 +98,16 @@ def _statistics(computed, produced, running=1, hits=0):
     }
 
 
-def test_pulse_is_silent_when_idle() -> None:
-    pulse = Pulse()
-    assert pulse.line(_statistics(0, 0), 0.0) is None
-    line = pulse.line(_statistics(600, 100, hits=50), 5.0)
+def test_status_line_is_silent_when_idle() -> None:
+    status = StatusLine()
+    assert status.line(_statistics(0, 0), 0.0) is None
+    line = status.line(_statistics(600, 100, hits=50), 5.0)
     assert line == "100 prompt + 20 output tokens/s, 1 running, 0 waiting, KV 40%, prefix hits 50%"
-    assert pulse.line(_statistics(600, 100, running=0, hits=50), 10.0) is None
+    assert status.line(_statistics(600, 100, running=0, hits=50), 10.0) is None
 
 
-def test_pulse_starts_anew_with_a_new_engine() -> None:
-    pulse = Pulse()
-    pulse.line(_statistics(600, 100), 0.0)
-    assert pulse.line(_statistics(50, 10), 5.0) is None
-    assert pulse.line(_statistics(150, 60), 10.0) == "10 prompt + 10 output tokens/s, 1 running, 0 waiting, KV 40%"
+def test_status_line_starts_anew_with_a_new_engine() -> None:
+    status = StatusLine()
+    status.line(_statistics(600, 100), 0.0)
+    assert status.line(_statistics(50, 10), 5.0) is None
+    assert status.line(_statistics(150, 60), 10.0) == "10 prompt + 10 output tokens/s, 1 running, 0 waiting, KV 40%"

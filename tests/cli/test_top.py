@@ -211,7 +211,7 @@ def sampled(steps: int = 200) -> tuple[Stream, Figures, dict[str, Any]]:
     stream = Stream(32, 100, lambda frame: figures.read([frame]), 10_000)
     for _ in range(steps):
         stream.step()
-    stream.sink.end()
+    stream.writer.end()
     status = {"model": "m", "url": "http://127.0.0.1:1", "phase": "ready", "uptime_s": 5000.0, "engine": {"epoch": 1}}
     scheduler = stream.scheduler.statistics()
     values = {name: getattr(scheduler, name) for name in scheduler.__slots__}

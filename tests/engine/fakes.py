@@ -30,7 +30,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.executors.protocol import Capacity, ExecutorSpec
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.sessions import Sessions
-from octavo.observe.biographies import write_biographies
+from octavo.observe.live import observe_engine
 from octavo.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 97
@@ -149,8 +149,9 @@ class Harness:
         self.limits = limits or make_limits()
         self.capacity = open_fake(self.executor, self.limits)
         self.scheduler = Scheduler(self.limits)
+        statistics = options.pop("statistics", None) or StatisticsConfig()
         self.loop = EngineLoop(self.scheduler, self.executor, **options)
-        self.lives = write_biographies(self.loop, self.scheduler, StatisticsConfig())
+        self.observation = observe_engine(self.loop, self.scheduler, statistics)
         self.loop.attach(self.receive)
         self.requests: dict[str, Request] = {}
         self.inboxes: dict[tuple[str, int], Inbox] = {}

@@ -33,7 +33,7 @@ from octavo.executors.protocol import Capacity  # noqa: E402
 from octavo.grammar.bank import GrammarBank  # noqa: E402
 from octavo.grammar.matcher import Matcher  # noqa: E402
 from octavo.grammar.vocabulary import Vocabulary  # noqa: E402
-from octavo.observe.biographies import write_biographies  # noqa: E402
+from octavo.observe.live import observe_engine  # noqa: E402
 
 SLOW_STEP_S = 0.005
 EPOCH = int(sys.argv[sys.argv.index("--epoch") + 1])
@@ -65,7 +65,7 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
     executor.fail = fail
     scheduler = Scheduler(limits)
     loop = EngineLoop(scheduler, executor, grammars=Grammars(DeadlyBank()))
-    write_biographies(loop, scheduler, config.statistics)
+    observe_engine(loop, scheduler, config.statistics)
     if behaviour == "cold":
         loop.warm_up = fail_to_warm_up
     return loop, capacity

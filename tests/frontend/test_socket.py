@@ -42,7 +42,8 @@ from octavo.errors import (
 )
 from octavo.frontend.sessions import Sessions
 from octavo.frontend.socket_client import SocketClient
-from octavo.observe.biographies import unknown, write_biographies
+from octavo.observe.explainer import unknown
+from octavo.observe.live import observe_engine
 from octavo.server.event_loop import new_event_loop
 
 
@@ -57,7 +58,7 @@ class Server:
         self.capacity = open_fake(executor, limits)
         scheduler = Scheduler(limits)
         self.loop = EngineLoop(scheduler, executor)
-        write_biographies(self.loop, scheduler, StatisticsConfig())
+        observe_engine(self.loop, scheduler, StatisticsConfig())
         self.server = EngineServer(self.path, epoch)
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()

@@ -19,14 +19,10 @@ from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.core.views import NO_OWNER
 from octavo.errors import EngineError
-from octavo.observe.frames import ring as ring_module
-from octavo.observe.frames import snapshots
-from octavo.observe.frames.encode import Frame, Source
-from octavo.observe.frames.records import Waiting
-from octavo.observe.frames.ring import FrameRing
-from octavo.observe.frames.sink import FrameSink, Window
-from octavo.observe.frames.snapshots import PoolFrames, queue_frame
-from octavo.observe.showing import show
+from octavo.observe.frames import encode, streams
+from octavo.observe.frames.encode import Frame, PoolFrames, Source, queue_frame
+from octavo.observe.frames.streams import FrameRing, FrameWriter, Window
+from octavo.observe.history import History, WaitCounts
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
 from tests.observe.frame_reader import FrameReader, Row
 
@@ -67,18 +63,18 @@ class TieredExecutor(GatedExecutor):
 
 
 class Shown(Harness):
-    """A harness whose loop is shown, and watched by a FrameSink and plainly."""
+    """A harness whose loop is shown, and watched by a FrameWriter and plainly."""
 
     def __init__(self, look: Callable[[], None] | None = None, **options: Any) -> None:
         limits = options["limits"] if "limits" in options else make_limits()
         options.setdefault("executor", TieredExecutor() if limits.host_blocks else GatedExecutor())
         super().__init__(**options)
-        self.ring = show(self.loop, self.scheduler, "fake")
+        self.ring, history = self.observation.frames, self.observation.history
         self.plain = Plain(self.scheduler, look)
         self.written: list[Frame] = []
-        self.sink = FrameSink(self.scheduler, self.written.append, Source("recording", "fake"))
+        self.writer = FrameWriter(history, self.written.append, Source("recording", "fake"))
+        history.add_reader(self.writer.read)
         self.loop.watch(self.plain)
-        self.loop.watch(self.sink)
 
     def poll(self, cursor: str) -> Any:
         return self.ask(self.loop.control, "frames", cursor)
@@ -124,7 +120,7 @@ def test_what_frames_tell_is_what_the_scheduler_did(load: str, depth: int) -> No
             engine.end(request_id)
         engine.read_all(reader, cursor)
     plain, told = engine.plain, FrameReader()
-    engine.sink.end()
+    engine.writer.end()
     told.read(engine.written)
     for seen in (reader, told):
         assert seen.steps == plain.steps[: len(seen.steps)]
@@ -145,7 +141,7 @@ def last_totals(frames: list[Frame]) -> Any:
 
 @pytest.mark.parametrize("load", ["easy", "preempting"])
 def test_totals_are_the_schedulers_wherever_a_reader_begins(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "MAX_STEPS", 8)
+    monkeypatch.setattr(streams, "MAX_STEPS", 8)
     with Shown(limits=make_limits(**LOADS[load])) as engine:
         for request in requests(12):
             engine.post(request)
@@ -154,7 +150,7 @@ def test_totals_are_the_schedulers_wherever_a_reader_begins(load: str, monkeypat
         engine.end("again")
         whole, late = engine.poll("")["frames"], engine.poll("now")["frames"]
         found = engine.scheduler.statistics()
-    engine.sink.end()
+    engine.writer.end()
     assert sum(frame["k"] == "step" for frame in whole) <= 8 < found.num_steps, "most steps are not kept"
     assert late[0]["totals"] == last_totals(whole) == last_totals(engine.written)
     assert late[0]["totals"] == {
@@ -183,7 +179,7 @@ def test_a_failed_step_is_told_and_its_rows_come_again() -> None:
 
 def test_cursors(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was lost is counted and begins with a head; an unknown cursor begins anew; "now" has no past."""
-    monkeypatch.setattr(ring_module, "MAX_STEPS", 8)
+    monkeypatch.setattr(streams, "MAX_STEPS", 8)
     with Shown() as engine:
         first = engine.poll("")
         assert first["lost"] == 0 and first["frames"][0]["k"] == "head"
@@ -207,7 +203,7 @@ def test_cursors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_is_bounded_and_says_that_there_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "MAX_POLL", 3)
+    monkeypatch.setattr(streams, "MAX_POLL", 3)
     with Shown() as engine:
         for request in requests(5):
             engine.post(request)
@@ -238,11 +234,11 @@ def test_decisions_without_steps_are_a_note() -> None:
 
 
 def test_frames_that_cannot_be_made_do_not_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: str) -> None:
+    def fail(_: FrameRing, cursor: str) -> None:
         raise ValueError("broken")
 
     with Shown() as engine:
-        monkeypatch.setattr(engine.ring, "poll", fail)
+        monkeypatch.setattr(FrameRing, "poll", fail)
         answer = engine.poll("")
         assert isinstance(answer, EngineError) and "broken" in str(answer)
         engine.submit_all(requests(1))
@@ -253,25 +249,25 @@ def test_a_stream_has_a_window_and_a_bound() -> None:
     scheduler = Scheduler(make_limits())
     written: dict[str, list[Frame]] = {"all": [], "some": [], "few": []}
     windows = {"all": Window(), "some": Window(begin=10.0, end=20.0), "few": Window(max_steps=4)}
-    sinks = [
-        FrameSink(scheduler, written[name].append, Source("simulation"), window=window)
-        for name, window in windows.items()
+    history = History(scheduler)
+    writers = [
+        FrameWriter(history, written[name].append, Source("simulation"), window) for name, window in windows.items()
     ]
+    for writer in writers:
+        history.add_reader(writer.read)
     for request in requests(3):
         scheduler.admit(request, 0.0)
-        for sink in sinks:
-            sink.admitted(request)
+        history.admitted(request)
     now = 0.0
     while not (plan := scheduler.plan(now)).is_empty:
         result = StepResult(array("i", [5] * sum(flag & 1 for flag in plan.flags)))
         now += 2.0
         events = scheduler.commit(plan, result, now)
-        for sink in sinks:
-            sink.decided((*plan.events, *events.decisions))
-            sink.stepped(plan, result, events)
-    for sink in sinks:
-        sink.end()
-        sink.end()
+        history.decided((*plan.events, *events.decisions))
+        history.stepped(plan, result, events)
+    for writer in writers:
+        writer.end()
+        writer.end()
     steps = {name: [frame for frame in frames if frame["k"] == "step"] for name, frames in written.items()}
     assert [frame["t"] for frame in steps["some"]] == [10.0, 12.0, 14.0, 16.0, 18.0]
     assert {name: len(frames) for name, frames in steps.items()} == {"all": 13, "some": 5, "few": 4}
@@ -333,8 +329,8 @@ def test_the_map_is_what_pools_and_tables_say(load: str) -> None:
 
 
 def test_large_pools_are_shown_in_fewer_cells_and_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "MAX_CELLS", 100)
-    monkeypatch.setattr(snapshots, "MAX_READ", 150)
+    monkeypatch.setattr(encode, "MAX_CELLS", 100)
+    monkeypatch.setattr(encode, "MAX_READ", 150)
     scheduler = Scheduler(make_limits(num_blocks=(1001,), max_batch_tokens=4096, max_model_len=1000))
     for index in range(4):
         params = SamplingParams(max_tokens=4)
@@ -351,7 +347,7 @@ def test_large_pools_are_shown_in_fewer_cells_and_read_in_parts(monkeypatch: pyt
 
 
 def test_the_queue_is_told_in_order_with_reasons_and_numbers() -> None:
-    scheduler, waiting = Scheduler(make_limits(num_blocks=(24,), max_sequences=4)), Waiting()
+    scheduler, waiting = Scheduler(make_limits(num_blocks=(24,), max_sequences=4)), WaitCounts()
     for index in range(70):
         request = make_request(f"r{index}", 20, arrival=0.5, tenant=f"t{index % 3}")
         scheduler.admit(request, 0.5)
@@ -385,11 +381,13 @@ def test_the_first_of_a_queue_are_those_of_the_whole_order() -> None:
 
 
 def test_a_ring_is_bounded_by_what_it_holds_on_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "MAX_WEIGHT", 30)
+    monkeypatch.setattr(streams, "MAX_WEIGHT", 30)
     scheduler = Scheduler(make_limits())
-    ring = FrameRing(scheduler, Source("live", life="x"), lambda: 0.0)
+    history = History(scheduler)
+    ring = FrameRing(history, Source("live", life="x"), lambda: 0.0)
+    history.add_reader(ring.add)
     for request in requests(100):
-        ring.admitted(request)
+        history.admitted(request)
         ring._looked_at = None
         ring.poll("")
     assert len(ring._ring) <= 2 * 30

@@ -10,8 +10,8 @@ import pytest
 
 from octavo.core.scheduler import Scheduler
 from octavo.observe.frames.encode import Frame, Source
-from octavo.observe.frames.sink import FrameSink, Window
-from octavo.observe.frames.spool import Spool
+from octavo.observe.frames.streams import FrameSpool, FrameWriter, Window
+from octavo.observe.history import History
 from octavo.observe.recording import Header, open_recording, replay
 from tests.engine.fakes import GatedExecutor, make_limits
 from tests.observe.recording_of import record
@@ -29,23 +29,27 @@ def comparable(frames: list[Frame]) -> list[dict[str, Any]]:
 def test_a_replay_gives_the_frames_of_the_live_engine(load: str, depth: int, tmp_path: Path) -> None:
     live: list[Frame] = []
     told: list[Frame] = []
-    sinks: list[FrameSink] = []
-    window = Window(look_s=0.0)  # a look at the queue and the pool behind each step
+    writers: list[FrameWriter] = []
+    window = Window(look_s=0.0)  # a look at the queue and the pool after each step
 
-    def watch(scheduler: Scheduler) -> FrameSink:
-        sinks.append(FrameSink(scheduler, live.append, Source("live", "fake"), window=window))
-        return sinks[-1]
+    def watch(scheduler: Scheduler) -> History:
+        history = History(scheduler)
+        writers.append(FrameWriter(history, live.append, Source("live", "fake"), window))
+        history.add_reader(writers[-1].read)
+        return history
 
-    def watch_again(scheduler: Scheduler, header: Header) -> FrameSink:
-        sinks.append(FrameSink(scheduler, told.append, Source("recording", header.model), window=window))
-        return sinks[-1]
+    def watch_again(scheduler: Scheduler, header: Header) -> History:
+        history = History(scheduler)
+        writers.append(FrameWriter(history, told.append, Source("recording", header.model), window))
+        history.add_reader(writers[-1].read)
+        return history
 
     executor = TieredExecutor() if make_limits(**LOADS[load]).host_blocks else GatedExecutor()
     record(tmp_path / "0001.octrec", executor, watch, depth, **LOADS[load])
     report = replay(open_recording(tmp_path), watch_again)
     assert report.is_equal and report.num_equal > 10
-    for sink in sinks:
-        sink.end()
+    for writer in writers:
+        writer.end()
     assert comparable(told) == comparable(live)
     kinds = [frame["k"] for frame in told]
     assert kinds.count("queue") == kinds.count("blocks") == kinds.count("step") > 10
@@ -53,7 +57,7 @@ def test_a_replay_gives_the_frames_of_the_live_engine(load: str, depth: int, tmp
 
 
 def test_a_spool_gives_back_what_it_was_given() -> None:
-    spool, frames = Spool(), [{"k": "head", "x": [1, 2.5, None, "é"]}, {"k": "end", "t": 1.0}]
+    spool, frames = FrameSpool(), [{"k": "head", "x": [1, 2.5, None, "é"]}, {"k": "end", "t": 1.0}]
     for frame in frames:
         spool.write(frame)
     assert len(spool) == 2 and list(spool) == list(spool) == json.loads(json.dumps(frames))

@@ -13,8 +13,8 @@ import pytest
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.observe.perfetto import ENGINE, PARTS, STEPS, PerfettoSink, TraceFile
-from octavo.observe.request_tracks import REQUESTS
+from octavo.observe.history import History
+from octavo.observe.perfetto import ENGINE, PARTS, REQUESTS, STEPS, PerfettoWriter, TraceFile
 from octavo.observe.step_times import StepTimes
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
 from tests.observe.test_frames import LOADS, TieredExecutor
@@ -84,16 +84,17 @@ def traced(load: str, depth: int = 1, fail_at: int = -1) -> tuple[list[dict[str,
     executor = TieredExecutor() if limits.host_blocks else GatedExecutor()
     executor.fail = lambda plan, names: RuntimeError("broken") if plan.step == fail_at else None
     engine, events, kept = Harness(executor, limits=limits, depth=depth), list[dict[str, Any]](), Kept()
-    sink = PerfettoSink(engine.scheduler, events.append, times=engine.loop.step_times)
+    history = engine.observation.history
+    writer = PerfettoWriter(history, events.append)
+    history.add_reader(writer.read)
     engine.loop.watch(kept)
-    engine.loop.watch(sink)
     for index in range(16):
         engine.post(make_request(f"r{index}", 5 + index, max_tokens=12, arrival=engine.loop.clock.now()))
     engine.post(make_request("n2", 9, params=SamplingParams(max_tokens=9, n=2, seed=1), tenant="t"))
     with engine:
         engine.ends()
-    sink.end()
-    sink.end()
+    writer.end()
+    writer.end()
     return events, kept, engine.loop.step_times
 
 
@@ -139,14 +140,16 @@ def test_times_add_up_to_those_of_the_events() -> None:
 
 def test_requests_without_a_track_are_counted() -> None:
     scheduler, events = Scheduler(make_limits()), list[dict[str, Any]]()
-    sink = PerfettoSink(scheduler, events.append, max_tracks=2)
+    history = History(scheduler)
+    writer = PerfettoWriter(history, events.append, max_tracks=2)
+    history.add_reader(writer.read)
     for index in range(5):
         request = make_request(f"r{index}")
         scheduler.admit(request, 0.0)
-        sink.admitted(request)
-    sink.decided(scheduler.plan(1.0).events)
-    sink.end()
-    assert sink.num_undrawn == 3
+        history.admitted(request)
+    history.decided(scheduler.plan(1.0).events)
+    writer.end()
+    assert writer.num_undrawn == 3
     assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == ["steps", "r0", "r1"]
     check_format(events)
 

@@ -25,12 +25,11 @@ from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.sessions import Sessions
 from octavo.observe import statistics
+from octavo.observe.history import History, RequestFigures, WaitCounts, make_up
 from octavo.observe.metrics.export import Table, records, save_json_lines, to_csv
 from octavo.observe.metrics.rings import RecordRing
 from octavo.observe.metrics.series import FINE_SECONDS, Histogram
-from octavo.observe.request_records import RequestRecords
-from octavo.observe.statistics import Collector, collect
-from octavo.observe.step_records import StepRecords, Waits, make_up
+from octavo.observe.statistics import Collector, StepTable, request_table
 from octavo.observe.step_times import PARTS, StepTimes
 from tests.engine.fakes import Harness, make_limits, make_request, make_text
 
@@ -39,8 +38,8 @@ class Watched(Harness):
     """A harness whose loop is watched."""
 
     def __init__(self, config: StatisticsConfig | None = None, **options: Any) -> None:
-        super().__init__(**options)
-        self.collector = collect(self.loop, self.scheduler, config or StatisticsConfig())
+        super().__init__(statistics=config, **options)
+        self.collector = self.observation.collector
 
     def serve(self, *requests: Request) -> None:
         """Submit them all and wait for their ends."""
@@ -114,7 +113,7 @@ def test_T01_a_step_has_its_own_times() -> None:
 )
 def test_T01_make_up_of_a_batch(counts: list[int], drafts: list[int], expected: tuple[int, int, int]) -> None:
     plan = StepPlan(0, 0.0, counts=array("i", counts), num_drafts=array("i", drafts), num_query_tokens=sum(counts))
-    assert make_up(plan) == expected
+    assert make_up(plan.counts, plan.num_drafts, plan.num_query_tokens) == expected
 
 
 def event(kind: EventKind, name: str, time: float = 0.0, **fields: Any) -> Event:
@@ -122,7 +121,7 @@ def event(kind: EventKind, name: str, time: float = 0.0, **fields: Any) -> Event
 
 
 def test_T01_who_waits_for_what_follows_the_decisions() -> None:
-    waits = Waits()
+    waits = WaitCounts()
     assert waits.by_reason() == {}
     waits.decided([event(EventKind.DEFERRED, name, reason=WaitReason.KV_BLOCKS) for name in "ab"])
     waits.decided([event(EventKind.DEFERRED, "c", reason=WaitReason.SEQUENCE_CAP)])
@@ -135,14 +134,26 @@ def test_T01_who_waits_for_what_follows_the_decisions() -> None:
     assert waits.by_reason() == {}
 
 
+class Steps:
+    """A table of steps that a history is told of."""
+
+    def __init__(self, size: int) -> None:
+        self.scheduler = Scheduler(make_limits())
+        self.history = History(self.scheduler)
+        self.table = StepTable(size, self.scheduler.gauges(), StepTimes())
+        self.history.add_reader(self.table.add)
+
+    def add(self, plan: StepPlan, time: float) -> None:
+        self.history.stepped(plan, StepResult(None), Events(plan.step, time))
+
+
 def test_T01_swaps_and_copies_of_a_step_are_in_blocks() -> None:
-    scheduler, waits = Scheduler(make_limits()), Waits()
-    steps = StepRecords(4, scheduler, StepTimes())
+    steps = Steps(4)
     plan = StepPlan(3, 0.0, copies=array("i", [0, 1, 2]), swap_outs=array("i", [0, 1, 2, 0, 3, 4]))
-    scheduler._state.totals.num_swapped_out_tokens += 7
-    steps.add(plan, 1.5, waits)
-    steps.add(StepPlan(4, 0.0, host_loads=array("i", [0, 1, 2])), 2.5, waits)
-    table = steps.table()
+    steps.scheduler._state.totals.num_swapped_out_tokens += 7
+    steps.add(plan, 1.5)
+    steps.add(StepPlan(4, 0.0, host_loads=array("i", [0, 1, 2])), 2.5)
+    table = steps.table.table()
     assert column(table, "blocks_copied") == [1, 0]
     assert column(table, "blocks_swapped_out") == [2, 0]
     assert column(table, "blocks_loaded") == [0, 1]
@@ -151,18 +162,17 @@ def test_T01_swaps_and_copies_of_a_step_are_in_blocks() -> None:
 
 
 def test_T05_rings_keep_the_last_and_differences_stay_right() -> None:
-    scheduler = Scheduler(make_limits())
-    steps = StepRecords(4, scheduler, StepTimes())
+    steps = Steps(4)
     for number in range(11):
-        scheduler._state.totals.num_output_tokens += number
-        steps.add(StepPlan(number, 0.0), float(number), Waits())
-        assert len(steps) == len(steps.table()["rows"]) == min(4, number + 1)
-    assert column(steps.table(), "output_tokens") == [7, 8, 9, 10] == column(steps.table(), "step")
-    steps.reset()
-    assert steps.table()["rows"] == []
-    scheduler._state.totals.num_output_tokens += 3
-    steps.add(StepPlan(11, 0.0), 11.0, Waits())
-    assert column(steps.table(), "output_tokens") == [3]
+        steps.scheduler._state.totals.num_output_tokens += number
+        steps.add(StepPlan(number, 0.0), float(number))
+        assert len(steps.table) == len(steps.table.table()["rows"]) == min(4, number + 1)
+    assert column(steps.table.table(), "output_tokens") == [7, 8, 9, 10] == column(steps.table.table(), "step")
+    steps.table.reset(steps.scheduler.gauges())
+    assert steps.table.table()["rows"] == []
+    steps.scheduler._state.totals.num_output_tokens += 3
+    steps.add(StepPlan(11, 0.0), 11.0)
+    assert column(steps.table.table(), "output_tokens") == [3]
 
 
 def test_T05_a_ring_of_records_is_bounded() -> None:
@@ -179,6 +189,30 @@ def test_T05_a_ring_of_records_is_bounded() -> None:
 # --- requests ------------------------------------------------------------------------------------------
 
 
+class Requests:
+    """A history with figures that is told of decisions and tokens."""
+
+    def __init__(self, size: int) -> None:
+        self.figures = RequestFigures(size)
+        self.history = History(Scheduler(make_limits()), figures=self.figures)
+        self.admitted = self.history.admitted
+
+    def decided(self, decisions: list[Event]) -> None:
+        self.history.decided(tuple(decisions))
+
+    def tokens(self, ids: list[str], now: float) -> None:
+        self.history.stepped(StepPlan(0, now), StepResult(None), Events(0, now, request_ids=ids))
+
+    def table(self) -> Table:
+        self.history.settle()
+        return request_table(self.figures)
+
+    @property
+    def num_open(self) -> int:
+        self.history.settle()
+        return len(self.history.open)
+
+
 class Plain:
     """The same figures by keeping every time of every request."""
 
@@ -192,7 +226,7 @@ class Plain:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_T03_gaps_agree_with_a_plain_count(seed: int) -> None:
-    rng, plain, found = random.Random(seed), Plain(), RequestRecords(1000)
+    rng, plain, found = random.Random(seed), Plain(), Requests(1000)
     live: dict[str, float] = {}
     used: list[str] = []
     now, ended = 0.0, []
@@ -210,7 +244,7 @@ def test_T03_gaps_agree_with_a_plain_count(seed: int) -> None:
         found.decided([event(EventKind.FINISHED, name, now, finish_reason=FinishReason.STOP) for name in ends])
         if ids:
             found.tokens(ids, now)
-        found.settle()
+        found.history.settle()
         for name in dict.fromkeys(ids):
             plain.times.setdefault(name, []).append(now)
         for name in ends:
@@ -224,12 +258,12 @@ def test_T03_gaps_agree_with_a_plain_count(seed: int) -> None:
         assert record["gap_max_s"] == (gaps[-1] if gaps else None)
         assert record["gap_p50_s"] == (gaps[len(gaps) // 2] if gaps else None)
     all_gaps = [gap for name in plain.times for gap in plain.gaps(name)]
-    histogram = found.histograms["gap_s"]
+    histogram = found.figures.gap_s
     assert sum(histogram.counts) == len(all_gaps) and histogram.total == pytest.approx(sum(all_gaps))
 
 
 def test_T03_figures_of_one_request() -> None:
-    found = RequestRecords(8)
+    found = Requests(8)
     found.admitted(Request("a", array("i", [1, 2, 3]), arrival=10.0))
     found.decided([event(EventKind.ADMITTED, "a", 12.0)])
     found.tokens(["a"], 13.0)
@@ -250,7 +284,7 @@ def test_T03_figures_of_one_request() -> None:
 
 
 def test_T03_an_id_used_again_begins_anew() -> None:
-    found = RequestRecords(8)
+    found = Requests(8)
     for arrival in (0.0, 10.0):
         found.admitted(Request("a", array("i", [1]), arrival=arrival))
         found.tokens(["a"], arrival + 1)
@@ -258,16 +292,16 @@ def test_T03_an_id_used_again_begins_anew() -> None:
         found.decided([event(EventKind.FINISHED, "a", arrival + 2, finish_reason=FinishReason.STOP)])
     table = found.table()
     assert column(table, "ttft_s") == [1.0, 1.0] and column(table, "gap_max_s") == [1.0, 1.0]
-    assert sum(found.histograms["gap_s"].counts) == 2, "the time between the two is no gap"
+    assert sum(found.figures.gap_s.counts) == 2, "the time between the two is no gap"
 
 
 def test_T03_a_request_that_never_ran_has_no_times_of_tokens() -> None:
-    found = RequestRecords(8)
+    found = Requests(8)
     found.admitted(Request("a", array("i", [1]), arrival=1.0))
     found.decided([event(EventKind.FINISHED, "a", 4.0, finish_reason=FinishReason.TIMEOUT)])
     (record,) = records(found.table())
     assert (record["queue_s"], record["ttft_s"], record["gap_mean_s"], record["e2e_s"]) == (None, None, None, 3.0)
-    assert found.summary()["ttft_s"] == {"count": 0, **dict.fromkeys(("mean", "p50", "p90", "p99", "max"))}
+    assert found.figures.ttft_s.summary() == {"count": 0, **dict.fromkeys(("mean", "p50", "p90", "p99", "max"))}
 
 
 def test_T03_through_the_loop() -> None:
@@ -286,21 +320,22 @@ def test_T03_through_the_loop() -> None:
 
 
 def test_T03_ends_of_choices_are_counted() -> None:
-    found = RequestRecords(4)
+    found = Requests(4)
+    found.admitted(Request("a", array("i", [1])))
     found.decided([event(EventKind.CHOICE_FINISHED, "a", choice=n, finish_reason=FinishReason.STOP) for n in (0, 1)])
-    assert found.choice_ends == {"stop": 2}
+    assert found.figures.choice_ends == {"stop": 2}
 
 
 def test_T05_ended_requests_are_bounded_and_open_ones_survive_a_reset() -> None:
-    found = RequestRecords(3)
+    found = Requests(3)
     for index in range(5):
         found.admitted(Request(f"r{index}", array("i", [1])))
         found.decided([event(EventKind.FINISHED, f"r{index}", finish_reason=FinishReason.STOP)])
     found.admitted(Request("open", array("i", [1]), arrival=1.0))
     found.tokens(["open"], 2.0)
-    assert column(found.table(), "request_id") == ["r2", "r3", "r4"] and found.num_ended == 5
-    found.reset()
-    assert (found.table()["rows"], found.num_ended, found.num_open) == ([], 0, 1)
+    assert column(found.table(), "request_id") == ["r2", "r3", "r4"] and found.figures.num_ended == 5
+    found.figures.reset()
+    assert (found.table()["rows"], found.figures.num_ended, found.num_open) == ([], 0, 1)
     found.decided([event(EventKind.FINISHED, "open", 3.0, finish_reason=FinishReason.STOP)])
     assert column(found.table(), "ttft_s") == [1.0]
 
@@ -313,7 +348,9 @@ class Beats:
 
     def __init__(self, config: StatisticsConfig | None = None) -> None:
         self.scheduler = Scheduler(make_limits())
-        self.collector = Collector(config or StatisticsConfig(), self.scheduler, StepTimes())
+        self.history = History(self.scheduler, figures=RequestFigures(8))
+        self.collector = Collector(config or StatisticsConfig(), self.history, StepTimes())
+        self.history.add_reader(self.collector.read)
         self.now = 0.0
 
     def step(self, seconds: float, rest: float = 0.0) -> None:
@@ -321,7 +358,7 @@ class Beats:
         self.now += rest + seconds
         self.scheduler._state.totals.num_computed_tokens += 10
         self.scheduler._state.totals.num_output_tokens += 4
-        self.collector.stepped(plan, StepResult(None), Events(0, self.now))
+        self.history.stepped(plan, StepResult(None), Events(0, self.now))
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -411,7 +448,8 @@ def test_T06_statistics_are_plain_json() -> None:
 
 def test_T06_without_collection_nothing_is_called_and_totals_are_there() -> None:
     with Watched(StatisticsConfig(collect_statistics=False)) as engine:
-        assert engine.collector is None and engine.loop.instruments._sinks == [engine.lives]
+        assert engine.collector is None and engine.loop.instruments._sinks == [engine.observation.history]
+        assert len(engine.observation.history._readers) == 1, "the frames alone"
         engine.serve(make_request("a"))
         figures = engine.figures()
         assert "collected" not in figures and "memory" not in figures
@@ -444,7 +482,7 @@ def test_T06_reading_that_fails_is_told_and_ends_nothing(monkeypatch: pytest.Mon
 
 def test_T06_a_failed_step_is_a_total_and_no_record() -> None:
     beats = Beats()
-    beats.collector.stepped(StepPlan(0, 0.0), StepFailure("no"), Events(0, 1.0))
+    beats.history.stepped(StepPlan(0, 0.0), StepFailure("no"), Events(0, 1.0))
     assert beats.collector.export()["steps"]["rows"] == []
 
 

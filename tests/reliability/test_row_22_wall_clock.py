@@ -32,7 +32,7 @@ SHOWN = {
     # files and batches outlive a server, and their clients are told when they expire, by the calendar
     "octavo.server.batches.service", "octavo.server.batches.store", "octavo.server.routes.batches",
     "octavo.server.routes.files",
-    "octavo.observe.showing",  # a dashboard shows when its engine began
+    "octavo.observe.live",  # a dashboard shows when its engine began
 }  # fmt: skip
 CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.datetime.now", "time.localtime"}
 SERVING = ("octavo.core", "octavo.engine", "octavo.server", "octavo.tool", "octavo.text", "octavo.artifacts")

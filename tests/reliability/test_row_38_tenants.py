@@ -19,7 +19,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.sessions import Sessions
-from octavo.observe.biographies import write_biographies
+from octavo.observe.live import observe_engine
 from octavo.server.app import create_app
 from octavo.server.auth import POLICIES
 from octavo.server.limits import HttpLimits
@@ -227,7 +227,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Harness]:
     executor.open(ExecutorSpec(limits.max_sequences, limits.max_batch_tokens, 16, num_blocks=64))
     scheduler = Scheduler(limits)
     loop = EngineLoop(scheduler, executor)
-    write_biographies(loop, scheduler, StatisticsConfig())
+    observe_engine(loop, scheduler, StatisticsConfig())
     client = LocalClient(loop)
     harness = Harness()
     harness.config = config_of(tmp_path)

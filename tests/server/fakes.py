@@ -27,7 +27,7 @@ from octavo.engine.client import Accepted, TokenOutput
 from octavo.errors import DuplicateRequestError, PromptTooLongError, too_long_message
 from octavo.frontend.open_request import num_choices
 from octavo.frontend.sessions import Sessions
-from octavo.observe.biographies import unknown
+from octavo.observe.explainer import unknown
 from octavo.server.app import create_app
 from octavo.server.limits import HttpLimits
 from octavo.text.chat_template import ChatTemplate

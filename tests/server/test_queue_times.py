@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from octavo.observe.biographies import write_biographies
+
 from octavo.config import StatisticsConfig
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
-from octavo.observe.biographies import write_biographies
 from tests.fake_model import FakeExecutor
 from tests.server.fakes import Harness, events
 

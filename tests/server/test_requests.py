@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.config import Config, ServingConfig, StatisticsConfig
-from octavo.observe.biographies import unknown
+from octavo.observe.explainer import unknown
 from octavo.server.directory import Directory
 from octavo.server.explanations import MAX_EXPLANATIONS, explain_any
 from tests.server.fakes import Harness, ended

@@ -11,7 +11,8 @@ from octavo.config import StatisticsConfig
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
 from octavo.frontend.local_client import LocalClient
-from octavo.observe.biographies import PHASES, write_biographies
+from octavo.observe.history import PHASES
+from octavo.observe.live import observe_engine
 from octavo.server.explanations import explain_open
 from tests.engine.fakes import GatedExecutor, make_limits, open_fake
 from tests.server.fakes import Harness
@@ -25,7 +26,7 @@ async def served(**sizes: Any) -> AsyncIterator[tuple[Harness, GatedExecutor]]:
     open_fake(executor, limits)
     scheduler = Scheduler(limits)
     loop = EngineLoop(scheduler, executor)
-    write_biographies(loop, scheduler, StatisticsConfig())
+    observe_engine(loop, scheduler, StatisticsConfig())
     client = LocalClient(loop)
     try:
         yield Harness(engine=client), executor  # type: ignore[arg-type]

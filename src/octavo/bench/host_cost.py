@@ -27,7 +27,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.executors.loading import DecoderChoice, LoadedDecoder
 from octavo.executors.torch_executor import TorchExecutor
 from octavo.frontend.local_client import LocalClient
-from octavo.observe.statistics import collect
+from octavo.observe.live import observe_engine
 from octavo.observe.step_times import PARTS
 from octavo.ops.attention import AttentionBackend
 
@@ -61,7 +61,7 @@ def measure(config: Config, rows: int, steps: int, params: SamplingParams, forwa
     capacity = executor.open(executor_spec(config, "cpu"))
     scheduler = Scheduler(limits(config, capacity, "cpu"))
     loop = EngineLoop(scheduler, executor, depth=config.execution.depth)
-    collect(loop, scheduler, config.statistics)
+    observe_engine(loop, scheduler, config.statistics)
     watch = _Watch(loop, rows)
     loop.watch(watch)
     asyncio.run(_run(LocalClient(loop), rows, steps + WARM_UP_STEPS, params))

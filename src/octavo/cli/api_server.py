@@ -1,6 +1,6 @@
 """What the api process serves once its engine is there: the application, the admin socket, the words at start-up.
 
-Owns: putting them together, their order of starting and ending, the pulse while busy.
+Owns: putting them together, their order of starting and ending, the status line while busy.
 Does not: start or close the engine, or open the listening socket.
 """
 
@@ -28,7 +28,7 @@ from octavo.errors import ConfigError, EngineDeadError
 from octavo.frontend.journal import Journal
 from octavo.frontend.sessions import Sessions
 from octavo.frontend.supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
-from octavo.observe.pulse import PULSE_S, Pulse
+from octavo.observe.status_line import STATUS_LINE_S, StatusLine
 from octavo.server.admin import AdminServer
 from octavo.server.app import create_app
 from octavo.server.idempotency_restore import take_over
@@ -161,12 +161,12 @@ async def _tell_alive(place: Place) -> None:
 
 
 async def _beat(client: EngineClient) -> None:
-    pulse = Pulse()
+    status = StatusLine()
     while True:
         try:
-            line = pulse.line(await client.statistics(), time.monotonic())
+            line = status.line(await client.statistics(), time.monotonic())
         except EngineDeadError:
             line = None  # it may come back
         if line is not None:
             say(line)
-        await asyncio.sleep(PULSE_S)
+        await asyncio.sleep(STATUS_LINE_S)

@@ -12,11 +12,10 @@ from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.errors import ConfigError
 from octavo.observe.frames.encode import Source
-from octavo.observe.frames.sink import MAX_STEPS, FrameSink, Window
-from octavo.observe.frames.spool import Spool
-from octavo.observe.perfetto import MAX_TRACKS, Clip, PerfettoSink, Place, TraceFile
+from octavo.observe.frames.streams import MAX_WRITTEN, FrameSpool, FrameWriter, Window
+from octavo.observe.history import History
+from octavo.observe.perfetto import MAX_TRACKS, LifeOrigin, PerfettoWriter, TraceClip, TraceFile
 from octavo.observe.recording import Header, Recording, ReplayReport, replay
-from octavo.observe.sink import EventSink, Several
 from octavo.observe.step_times import StepTimes
 
 
@@ -28,7 +27,7 @@ class Wanted:
     perfetto: str | None = None
     begin_s: float = 0.0
     end_s: float = float("inf")
-    max_steps: int = MAX_STEPS
+    max_steps: int = MAX_WRITTEN
     max_tracks: int = MAX_TRACKS
 
 
@@ -49,7 +48,7 @@ def write_views(recording: Recording, wanted: Wanted) -> Views:
     Raises RecordingError, and ConfigError for a file that cannot be written.
     """
     views = Views()
-    spool = Spool() if wanted.page is not None else None
+    spool = FrameSpool() if wanted.page is not None else None
     file = None
     try:
         if wanted.perfetto is not None:
@@ -75,40 +74,39 @@ def write_views(recording: Recording, wanted: Wanted) -> Views:
 class _Watching:
     """Makes the sinks of one segment after the other."""
 
-    def __init__(self, wanted: Wanted, spool: Spool | None, file: TraceFile | None) -> None:
+    def __init__(self, wanted: Wanted, spool: FrameSpool | None, file: TraceFile | None) -> None:
         self.times = StepTimes(4)
         self._wanted = wanted
         self._spool = spool
         self._clip = None
         if file is not None:
-            self._clip = Clip(file.write, wanted.begin_s, wanted.end_s, wanted.max_tracks)
+            self._clip = TraceClip(file.write, wanted.begin_s, wanted.end_s, wanted.max_tracks)
         self._first: Header | None = None
         self._life = -1
-        self._frames: FrameSink | None = None
+        self._frames: FrameWriter | None = None
         self._num_written = self._num_cut = 0
-        self._trace: PerfettoSink | None = None
+        self._trace: PerfettoWriter | None = None
 
-    def make_sink(self, scheduler: Scheduler, header: Header) -> EventSink:
-        """The sinks of the next segment."""
+    def make_sink(self, scheduler: Scheduler, header: Header) -> History:
+        """Return the history of the next segment, with its readers."""
         self._first = self._first or header
         self._life += 1
         self._next()
         origin = header.clock - (header.began - self._first.began)  # the first segment's beginning on this clock
-        sinks: list[EventSink] = []
+        history = History(scheduler, self.times)
         if self._spool is not None:
             began = header.began - header.clock if header.began else None
             source = Source("recording", header.model, began, f"life-{self._life + 1}", header.device)
             window = Window(origin + self._wanted.begin_s, origin + self._wanted.end_s, self._wanted.max_steps)
             window = replace(window, max_steps=max(0, window.max_steps - self._num_written))
-            self._frames = FrameSink(scheduler, self._spool.write, source, window=window, times=self.times)
-            sinks.append(self._frames)
+            self._frames = FrameWriter(history, self._spool.write, source, window)
+            history.add_reader(self._frames.read)
         if self._clip is not None:
-            place = Place(self._life, origin)
-            self._trace = PerfettoSink(
-                scheduler, self._clip.write, times=self.times, max_tracks=1 << 40, place=place
-            )  # the clip bounds them: tracks outside the window are none
-            sinks.append(self._trace)
-        return Several(sinks)
+            life = LifeOrigin(self._life, origin)
+            # the clip bounds the tracks: those outside its window do not count
+            self._trace = PerfettoWriter(history, self._clip.write, max_tracks=1 << 40, life=life)
+            history.add_reader(self._trace.read)
+        return history
 
     def end(self, views: Views) -> None:
         """Finish the last segment's."""

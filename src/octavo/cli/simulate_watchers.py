@@ -1,6 +1,6 @@
-"""What looks at the first replica of a simulation: the dashboard's frames, and a file for Perfetto.
+"""What observes the first replica of a simulation: the dashboard's frames, and a file for Perfetto.
 
-Owns: making the sinks for that replica alone, and writing what they saw. Does not: draw (dashboard, trace.perfetto).
+Owns: the history of that replica alone, its readers and their files. Does not: draw (dashboard, observe.perfetto).
 """
 
 from __future__ import annotations
@@ -9,58 +9,60 @@ from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.errors import ConfigError
 from octavo.observe.frames.encode import Frame, Source
-from octavo.observe.frames.sink import FrameSink
-from octavo.observe.frames.spool import Spool
-from octavo.observe.perfetto import PerfettoSink, TraceFile
-from octavo.observe.sink import EventSink, Several
+from octavo.observe.frames.streams import FrameSpool, FrameWriter
+from octavo.observe.history import History
+from octavo.observe.perfetto import PerfettoWriter, TraceFile
 
 
 class Watchers:
-    """Sinks for the first scheduler that is made; the others get one that looks at nothing."""
+    """Observes the first scheduler that is made."""
 
     def __init__(self, model: str, page: str | None, perfetto: str | None) -> None:
         self._model = model
         self._page, self._perfetto = page, perfetto
-        self._frames = Spool()
+        self._frames = FrameSpool()
         self._num_cut = 0
-        self._frame_sink: FrameSink | None = None
-        self._trace: tuple[TraceFile, PerfettoSink] | None = None
+        self._frame_writer: FrameWriter | None = None
+        self._trace: tuple[TraceFile, PerfettoWriter] | None = None
 
     @property
     def is_wanted(self) -> bool:
         """Whether anybody looks, which makes every step be planned by itself."""
         return self._page is not None or self._perfetto is not None
 
-    def make_sink(self, scheduler: Scheduler) -> EventSink:
-        """The sink of one more scheduler."""
-        sinks: list[EventSink] = []
-        if self._page is not None and self._frame_sink is None:
-            self._frame_sink = FrameSink(scheduler, self._keep, Source("simulation", self._model))
-            sinks.append(self._frame_sink)
-        if self._perfetto is not None and self._trace is None:
+    def make_sink(self, scheduler: Scheduler) -> History | None:
+        """Return the history of the first scheduler, with its readers; None for the others."""
+        if self._frame_writer is not None or self._trace is not None:
+            return None
+        history = History(scheduler)
+        if self._page is not None:
+            self._frame_writer = FrameWriter(history, self._keep, Source("simulation", self._model))
+            history.add_reader(self._frame_writer.read)
+        if self._perfetto is not None:
             try:
                 file = TraceFile(self._perfetto, {"model": self._model, "source": "simulation"})
             except OSError as error:
                 raise _unwritable(self._perfetto, error) from None
-            self._trace = file, PerfettoSink(scheduler, file.write)
-            sinks.append(self._trace[1])
-        return Several(sinks)
+            writer = PerfettoWriter(history, file.write)
+            self._trace = file, writer
+            history.add_reader(writer.read)
+        return history
 
     def write(self) -> list[str]:
         """Write what was seen, once the simulation is over; returns what of it was left out."""
         told: list[str] = []
-        if self._frame_sink is not None and self._page is not None:
-            self._frame_sink.end()
+        if self._frame_writer is not None and self._page is not None:
+            self._frame_writer.end()
             try:
                 write_page(self._frames, self._page)
             except OSError as error:
                 raise _unwritable(self._page, error) from None
         if self._trace is not None:
-            file, sink = self._trace
-            sink.end()
+            file, writer = self._trace
+            writer.end()
             file.close()
-            if sink.num_undrawn:
-                told.append(f"{self._perfetto}: {sink.num_undrawn:,} requests more have no track of their own")
+            if writer.num_undrawn:
+                told.append(f"{self._perfetto}: {writer.num_undrawn:,} requests more have no track of their own")
         if self._num_cut:
             told.append(f"{self._page}: {self._num_cut:,} steps more were left out")
         return told

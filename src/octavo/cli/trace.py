@@ -7,7 +7,7 @@ import argparse
 from octavo.cli.flags import UsageError, check_output
 from octavo.cli.recorded_views import Views, Wanted, write_views
 from octavo.cli.terminal import say
-from octavo.observe.frames.sink import MAX_STEPS
+from octavo.observe.frames.streams import MAX_WRITTEN
 from octavo.observe.perfetto import MAX_TRACKS
 from octavo.observe.recording import open_recording
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-requests", type=int, default=MAX_TRACKS, metavar="N", help=f"requests with a track [{MAX_TRACKS:,}]"
     )
     parser.add_argument(
-        "--max-steps", type=int, default=MAX_STEPS, metavar="N", help=f"steps in a page [{MAX_STEPS:,}]"
+        "--max-steps", type=int, default=MAX_WRITTEN, metavar="N", help=f"steps in a page [{MAX_WRITTEN:,}]"
     )
 
 

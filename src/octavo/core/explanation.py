@@ -1,7 +1,7 @@
 """Explanation: where a request stands and why, in numbers and in a sentence made of them.
 
 Owns: the record, its words and its plain values. Does not: read the scheduler's state (see explaining), or know what
-came before (the engine's biographies do). Nobody's name is in it but in `name`, `tenant`, `behind` and `ahead`, so that
+came before (observe.history does). Nobody's name is in it but in `name`, `tenant`, `behind` and `ahead`, so that
 it can be shown to a stranger without those.
 """
 

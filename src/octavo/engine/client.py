@@ -93,7 +93,7 @@ class EngineClient(Protocol):
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """Pause, resume, drain, cancel every request (-> how many), reset the prefix cache (-> bool), explain a request
-        or, without one, all (-> see engine.biographies), reset the statistics (-> bool), export them (-> tables by
+        or, without one, all (-> see observe.explainer), reset the statistics (-> bool), export them (-> tables by
         name, see metrics.export), frames behind a cursor (-> see docs/frames.md)."""
         ...
 

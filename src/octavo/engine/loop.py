@@ -28,7 +28,7 @@ from octavo.engine.replies import Reply, attempt, ignore
 from octavo.engine.suspects import Suspects
 from octavo.errors import EngineDeadError, EngineError, ErrorKind, QueueFullError, RequestError
 from octavo.executors.protocol import Executor
-from octavo.observe.instruments import Instruments
+from octavo.observe.guards import Instruments
 from octavo.observe.sink import EventSink
 from octavo.observe.step_times import StepTimes
 

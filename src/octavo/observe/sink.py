@@ -1,11 +1,11 @@
-"""Whoever watches a scheduler at work: a live engine's, a replayed recording's, a simulation's.
+"""EventSink: what the step loop, a replay and a simulation report their events to.
 
-Owns: the protocol, and telling several. Does not: keep one that fails from disturbing a step (engine.instruments does).
+Owns: the protocols. Does not: guard a step against a sink that fails (guards).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
@@ -14,14 +14,14 @@ from octavo.observe.step_times import StepTimes
 
 
 class EventSink(Protocol):
-    """Told in the thread that steps, in order; must be quick and keep what it needs by copying."""
+    """Called in the thread that steps, in order; must be quick, and copy what it needs and does not own."""
 
     def admitted(self, request: Request) -> None:
-        """A request was taken."""
+        """A request was admitted."""
         ...
 
     def decided(self, decisions: tuple[Event, ...]) -> None:
-        """Decisions, each exactly once, from plans and commits alike."""
+        """Decisions were made, by plans and commits alike; each is reported exactly once."""
         ...
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
@@ -38,7 +38,7 @@ class LoopClock(Protocol):
 
 
 class WatchedLoop(Protocol):
-    """What those who watch need of the step loop (octavo.engine.loop.EngineLoop)."""
+    """What observers need of the step loop (octavo.engine.loop.EngineLoop)."""
 
     step_times: StepTimes
     sections: dict[str, Callable[[], object]]
@@ -46,31 +46,9 @@ class WatchedLoop(Protocol):
 
     @property
     def clock(self) -> LoopClock:
-        """Its clock."""
+        """The clock."""
         ...
 
     def watch(self, sink: EventSink) -> None:
-        """Call the sink from now on."""
+        """Report to the sink from now on."""
         ...
-
-
-class Several:
-    """Tells each of several sinks. One that fails ends what drives it: a replay or a simulation, not an engine."""
-
-    def __init__(self, sinks: Sequence[EventSink]) -> None:
-        self._sinks = sinks
-
-    def admitted(self, request: Request) -> None:
-        """A request was taken."""
-        for sink in self._sinks:
-            sink.admitted(request)
-
-    def decided(self, decisions: tuple[Event, ...]) -> None:
-        """Decisions, each exactly once."""
-        for sink in self._sinks:
-            sink.decided(decisions)
-
-    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """A plan was committed."""
-        for sink in self._sinks:
-            sink.stepped(plan, outcome, events)

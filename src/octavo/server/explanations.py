@@ -1,7 +1,7 @@
 """What is told of a client's request: to whom it belongs without anybody else's name, to the operator with all.
 
 Owns: asking the engine for each prompt, and what a stranger may not see. Does not: read HTTP, or know why (the engine's
-biographies do).
+observe.explainer does).
 Invariant: a request that belongs to another tenant is never named; where it is the reason for something, there is null.
 """
 

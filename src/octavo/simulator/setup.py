@@ -15,7 +15,7 @@ from octavo.observe.sink import EventSink
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.tally import Tally
 
-MakeSink = Callable[[Scheduler], EventSink]
+MakeSink = Callable[[Scheduler], EventSink | None]
 GiveUp = Callable[[Tally, float], bool]
 
 

@@ -15,7 +15,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.sessions import Sessions
-from octavo.observe.statistics import collect
+from octavo.observe.live import observe_engine
 from octavo.server.app import create_app
 from tests.fake_model import FakeExecutor
 from tests.observe.metrics.test_metrics import parse
@@ -138,7 +138,7 @@ async def used() -> Series:
     capacity = executor.open(ExecutorSpec(LIMITS.max_sequences, LIMITS.max_batch_tokens, 16, num_blocks=64))
     scheduler = Scheduler(LIMITS)
     loop = EngineLoop(scheduler, executor)
-    collect(loop, scheduler, StatisticsConfig())
+    observe_engine(loop, scheduler, StatisticsConfig())
     client = LocalClient(loop)
     harness = Harness()
     sessions = Sessions(client, harness.text, capacity=capacity)

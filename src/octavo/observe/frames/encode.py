@@ -1,29 +1,37 @@
-"""Frames as plain JSON values, from records (docs/frames.md is the schema).
+"""Frames as plain JSON values, from records of steps and views of the scheduler (docs/frames.md is the schema).
 
-Owns: the head, steps, notes, and the fields of decisions. Does not: look at a scheduler (snapshots, records).
+Owns: every kind of frame but the end, and how much of the queue and the pool is shown: a look takes at most a
+millisecond, however large they are. Does not: say when to look, or keep anything (streams).
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind
-from octavo.observe.frames.records import PartTimes, Places, Record, Sums
+from octavo.core.scheduler import Scheduler
+from octavo.core.views import Gauges, GroupCells, WaitingRequest
+from octavo.observe.history import OpenSlots, PartTimes, RequestHistory, StepRecord, WaitCounts, make_up
 
 VERSION = 1
 Frame = dict[str, Any]
+MAX_TOP = 50  # waiting requests shown
+MAX_CELLS = 4096  # cells of all groups together
+MAX_READ = 8192  # table entries read in one look
 _KINDS = {kind: kind.name.lower() for kind in EventKind}
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a stream is of. `kind` is live, recording or simulation; `began` the clock's zero in seconds since 1970.
+    """What a stream shows. `kind` is live, recording or simulation; `began` the clock's zero in seconds since 1970.
 
-    `life` tells one engine's stream from the next one's; `device` is what computes, in words.
+    `life` distinguishes one engine's stream from the next one's; `device` describes what computes.
     """
 
     kind: str
@@ -33,8 +41,8 @@ class Source:
     device: str = ""
 
 
-def head_frame(source: Source, limits: Limits, places: Places, now: float) -> Frame:
-    """The first frame, of what is so before the next one."""
+def head_frame(source: Source, limits: Limits, before: OpenSlots, now: float) -> Frame:
+    """Return the first frame: what is so before the next one."""
     return {
         "k": "head",
         "v": VERSION,
@@ -53,88 +61,133 @@ def head_frame(source: Source, limits: Limits, places: Places, now: float) -> Fr
             "max_model_len": limits.max_model_len,
             "policy": limits.policy,
         },
-        "slots": [list(taken) for taken in places.slots.values()],
-        "open": list(places.open.values()),
-        "totals": _totals(places.sums),
+        "slots": [list(taken) for taken in before.slots.values()],
+        "open": [_arrival(request) for request in before.open.values()],
+        "totals": _named(_totals(before.gauges)),
     }
 
 
-def step_frame(record: Record, previous: Record | None, times: PartTimes | None) -> Frame:
-    """A step's frame; `previous` is the record before it in the same stream, None behind a head.
+def step_frame(record: StepRecord, previous: StepRecord | None, times: PartTimes | None) -> Frame:
+    """Return a step's frame; `previous` is the record before it in the same stream, None after a head.
 
     A record without a step gives a note.
     """
+    totals = _totals(record.gauges)
     if record.slots is None:
-        return {"k": "note", "t": round(record.time, 6), **_news(record), "totals": _totals(record.sums)}
-    parts, prompt, decode = _parts(record, times), 0, 0
-    if record.is_plain:
-        decode = len(record.slots)
-    elif record.drafts:
-        pairs = zip(record.counts, record.drafts, strict=True)
-        prompt = sum([count for count, drafts in pairs if count > 1 and not drafts])
-        decode = sum([1 for count, drafts in zip(record.counts, record.drafts, strict=True) if count == 1 or drafts])
-    else:
-        decode = record.counts.count(1)
-        prompt = record.num_tokens - decode
-    accepted = record.gauges[4] - previous.gauges[4] if previous is not None else 0
-    idle = record.idle_s
-    if idle and previous is not None:
-        emit = _emit(previous, times)
-        idle = max(0.0, idle - emit) if emit is not None else idle
+        return {"k": "note", "t": round(record.begin, 6), **_news(record), "totals": _named(totals)}
+    prompt, decode = 0, len(record.slots)
+    if not record.is_decode:
+        num_prefills, num_forks, prompt = make_up(record.counts, record.num_drafts, record.num_tokens)
+        decode -= num_prefills + num_forks
+    accepted = record.gauges.num_accepted_tokens - previous.gauges.num_accepted_tokens if previous is not None else 0
+    seconds, idle = _part_seconds(record, times), record.idle_s
+    before = _part_seconds(previous, times) if idle and previous is not None else None
+    if before is not None:
+        idle = max(0.0, idle - before[4])
     frame: Frame = {
         "k": "step",
         "n": record.step,
-        "t": round(record.time, 6),
-        "s": round(record.end - record.time, 6),
+        "t": round(record.begin, 6),
+        "s": round(record.end - record.begin, 6),
         "idle": round(idle, 6),
-        "parts": parts,
-        "tok": [prompt, decode, sum(record.drafts), accepted, record.given],
+        "parts": [round(each, 6) for each in seconds[:5]]
+        if seconds is not None
+        else [None, *(round(each, 6) for each in record.computed), None],
+        "tok": [prompt, decode, sum(record.num_drafts), accepted, record.num_outputs],
     }
     if previous is None or not _goes_on(record, previous):
         frame["rows"] = _rows(record)
-    if record.drafts:
-        frame["drafts"] = list(record.drafts)
-    if previous is None or record.sums != previous.sums:
-        frame["totals"] = _totals(record.sums)
+    if record.num_drafts:
+        frame["drafts"] = list(record.num_drafts)
+    if previous is None or totals != _totals(previous.gauges):
+        frame["totals"] = _named(totals)
     return {**frame, **_changes(record), **_news(record)}
 
 
-def _totals(sums: Sums) -> dict[str, int]:
-    return dict(zip(("finished", "preempted", "looked_up", "found"), sums, strict=True))
+def queue_frame(scheduler: Scheduler, waits: WaitCounts, now: float) -> Frame:
+    """Return the queue: how many requests wait for what, and the first of them."""
+    total, reasons = scheduler.num_waiting, dict(waits.by_reason())
+    rest = total - sum(reasons.values())  # these were given no reason: they wait behind others
+    if rest > 0:
+        reasons["behind"] = reasons.get("behind", 0) + rest
+    top = [_waiting(entry, now) for entry in scheduler.first_waiting(MAX_TOP)]
+    return {"k": "queue", "t": round(now, 6), "total": total, "reasons": reasons, "top": top}
 
 
-def _rows(record: Record) -> list[int]:
-    """Slot, first position, tokens of each row, flat."""
+def _waiting(entry: WaitingRequest, now: float) -> list[object]:
+    waited = round(max(0.0, now - entry.arrival), 3)
+    reason = entry.reason.name.lower()
+    return [entry.name, entry.tenant, reason, entry.needed, entry.available, waited, entry.num_known]
+
+
+class PoolFrames:
+    """Frames of one scheduler's KV pools."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._map = scheduler.block_map(MAX_CELLS, MAX_READ)
+
+    def frame(self, now: float) -> Frame:
+        """Return the pools as they are now."""
+        frame: Frame = {"k": "blocks", "t": round(now, 6), "groups": [_group(each) for each in self._map.look()]}
+        num_host = sum(self._scheduler.limits.host_blocks)
+        if num_host:
+            frame["host"] = [self._scheduler.gauges().host_blocks_used, num_host]
+        return frame
+
+
+def _group(group: GroupCells) -> Frame:
+    if sys.byteorder == "big":
+        group.owners.byteswap()
+    cells, owners = b64encode(group.cells).decode(), b64encode(group.owners.tobytes()).decode()
+    return {"n": group.num_blocks, "per": group.per, "cells": cells, "owner": owners}
+
+
+def _totals(gauges: Gauges | None) -> tuple[int, int, int, int]:
+    if gauges is None:
+        return 0, 0, 0, 0
+    return gauges.num_finished, gauges.num_preemptions, gauges.queried_tokens, gauges.hit_tokens
+
+
+def _named(totals: tuple[int, int, int, int]) -> dict[str, int]:
+    return dict(zip(("finished", "preempted", "looked_up", "found"), totals, strict=True))
+
+
+def _arrival(request: RequestHistory) -> list[object]:
+    return [
+        request.request_id,
+        round(request.arrival, 6),
+        request.tenant,
+        request.num_prompt_tokens,
+        request.priority,
+        request.max_tokens,
+    ]
+
+
+def _rows(record: StepRecord) -> list[int]:
+    """Return slot, first position and tokens of each row, flat."""
     assert record.slots is not None
     flat = array("i", bytes(12 * len(record.slots)))
     flat[0::3], flat[1::3], flat[2::3] = record.slots, record.starts, record.counts
     return flat.tolist()
 
 
-def _goes_on(record: Record, previous: Record) -> bool:
-    """Whether the rows are those of the step before, each behind its last one.
+def _goes_on(record: StepRecord, previous: StepRecord) -> bool:
+    """Return True if the rows are those of the step before, each after its last one.
 
-    A row that is not behind its last one begins before that (it is repeated, or drafts were wrong), unless its
-    sequence came in anew: so that the sum tells.
+    A row that is not after its last one begins before that (it is repeated, or drafts were wrong), unless its
+    sequence is new: so the sum is enough.
     """
     if record.taken or record.slots != previous.slots or record.counts != previous.counts:
         return False
     return sum(record.starts) == sum(previous.starts) + sum(previous.counts)
 
 
-def _parts(record: Record, times: PartTimes | None) -> list[float | None]:
-    known = times.get(record.timing) if times is not None and record.timing >= 0 else None
-    if known is not None:
-        return [round(seconds, 6) for seconds in known[:5]]
-    return [None, *(round(seconds, 6) for seconds in record.computed), None]
+def _part_seconds(record: StepRecord, times: PartTimes | None) -> Sequence[float] | None:
+    return times.get(record.timing) if times is not None and record.timing >= 0 else None
 
 
-def _emit(record: Record, times: PartTimes | None) -> float | None:
-    known = times.get(record.timing) if times is not None and record.timing >= 0 else None
-    return None if known is None else known[4]
-
-
-def _changes(record: Record) -> Frame:
+def _changes(record: StepRecord) -> Frame:
     frame: Frame = {}
     if record.freed:
         frame["freed"] = list(record.freed)
@@ -142,33 +195,32 @@ def _changes(record: Record) -> Frame:
         frame["new"] = [list(taken) for taken in record.taken]
     if any(record.moved):
         frame["moved"] = list(record.moved)
-    running, waiting, swapped, host, _ = record.gauges
-    frame["run"] = running
-    frame["wait"] = waiting
-    if swapped:
-        frame["swapped"] = swapped
-    frame["used"] = list(record.used)
-    frame["cached"] = list(record.cached)
-    if host:
-        frame["host"] = host
+    gauges = record.gauges
+    frame["run"] = gauges.num_running
+    frame["wait"] = gauges.num_waiting
+    if gauges.num_swapped:
+        frame["swapped"] = gauges.num_swapped
+    frame["used"] = list(gauges.blocks_used)
+    frame["cached"] = list(gauges.blocks_cached)
+    if gauges.host_blocks_used:
+        frame["host"] = gauges.host_blocks_used
     if record.failure is not None:
         frame["fail"] = record.failure
     return frame
 
 
-def _news(record: Record) -> Frame:
+def _news(record: StepRecord) -> Frame:
     frame: Frame = {}
     if record.arrivals:
-        frame["in"] = list(record.arrivals)
-    if record.decisions:
-        told = decisions(record.decisions)
-        if told:
-            frame["ev"] = told
+        frame["in"] = [_arrival(request) for request in record.arrivals]
+    events = decisions(record.decisions)
+    if events:
+        frame["ev"] = events
     return frame
 
 
 def decisions(events: Sequence[Event]) -> list[list[object]]:
-    """Decisions with their numbers; chunks are seen in the rows."""
+    """Return decisions with their numbers; chunks are visible in the rows."""
     return [
         [_KINDS[event.kind], event.request_id, _fields(event)] for event in events if event.kind != EventKind.CHUNKED
     ]

@@ -1,6 +1,6 @@
-"""Pulse: one line that says how busy an engine is, made from two snapshots of its statistics.
+"""StatusLine: one line that says how busy an engine is, made from two snapshots of its statistics.
 
-Owns: the words and the rates. Does not: ask the engine, tell the time, or print.
+Owns: the words and the rates. Does not: ask the engine, read a clock, or print.
 """
 
 from __future__ import annotations
@@ -9,33 +9,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-PULSE_S = 5.0  # between two lines while the engine is busy
+STATUS_LINE_S = 5.0  # between two lines while the engine is busy
 
 
 @dataclass(slots=True)
-class Pulse:
+class StatusLine:
     """Turns two snapshots of the scheduler's statistics into one line; nothing while the engine is idle."""
 
     last: Mapping[str, Any] | None = None
     at: float = 0.0
 
     def line(self, statistics: Mapping[str, Any], now: float) -> str | None:
-        """The line for the time since the snapshot before; None when nothing was computed, or at the first."""
+        """Return the line for the time since the snapshot before; None when nothing was computed, or at the first."""
         new, old, seconds = statistics["scheduler"], self.last, now - self.at
         self.last, self.at = new, now
         if old is None or seconds <= 0:
             return None
         computed = new["num_computed_tokens"] - old["num_computed_tokens"]
         if computed < 0 or new["num_output_tokens"] < old["num_output_tokens"]:
-            return None  # another engine, which counts from nothing
+            return None  # another engine, which counts from 0
         if computed == 0 and new["num_running"] == 0:
             return None
         produced = new["num_output_tokens"] - old["num_output_tokens"]
-        asked = new["prefix_queried_tokens"] - old["prefix_queried_tokens"]
+        queried = new["prefix_queried_tokens"] - old["prefix_queried_tokens"]
         hits = new["prefix_hit_tokens"] - old["prefix_hit_tokens"]
         used = new["num_blocks_used"] / max(1, new["num_blocks"])
         prompt = max(0, computed - produced)
-        hit = f", prefix hits {hits / asked:.0%}" if asked else ""
+        hit = f", prefix hits {hits / queried:.0%}" if queried else ""
         drafted = new.get("num_drafted_tokens", 0) - old.get("num_drafted_tokens", 0)
         accepted = new.get("num_accepted_tokens", 0) - old.get("num_accepted_tokens", 0)
         guessed = f", {accepted / drafted:.0%} of {drafted} drafts accepted" if drafted else ""

@@ -1,4 +1,4 @@
-"""Biographies: what is told of a request while it lives and for a while after; where its time went; the forecast."""
+"""Histories of requests, what is explained of them while they are open and for a while after, and the forecast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.core.scheduler import Scheduler
 from octavo.engine.clock import ManualClock
 from octavo.errors import EngineError
-from octavo.observe.biographies import NUM_FIRST, NUM_LAST, PHASES, Biographies, unknown
+from octavo.observe.explainer import Explainer, unknown
 from octavo.observe.forecast import (
     LEAST_AGE_S,
     NEW_REQUEST,
@@ -26,7 +26,8 @@ from octavo.observe.forecast import (
     WaitModel,
     forecast,
 )
-from octavo.observe.verbs import guarded
+from octavo.observe.guards import guarded_reader, guarded_verb
+from octavo.observe.history import NUM_FIRST, NUM_LAST, PHASES, History, StepRecord
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.run import Setup, simulate
 from tests.core.harness import limits
@@ -44,7 +45,8 @@ class Bench:
         self.now = 0.0
         self.base_s, self.token_s = base_s, token_s
         self.scheduler = Scheduler(sizes)
-        self.lives = Biographies(self.scheduler, lambda: self.now, **kept)
+        self.history = History(self.scheduler, now=lambda: self.now, **kept)
+        self.explainer = Explainer(self.history, lambda: self.now)
         self.lengths: dict[str, int] = {}
         self.outputs: dict[str, int] = {}
         self.first_at: dict[str, float] = {}
@@ -55,22 +57,22 @@ class Bench:
         params = SamplingParams(max_tokens=most or answer, temperature=0.0, ignore_eos=ends)
         request = Request(name, None, params, self.now, num_prompt_tokens=length, **fields)
         self.scheduler.admit(request, self.now)
-        self.lives.admitted(request)
+        self.history.admitted(request)
         self.lengths[name] = answer
         self.outputs.pop(name, None)
         return request
 
     def step(self, fails: bool = False) -> StepPlan:
         plan = self.scheduler.plan(self.now)
-        self.lives.decided(plan.events)
+        self.history.decided(plan.events)
         if plan.is_empty:
             self.now += self.base_s
             return plan
         self.now += self.base_s + self.token_s * plan.num_query_tokens
         outcome = StepFailure("injected") if fails else StepResult(None, timings=StepTimings())
         events = self.scheduler.commit(plan, outcome, self.now)
-        self.lives.decided(events.decisions)
-        self.lives.stepped(plan, outcome, events)
+        self.history.decided(events.decisions)
+        self.history.stepped(plan, outcome, events)
         self._count(events)
         return plan
 
@@ -80,7 +82,7 @@ class Bench:
             self.outputs[name] = self.outputs.get(name, 0) + 1
             if self.outputs[name] == self.lengths[name]:
                 self.scheduler.end_choice(name, 0, self.now, FinishReason.STOP)
-        self.lives.decided(self.scheduler.take_events())
+        self.history.decided(self.scheduler.take_events())
         for name in [name for name in self.outputs if name not in self.ended]:
             if name not in self.scheduler._state.requests:
                 self.ended[name] = self.now
@@ -90,9 +92,13 @@ class Bench:
             self.step()
 
     def told(self, name: str) -> dict[str, Any]:
-        answer: dict[str, Any] = self.lives.answer(name)
+        answer: dict[str, Any] = self.explainer.answer(name)
         json.dumps(answer)
         return answer
+
+
+def num_kept(history: History) -> int:
+    return len(history.open) + len(history.ended)
 
 
 def sums_up(told: dict[str, Any]) -> None:
@@ -101,7 +107,7 @@ def sums_up(told: dict[str, Any]) -> None:
     assert seconds["total"] == pytest.approx(told["end"]["total_s"] if told["state"] == "finished" else told["age_s"])
 
 
-def test_S20_T03_a_life_from_the_queue_to_the_end() -> None:
+def test_S20_T03_a_request_from_the_queue_to_the_end() -> None:
     bench = Bench(limits(max_sequences=1, max_batch_tokens=8))
     bench.admit("a", 6, 4)
     bench.admit("b", 12, 3)
@@ -122,7 +128,7 @@ def test_S20_T03_a_life_from_the_queue_to_the_end() -> None:
     assert told["text"].startswith("b ended (length) after ") and "b " not in told["public_text"][:2]
 
 
-def test_S20_T03_a_preempted_life_says_by_whom_and_what_it_cost() -> None:
+def test_S20_T03_a_preempted_request_says_by_which_and_what_it_cost() -> None:
     bench = Bench(limits(num_blocks=9))
     bench.admit("a", 8, 25)
     bench.admit("b", 9, 12)
@@ -143,7 +149,7 @@ def test_S20_T03_a_preempted_life_says_by_whom_and_what_it_cost() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_T03_the_seconds_of_every_life_add_up(seed: int) -> None:
+def test_T03_the_seconds_of_every_request_add_up(seed: int) -> None:
     rng = random.Random(seed)
     bench = Bench(limits(num_blocks=14, max_sequences=5, preemption="swap", host_blocks=(rng.choice((0, 12)),)))
     for number in range(30):
@@ -152,7 +158,7 @@ def test_T03_the_seconds_of_every_life_add_up(seed: int) -> None:
             bench.step(fails=rng.random() < 0.05)
         if rng.random() < 0.1:
             bench.scheduler.cancel([f"r{rng.randrange(number + 1)}"], bench.now)
-            bench.lives.decided(bench.scheduler.take_events())
+            bench.history.decided(bench.scheduler.take_events())
         for one in range(number + 1):
             sums_up(bench.told(f"r{one}"))
     bench.run()
@@ -164,13 +170,13 @@ def test_T03_the_seconds_of_every_life_add_up(seed: int) -> None:
             assert told["first_token_s"] == pytest.approx(told["seconds"]["queue"] + told["seconds"]["prefill"])
 
 
-def test_S20_lives_are_bounded() -> None:
+def test_S20_histories_are_bounded() -> None:
     bench = Bench(limits())
     bench.admit("long", 4, 50)
-    life = bench.lives._open["long"]
+    history = bench.history.open["long"]
     event = bench.scheduler.plan(0.0).events[0]
     for number in range(200):
-        life.tell(type(event)(event.kind, "long", float(number), number))
+        history.keep(type(event)(event.kind, "long", float(number), number))
     told = bench.told("long")
     assert len(told["events"]) == NUM_FIRST + NUM_LAST and told["num_events_left_out"] == 200 - NUM_FIRST - NUM_LAST
     assert [told["events"][0]["step"], told["events"][-1]["step"]] == [0, 199]
@@ -179,20 +185,20 @@ def test_S20_lives_are_bounded() -> None:
     for number in range(5):
         bench.admit(f"r{number}", 4, 2)
         bench.run()
-    assert bench.lives.num_kept == 3
+    assert num_kept(bench.history) == 3
     assert bench.told("r1").items() >= unknown("r1").items() and bench.told("r2")["state"] == "finished"
     bench.now += 100.0
-    assert bench.told("r4").items() >= unknown("r4").items() and bench.lives.num_kept == 0
+    assert bench.told("r4").items() >= unknown("r4").items() and num_kept(bench.history) == 0
 
 
-def test_S20_an_id_that_is_used_again_has_a_new_life() -> None:
+def test_S20_an_id_that_is_used_again_has_a_new_history() -> None:
     bench = Bench(limits())
     for answer in (2, 5):
         bench.admit("same", 4, answer)
         assert bench.told("same")["state"] == "waiting"
         bench.run()
         assert bench.told("same")["num_outputs"] == answer
-    assert bench.lives.num_kept == 1
+    assert num_kept(bench.history) == 1
 
 
 def test_S20_what_an_engine_before_did_is_apart() -> None:
@@ -201,7 +207,7 @@ def test_S20_what_an_engine_before_did_is_apart() -> None:
     request = make_request("a", length=4, max_tokens=6)
     resumed = Request("a", request.prompt_token_ids, request.params, 2.0, emitted_token_ids=request.prompt_token_ids)
     bench.scheduler.admit(resumed, bench.now)
-    bench.lives.admitted(resumed)
+    bench.history.admitted(resumed)
     bench.lengths["a"] = 6
     bench.run()
     told = bench.told("a")
@@ -209,13 +215,13 @@ def test_S20_what_an_engine_before_did_is_apart() -> None:
     sums_up(told)
 
 
-def test_S20_everybody_open_is_listed_in_order() -> None:
+def test_S20_every_open_request_is_listed_in_order() -> None:
     bench = Bench(limits(max_sequences=1))
     for name in ("a", "b", "c"):
         bench.admit(name, 4, 9, tenant=name.upper())
     for _ in range(5):
         bench.step()
-    listed: Any = bench.lives.answer("")["open"]
+    listed: Any = bench.explainer.answer("")["open"]
     assert [(one["id"], one["tenant"], one["state"], one["position"], one["reason"]) for one in listed] == [
         ("b", "B", "waiting", 1, "sequence_cap"),
         ("c", "C", "waiting", 2, "behind"),
@@ -224,7 +230,7 @@ def test_S20_everybody_open_is_listed_in_order() -> None:
     assert listed[0]["lacks"] == "needs 1 of 1 sequences, 0 left" and listed[1]["behind"] == "b"
     bench.run()
     idle = {"open": [], "num_waiting": 0, "num_running": 0, "num_ended_kept": 3, "new_request_s": 0.0}
-    assert bench.lives.answer("") == idle
+    assert bench.explainer.answer("") == idle
 
 
 def test_S20_the_verb_answers_over_a_live_loop() -> None:
@@ -254,16 +260,30 @@ def test_ended_requests_of_one_tenant_never_push_out_anothers() -> None:
         bench.admit(name, 4, 1, tenant=name.partition("-")[0])
         while bench.scheduler.has_work:
             bench.step()
-    kept = [name for name in names if bench.lives.answer(name)["state"] == "finished"]
-    assert kept == ["bob-0", "bob-1", "bob-2", "alice-17", "alice-18", "alice-19"] and bench.lives.num_kept == 6
+    kept = [name for name in names if bench.explainer.answer(name)["state"] == "finished"]
+    assert kept == ["bob-0", "bob-1", "bob-2", "alice-17", "alice-18", "alice-19"] and num_kept(bench.history) == 6
 
 
 def test_a_look_that_fails_is_told_and_ends_nothing() -> None:
     def fails(argument: str) -> object:
         raise ZeroDivisionError("of course")
 
-    answer = guarded("explain", fails)("x")
+    answer = guarded_verb("explain", fails)("x")
     assert isinstance(answer, EngineError) and "of course" in str(answer)
+
+
+def test_a_reader_that_fails_is_switched_off_and_the_others_go_on() -> None:
+    bench, steps, failed = Bench(limits()), list[int](), list[int]()
+
+    def fails(record: StepRecord) -> None:
+        failed.append(record.step)
+        raise ZeroDivisionError("of course")
+
+    bench.history.add_reader(guarded_reader("one", fails))
+    bench.history.add_reader(guarded_reader("other", lambda record: steps.append(record.step)))
+    bench.admit("a", 4, 5)
+    bench.run()
+    assert len(failed) == 1 < len(steps)
 
 
 def test_the_settings_bound_what_is_kept() -> None:
@@ -289,7 +309,7 @@ def played(seed: int, sizes: Limits, rate: float, every: int, is_told: bool) -> 
         plan = bench.step()
         if number > 60 and plan.step % every == 0:
             state = bench.scheduler._state
-            times = forecast(bench.scheduler, bench.lives.forecaster.step_times, bench.lives.forecaster.lengths)
+            times = forecast(bench.scheduler, bench.history.step_times, bench.history.answer_lengths)
             new = times.pop(NEW_REQUEST, None)
             assert times.keys() <= state.requests.keys()
             assert is_told is False or new is not None, "where all lengths are known, a new request's wait is too"
@@ -349,17 +369,17 @@ def test_there_is_no_forecast_where_nothing_is_known() -> None:
     bench.run()
 
 
-def test_many_who_ask_get_one_forecast_and_its_age_is_taken_off() -> None:
+def test_many_questions_get_one_forecast_and_its_age_is_taken_off() -> None:
     bench = Bench(limits(max_sequences=1), base_s=0.01)
     for name in ("a", "b", "c"):
         bench.admit(name, 4, 20, ignore_eos=True)
     for _ in range(5):
         bench.step()
     first = bench.told("c")["prediction"]["next_token_s"]
-    made = bench.lives.forecaster._found
+    made = bench.explainer.forecaster._found
     bench.now += LEAST_AGE_S / 2
     assert bench.told("c")["prediction"]["next_token_s"] == pytest.approx(first - LEAST_AGE_S / 2)
-    assert bench.lives.forecaster._found is made
+    assert bench.explainer.forecaster._found is made
     bench.admit("d", 4, 2)
     assert "d" not in made and bench.told("d")["prediction"]["next_token_s"] is None
     bench.now += LEAST_AGE_S
@@ -374,7 +394,7 @@ def test_a_new_request_is_told_the_wait_that_it_then_has() -> None:
     for _ in range(5):
         bench.step()
     waits = [bench.told(name)["prediction"]["next_token_s"] for name in ("c", "d", "e")]
-    told, listed = bench.told("c")["new_request_s"], bench.lives.answer("")["new_request_s"]
+    told, listed = bench.told("c")["new_request_s"], bench.explainer.answer("")["new_request_s"]
     assert told == listed, "one figure, whoever asks"
     step_s = 0.01 + 6 * 0.0001
     assert max(waits) <= told + step_s, "it is let in behind all that wait; they are told their first token"
@@ -396,27 +416,27 @@ def test_an_engine_with_room_lets_a_new_request_in_at_once() -> None:
     bench.run()
 
 
-def test_the_pace_is_that_of_the_steps() -> None:
+def test_the_step_time_is_that_of_the_steps() -> None:
     bench = Bench(limits(max_batch_tokens=16, max_sequences=4), base_s=0.02, token_s=0.003)
     assert StepTimeModel().fit() is None
     for number in range(6):
         bench.admit(f"r{number}", 13, 9)
     bench.run()
-    assert bench.lives.forecaster.step_times.fit() == pytest.approx((0.02, 0.003))
-    assert AnswerLengths().sorted() == [] and bench.lives.forecaster.lengths.sorted() == [9] * 6
+    assert bench.history.step_times.fit() == pytest.approx((0.02, 0.003))
+    assert AnswerLengths().sorted() == [] and bench.history.answer_lengths.sorted() == [9] * 6
     bench.admit("vector", 13, 0, most=1, wants=Want.POOL)
     bench.run()
-    assert bench.lives.forecaster.lengths.sorted() == [9] * 6, "a vector says nothing of how long answers are"
+    assert bench.history.answer_lengths.sorted() == [9] * 6, "a vector says nothing of how long answers are"
 
 
 def test_the_wait_model_gives_the_wait_that_a_request_then_has() -> None:
     """Eight slots, answers of 10 to 30 tokens, 16 requests that wait: on the whole within 10 % of the waits."""
     bench, rng = Bench(limits(**SLOTS)), random.Random(0)
-    assert bench.lives.forecaster.wait_model() is None
+    assert bench.explainer.forecaster.wait_model() is None
     pairs, number = [], 0
     while number < 400:
         while len(bench.scheduler._state.waiting) < 17:
-            model = bench.lives.forecaster.wait_model()
+            model = bench.explainer.forecaster.wait_model()
             if model is not None and number > 40:
                 pairs.append((f"r{number}", model.expected_wait_s(16 * 16, 16 * 20, num_running=8), bench.now))
             bench.admit(f"r{number}", 16, rng.randrange(10, 31), most=64)
@@ -433,19 +453,20 @@ def test_the_wait_model_gives_the_wait_that_a_request_then_has() -> None:
 
 
 def test_S20_a_simulation_tells_of_its_requests_as_a_live_engine_does() -> None:
-    kept: list[Biographies] = []
+    kept: list[History] = []
 
-    def make_sink(scheduler: Scheduler) -> Biographies:
-        kept.append(Biographies(scheduler, lambda: 0.0))
+    def make_sink(scheduler: Scheduler) -> History:
+        kept.append(History(scheduler, now=lambda: 0.0))
         return kept[-1]
 
     rng = random.Random(2)
     arrivals = [Arrival(0.01 * number, rng.randrange(4, 30), rng.randrange(1, 20)) for number in range(40)]
     run = simulate(arrivals, Setup(limits(num_blocks=24), ConstantCosts(), make_sink=make_sink))
-    (lives,) = kept
+    (history,) = kept
+    explainer = Explainer(history, lambda: 0.0)
     outcomes = run.outcomes
-    assert lives.num_kept == len(outcomes) == 40 and sum(outcomes.preemptions) > 0
-    by_arrival = {life.arrival: lives.answer(life.name) for life in list(lives._ended.values())}
+    assert num_kept(history) == len(outcomes) == 40 and sum(outcomes.preemptions) > 0
+    by_arrival = {request.arrival: explainer.answer(request.request_id) for request in list(history.ended.values())}
     for place in range(len(outcomes)):
         told: Any = by_arrival[outcomes.arrivals[place]]
         assert told["first_token_s"] == pytest.approx(outcomes.first_tokens[place] - outcomes.arrivals[place])
