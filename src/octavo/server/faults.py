@@ -1,14 +1,15 @@
 """ApiError: every way in which a request is refused or fails, as clients see it.
 
-Owns: status, OpenAI's error object, retry headers; the mapping from Octavo's exceptions.
-Does not: tell a client anything of the inside (messages of engine errors are replaced).
+Owns: status, each interface's error object, retry headers; the mapping from Octavo's exceptions.
+Does not: show a client anything of the inside (messages of engine errors are replaced).
 """
 
 from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -24,7 +25,6 @@ from octavo.errors import (
     ToolUnavailableError,
     too_long_message,
 )
-from octavo.server.error_styles import style_of
 
 RETRY_QUEUE_S = 1  # at least
 RETRY_ENGINE_S = 5
@@ -165,3 +165,53 @@ def from_exception(error: Exception, params: Mapping[str, str] | None = None) ->
     if isinstance(error, EngineError):
         return ApiError(500, "the engine failed", code="engine_error")
     return internal_error()
+
+
+Style = Callable[[ApiError, Mapping[str, Any]], dict[str, Any]]  # of an error and the scope of its request
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    507: "api_error",
+}
+
+NO_THREADS = "thread_unsupported_request"  # Anthropic's tool runners then send whole conversations
+
+
+def openai_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return error.body()
+
+
+def anthropic_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
+    """Anthropic's error object; `scope` is empty for one in mid-stream."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    message = error.message
+    if error.code == "context_length_exceeded":  # agents know these words, and shorten their conversation
+        message = f"prompt is too long: {message}"
+    body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+    if error.code == NO_THREADS:
+        body["error"]["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
+    request_id = scope.get("octavo.request_id")  # shell.REQUEST_ID, which lies above this module
+    return body if request_id is None else {**body, "request_id": request_id}
+
+
+def ollama_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]:
+    """Ollama's error object."""
+    return {"error": error.message}
+
+
+STYLES: Mapping[str, Style] = {  # the path's beginning -> style; any other path has OpenAI's
+    "/v1/messages": anthropic_error,
+    "/api/": ollama_error,
+}
+
+
+def style_of(path: str) -> Style:
+    """The style of the interface that a path belongs to."""
+    return next((style for begin, style in STYLES.items() if path.startswith(begin)), openai_error)

@@ -12,7 +12,7 @@ import codecs
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Backend
 
@@ -110,10 +110,21 @@ def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-if TYPE_CHECKING:
-    from octavo.text.tokenizer import Tokenizer
-
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Decodable(Protocol):
+    """What a Detokenizer reads of a tokenizer."""
+
+    @property
+    def pieces(self) -> Pieces:
+        """The bytes of each id."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that are no text."""
+        ...
 
 
 class Detokenizer:
@@ -122,7 +133,7 @@ class Detokenizer:
     __slots__ = ("_begun", "_pieces", "_skipped_ids", "_strip", "_utf8")
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown_special_ids: tuple[int, ...] = ()
+        self, tokenizer: Decodable, skip_special_tokens: bool = True, shown_special_ids: tuple[int, ...] = ()
     ) -> None:
         """`shown_special_ids` are not skipped."""
         self._pieces = tokenizer.pieces

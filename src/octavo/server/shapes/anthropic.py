@@ -15,7 +15,7 @@ import msgspec
 
 from octavo.core.request import FinishReason
 from octavo.server.answer import Json, last_usage, read_format
-from octavo.server.error_styles import anthropic_error
+from octavo.server.faults import anthropic_error
 from octavo.server.generation import Choice
 from octavo.server.shapes.framing import Framing
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text

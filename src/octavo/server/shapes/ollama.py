@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage
-from octavo.server.error_styles import ollama_error
+from octavo.server.faults import ollama_error
 from octavo.server.generation import REASONS, Choice
 from octavo.server.shapes.anthropic import call_input, reader_of
 from octavo.server.shapes.framing import Framing
