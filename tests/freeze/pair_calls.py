@@ -89,8 +89,11 @@ class Server:
         env |= {"OCTAVO_RUN_DIR": str(self._folder / "run"), "OCTAVO_CACHE_DIR": str(self._folder / "cache")}
         env |= {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
         command = [sys.executable, "-m", "octavo", "serve", *flags, "--port", "0"]
+        place = self._folder
         with self._log.open("wb") as out:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, cwd=place
+            )
 
     def wait(self) -> None:
         """Wait until it serves."""
@@ -103,6 +106,16 @@ class Server:
         admin = re.search(r"\(socket (\S+)\)", text)
         assert match is not None and admin is not None, text
         self.host, self.port, self._admin = match[1], int(match[2]), admin[1]
+
+    @property
+    def log(self) -> str:
+        """What it said since it was started last."""
+        return self._log.read_text()
+
+    def end(self) -> int:
+        """Tell it to end; its exit status."""
+        self._process.terminate()
+        return self._process.wait(30)
 
     def stop(self) -> None:
         """Kill it; its children end with it."""
@@ -137,7 +150,7 @@ class Runner:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._saved: dict[str, str] = {}
+        self.saved: dict[str, str] = {}
         self._background: dict[str, tuple[threading.Thread, list[Json]]] = {}
 
     def run(self, call: Call) -> Json:
@@ -164,8 +177,13 @@ class Runner:
                 return answer
             time.sleep(0.01)
 
+    def whole(self, call: Call) -> Json:
+        """Do one call; its JSON as it came."""
+        self._once(call)
+        return self._last
+
     def _filled(self, text: str) -> str:
-        return re.sub(r"\$(\w+)\$", lambda match: self._saved.get(match[1], match[0]), text)
+        return re.sub(r"\$(\w+)\$", lambda match: self.saved.get(match[1], match[0]), text)
 
     def _once(self, call: Call) -> Json:
         if call.raw is not None:
@@ -189,7 +207,7 @@ class Runner:
             connection.close()
         self._last = _decoded(data)
         for name, path in call.save.items():
-            self._saved[name] = str(dict(headers).get(path[1:]) if path[0] == "@" else _at(self._last, path))
+            self.saved[name] = str(dict(headers).get(path[1:]) if path[0] == "@" else _at(self._last, path))
         return frozen(call, response.status, headers, data)
 
     def _send(self, connection: http.client.HTTPConnection, call: Call) -> None:

@@ -78,21 +78,18 @@ def differences(frozen: Pairs, found: Pairs) -> list[str]:
     told += [f"{name}: not frozen yet; --write" for name in found if name not in frozen]
     for name, pair in frozen.items():
         if name in found:
-            told += [f"{name}: {line}" for line in _places(pair, json.loads(json.dumps(found[name])))]
+            told += [f"{name}: {line}" for line in places(pair, json.loads(json.dumps(found[name])))]
     return [line for line in told if line.split(" was ")[0] not in DECIDED]
 
 
-def _places(one: Any, other: Any, place: str = "") -> list[str]:
+def places(one: Any, other: Any, place: str = "") -> list[str]:
+    """One line for each place where two values differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = [*one, *(key for key in other if key not in one)]
         absent = "(absent)"
-        return [
-            line for key in keys for line in _places(one.get(key, absent), other.get(key, absent), f"{place}.{key}")
-        ]
+        return [line for key in keys for line in places(one.get(key, absent), other.get(key, absent), f"{place}.{key}")]
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [
-            line for i, (a, b) in enumerate(zip(one, other, strict=True)) for line in _places(a, b, f"{place}[{i}]")
-        ]
+        return [line for i, (a, b) in enumerate(zip(one, other, strict=True)) for line in places(a, b, f"{place}[{i}]")]
     return [] if one == other else [f"{place or 'it'} was {_short(one)}, is {_short(other)}"]
 
 
