@@ -13,12 +13,11 @@ import pytest
 from tests.core.harness import Run, limits, prompt
 
 from octavo.core.kv.pool import BlockPool
-from octavo.core.memory_analysis import GroupMemory, analyse
 from octavo.core.plan import DROP_BLOCK, WaitReason
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.core.state import Totals
-from octavo.core.statistics import snapshot
+from octavo.core.statistics import GroupMemory, analyse_memory, read_statistics
 
 SIZE = 4
 
@@ -43,7 +42,9 @@ def test_T02_logical_and_physical_blocks_of_a_shared_prefix() -> None:
     first, second, tail_a, tail_b = (pool.allocate() for _ in range(4))
     pool.share(first)
     pool.share(second)
-    found = analyse(state_of([sequence(11, [first, second, tail_a]), sequence(9, [first, second, tail_b])], [pool]))
+    found = analyse_memory(
+        state_of([sequence(11, [first, second, tail_a]), sequence(9, [first, second, tail_b])], [pool])
+    )
     group = found.total
     assert (group.num_blocks, group.referenced_blocks, group.cached_blocks, group.free_blocks) == (10, 4, 0, 6)
     assert (group.logical_blocks, group.physical_blocks, group.saved_blocks, group.shared_blocks) == (6, 4, 2, 2)
@@ -58,22 +59,22 @@ def test_T02_a_shared_tail_counts_as_filled_by_its_longest_reader() -> None:
     pool = BlockPool(4)
     tail = pool.allocate()
     pool.share(tail)
-    group = analyse(state_of([sequence(1, [tail]), sequence(3, [tail])], [pool])).total
+    group = analyse_memory(state_of([sequence(1, [tail]), sequence(3, [tail])], [pool])).total
     assert (group.logical_tokens, group.filled_slots, group.reserved_slots) == (4, 3, 1)
 
 
 def test_T02_blocks_reserved_ahead_are_wasted_and_empty_pools_are_not() -> None:
     pool = BlockPool(4)
     blocks = [pool.allocate() for _ in range(3)]
-    group = analyse(state_of([sequence(2, blocks)], [pool])).total
+    group = analyse_memory(state_of([sequence(2, blocks)], [pool])).total
     assert (group.filled_slots, group.reserved_slots, group.wasted_share) == (2, 10, 10 / 12)
-    assert analyse(state_of([], [BlockPool(4)])).total.wasted_share == 0.0
+    assert analyse_memory(state_of([], [BlockPool(4)])).total.wasted_share == 0.0
 
 
 def test_T02_dropped_entries_of_a_sliding_group_hold_nothing() -> None:
     full, sliding = BlockPool(8), BlockPool(8)
     kept = [sliding.allocate() for _ in range(2)]
-    found = analyse(
+    found = analyse_memory(
         state_of([sequence(14, [full.allocate() for _ in range(4)], [DROP_BLOCK, DROP_BLOCK, *kept])], [full, sliding])
     )
     one, two = found.groups
@@ -88,10 +89,10 @@ def test_T02_the_host_tier_is_counted_where_there_is_one() -> None:
     held, cached = host.allocate(), host.allocate()
     host.publish(cached, b"key", None, None)
     host.release(cached)
-    group = analyse(state_of([], [pool], [host])).total
+    group = analyse_memory(state_of([], [pool], [host])).total
     assert (group.host_blocks, group.host_blocks_used) == (6, 2), "held by a request, and by a prefix"
     host.release(held)
-    assert analyse(state_of([], [pool], [host])).total.host_blocks_used == 1
+    assert analyse_memory(state_of([], [pool], [host])).total.host_blocks_used == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -106,7 +107,7 @@ def test_T02_sums_hold_for_random_tables(seed: int) -> None:
                 pool.share(block)
         table = [*table, *(pool.allocate() for _ in range(rng.randrange(1, 5)))]
         sequences.append(sequence(rng.randrange(len(table) * SIZE + 1), table))
-    group = analyse(state_of(sequences, [pool])).total
+    group = analyse_memory(state_of(sequences, [pool])).total
     assert group.referenced_blocks + group.cached_blocks + group.free_blocks == group.num_blocks
     assert group.physical_blocks == group.referenced_blocks, "every reference is a table's"
     assert group.logical_blocks == sum(pool.references)
@@ -118,7 +119,7 @@ def test_T02_sums_hold_for_random_tables(seed: int) -> None:
 
 def test_T02_the_analysis_is_plain_json_and_sums_its_groups() -> None:
     pools = [BlockPool(3), BlockPool(5)]
-    found = analyse(state_of([sequence(3, [pools[0].allocate()], [pools[1].allocate()])], pools))
+    found = analyse_memory(state_of([sequence(3, [pools[0].allocate()], [pools[1].allocate()])], pools))
     values = json.loads(json.dumps(asdict(found)))
     assert set(values["total"]) == set(GroupMemory.__slots__)
     assert values["total"]["num_blocks"] == 8 == sum(group["num_blocks"] for group in values["groups"])
@@ -128,7 +129,7 @@ def test_T06_a_snapshot_tells_totals_and_who_waits_for_what() -> None:
     scheduler = Scheduler(limits())
     for index in range(3):
         scheduler.admit(Request(f"r{index}", array("i", [5, 6, 7, 8 + index]), SamplingParams(max_tokens=2)), 0.0)
-    before = snapshot(scheduler._state)
+    before = read_statistics(scheduler._state)
     assert (before.num_requests, before.num_waiting, before.num_running) == (3, 3, 0)
     assert before.waiting_by_reason == {"behind": 3}, "nobody was told a reason yet"
     values = json.loads(json.dumps(asdict(before)))
@@ -136,9 +137,9 @@ def test_T06_a_snapshot_tells_totals_and_who_waits_for_what() -> None:
     entries = list(scheduler._state.requests.values())
     entries[0].wait_reason = WaitReason.KV_BLOCKS
     entries[1].wait_reason = WaitReason.SEQUENCE_CAP
-    assert snapshot(scheduler._state).waiting_by_reason == {"sequence_cap": 1, "kv_blocks": 1, "behind": 1}
+    assert read_statistics(scheduler._state).waiting_by_reason == {"sequence_cap": 1, "kv_blocks": 1, "behind": 1}
     scheduler.cancel(["r0", "r1"], 1.0)
-    after = snapshot(scheduler._state)
+    after = read_statistics(scheduler._state)
     assert (after.num_requests, after.num_waiting, after.finished["cancelled"]) == (3, 1, 2)
 
 
@@ -147,7 +148,7 @@ def test_T06_every_total_of_the_state_is_in_the_snapshot() -> None:
     names = [name for name in Totals.__slots__ if name != "finished"]
     for value, name in enumerate(names, 1):
         setattr(scheduler._state.totals, name, value)
-    found = snapshot(scheduler._state)
+    found = read_statistics(scheduler._state)
     assert {name: getattr(found, name) for name in names} == dict(zip(names, range(1, len(names) + 1), strict=True))
 
 
@@ -155,7 +156,7 @@ def test_T06_a_policy_that_fails_is_counted() -> None:
     scheduler = Scheduler(limits())
     policy = scheduler._state.policy
     policy.num_errors, policy.first_error = 2, "ValueError: no"
-    found = snapshot(scheduler._state)
+    found = read_statistics(scheduler._state)
     assert (found.num_policy_errors, found.first_policy_error) == (2, "ValueError: no")
 
 
@@ -166,7 +167,7 @@ def test_T02_a_running_scheduler_agrees_with_its_pool() -> None:
     seen = []
     while run.scheduler.has_work:
         run.step()
-        found = analyse(run.scheduler._state)
+        found = analyse_memory(run.scheduler._state)
         assert found.total.physical_blocks == found.total.referenced_blocks
         assert found.total.referenced_blocks == run.scheduler.statistics().num_blocks_used
         assert 0 <= found.total.reserved_slots < max(1, found.num_sequences) * found.block_size

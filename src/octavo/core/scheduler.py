@@ -23,13 +23,12 @@ from octavo.core.explaining import explain, explain_all
 from octavo.core.explanation import Explanation
 from octavo.core.forward import Stretch, end_rows, forward, look_ahead
 from octavo.core.limits import Limits
-from octavo.core.memory_analysis import MemoryAnalysis, analyse
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.queues import rerank
 from octavo.core.request import FinishError, FinishReason, Request, RequestState, Sequence
 from octavo.core.run import grant_running
 from octavo.core.state import State
-from octavo.core.statistics import Statistics, snapshot
+from octavo.core.statistics import MemoryAnalysis, Statistics, analyse_memory, read_statistics
 from octavo.core.step import Step
 from octavo.core.tap import CallTap, GivenDrafts, GivenKeys, InputSource, TappedKeys
 from octavo.core.views import (
@@ -240,11 +239,11 @@ class Scheduler:
 
     def statistics(self) -> Statistics:
         """All gauges and totals. O(requests), for people."""
-        return snapshot(self._state)
+        return read_statistics(self._state)
 
     def memory(self) -> MemoryAnalysis:
         """How the KV pool is filled. O(blocks in tables), for people."""
-        return analyse(self._state)
+        return analyse_memory(self._state)
 
     def explain(self, request_id: str, now: float = 0.0) -> Explanation | None:
         """Explain where an open request is and why it waits; None for one that is unknown or has ended. For people."""

@@ -1,24 +1,26 @@
-"""A snapshot of the scheduler for people and metrics.
+"""Statistics of the scheduler, and how its KV pool is used, for people and metrics. Nothing here is called by a step.
 
-Owns: the record and how it is read off the state. Does not: keep history (engine.statistics does), or look into
-blocks (memory_analysis does). Cost: O(requests) for the reasons of waiting; nothing here is called by a step.
+Owns: the records and how they are read off the state. Does not: change anything, or keep history (observe does).
+Invariants of the pool's use, per group: referenced + cached + free = blocks; saved blocks = logical - physical;
+filled + reserved = slots of the physical blocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from octavo.core.kv.effects import NO_BLOCK
 from octavo.core.plan import WaitReason
-from octavo.core.request import Status
-from octavo.core.state import State
+from octavo.core.request import Sequence, Status
+from octavo.core.state import State, Totals
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Gauges now, totals since the start. Blocks are summed over groups; hits and swaps are in tokens.
+@dataclass(slots=True, kw_only=True)
+class Statistics(Totals):
+    """Gauges now, and the totals since the start. Blocks are summed over groups; hits and swaps are in tokens.
 
-    `waiting_by_reason` has the reasons that hold anybody, by name; `num_swapped` of the waiting have their KV on the
-    host. Of the host's blocks, `used` counts those that hold a swapped sequence or a prefix.
+    `waiting_by_reason` has the names of the reasons for which requests wait; `num_swapped` of the waiting have their KV
+    on the host. Of the host's blocks, `used` counts those that hold a swapped sequence or a prefix.
     """
 
     step: int
@@ -33,34 +35,17 @@ class Statistics:
     num_host_blocks: int
     num_host_blocks_used: int
     num_requests: int
-    num_steps: int
-    num_failed_steps: int
-    num_admitted: int
-    num_preemptions: int
-    num_requeued: int
-    num_computed_tokens: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_drafted_tokens: int
-    num_accepted_tokens: int
-    num_swapped_out_tokens: int
-    num_swapped_in_tokens: int
-    num_host_hit_tokens: int
-    num_forks: int
-    num_copies: int
-    num_adopted_blocks: int
-    num_bypasses: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     num_policy_errors: int
     first_policy_error: str
-    finished: dict[str, int]
 
 
-def snapshot(state: State) -> Statistics:
-    """Read the statistics off the state."""
-    pools, totals, host = state.cache.pools, state.totals, state.cache.host.pools
+def read_statistics(state: State) -> Statistics:
+    """Read all gauges and totals. O(requests), never part of a step."""
+    pools, host = state.cache.pools, state.cache.host
     return Statistics(
+        **asdict(state.totals),
         step=state.step,
         num_running=state.sequence_budget.used,
         num_waiting=len(state.waiting),
@@ -70,38 +55,107 @@ def snapshot(state: State) -> Statistics:
         num_blocks=sum(pool.num_blocks for pool in pools),
         num_blocks_used=sum(pool.num_blocks - pool.num_free for pool in pools),
         num_blocks_cached=sum(len(pool.cached) for pool in pools),
-        num_host_blocks=sum(pool.num_blocks for pool in host),
-        num_host_blocks_used=sum(pool.num_filled for pool in host),
+        num_host_blocks=sum(pool.num_blocks for pool in host.pools),
+        num_host_blocks_used=host.num_used,
         num_requests=state.next_order,
-        num_steps=totals.num_steps,
-        num_failed_steps=totals.num_failed_steps,
-        num_admitted=totals.num_admitted,
-        num_preemptions=totals.num_preemptions,
-        num_requeued=totals.num_requeued,
-        num_computed_tokens=totals.num_computed_tokens,
-        num_prompt_tokens=totals.num_prompt_tokens,
-        num_output_tokens=totals.num_output_tokens,
-        num_drafted_tokens=totals.num_drafted_tokens,
-        num_accepted_tokens=totals.num_accepted_tokens,
-        num_swapped_out_tokens=totals.num_swapped_out_tokens,
-        num_swapped_in_tokens=totals.num_swapped_in_tokens,
-        num_host_hit_tokens=totals.num_host_hit_tokens,
-        num_forks=totals.num_forks,
-        num_copies=totals.num_copies,
-        num_adopted_blocks=totals.num_adopted_blocks,
-        num_bypasses=totals.num_bypasses,
         prefix_queried_tokens=state.cache.queried_tokens,
         prefix_hit_tokens=state.cache.hit_tokens,
         num_policy_errors=state.policy.num_errors,
         first_policy_error=state.policy.first_error,
-        finished=dict(totals.finished),
     )
 
 
 def _waiting_by_reason(state: State) -> dict[str, int]:
-    """Waiting requests by the reason they were last told; those never told one stand behind others."""
+    """Count waiting requests by their last reason; those that admission did not reach yet wait behind others."""
     counts = [0] * len(WaitReason)
     for request in state.requests.values():
         if request.status == Status.WAITING:
             counts[WaitReason.BEHIND if request.wait_reason < 0 else request.wait_reason] += 1
     return {reason.name.lower(): counts[reason] for reason in WaitReason if counts[reason]}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """One group's blocks and token slots; a slot holds the keys and values of one position.
+
+    Logical counts once per sequence, physical once. `reserved_slots` are in blocks that sequences hold, but neither
+    written nor being written; `wasted_share` is their share of those blocks' slots.
+    """
+
+    num_blocks: int
+    referenced_blocks: int
+    cached_blocks: int
+    free_blocks: int
+    host_blocks: int
+    host_blocks_used: int
+    logical_blocks: int
+    physical_blocks: int
+    saved_blocks: int
+    shared_blocks: int
+    logical_tokens: int
+    physical_slots: int
+    filled_slots: int
+    reserved_slots: int
+    wasted_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAnalysis:
+    """The use of each group's pool, and the sum. `block_size` is slots in a block."""
+
+    step: int
+    block_size: int
+    num_sequences: int
+    groups: tuple[GroupMemory, ...]
+    total: GroupMemory
+
+
+def analyse_memory(state: State) -> MemoryAnalysis:
+    """Read every table of every running sequence, and the pools. O(blocks in tables), never part of a step."""
+    sequences = [sequence for request in state.running.requests for sequence in request.sequences]
+    groups = tuple(_group_memory(state, group, sequences) for group in range(len(state.cache.pools)))
+    names = [name for name in GroupMemory.__slots__ if name != "wasted_share"]
+    total = _with_share({name: sum(getattr(group, name) for group in groups) for name in names})
+    return MemoryAnalysis(state.step, state.limits.block_size, len(sequences), groups, total)
+
+
+def _group_memory(state: State, group: int, sequences: list[Sequence]) -> GroupMemory:
+    pool, size = state.cache.pools[group], state.limits.block_size
+    host = state.cache.host.pools[group] if state.cache.host.pools else None
+    filled: dict[int, int] = {}  # physical block -> slots of it that are written or being written
+    shared: dict[int, None] = {}
+    num_logical = num_logical_tokens = 0
+    for sequence in sequences:
+        for index, block in enumerate(sequence.tables[group]):
+            if block == NO_BLOCK:
+                continue
+            used = max(0, min(size, sequence.num_scheduled - index * size))
+            num_logical += 1
+            num_logical_tokens += used
+            if block in filled:
+                shared[block] = None
+            filled[block] = max(used, filled.get(block, 0))
+    num_filled, num_slots = sum(filled.values()), len(filled) * size
+    return _with_share(
+        {
+            "num_blocks": pool.num_blocks,
+            "referenced_blocks": pool.num_blocks - pool.num_free,
+            "cached_blocks": len(pool.cached),
+            "free_blocks": len(pool.plain),
+            "host_blocks": host.num_blocks if host is not None else 0,
+            "host_blocks_used": host.num_filled if host is not None else 0,
+            "logical_blocks": num_logical,
+            "physical_blocks": len(filled),
+            "saved_blocks": num_logical - len(filled),
+            "shared_blocks": len(shared),
+            "logical_tokens": num_logical_tokens,
+            "physical_slots": num_slots,
+            "filled_slots": num_filled,
+            "reserved_slots": num_slots - num_filled,
+        }
+    )
+
+
+def _with_share(counts: dict[str, int]) -> GroupMemory:
+    slots = counts["physical_slots"]
+    return GroupMemory(**counts, wasted_share=counts["reserved_slots"] / slots if slots else 0.0)
