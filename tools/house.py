@@ -27,8 +27,8 @@ _NO_CODE = {
 }  # fmt: skip
 # What of octavo.core others may import: the verbs, what crosses them, and the descriptions that others make for them.
 DOOR = {
-    "admission", "explanation", "kv.group", "kv.keys", "limits", "plan", "policy", "policy.base", "request",
-    "sampling_params", "scheduler", "statistics", "views",
+    "admission", "explanation", "kv.group", "kv.keys", "limits", "plan", "policy", "request", "sampling_params",
+    "scheduler", "statistics", "tap", "views",
 }  # fmt: skip
 _STATE = {"state", "_state"}
 
@@ -144,16 +144,16 @@ def repeated_files(tree: Iterable[Module]) -> dict[str, list[str]]:
 def state_touches(module: Module) -> list[str]:
     """Places outside octavo.core that reach past the scheduler's verbs.
 
-    Counted is each: read or write of `state` or `_state` of something whose name ends in "scheduler"; attribute of such
-    a thing that is assigned; class derived from Scheduler, and each `self.state` or `self._state` in it; import from a
-    module of octavo.core that DOOR does not name, or of a name with a leading underscore.
+    Counted is each: use of `state`, or of an attribute with a leading underscore, of something whose name ends in
+    "scheduler"; attribute of such a thing that is assigned; class derived from Scheduler, and each `self.state` or
+    `self._state` in it; import from a module of octavo.core that DOOR does not name, or of a name with an underscore.
     """
     if package_of(module) == "core":
         return []
     found = [(line, f"imports {name}") for line, name in _private_imports(module)]
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute) and _is_scheduler(node.value):
-            if node.attr in _STATE:
+            if node.attr == "state" or node.attr.startswith("_"):
                 found.append((node.lineno, f"uses {dotted(node)}"))
             elif isinstance(node.ctx, ast.Store | ast.Del):
                 found.append((node.lineno, f"sets {dotted(node)}"))
