@@ -20,9 +20,8 @@ from octavo.engine.wire import Submit
 from octavo.errors import ConfigError, ErrorKind
 from octavo.frontend import journal as journal_module
 from octavo.frontend.journal import Journal
-from octavo.frontend.journal_files import Clock, Disk, numbered, recover
-from octavo.frontend.journal_records import Appended, Began, Head, Opened, packed
-from octavo.frontend.journal_state import JournalState
+from octavo.frontend.journal_files import Appended, Began, BootClock, Disk, Head, Opened, numbered, packed
+from octavo.frontend.journal_state import JournalState, recover
 from octavo.frontend.open_request import finished
 from octavo.frontend.open_requests import OpenRequests
 
@@ -93,7 +92,7 @@ def contents(journal: Journal) -> dict[str, Any]:
 def state_contents(state: JournalState) -> dict[str, Any]:
     return {
         held.request.request_id: (
-            {choice: list(page.ids) for choice, page in held.pages.items()},
+            {choice: list(page.ids) for choice, page in held.choices.items()},
             held.end.finish_reason if held.end is not None else None,
         )
         for held in state.requests.values()
@@ -122,11 +121,11 @@ def test_a_next_life_finds_requests_ids_and_ends(tmp_path: Path) -> None:
     held = later.recovered[0].requests[0]
     assert later.recovered[0].began.run == run and later.recovered[0].began.key == "first"
     assert held.request == journal.state.requests[held.number].request and held.request.block_keys is None
-    assert held.pages[0].logprobs == [entry] and held.pages[1].logprobs == [None]
-    entry_of = held.entry()
+    assert held.choices[0].logprobs == [entry] and held.choices[1].logprobs == [None]
+    entry_of = held.as_open_request()
     assert (entry_of.queue_s, entry_of.cached_tokens) == (0.25, 3) and entry_of.page(0).end.stop_token_id == 2  # type: ignore[union-attr]
     assert [list(output.token_ids) for output in entry_of.take()] == [[7], [8]]
-    ended = later.recovered[1].requests[0].entry()
+    ended = later.recovered[1].requests[0].as_open_request()
     assert ended.end == replace(finished("b", FinishReason.LENGTH), cached_tokens=4) and ended.take()[-1].is_final
     assert later.begin(began(), []) > max(run.began.run for run in later.recovered[:2])
     later.close()
@@ -196,8 +195,8 @@ def test_another_model_s_ids_mean_nothing(tmp_path: Path) -> None:
 
 def test_times_move_with_the_boot_and_not_with_the_wall_clock() -> None:
     head = Head(1, 1, 0, "boot-1", 100.0, 1_000_000.0, "m")
-    assert Clock("boot-1", 500.0, 1_000_400.0 + 3600).shift_from(head) == 0.0
-    assert Clock("boot-2", 5.0, 1_000_060.0).shift_from(head) == pytest.approx(5.0 - 160.0)
+    assert BootClock("boot-1", 500.0, 1_000_400.0 + 3600).shift_from(head) == 0.0
+    assert BootClock("boot-2", 5.0, 1_000_060.0).shift_from(head) == pytest.approx(5.0 - 160.0)
 
 
 def live_segment(folder: Path) -> Path:
@@ -238,7 +237,7 @@ def test_a_crash_at_any_byte_loses_what_was_being_written_and_nothing_else(tmp_p
         folder.mkdir()
         (folder / snapshot.name).write_bytes(snapshot.read_bytes())
         (folder / name).write_bytes(data[:cut])
-        later = recover(folder, "m", Clock.now())
+        later = recover(folder, "m", BootClock.now())
         whole = max(end for end in ends if end <= cut)
         assert state_contents(later.state) == known[whole], cut
         assert bool(later.warnings) == (cut not in ends)
@@ -257,7 +256,7 @@ def test_damage_in_the_middle_never_makes_a_wrong_answer(
     at = data.draw(st.integers(ends[0], len(content) - 1))
     content[at] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
-    later = recover(folder, "m", Clock.now())
+    later = recover(folder, "m", BootClock.now())
     assert state_contents(later.state) == known[max(end for end in ends if end <= at)]
     assert later.warnings and str(path.name) in later.warnings[0]
 
@@ -314,7 +313,7 @@ def test_a_superseded_segment_that_was_not_deleted_does_not_count(tmp_path: Path
     reopened(tmp_path).close()
     assert not old.exists()
     old.write_bytes(data)
-    found = recover(tmp_path, "m", Clock.now())
+    found = recover(tmp_path, "m", BootClock.now())
     assert not found.state.runs and not found.warnings
 
 
@@ -328,7 +327,7 @@ def test_a_request_that_ends_every_life_is_given_up(tmp_path: Path, caplog: pyte
         journal.close()
         journal = reopened(tmp_path)
         journal.appended(tokens("good", (0, life - 1, 1)))
-        lives = {run.began.key: run.began.lives for run in journal.recovered}
+        lives = {run.began.key: run.began.num_restarts for run in journal.recovered}
         assert lives == {"good": int(life == 1), "done": 0} | ({"bad": life} if life <= 3 else {})
     journal.close()
     assert "given up" in caplog.text
@@ -360,7 +359,7 @@ async def test_compaction_keeps_what_is_held_and_frees_the_rest(
     journal.close()
     later = reopened(tmp_path)
     assert contents(later) == expected and len(expected) == 11 and len(expected["kept"][0][0]) == 300
-    assert all(entry is not None for entry in later.recovered[0].requests[0].pages[0].logprobs)
+    assert all(entry is not None for entry in later.recovered[0].requests[0].choices[0].logprobs)
     later.close()
 
 
@@ -382,8 +381,8 @@ async def test_R21_a_full_disk_suspends_it_and_room_brings_it_back(
         await asyncio.sleep(0.001)
     assert journal.trouble is not None, "still full"
     assert not list(tmp_path.glob("*.tmp"))
-    later = recover(tmp_path, "m", Clock.now())
-    assert list(later.state.requests[1].pages[0].ids) == [5] and not later.warnings, "what was there is whole"
+    later = recover(tmp_path, "m", BootClock.now())
+    assert list(later.state.requests[1].choices[0].ids) == [5] and not later.warnings, "what was there is whole"
     disk.room = None
     journal.tick()
     while journal._tasks:

@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.engine.wire import Submit
-from octavo.frontend import journal_records
-from octavo.frontend.journal_records import (
+from octavo.frontend import journal_files
+from octavo.frontend.journal_files import (
     VERSION,
     Appended,
     Began,
-    ChoiceEnded,
-    Ended,
+    EndedChoice,
+    EndedRequest,
     Forgotten,
     Head,
     Opened,
     Record,
     RecordTooLargeError,
-    Started,
+    StartedRequest,
     packed,
+    packed_logprobs,
     read_records,
-    wire_logprobs,
 )
 
 
@@ -43,11 +43,12 @@ def sample() -> list[Record]:
         Began(1, "t", "key-é", b"h" * 32, b"facts", 1, 12.0),
         Opened(1, 0, 4, Submit.of(0, request)),
         Appended(
-            13.0, ids(4, 4), ids(0, 1), ids(0, 0), ids(7, 9), wire_logprobs(scores), starts=(Started(4, 0.1, 16),)
+            13.0, ids(4, 4), ids(0, 1), ids(0, 0), ids(7, 9), packed_logprobs(scores),
+            starts=(StartedRequest(4, 0.1, 16),),
         ),
         Appended(
-            14.0, b"", b"", b"", b"", None, (ChoiceEnded(4, 1, FinishReason.STOP, 9, None),),
-            (Ended(4, FinishReason.LENGTH, None, 16, 2, 0.1, "m"),),
+            14.0, b"", b"", b"", b"", None, (EndedChoice(4, 1, FinishReason.STOP, 9, None),),
+            (EndedRequest(4, FinishReason.LENGTH, None, 16, 2, 0.1, "m"),),
         ),
         Forgotten(1),
     ]  # fmt: skip
@@ -107,14 +108,14 @@ def test_whatever_the_bytes_nothing_is_raised(data: bytes, num_before: int) -> N
 @given(st.binary(min_size=1, max_size=200))
 def test_a_body_that_is_no_record_stops_the_segment(body: bytes) -> None:
     """With a right checksum: the file of another program, or of a later version."""
-    head = len(body).to_bytes(4, "little") + journal_records._checksum(len(body), body).to_bytes(4, "little")
+    head = len(body).to_bytes(4, "little") + journal_files._checksum(len(body), body).to_bytes(4, "little")
     contents = read_records(PACKED[0] + head + body + PACKED[1])
     if contents.damage is not None:
         assert contents.records == (RECORDS[0],) and not contents.is_torn
 
 
 def test_sizes_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_records, "MAX_RECORD_BYTES", 64)
+    monkeypatch.setattr(journal_files, "MAX_RECORD_BYTES", 64)
     with pytest.raises(RecordTooLargeError, match="Began"):
         packed(Began(1, "t", "k", b"h" * 32, b"f" * 100, 1, 0.0))
     announced = (65).to_bytes(4, "little") + bytes(4)

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from octavo.cli.admin_client import AdminError
-from octavo.frontend.journal_files import Clock, recover
+from octavo.frontend.journal_files import BootClock
+from octavo.frontend.journal_state import recover
 from tests.fake_server import FakeServer
 from tests.reliability.retrying import Retrying
 from tests.reliability.scorecard import Score
@@ -94,7 +95,7 @@ def test_row_04_clients_continue_when_the_api_is_killed(tmp_path: Path, score: S
         asyncio.run(answers_again(server))  # the last kill may have been just now
         restarts = server.status()["api_restarts"]
         assert server.end() == 0, server.text
-    kept = recover(folder, f"{model}@", Clock.now()).state
+    kept = recover(folder, f"{model}@", BootClock.now()).state
     begun = [run.began.key for run in kept.runs.values()]
     score.of(f"journal-sync {sync}")
     score.tell("kills", restarts)

@@ -1,10 +1,11 @@
-"""The journal: what was asked with a key, and every id that came of it, kept on disk across the server's own death.
+"""Journal: requests with an Idempotency-Key and every id generated for them, on disk, for the next server process.
 
 Owns: when records are written, synced, compacted and forgotten, and going on without a disk that fails.
-Does not: serve a request, or read files by itself (journal_files does). Lives in one event loop's thread.
-Invariants: a record is written before anybody is told of what it holds; `synced` returns only when all written so far
-is as durable as `--journal-sync` promises, or the journal is suspended; no disk error ever reaches a request.
-While suspended the state goes on in memory; a fresh snapshot brings the folder up to date again.
+Does not: serve a request, know the file format (journal_files does), or what the records add up to (journal_state).
+Belongs to one event loop's thread.
+Invariants: a record is written before what it holds is sent; `synced` returns only when all written so far is as
+durable as `--journal-sync` promises, or the journal is suspended; no disk error ever reaches a request.
+While suspended, the state is updated in memory; a new snapshot then brings the folder up to date.
 """
 
 from __future__ import annotations
@@ -24,32 +25,28 @@ from octavo.core.request import Request
 from octavo.engine.wire import Submit
 from octavo.errors import ConfigError
 from octavo.frontend.journal_files import (
-    Clock,
+    VERSION,
+    Began,
+    BootClock,
     Disk,
-    Segment,
+    Forgotten,
+    Head,
+    JournalSegment,
+    Opened,
+    Record,
+    RecordTooLargeError,
     lock_folder,
-    recover,
+    packed,
     segment_path,
     sync_folder,
     write_snapshot,
 )
-from octavo.frontend.journal_records import (
-    VERSION,
-    Began,
-    Forgotten,
-    Head,
-    Opened,
-    Record,
-    RecordTooLargeError,
-    packed,
-)
-from octavo.frontend.journal_rows import to_record
-from octavo.frontend.journal_state import HeldRequest, HeldRun
+from octavo.frontend.journal_state import HeldRequest, HeldRun, recover
 
 SYNC_S = 0.010  # least time between two syncs
-RETRY_S = 5.0  # how long a failed disk is left alone
-MAX_LIVES = 3  # that may take over a request without a token: perhaps it is what ends them
-COMPACT_BYTES = 4 << 20  # below this nothing is compacted
+RETRY_S = 5.0  # from a disk error to the next attempt
+MAX_RESTARTS = 3  # in a row without a token for a request: it may be what ends the server
+COMPACT_BYTES = 4 << 20  # smaller journals are not compacted
 _log = logging.getLogger(__name__)
 
 
@@ -65,7 +62,7 @@ def open_journal(config: Config) -> Journal | None:
 
 
 class Journal:
-    """An open journal: a LedgerObserver, and the runs found at the start in `recovered`."""
+    """An open journal: a LedgerObserver; the runs found at the start are in `recovered`."""
 
     def __init__(
         self,
@@ -76,7 +73,7 @@ class Journal:
         disk: Disk | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Lock the folder, read what is there and start anew from a snapshot of it. Raises ConfigError."""
+        """Lock the folder, read it, and write a snapshot of it. Raises ConfigError."""
         self.folder = folder
         self.trouble: str | None = None
         self.num_suspensions = 0
@@ -87,7 +84,7 @@ class Journal:
         self._now = now
         self._lock = lock_folder(folder)
         try:
-            found = recover(folder, model, Clock.now())
+            found = recover(folder, model, BootClock.now())
         except OSError as error:
             os.close(self._lock)
             raise ConfigError(f"--journal {str(folder)!r} cannot be read ({error.strerror or error})") from None
@@ -99,9 +96,8 @@ class Journal:
         self._drop_unusable()
         self._next_run = max(self.state.runs, default=0) + 1
         self._next_request = max(self.state.requests, default=0) + 1
-        self._open = {h.request.request_id: h for h in self.state.requests.values() if h.end is None}
         self._expected: dict[str, tuple[int, int]] = {}
-        self._segment: Segment | None = None
+        self._segment: JournalSegment | None = None
         self._num_bytes = 0  # in all segments that count
         self._retry_at = 0.0
         self._num_written = self._num_durable = 0  # records
@@ -115,16 +111,16 @@ class Journal:
 
     @property
     def recovered(self) -> Sequence[HeldRun]:
-        """Every run held, oldest first; at the start, those of the life before."""
+        """Every run held, oldest first; at the start, those of the former server process."""
         return tuple(self.state.runs.values())
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing is written any more, for good."""
+        """Return True if nothing is written any more."""
         return self._lock < 0
 
     def report(self) -> dict[str, object]:
-        """What /health and /metrics tell of it."""
+        """Return the figures for /health and /metrics."""
         return {
             "state": "suspended" if self.trouble else "on",
             "trouble": self.trouble,
@@ -135,7 +131,7 @@ class Journal:
         }
 
     def begin(self, began: Began, request_ids: Sequence[str]) -> int:
-        """Record a run; its requests will be opened under these ids. Give its number (`began.run` is not looked at)."""
+        """Record a run whose requests will have these ids; return its number (`began.run` is ignored)."""
         number = self._next_run
         self._next_run += 1
         record = Began(number, *(getattr(began, name) for name in began.__struct_fields__[1:]))
@@ -145,18 +141,14 @@ class Journal:
         return number
 
     def forget(self, run: int) -> None:
-        """A run is of no use any more. Idempotent."""
+        """Drop a run. Idempotent."""
         for request_id in [name for name, (number, _) in self._expected.items() if number == run]:
             del self._expected[request_id]
-        held = self.state.runs.get(run)
-        if held is None:
-            return
-        for each in held.requests.values():
-            self._open.pop(each.request.request_id, None)
-        self._write(Forgotten(run))
+        if run in self.state.runs:
+            self._write(Forgotten(run))
 
     def opened(self, request: Request) -> None:
-        """The ledger has a request; only those that were announced by begin() are kept."""
+        """Record a request, if it was announced by begin()."""
         if not self._expected or (place := self._expected.pop(request.request_id, None)) is None:
             return
         (run, index), number = place, self._next_request
@@ -166,21 +158,20 @@ class Journal:
         # The keys of its blocks follow from its ids, and take more room than they do.
         held = HeldRequest(run, index, number, replace(request, block_keys=None))
         self.state.add(held)
-        self._open[request.request_id] = held
         self._put(Opened(run, index, number, Submit.of(0, held.request)))
 
     def appended(self, events: Events) -> None:
-        """The ledger accepted tokens and ends: one record, one write."""
-        if not self._open:
+        """Record accepted tokens and ends: one record, one write."""
+        if not self.state.open:
             return
-        record = to_record(events, self._open, self.state, self._now())
+        record = self.state.record_of(events, self._now())
         if record is not None:
             self._put(record)
 
     def forgotten(self, request_id: str) -> None:
-        """The ledger dropped a request; one that had not ended was refused."""
+        """Drop the run of a request that was dropped without an end: it was refused."""
         self._expected.pop(request_id, None)
-        held = self._open.get(request_id)
+        held = self.state.open.get(request_id)
         if held is not None:
             self.forget(held.run)
 
@@ -196,7 +187,7 @@ class Journal:
             await waiter
 
     def tick(self) -> None:
-        """Look after it, about once a second: take a failed disk up again, compact."""
+        """Retry a failed disk, or compact; called about once a second."""
         if self.is_closed or self._is_renewing:
             return
         is_loose = self._num_bytes > max(COMPACT_BYTES, 2 * self.state.num_bytes)
@@ -204,7 +195,7 @@ class Journal:
             self._spawn(self._renew())
 
     def close(self) -> None:
-        """Write no more; what is open stays open in the folder, for the next life. Idempotent."""
+        """Write no more; what is open stays open in the folder, for the next server process. Idempotent."""
         if self.is_closed:
             return
         if self._segment is not None:
@@ -212,37 +203,35 @@ class Journal:
                 self._segment.sync()
             self._segment.close()
             self._segment = None
-        self._open.clear()
+        self.state.open.clear()
         self._expected.clear()
         self._release()
         os.close(self._lock)
         self._lock = -1
 
     def _drop_unusable(self) -> None:
-        """Runs that were cut off while they were being opened: nobody had an answer of them. The others go on."""
+        """Drop runs that were not opened whole, of which no client had an answer, and those that got no tokens."""
         for run in [number for number, run in self.state.runs.items() if not run.is_whole]:
             self.state.drop(run)
-        for run in self.state.outlive(MAX_LIVES):
-            _log.error(
-                "journal: run %d is given up: %d lives of the server took it over and got no token", run, MAX_LIVES
-            )
+        for run in self.state.count_restart(MAX_RESTARTS):
+            _log.error("journal: run %d is given up: %d restarts of the server got no token for it", run, MAX_RESTARTS)
             self.state.drop(run)
-        self.state.begin_life()
+        self.state.begin_process()
         for held in self.state.requests.values():
-            held.is_cut = False
+            held.has_gap = False
 
     def _write(self, record: Record) -> None:
         self.state.apply(record)
         self._put(record)
 
     def _put(self, record: Record) -> None:
-        """Write a record that the state has already."""
+        """Write a record that is applied to the state already."""
         if self._segment is None:
             return
         try:
             data = packed(record)
             self._segment.add(data)
-        except RecordTooLargeError as error:  # it is served, but the next life will not know it
+        except RecordTooLargeError as error:  # it is served, but the next server process will not know it
             _log.warning("journal: left out: %s", error)
             return
         except OSError as error:
@@ -252,12 +241,12 @@ class Journal:
         self._num_written += 1
 
     def _suspend(self, error: OSError) -> None:
-        """Go on without the disk; tick() tries again."""
+        """Close the segment after a disk error; tick() tries again."""
         reason = error.strerror or str(error) or type(error).__name__
         if self.trouble is None:
             self.num_suspensions += 1
             _log.warning(
-                "journal: suspended, %s: %s; requests go on, but what is asked now would not outlive this process",
+                "journal: suspended, %s: %s; requests go on, but new ones would not survive a restart of this process",
                 self.folder,
                 reason,
             )
@@ -269,12 +258,12 @@ class Journal:
         self._release()
 
     def _release(self) -> None:
-        """Nobody waits for a sync that will not come."""
+        """Wake all that wait for a sync: none will come."""
         waiters, self._waiters = self._waiters, []
         _wake(waiters)
 
     async def _sync_group(self) -> None:
-        """One sync for everybody who waits, and again while somebody does."""
+        """Sync once for all that wait, and again while there are more."""
         try:
             while self._waiters and self._segment is not None:
                 await asyncio.sleep(max(0.0, self._synced_at + SYNC_S - self._now()))
@@ -298,12 +287,12 @@ class Journal:
         finally:
             _wake(waiters)
 
-    def _fresh(self) -> tuple[Head, Segment]:
-        """The head of the next snapshot, and the segment behind it, which takes all records from now on."""
-        clock = Clock.now()
+    def _fresh(self) -> tuple[Head, JournalSegment]:
+        """Return the head of the next snapshot, and the segment after it, for all records from now on."""
+        clock = BootClock.now()
         snapshot, live = self._next_number, self._next_number + 1
         self._next_number += 2
-        segment = Segment(segment_path(self.folder, live), self._disk)
+        segment = JournalSegment(segment_path(self.folder, live), self._disk)
         try:
             segment.add(packed(Head(VERSION, live, 0, clock.boot, clock.mono, clock.wall, self._model)))
         except OSError:
@@ -312,7 +301,7 @@ class Journal:
         return Head(VERSION, snapshot, snapshot, clock.boot, clock.mono, clock.wall, self._model), segment
 
     def _renew_now(self) -> None:
-        """Start from a snapshot, before anybody is served."""
+        """Write a snapshot before the first request."""
         try:
             head, segment = self._fresh()
             try:
@@ -326,15 +315,15 @@ class Journal:
         self._segment, self._num_bytes = segment, size + segment.num_bytes
 
     async def _renew(self) -> None:
-        """Write what is held as a snapshot, beside the running requests; older segments then go."""
+        """Write the state as a snapshot while requests run; then delete older segments."""
         self._is_renewing = True
         was_suspended, is_settled = self.trouble is not None, True
-        segment: Segment | None = None
+        segment: JournalSegment | None = None
         try:
             async with self._syncs:
                 head, segment = self._fresh()
                 # From here to the next await nothing changes, so the copies and the new segment meet without a gap.
-                runs = [run if run.is_ended else run.copied() for run in self.state.runs.values()]
+                runs = [run if run.is_ended else run.copy() for run in self.state.runs.values()]
                 old, self._segment, is_settled = self._segment, segment, False
                 await asyncio.to_thread(_settle, self.folder, old)
                 is_settled = True
@@ -346,7 +335,7 @@ class Journal:
                 _discard(segment)
             elif not is_settled:
                 self._suspend(error)
-            else:  # the segments that there are still tell all
+            else:  # the present segments still hold everything
                 _log.warning("journal: not compacted, %s: %s", self.folder, error.strerror or error)
             return
         finally:
@@ -368,8 +357,8 @@ def _records(runs: Iterable[HeldRun]) -> Iterable[Record]:
     return (record for run in runs for record in run.records())
 
 
-def _settle(folder: Path, old: Segment | None) -> None:
-    """Make durable what was written before a new segment, and the new one's name."""
+def _settle(folder: Path, old: JournalSegment | None) -> None:
+    """Make the old segment durable, and the new one's name."""
     if old is not None:
         try:
             old.sync()
@@ -384,8 +373,8 @@ def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
             waiter.set_result(None)
 
 
-def _discard(segment: Segment | None) -> None:
-    """Remove a segment that holds nothing of use."""
+def _discard(segment: JournalSegment | None) -> None:
+    """Delete a segment that holds only its head."""
     if segment is not None:
         segment.close()
         with contextlib.suppress(OSError):

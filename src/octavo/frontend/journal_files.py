@@ -1,9 +1,13 @@
-"""A journal's folder: numbered segments, a lock, and how they are read, written and replaced.
+"""The journal on the disk: its folder of numbered segments, and the records in them.
 
-Owns: file names, modes (the folder 0700, files 0600: they hold prompts and answers), whole writes, syncs, recovery.
-Does not: decide when to write, sync or compact (journal does).
-Invariants: a segment is only ever added to; a snapshot has its name only when it is whole and on the disk, and only
-then what it supersedes is deleted; one process holds the lock; a file that is no segment is neither read nor deleted.
+Owns: file names, modes (the folder 0700, files 0600: they hold prompts and answers), the lock, whole writes, syncs; the
+records, their size cap and checksums, and reading a segment's bytes. Does not: decide when to write, sync or compact
+(journal does), or know what the records add up to (journal_state does).
+A record is `u32 length | u32 crc32 | msgpack` of a tagged struct. Lengths and checksums are little-endian; the checksum
+covers the length too; packed ids are in this machine's order: a journal stays on the machine that wrote it.
+Invariants: a segment is only appended to; a snapshot gets its name when it is whole and on the disk, and only then are
+the segments deleted that it replaces; one process holds the lock; a file that is no segment is neither read nor
+deleted; whatever the bytes, reading gives the longest prefix of whole, checked records and never raises.
 """
 
 from __future__ import annotations
@@ -13,34 +17,263 @@ import fcntl
 import os
 import re
 import stat
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from octavo.errors import ConfigError
-from octavo.frontend.journal_records import (
-    MARK_BYTES,
-    VERSION,
-    Contents,
-    Head,
-    Record,
-    is_segment,
-    packed,
-    read_records,
-)
-from octavo.frontend.journal_state import JournalState
+import msgspec
 
+from octavo.core.plan import TokenLogprobs
+from octavo.core.request import FinishError, FinishReason
+from octavo.engine.wire import MAX_FRAME_BYTES, Submit
+from octavo.errors import ConfigError, ErrorKind, RequestError
+
+VERSION = 1
+MAX_RECORD_BYTES = MAX_FRAME_BYTES
+_HEAD = struct.Struct("<II")
+_MARK = b"\xa4Head"  # the tag of a segment's first record, after its length, its checksum and one byte
+_MARK_AT = _HEAD.size + 1
+MARK_BYTES = _MARK_AT + len(_MARK)
 _NAME = re.compile(r"journal-(\d{8})\.seg")
-_UNFINISHED = re.compile(r"journal-\d{8}\.tmp")
 _BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
 _WRITE_BYTES = 1 << 20
 SAME_CLOCK_S = 1.0  # clocks that drifted by less are taken as the same boot where the boot has no name
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Record(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+class Head(_Record):
+    """A segment's first record. Segments below `supersedes` are replaced by this one and ignored.
+
+    `boot` names the machine's boot; `mono` and `wall` are one instant on both clocks; ids are those of `model`.
+    """
+
+    version: int
+    number: Number
+    supersedes: Number
+    boot: str
+    mono: float
+    wall: float
+    model: str
+
+
+class Began(_Record):
+    """A run: one HTTP request with a key, made of `num_requests` requests. `facts` are the server's own.
+
+    `body_hash` says whether a later request with the same key is the same; `at` is on the monotonic clock.
+    `num_restarts`: server processes in a row that took it over and got no token for it.
+    """
+
+    run: Number
+    tenant: str
+    key: str
+    body_hash: Digest
+    facts: bytes
+    num_requests: int
+    at: float
+    num_restarts: Number = 0
+
+
+class Opened(_Record):
+    """A request of a run, whole, as it was submitted; `number` names it in later records."""
+
+    run: Number
+    index: Number
+    number: Number
+    submit: Submit
+
+
+class LoggedLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Log-probabilities at one position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class StartedRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The first admission of a request."""
+
+    number: Number
+    queue_s: float
+    cached_tokens: int
+
+
+class EndedChoice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The end of one choice of a request that has others."""
+
+    number: Number
+    choice: Number
+    finish_reason: FinishReason
+    stop_token_id: int | None
+    message: str | None
+    kind: ErrorKind | None = None  # None: of nothing, or written by an earlier version
+
+    @property
+    def error(self) -> FinishError | None:
+        """What went wrong."""
+        return _error_of(self.kind, self.message)
+
+
+class EndedRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The end of a request."""
+
+    number: Number
+    finish_reason: FinishReason
+    stop_token_id: int | None
+    cached_tokens: int
+    num_preemptions: int
+    queue_s: float
+    message: str | None
+    kind: ErrorKind | None = None
+
+    @property
+    def error(self) -> FinishError | None:
+        """What went wrong."""
+        return _error_of(self.kind, self.message)
+
+
+class Appended(_Record):
+    """What one `Events` added: columns of packed 32-bit numbers, an entry per token, then ends and admissions."""
+
+    at: float
+    numbers: bytes
+    choices: bytes
+    positions: bytes
+    token_ids: bytes
+    logprobs: tuple[LoggedLogprobs | None, ...] | None = None
+    choice_ends: tuple[EndedChoice, ...] = ()
+    ends: tuple[EndedRequest, ...] = ()
+    starts: tuple[StartedRequest, ...] = ()
+
+
+class Forgotten(_Record):
+    """A run is dropped: refused, cancelled, or expired."""
+
+    run: Number
+
+
+Record = Head | Began | Opened | Appended | Forgotten
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+
+class RecordTooLargeError(ValueError):
+    """A record over the size cap."""
+
+
+def packed(record: Record) -> bytes:
+    """Return a record as the bytes of the file. Raises RecordTooLargeError."""
+    body = _ENCODER.encode(record)
+    if len(body) > MAX_RECORD_BYTES:
+        raise RecordTooLargeError(f"a {type(record).__name__} record of {len(body)} bytes, at most {MAX_RECORD_BYTES}")
+    return _HEAD.pack(len(body), _checksum(len(body), body)) + body
+
+
+def is_segment(start: bytes) -> bool:
+    """Return True if a file that begins so is a segment: whole, cut off, or with no byte but zeros on the disk."""
+    return not any(start) or (len(start) > _MARK_AT and _MARK.startswith(start[_MARK_AT:MARK_BYTES]))
+
+
+def _checksum(length: int, body: bytes | memoryview) -> int:
+    return zlib.crc32(body, zlib.crc32(length.to_bytes(4, "little")))
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A segment as read: its whole records, and where and why reading stopped before the end, if it did.
+
+    `is_torn`: only the last record is incomplete, which is what a sudden end of the writer leaves behind.
+    """
+
+    records: tuple[Record, ...]
+    num_read: int  # bytes
+    num_bytes: int
+    damage: str | None = None
+    is_torn: bool = False
+
+    @property
+    def head(self) -> Head | None:
+        """The first record, where it is one of a segment."""
+        first = self.records[0] if self.records else None
+        return first if isinstance(first, Head) else None
+
+
+def read_records(data: bytes) -> Contents:
+    """Read a segment's bytes up to the first record that is incomplete or damaged."""
+    view = memoryview(data)
+    records: list[Record] = []
+    start = 0
+    while start < len(view):
+        body, end = _next_body(view, start)
+        if isinstance(body, str):
+            return _stopped(records, start, view, end, body)
+        try:
+            records.append(_DECODER.decode(body))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RequestError, RecursionError, OverflowError) as error:
+            return _stopped(records, start, view, 0, f"it is no record: {error}")
+        start = end
+    return Contents(tuple(records), start, len(view))
+
+
+def _next_body(view: memoryview, start: int) -> tuple[memoryview | str, int]:
+    """Return the body at `start` and where it ends, or what is wrong and where the record would end."""
+    if start + _HEAD.size > len(view):
+        return "its head is incomplete", len(view)
+    length, checksum = _HEAD.unpack_from(view, start)
+    end = start + _HEAD.size + length
+    if length > MAX_RECORD_BYTES:
+        return f"it announces {length} bytes, records have at most {MAX_RECORD_BYTES}", 0
+    if end > len(view):
+        return f"it announces {length} bytes, {len(view) - start - _HEAD.size} are there", len(view)
+    body = view[start + _HEAD.size : end]
+    if length == 0 or _checksum(length, body) != checksum:
+        return "its checksum does not fit", end
+    return body, end
+
+
+def _stopped(records: list[Record], start: int, view: memoryview, end: int, why: str) -> Contents:
+    """Return what was read; the tail is torn if the last record reaches to the end, or only zeros follow."""
+    is_torn = end == len(view) or not any(view[start:])
+    return Contents(tuple(records), start, len(view), f"record {len(records)} at byte {start}: {why}", is_torn)
+
+
+def _error_of(kind: ErrorKind | None, message: str | None) -> FinishError | None:
+    """Return an end's error; where an earlier version wrote it, the text begins with its kind."""
+    if message is None:
+        return None
+    if kind is None:
+        kind = next((each for each in ErrorKind if message.startswith(each.value)), ErrorKind.ENGINE)
+    return FinishError(kind, message)
+
+
+def packed_logprobs(entries: Iterable[TokenLogprobs | None]) -> tuple[LoggedLogprobs | None, ...]:
+    """Return log-probabilities as a record has them."""
+    return tuple(
+        None if e is None else LoggedLogprobs(e.token_id, e.logprob, e.rank, e.top_ids, e.top_logprobs) for e in entries
+    )
+
+
+def core_logprobs(entry: LoggedLogprobs | None) -> TokenLogprobs | None:
+    """Return one entry as core has it."""
+    if entry is None:
+        return None
+    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs)
 
 
 class Disk:
-    """The system calls that can fail for want of room; tests put others in their place."""
+    """The system calls that fail on a full disk; tests replace them."""
 
     def open(self, path: Path) -> int:
         """Create a file of this user alone; it must not exist."""
@@ -56,7 +289,7 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class BootClock:
     """This boot's clocks: `boot` names it, `mono` and `wall` are one instant on both."""
 
     boot: str
@@ -64,7 +297,7 @@ class Clock:
     wall: float
 
     @classmethod
-    def now(cls) -> Clock:
+    def now(cls) -> BootClock:
         """Read the clocks."""
         boot = ""
         with contextlib.suppress(OSError):
@@ -72,19 +305,19 @@ class Clock:
         return cls(boot, time.monotonic(), time.time())
 
     def shift_from(self, head: Head) -> float:
-        """What to add to a segment's monotonic times. The wall clock counts only across boots."""
+        """Return what to add to a segment's monotonic times. The wall clock is used only across boots."""
         shift_s = (self.mono - self.wall) - (head.mono - head.wall)
         is_same = self.boot == head.boot if self.boot else abs(shift_s) < SAME_CLOCK_S
         return 0.0 if is_same else shift_s
 
 
 def segment_path(folder: Path, number: int) -> Path:
-    """Where a segment is."""
+    """Return a segment's path."""
     return folder / f"journal-{number:08d}.seg"
 
 
 def lock_folder(folder: Path) -> int:
-    """Make the folder and take its lock; give the descriptor that holds it. Raises ConfigError."""
+    """Make the folder and take its lock; return the descriptor that holds it. Raises ConfigError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -99,7 +332,7 @@ def lock_folder(folder: Path) -> int:
     return fd
 
 
-class Segment:
+class JournalSegment:
     """One open segment. Every `add` is one write(2), or a few where the kernel takes only a part."""
 
     def __init__(self, path: Path, disk: Disk) -> None:
@@ -111,7 +344,7 @@ class Segment:
         self._lock = threading.Lock()  # syncs run in other threads; the descriptor stays while one does
 
     def add(self, data: bytes) -> None:
-        """Add whole records. Raises OSError; then nothing of them is left where that can be had."""
+        """Append whole records. Raises OSError; then what was written of them is cut off, where that is possible."""
         view = memoryview(data)
         try:
             while view:
@@ -138,11 +371,11 @@ class Segment:
 
 
 def write_snapshot(folder: Path, head: Head, records: Iterable[Record], disk: Disk) -> int:
-    """Write a segment that replaces all before it, then delete those; give its size. Raises OSError, WireError."""
+    """Write a segment that replaces all before it, then delete those; return its size. Raises OSError, WireError."""
     path = segment_path(folder, head.number)
     unfinished = path.with_suffix(".tmp")
-    _delete(unfinished)
-    segment = Segment(unfinished, disk)
+    delete_segment(unfinished)
+    segment = JournalSegment(unfinished, disk)
     try:
         held = bytearray(packed(head))
         for record in records:
@@ -165,7 +398,7 @@ def write_snapshot(folder: Path, head: Head, records: Iterable[Record], disk: Di
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names durable."""
+    """Make the folder's file names durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -174,13 +407,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def delete_below(folder: Path, number: int) -> None:
-    """Delete superseded segments; one that stays is superseded all the same."""
+    """Delete replaced segments; one that cannot be deleted is ignored all the same."""
     for found, path in numbered(folder):
         if found < number:
-            _delete(path)
+            delete_segment(path)
 
 
-def _delete(path: Path) -> None:
+def delete_segment(path: Path) -> None:
     """Delete a segment, finished or not; leave a file of another program."""
     with contextlib.suppress(OSError):
         if _is_own(path):
@@ -196,75 +429,17 @@ def _is_own(path: Path) -> bool:
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
-    """The segments there are, lowest number first."""
+    """Return the folder's segments, lowest number first."""
     found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
     return sorted((int(match[1]), path) for match, path in found if match is not None)
 
 
-@dataclass(slots=True)
-class Recovery:
-    """What a folder held: the state, warnings for the log, and the first number that is free."""
-
-    state: JournalState = field(default_factory=JournalState)
-    warnings: list[str] = field(default_factory=list)
-    next_number: int = 1
-
-
-def recover(folder: Path, model: str, clock: Clock) -> Recovery:
-    """Read every segment that counts. Raises OSError when the folder cannot be read."""
-    result = Recovery()
-    for path in folder.iterdir():
-        if _UNFINISHED.fullmatch(path.name):
-            _delete(path)
-    segments = numbered(folder)
-    contents: list[tuple[Path, Contents]] = []
-    first = 0
-    for number, path in segments:
-        read = _read(path, result)
-        result.next_number = number + 1
-        head = read.records[0] if read.records else None
-        if isinstance(head, Head):
-            first = max(first, head.supersedes)
-        contents.append((path, read))
-    for index, (path, read) in enumerate(contents):
-        if segments[index][0] >= first:
-            _apply(path, read, result, (model, clock), is_last=index == len(contents) - 1)
-    if result.state.num_faults:
-        result.warnings.append(
-            f"{result.state.num_faults} records do not fit what came before them and are left out; requests that they "
-            "belong to keep what they had, and are computed again from there"
-        )
-    return result
-
-
-def _read(path: Path, result: Recovery) -> Contents:
+def read_segment(path: Path) -> tuple[Contents, str | None]:
+    """Read a segment, as far as it can be; return what was read, and a warning for the log."""
     try:
         if not _is_own(path):
-            result.warnings.append(f"{path.name} is no segment of a journal and is left alone")
-            return Contents((), 0, 0)
-        return read_records(path.read_bytes())
+            return Contents((), 0, 0), f"{path.name} is no segment of a journal and is left alone"
+        return read_records(path.read_bytes()), None
     except OSError as error:
-        result.warnings.append(f"{path.name} cannot be read ({error.strerror or error}); what it holds is lost")
-        return Contents((), 0, 0, "unreadable")
-
-
-def _apply(path: Path, read: Contents, result: Recovery, here: tuple[str, Clock], *, is_last: bool) -> None:
-    model, clock = here
-    head = read.records[0] if read.records else None
-    if isinstance(head, Head) and head.version == VERSION and head.model == model:
-        shift_s = clock.shift_from(head)
-        for record in read.records[1:]:
-            result.state.apply(record, shift_s)
-        if head.supersedes:
-            result.state.begin_life()
-    elif isinstance(head, Head):
-        result.warnings.append(
-            f"{path.name} is of version {head.version} and model {head.model!r}, this server of version {VERSION} and "
-            f"model {model!r}; what it holds is left out"
-        )
-    if read.damage is not None:
-        lost = read.num_bytes - read.num_read
-        what = "a torn tail is cut" if read.is_torn else "a damaged record ends this segment"
-        result.warnings.append(f"{path.name}: {what}, {lost} bytes are lost ({read.damage})")
-        if not (is_last and read.is_torn):
-            result.state.distrust()
+        warning = f"{path.name} cannot be read ({error.strerror or error}); what it holds is lost"
+        return Contents((), 0, 0, "unreadable"), warning

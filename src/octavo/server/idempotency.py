@@ -23,7 +23,7 @@ from msgspec import msgpack
 from starlette.requests import Request
 
 from octavo.errors import OctavoError
-from octavo.frontend.journal_records import Began
+from octavo.frontend.journal_files import Began
 from octavo.server.faults import ApiError, bad_field, draining_error, from_exception, internal_error
 from octavo.server.replay import Position, Replay, Tape
 from octavo.server.shapes.form import Form

@@ -54,7 +54,7 @@ def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tu
             num_kept += 1
         else:
             going.append((held, form))
-    restore([held.entry() for run, _ in going for held in _requests(run)])
+    restore([held.as_open_request() for run, _ in going for held in _requests(run)])
     for held_run, form in going:
         run = _run(held_run)
         runs.keep(run)
@@ -138,7 +138,7 @@ class _StoredAnswer:
 
     def __init__(self, context: Context, held: HeldRun) -> None:
         self._held = _requests(held)
-        entries = {each.request.request_id: each.entry() for each in self._held}
+        entries = {each.request.request_id: each.as_open_request() for each in self._held}
         self._sessions = _sessions(context, held, Stored(entries))
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
