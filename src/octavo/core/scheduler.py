@@ -21,10 +21,10 @@ from octavo.core.commit import commit_step
 from octavo.core.drafts import Drafter, add_drafts, allows
 from octavo.core.explaining import explain, explain_all
 from octavo.core.explanation import Explanation
-from octavo.core.forward import Stretch, end_rows, forward, look_ahead
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.queues import rerank
+from octavo.core.repeat import Repeat, find_repeat, repeat
 from octavo.core.request import FinishError, FinishReason, Request, RequestState, Sequence
 from octavo.core.run import grant_running
 from octavo.core.state import State
@@ -265,20 +265,16 @@ class Scheduler:
         """A map of the KV pool to look at repeatedly; a look reads `max_read` table entries at most."""
         return BlockMap(self._state, max_cells, max_read)
 
-    # --- fast forward: for simulations -------------------------------------------------------------------
+    # --- steps made as one, for simulations ------------------------------------------------------------
 
-    def look_ahead(self) -> Stretch | None:
-        """The decode steps that are certain to come next, between two turns with at most one plan in flight."""
-        return look_ahead(self._state)
+    def find_repeat(self) -> Repeat | None:
+        """Find decode steps that are certain to come next; None where a step may do anything else. O(running)."""
+        return find_repeat(self._state)
 
-    def forward(self, stretch: Stretch, num_steps: int, planned: float) -> StepPlan | None:
-        """Make so many steps of a stretch just looked up, the last planned then; return the plan now in flight."""
-        forward(self._state, stretch, num_steps, planned)
+    def repeat(self, num_steps: int, planned: float) -> StepPlan | None:
+        """Make so many of the steps just found, the last planned then; return the plan in flight now, if any."""
+        repeat(self._state, num_steps, planned)
         return self._state.flight[0].plan if self._state.flight else None
-
-    def end_rows(self, stretch: Stretch, committed: float) -> tuple[Event, ...]:
-        """End the rows that the last step of a whole stretch brought to their length."""
-        return end_rows(self._state, stretch, committed)
 
     def _expire(self, late: RequestState, is_queue: bool, now: float) -> None:
         """End a request that is past its deadline, or its queue timeout."""

@@ -17,13 +17,12 @@ from octavo.core.plan import Event, StepPlan, StepResult, StepTimings
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
-from octavo.simulator.cruise import ALONE, Cruise, Pace
+from octavo.simulator.fast_forward import DecodeRun, StepPrices
 from octavo.simulator.requests import make_request
 from octavo.simulator.setup import Setup
 from octavo.simulator.tally import Open, Tally
 from octavo.simulator.totals import ReplicaTotals, Samples
 
-MIN_TURNS = 1  # steps together that are worth it
 MIN_WAIT_S = 0.001  # as in engine.loop: an empty plan waits at least this long
 
 
@@ -52,7 +51,7 @@ class Replica:
         self.is_up = True
         self.next_at = inf
         self._setup, self._limits, self._costs = setup, own.limits, own.costs
-        self._pace = Pace(own.costs)
+        self._prices = StepPrices(own.costs)
         self._tally, self._samples = tally, samples
         self._next_sample = 0.0 if setup.sample_s else inf
         self._fast = setup.fast_forward and setup.make_sink is None
@@ -65,7 +64,7 @@ class Replica:
         self._sink = None if make is None else make(self.scheduler)
         self._flight: deque[Flight] = deque()
         self._inbox: deque[Open] = deque()
-        self._cruise: Cruise | None = None
+        self._run: DecodeRun | None = None
         self._is_retiring = False
         self._is_idle, self._idle_since = True, 0.0  # no turn begins before
         self._free_at = 0.0  # when the device has done all that it was given
@@ -80,21 +79,22 @@ class Replica:
         self.load += entry.arrival.prompt_tokens
         self.num_open += 1
         self.totals.requests += 1
-        if self._cruise is not None:
-            self._cut_cruise(self._cruise, at)
+        if self._run is not None:
+            self._cut_run(self._run, at)
         self._inbox.append(entry)
         if self._is_idle:
             self._is_idle, self.next_at = False, max(at, self._idle_since)
 
     def die(self, at: float) -> list[Open]:
         """It is gone with all it knew; returns who was open, with what they were given, in order of coming."""
-        cruise = self._cruise
-        if cruise is not None:
-            num_committed, num_begun = cruise.num_commits_before(at), cruise.num_turns_before(at)
-            self._end_cruise(num_committed)
+        run = self._run
+        if run is not None:
+            num_committed, num_begun = run.num_commits_before(at), run.num_turns_before(at)
+            self._end_run(num_committed)
             if num_begun > num_committed:
                 self._make_plans(self.next_at)  # it dies with this plan in flight
-        outputs = {one.name: one.work.num_outputs for one in self.scheduler.explain_all()}
+        work = self.scheduler.workload()
+        outputs = {one.name: one.num_outputs for one in (*work.running, *work.waiting)}
         for entry in self._open.values():
             if entry.name in outputs:
                 if entry.counts:  # a request with several choices starts anew
@@ -133,11 +133,11 @@ class Replica:
 
     def advance(self) -> list[Open]:
         """Do what is due at `next_at`; returns who ended by it."""
-        if self._cruise is not None:
-            if self._cruise.is_whole:
-                return self._end_cruise(self._cruise.num_turns)
-            self._cruise.more()
-            self.next_at = self._cruise.next_at
+        if self._run is not None:
+            if self._run.is_whole:
+                return self._end_run(self._run.num_turns)
+            self._run.more()
+            self.next_at = self._run.next_at
             return []
         return self._retire() if self._is_retiring else self._turn()
 
@@ -150,7 +150,7 @@ class Replica:
         ended: list[Open] = []
         while self._inbox:
             self._admit(self._inbox.popleft(), now, ended)
-        if not (self._fast and self._begin_cruise(now)):
+        if not (self._fast and self._begin_run(now)):
             ended += self._make_plans(now)
         return ended
 
@@ -195,7 +195,7 @@ class Replica:
 
     def _launch(self, plan: StepPlan, now: float) -> None:
         """Put a plan behind what the device has to do."""
-        step_s, host_s = self._pace.of(plan)
+        step_s, host_s = self._prices.of(plan)
         end = max(now, self._free_at) + step_s
         self._free_at = end
         self._flight.append(Flight(plan, step_s, host_s, end))
@@ -231,58 +231,57 @@ class Replica:
         self.load -= entry.arrival.prompt_tokens
         self.num_open -= 1
 
-    # --- unchanged decode steps together --------------------------------------------------------------
+    # --- repeating decode steps, made as one ----------------------------------------------------------
 
-    def _begin_cruise(self, now: float) -> bool:
-        """Look ahead over steps in which nothing but decoding happens; they are entered when their end is known."""
-        decode_s = self._pace.decode_s
-        if decode_s is None or len(self._flight) != self._setup.depth - 1:
+    def _begin_run(self, now: float) -> bool:
+        """Look ahead over steps in which running requests only decode; they are entered when their end is known."""
+        if self._prices.decode_s is None or len(self._flight) != self._setup.depth - 1:
             return False
-        stretch = self.scheduler.look_ahead()
-        if stretch is None or stretch.max_steps < MIN_TURNS:
+        steps = self.scheduler.find_repeat()
+        if steps is None:
             return False
-        until = self._next_sample if stretch.wake_at is None else min(self._next_sample, stretch.wake_at)
-        flying = (self._flight[0].end, self._flight[0].host_s) if self._flight else ALONE
-        cruise = Cruise(stretch, self._pace, now, until, flying)
-        if not cruise.num_turns:
+        until = self._next_sample if steps.wake_at is None else min(self._next_sample, steps.wake_at)
+        flying = (self._flight[0].end, self._flight[0].host_s) if self._flight else None
+        run = DecodeRun(steps, self._prices, now, until, flying)
+        if not run.num_turns:
             return False
-        self._cruise, self.next_at = cruise, cruise.next_at
+        self._run, self.next_at = run, run.next_at
         return True
 
-    def _cut_cruise(self, cruise: Cruise, at: float) -> None:
-        """Somebody comes: enter the turns that begin before. One in whose commit somebody ends is made by itself."""
-        num_turns = cruise.num_turns_before(at)
-        is_last = cruise.has_end and num_turns == cruise.num_turns
-        self._end_cruise(num_turns - is_last)
+    def _cut_run(self, run: DecodeRun, at: float) -> None:
+        """A request arrives: enter the turns that begin before. One whose commit ends requests is made by itself."""
+        num_turns = run.num_turns_before(at)
+        is_last = run.has_end and num_turns == run.num_turns
+        self._end_run(num_turns - is_last)
         if is_last:
             self._make_plans(self.next_at)
 
-    def _end_cruise(self, num_turns: int) -> list[Open]:
-        """Enter so many turns of the cruise; the next one is made by itself. Returns who ended."""
-        cruise, self._cruise, totals = self._cruise, None, self.totals
-        assert cruise is not None
-        self.next_at = cruise.begins[num_turns]
+    def _end_run(self, num_turns: int) -> list[Open]:
+        """Enter so many turns of the run; the next one is made by itself. Returns the requests that ended."""
+        run, self._run, totals = self._run, None, self.totals
+        assert run is not None
+        self.next_at = run.begins[num_turns]
         if not num_turns:
             return []
         last = num_turns - 1
-        is_whole = num_turns == cruise.num_turns
-        plan = self.scheduler.forward(cruise.stretch, num_turns, cruise.begins[last])
+        plan = self.scheduler.repeat(num_turns, run.begins[last])
         self._note_blocks()
-        decisions: tuple[Event, ...] = ()
-        if cruise.has_end and is_whole:
-            decisions = self.scheduler.end_rows(cruise.stretch, cruise.commits[last])
+        if run.has_end and num_turns == run.num_turns:
+            for name, choice in run.steps.ending:
+                self.scheduler.end_choice(name, choice, run.commits[last], FinishReason.LENGTH)
+        decisions = self.scheduler.take_events()
         totals.forwarded_steps += num_turns
-        self._free_at = cruise.ends[last]
-        committed = cruise.steps_s[:num_turns]
+        self._free_at = run.ends[last]
+        committed = run.steps_s[:num_turns]
         if plan is not None:
             flying = self._flight.popleft()
-            self._flight.append(Flight(plan, committed[-1], cruise.host_s, self._free_at))
+            self._flight.append(Flight(plan, committed[-1], run.host_s, self._free_at))
             totals.busy_s += flying.step_s
             totals.host_s += flying.host_s
             del committed[-1]
-        for step_s in committed:  # one by one, as the slow way adds them
+        for step_s in committed:  # one by one, as single steps add them
             totals.busy_s += step_s
-            totals.host_s += cruise.host_s
+            totals.host_s += run.host_s
         return self._noted(decisions) if decisions else []
 
     # --- what people look at --------------------------------------------------------------------------

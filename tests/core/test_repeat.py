@@ -13,10 +13,9 @@ from tests.core import invariants
 from tests.core.random_config import BUILT_IN
 from tests.core.state_digest import state_digest, state_lines
 
-from octavo.core.forward import end_rows, forward, look_ahead
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, StepPlan, StepResult
-from octavo.core.request import Request, SamplingParams
+from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 
 
@@ -59,16 +58,19 @@ class Engine:
             self.decisions += events.decisions
         self.now += 1
 
-    def forward(self, num_steps: int) -> None:
-        stretch = look_ahead(self.scheduler._state)
-        assert stretch is not None
+    def repeat(self, num_steps: int) -> None:
+        steps = self.scheduler.find_repeat()
+        assert steps is not None
         planned = self.now + num_steps - 1
-        forward(self.scheduler._state, stretch, num_steps, planned)
-        if stretch.has_end and num_steps == stretch.max_steps:
-            self.decisions += end_rows(self.scheduler._state, stretch, planned + 0.5)
+        plan = self.scheduler.repeat(num_steps, planned)
+        if num_steps == steps.max_steps:
+            for name, choice in steps.ending:
+                self.scheduler.end_choice(name, choice, planned + 0.5, FinishReason.LENGTH)
+        self.decisions += self.scheduler.take_events()
         self.now += num_steps
-        if self.flight:
-            self.flight = deque([self.scheduler._state.flight[0].plan])
+        assert (plan is not None) == bool(self.flight)
+        if plan is not None:
+            self.flight = deque([plan])
 
 
 def admit_some(engine: Engine, rng: random.Random, index: int) -> None:
@@ -88,34 +90,34 @@ class Twins:
     """Counts what the comparison saw, so that it cannot pass by seeing nothing."""
 
     def __init__(self) -> None:
-        self.num_forwards = self.num_steps = self.num_waiting = self.num_ends = 0
+        self.num_repeats = self.num_steps = self.num_waiting = self.num_ends = 0
 
     def step(self, engine: Engine, rng: random.Random) -> None:
         """One turn, or several as one and one by one, compared."""
-        stretch = look_ahead(engine.scheduler._state) if len(engine.flight) == engine.depth - 1 else None
+        steps = engine.scheduler.find_repeat() if len(engine.flight) == engine.depth - 1 else None
         most = 0
-        if stretch is not None:
-            most = stretch.max_steps
-            if stretch.wake_at is not None:
-                most = min(most, int(stretch.wake_at - engine.now))
-        if stretch is None or most < 1:
+        if steps is not None:
+            most = steps.max_steps
+            if steps.wake_at is not None:
+                most = min(most, int(steps.wake_at - engine.now))
+        if steps is None or most < 1:
             engine.turn()
             return
         count = rng.choice((1, most, rng.randint(1, most)))
-        self.num_forwards += 1
+        self.num_repeats += 1
         self.num_steps += count
         self.num_waiting += bool(len(engine.scheduler._state.waiting))
-        self.num_ends += stretch.has_end and count == stretch.max_steps
+        self.num_ends += bool(steps.ending) and count == steps.max_steps
         self.compare(engine, count)
 
     def compare(self, engine: Engine, count: int) -> None:
         twin = copy.deepcopy(engine)
-        engine.forward(count)
+        engine.repeat(count)
         for _ in range(count):
             twin.turn()
         check_equal(engine, twin, f"after {count} steps")
         engine.digests = twin.digests[:]
-        if self.num_forwards % 8 == 0:  # and they go on alike
+        if self.num_repeats % 8 == 0:  # and they go on alike
             for _ in range(6):
                 engine.turn()
                 twin.turn()
@@ -150,7 +152,7 @@ def test_steps_made_as_one_lead_to_the_state_of_steps_made_one_by_one(policy: st
                 admit_some(engine, rng, index)
                 index += 1
             twins.step(engine, rng)
-    assert twins.num_forwards > 15 and twins.num_steps > 80, vars(twins)
+    assert twins.num_repeats > 15 and twins.num_steps > 80, vars(twins)
     assert twins.num_waiting > 0 and (twins.num_ends > 0 or depth == 2), vars(twins)
 
 
@@ -164,38 +166,38 @@ def steady(sizes: Limits, depth: int = 1, **fields: Any) -> Engine:
     return engine
 
 
-def test_the_last_step_of_a_stretch_ends_whoever_is_at_its_length() -> None:
+def test_the_last_step_ends_requests_at_their_length() -> None:
     engine = steady(limits())
-    stretch = look_ahead(engine.scheduler._state)
-    assert stretch is not None and stretch.has_end and stretch.max_steps == 17
-    assert stretch.kv_sum == sum(row.num_scheduled + 1 for row in stretch.rows)
-    engine.forward(17)
+    steps = engine.scheduler.find_repeat()
+    assert steps is not None and steps.ending == (("a", 0),) and steps.max_steps == 17
+    assert steps.kv_sum == sum(one.sequences[0].num_scheduled + 1 for one in engine.scheduler._state.running.requests)
+    engine.repeat(17)
     assert list(engine.scheduler._state.requests) == ["b"]
     assert engine.decisions[-1].request_id == "a" and engine.decisions[-1].time == engine.now - 0.5
 
 
 def test_nothing_is_made_as_one_where_a_step_may_do_more() -> None:
-    assert look_ahead(steady(limits()).scheduler._state) is not None
+    assert steady(limits()).scheduler.find_repeat() is not None
     for sizes in (limits(max_kv_read=1000), limits(find_shared_prefixes=True), limits(max_draft_tokens=2),
                   limits(host_blocks=(4,)), limits(composition="separate")):  # fmt: skip
-        assert look_ahead(steady(sizes).scheduler._state) is None, sizes
+        assert steady(sizes).scheduler.find_repeat() is None, sizes
     engine = Engine(limits(), 1)
-    assert look_ahead(engine.scheduler._state) is None
+    assert engine.scheduler.find_repeat() is None
     params = SamplingParams(max_tokens=20, seed=0)
     engine.scheduler.admit(Request("ids", array("i", [3, 4, 5]), params), 0.0)  # it may stop by what it says
     engine.turn()
     engine.turn()
-    assert look_ahead(engine.scheduler._state) is None
+    assert engine.scheduler.find_repeat() is None
     newcomer = steady(limits())
     newcomer.admit("c", 4, 4)
-    assert look_ahead(newcomer.scheduler._state) is None
+    assert newcomer.scheduler.find_repeat() is None
     newcomer.scheduler.pause()
-    assert look_ahead(newcomer.scheduler._state) is not None
+    assert newcomer.scheduler.find_repeat() is not None
 
 
-def test_a_stretch_ends_before_the_pool_is_empty() -> None:
+def test_steps_end_before_the_pool_is_empty() -> None:
     engine = steady(limits(num_blocks=(9,)))
-    stretch = look_ahead(engine.scheduler._state)
-    assert stretch is not None and not stretch.has_end
-    engine.forward(stretch.max_steps)
+    steps = engine.scheduler.find_repeat()
+    assert steps is not None and not steps.ending
+    engine.repeat(steps.max_steps)
     invariants.check(engine.scheduler)

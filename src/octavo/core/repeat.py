@@ -1,62 +1,61 @@
-"""Forward: many decode steps made as one, in which nobody comes, is preempted, waits anew or is ranked anew.
+"""Repeats decode steps: many steps in which every running request only decodes are made as one.
 
-Owns: when that is so (look_ahead), and the state behind such steps (forward). Does not: know how long a step takes.
-Invariant: the state is equal to the one behind as many calls of plan and commit with results of -1 each, as an
-executor that knows only durations gives them; blocks are taken in the very order of those steps. The slow twin is the
-scheduler itself (tests/core/test_forward.py).
+Owns: when steps repeat (find_repeat), and the state after them (repeat). Does not: know how long a step takes, or how
+many of them are wanted (the simulator's fast_forward does).
+Invariant: the state equals the one after as many calls of plan and commit with results of unknown ids, as an executor
+that knows only durations gives them; blocks are taken in the order of those steps. The slow twin is the scheduler
+itself (tests/core/test_repeat.py).
 """
 
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
 from octavo.core.admit import is_still_short
-from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, Event, StepPlan, WaitReason
-from octavo.core.request import FinishReason, RequestState, Sequence
+from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan, WaitReason
+from octavo.core.request import RequestState, Sequence
 from octavo.core.state import State
 from octavo.core.step import is_fast
 
-_DECODE_AHEAD = ROW_SAMPLE | ROW_CARRY
-_ROOM = (WaitReason.KV_BLOCKS, WaitReason.HEADROOM)
-_FREE = 2**31
+_MOST_STEPS = 2**31
 
 
-class Stretch:
-    """Decode steps that may be made as one: these rows, at most `max_steps` times.
+@dataclass(slots=True)
+class Repeat:
+    """The decode steps that are certain to come next: one row for each running request, at most `max_steps` times.
 
-    `has_end`: in the last of so many steps some rows end by their length. The first step reads `kv_sum` positions, its
-    longest row `kv_max`; each later one a position more for each row. A plan whose `now` reaches `wake_at` is not one
-    of them.
+    The first step reads `kv_sum` positions, its longest row `kv_max`; each later one a position more for each row. A
+    plan whose `now` reaches `wake_at` is not one of them. `ending` are the requests, and
+    their choices, that have their length after `max_steps`: they are to be ended then.
     """
 
-    __slots__ = ("has_end", "kv_max", "kv_sum", "max_steps", "rows", "wake_at")
-
-    def __init__(self, rows: list[Sequence], max_steps: int, kv_sum: int, kv_max: int, wake_at: float | None) -> None:
-        self.rows = rows
-        self.max_steps = max_steps
-        self.has_end = False
-        self.kv_sum = kv_sum
-        self.kv_max = kv_max
-        self.wake_at = wake_at
+    num_rows: int
+    max_steps: int
+    kv_sum: int
+    kv_max: int
+    wake_at: float | None
+    ending: tuple[tuple[str, int], ...]
 
 
-def look_ahead(state: State) -> Stretch | None:
-    """The decode steps that are certain to come next, from a state between two turns with at most one plan in flight.
+def find_repeat(state: State) -> Repeat | None:
+    """Find the steps that repeat, between two turns with at most one plan in flight. O(running).
 
-    None where a step may do anything else. Cost: O(running).
+    None where a step may do anything else: admit, preempt, rank anew, publish a block.
     """
     running = state.running.requests
-    if not running or not running[-1].is_decoding or not _is_calm(state):
-        return None
-    if len(state.waiting) and not _is_stuck(state):
-        return None
     depth = len(state.flight)
-    if depth and not _flies_all(state):
-        return None
-    if len(running) > state.token_budget.limit:
+    if (
+        not running
+        or not running[-1].is_decoding
+        or len(running) > state.token_budget.limit
+        or not _is_calm(state)
+        or (len(state.waiting) and not _is_stuck(state))
+        or (depth and not _is_whole_flight(state))
+    ):
         return None
     rows: list[Sequence] = []
-    max_steps, kv_sum, kv_max = _FREE, 0, 0
+    max_steps, kv_sum, kv_max = _MOST_STEPS, 0, 0
     for request in running:
         sequence = request.sequences[0]
         start = sequence.num_scheduled
@@ -69,12 +68,11 @@ def look_ahead(state: State) -> Stretch | None:
         if start > kv_max:
             kv_max = start
         rows.append(sequence)
-    max_steps = _that_fit(state, rows, max_steps)
+    max_steps = _steps_that_fit(state, rows, max_steps)
     if not max_steps:
         return None
-    stretch = Stretch(rows, max_steps, kv_sum + len(rows), kv_max + 1, state.deadlines.next())
-    stretch.has_end = any(row.limit - row.num_committed <= max_steps for row in rows)
-    return stretch
+    ending = tuple([(row.request.name, row.choice) for row in rows if row.limit - row.num_committed <= max_steps])
+    return Repeat(len(rows), max_steps, kv_sum + len(rows), kv_max + 1, state.deadlines.next(), ending)
 
 
 def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
@@ -90,7 +88,7 @@ def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
         or sequence.num_pending != depth
         or committed + depth - start != 1
         or sequence.in_flight != depth
-        or committed == sequence.num_prompt  # its first token is news
+        or committed == sequence.num_prompt  # its first token changes its rank
         or sequence.token_ids is not None
         or (start >= sequence.block_end and start != sequence.capacity)
     ):
@@ -104,7 +102,7 @@ def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
 
 
 def _is_calm(state: State) -> bool:
-    """Whether nothing but who left is to be told to anybody, and no step does more than its rows."""
+    """Return True if the next plan reports nothing but rows and ended requests, and no step does more than its rows."""
     limits, cache = state.limits, state.cache
     return not (
         state.announced
@@ -124,8 +122,8 @@ def _is_calm(state: State) -> bool:
     )
 
 
-def _flies_all(state: State) -> bool:
-    """Whether the only plan in flight has one token of each running request, and nothing to be undone or released."""
+def _is_whole_flight(state: State) -> bool:
+    """Return True if the only plan in flight has one token of each running request, and nothing to undo or release."""
     flight, running = state.flight[0], state.running.requests
     return (
         len(state.flight) == 1
@@ -137,7 +135,7 @@ def _flies_all(state: State) -> bool:
 
 
 def _is_stuck(state: State) -> bool:
-    """Whether the first that waits was refused for what no decode step changes, and nobody behind it is looked at."""
+    """Return True if the first waiting request lacks what no decode step frees, and none after it is looked at."""
     if state.is_paused:
         return True
     policy, waiting = state.policy, state.waiting
@@ -148,19 +146,19 @@ def _is_stuck(state: State) -> bool:
         return False
     if not state.sequence_budget.left:
         return head.wait_reason == WaitReason.SEQUENCE_CAP
-    if policy.lookahead > 1 or policy.skip_ahead or head.wait_reason not in _ROOM or head.shortage is None:
+    if policy.lookahead > 1 or policy.skip_ahead or len(state.running) >= state.token_budget.limit:
         return False
-    if head.shortage.reason != head.wait_reason or len(state.running) >= state.token_budget.limit:
+    if head.shortage is None or head.shortage.reason != head.wait_reason:
         return False
-    return _passes_gates(state, head) and is_still_short(state, [0] * state.cache.num_groups, head, head.shortage)
+    return (
+        head.wait_reason in (WaitReason.KV_BLOCKS, WaitReason.HEADROOM)
+        and all(gate.lack(head) is None for gate in state.gates)
+        and is_still_short(state, [0] * state.cache.num_groups, head, head.shortage)
+    )
 
 
-def _passes_gates(state: State, head: RequestState) -> bool:
-    return all(gate.lack(head) is None for gate in state.gates)
-
-
-def _that_fit(state: State, rows: list[Sequence], max_steps: int) -> int:
-    """Steps of these rows, up to `max_steps`, whose blocks are all free."""
+def _steps_that_fit(state: State, rows: list[Sequence], max_steps: int) -> int:
+    """Return how many steps of these rows, up to `max_steps`, have all their blocks free."""
     free, size = state.cache.num_free(), state.cache.block_size
     while max_steps and len(rows) * (max_steps // size + 1) > free:  # at most so many, and mostly far fewer than free
         needed = sum(max(0, -(-(row.num_scheduled + max_steps - row.capacity) // size)) for row in rows)
@@ -170,16 +168,16 @@ def _that_fit(state: State, rows: list[Sequence], max_steps: int) -> int:
     return max_steps
 
 
-def forward(state: State, stretch: Stretch, num_steps: int, planned: float) -> None:
-    """Make `num_steps` steps of a stretch just looked up, the last of them planned then; see `end_rows`.
+def repeat(state: State, num_steps: int, planned: float) -> None:
+    """Make `num_steps` of the steps just found, the last of them planned then. O(rows + blocks taken).
 
-    A plan in flight is replaced by the last of these. Cost: O(rows + blocks taken); a policy that tracks service is
-    told of each token.
+    A plan in flight is replaced by the last of these. A policy that tracks service is told of each token. Requests that
+    have their length by it are left to be ended.
     """
-    rows, cache = stretch.rows, state.cache
+    rows, cache = [request.sequences[0] for request in state.running.requests], state.cache
     state.step += num_steps
     effects = cache.begin_plan(state.step - 1)
-    wanting: list[tuple[int, int]] = []  # (step, row) that takes a block before it
+    growing: list[tuple[int, int]] = []  # (step, row) that takes a block before it
     size = cache.block_size
     for index, row in enumerate(rows):
         start = row.num_scheduled
@@ -187,21 +185,20 @@ def forward(state: State, stretch: Stretch, num_steps: int, planned: float) -> N
         row.num_computed += num_steps
         row.num_committed += num_steps
         if end > row.capacity:
-            wanting.extend((step - start, index) for step in range(row.capacity, end, size))
-    wanting.sort()
-    last = num_steps - 1
-    for step, index in wanting:
+            growing.extend((step - start, index) for step in range(row.capacity, end, size))
+    growing.sort()
+    for step, index in growing:
         row = rows[index]
         for group, table in enumerate(row.tables):
             block = cache.allocate(group)
-            if step == last:
+            if step == num_steps - 1:
                 effects.edits.extend((row.slot, group, len(table), block))
             table.append(block)
         row.capacity += size
         row.block_end = min(row.capacity, row.limit - 1)
     cache.end_plan()
     _count(state, rows, num_steps)
-    _look_at_head(state)
+    _note_shortage(state)
     if state.flight:
         _replace_flight(state, planned, num_steps == 1)
     state.freed_slots = array("i")
@@ -209,18 +206,8 @@ def forward(state: State, stretch: Stretch, num_steps: int, planned: float) -> N
     state.preempted_ids = []
 
 
-def end_rows(state: State, stretch: Stretch, committed: float) -> tuple[Event, ...]:
-    """End the rows that the last step of a stretch brought to their length, as committed then; call after all of it."""
-    for row in stretch.rows:
-        if row.num_committed >= row.limit:
-            state.end_choice(row, committed, FinishReason.LENGTH)
-    state.settle()
-    events, state.events = tuple(state.events), []
-    return events
-
-
-def _look_at_head(state: State) -> None:
-    """Note what the first that waits lacked in the last step, where it was looked at in each (see Intake)."""
+def _note_shortage(state: State) -> None:
+    """Note what the first waiting request lacked in the last step, where each step looked at it (see admit)."""
     if not len(state.waiting) or state.is_paused or state.sequence_budget.left:
         return
     head = state.waiting.peek()
@@ -247,7 +234,7 @@ def _count(state: State, rows: list[Sequence], num_steps: int) -> None:
 
 
 def _replace_flight(state: State, now: float, is_first: bool) -> None:
-    """The plan in flight is the last of the steps; the first of them tells who left."""
+    """The plan in flight is the last of the steps; the first of them reported the requests that ended."""
     flight = state.flight[0]
     starts = array("i", [row.num_scheduled - 1 for row in flight.rows])
     counts = array("i", [1]) * len(starts)
@@ -257,7 +244,7 @@ def _replace_flight(state: State, now: float, is_first: bool) -> None:
         array("i", [row.slot for row in flight.rows]),
         starts,
         counts,
-        array("i", [_DECODE_AHEAD]) * len(starts),
+        array("i", [ROW_SAMPLE | ROW_CARRY]) * len(starts),
         edits=state.cache.effects.edits,
         freed_slots=state.freed_slots if is_first else array("i"),
         finished_ids=tuple(state.finished_ids) if is_first else (),

@@ -1,6 +1,7 @@
-"""Cruise: how long a run of decode steps takes in which nobody comes, ends or waits for a block.
+"""Fast forward: how long decode steps take in which nothing arrives, ends or waits for a block.
 
-Owns: a step's price (Pace), and the times of turns looked ahead. Does not: change a scheduler (core.forward does).
+Owns: a step's price, and a DecodeRun: the times of turns looked ahead, and when to look again.
+Does not: change a scheduler (core.repeat makes such steps as one), or enter totals (replica).
 """
 
 from __future__ import annotations
@@ -8,25 +9,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 
-from octavo.core.forward import Stretch
 from octavo.core.plan import StepPlan
+from octavo.core.repeat import Repeat
 from octavo.simulator.cost_model import CostModel, StepShape, shape_of
 
 MORE_TURNS = 8  # looked ahead at once
-ALONE = (0.0, 0.0)  # nothing is in flight between turns
-DecodeS = Callable[[int, int, int], float]
+DecodeSeconds = Callable[[int, int, int], float]
 
 
-class Pace:
-    """Prices plans. Those of decode rows only are priced by their sums, where the model can."""
+class StepPrices:
+    """Prices plans. Those of decode rows only are priced by their sums, where the cost model can."""
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self.decode_s: DecodeS | None = getattr(costs, "decode_s", None)
+        self.decode_s: DecodeSeconds | None = getattr(costs, "decode_s", None)
         self._host: dict[int, float] = {}
 
     def of(self, plan: StepPlan) -> tuple[float, float]:
-        """Seconds on the device and on the host. A plan without rows and copies takes the device no time."""
+        """Return seconds on the device and on the host. A plan without rows and copies takes the device no time."""
         num_rows = len(plan.slots)
         has_copies = plan.copies or plan.swap_outs or plan.host_loads
         if not num_rows and not has_copies:
@@ -37,41 +37,42 @@ class Pace:
         return self._costs.step_s(shape), self._costs.host_s(shape)
 
     def host_s(self, num_rows: int) -> float:
-        """Seconds on the host for a plan of so many decode rows."""
+        """Return seconds on the host for a plan of so many decode rows."""
         known = self._host.get(num_rows)
         if known is None:
             known = self._host[num_rows] = self._costs.host_s(StepShape([1] * num_rows, [], num_rows))
         return known
 
 
-class Cruise:
-    """Turns looked ahead over a stretch: when each begins and commits; for the plan it makes, its time and end.
+class DecodeRun:
+    """Turns of repeating steps, looked ahead: when each begins and commits; of the plan it makes, its time and end.
 
-    `begins` has one entry more: when the turn behind them begins. `host_s` passes behind each commit of these plans.
-    With a plan in flight, `flying` = (its end, its host time), each turn commits the plan of the one before.
+    `begins` has one entry more: when the turn after them begins. `host_s` passes after each commit of these plans.
+    `flying` is the plan in flight before the first turn, if any: its end and its host time. Each turn then commits the
+    plan of the turn before.
     """
 
-    __slots__ = ("_decode_s", "_flying", "_until", "begins", "commits", "ends", "host_s", "steps_s", "stretch")
+    __slots__ = ("_decode_s", "_flying", "_until", "begins", "commits", "ends", "host_s", "steps", "steps_s")
 
-    def __init__(self, stretch: Stretch, pace: Pace, begin: float, until: float, flying: tuple[float, float]) -> None:
-        assert pace.decode_s is not None
-        self.stretch = stretch
-        self.host_s = pace.host_s(len(stretch.rows))
+    def __init__(
+        self, steps: Repeat, prices: StepPrices, begin: float, until: float, flying: tuple[float, float] | None
+    ) -> None:
+        assert prices.decode_s is not None
+        self.steps = steps
+        self.host_s = prices.host_s(steps.num_rows)
         self.begins = [begin]
-        self.commits: list[float] = []
         self.ends: list[float] = []
         self.steps_s: list[float] = []
-        self._decode_s = pace.decode_s
+        self.commits: list[float] = self.ends if flying is None else []
+        self._decode_s = prices.decode_s
         self._until = until
-        self._flying = flying if flying is not ALONE else None
-        if flying is ALONE:
-            self.commits = self.ends
+        self._flying = flying
         self.more()
 
     def more(self) -> None:
         """Look further ahead, MORE_TURNS at once, as far as they begin before `until`."""
         done = len(self.steps_s)
-        count = min(self.stretch.max_steps - done, MORE_TURNS)
+        count = min(self.steps.max_steps - done, MORE_TURNS)
         if self._flying is None:
             self._more_alone(done, count)
         else:
@@ -79,9 +80,9 @@ class Cruise:
 
     def _more_alone(self, done: int, count: int) -> None:
         """Each plan is committed before the next is made."""
-        stretch, host_s, at, decode_s, until = self.stretch, self.host_s, self.begins[-1], self._decode_s, self._until
-        num_rows = len(stretch.rows)
-        kv_sum, kv_max = stretch.kv_sum + done * num_rows, stretch.kv_max + done
+        host_s, at, decode_s, until = self.host_s, self.begins[-1], self._decode_s, self._until
+        num_rows = self.steps.num_rows
+        kv_sum, kv_max = self.steps.kv_sum + done * num_rows, self.steps.kv_max + done
         add_step, add_end, add_begin = self.steps_s.append, self.ends.append, self.begins.append
         for _ in range(count):
             if at >= until:
@@ -97,9 +98,8 @@ class Cruise:
 
     def _more_ahead(self, done: int, count: int, end: float, host_s: float) -> None:
         """Each turn commits the plan before its own, which ends at `end`."""
-        stretch, at = self.stretch, self.begins[-1]
-        num_rows = len(stretch.rows)
-        kv_sum, kv_max = stretch.kv_sum + done * num_rows, stretch.kv_max + done
+        at, num_rows = self.begins[-1], self.steps.num_rows
+        kv_sum, kv_max = self.steps.kv_sum + done * num_rows, self.steps.kv_max + done
         for _ in range(count):
             if at >= self._until:
                 break
@@ -119,16 +119,16 @@ class Cruise:
     @property
     def is_whole(self) -> bool:
         """Whether there is nothing further to look at."""
-        return len(self.steps_s) == self.stretch.max_steps or self.begins[-1] >= self._until
+        return len(self.steps_s) == self.steps.max_steps or self.begins[-1] >= self._until
 
     @property
     def has_end(self) -> bool:
-        """Whether somebody ends in the last commit."""
-        return self.stretch.has_end and len(self.steps_s) == self.stretch.max_steps
+        """Whether requests end in the last commit."""
+        return bool(self.steps.ending) and len(self.steps_s) == self.steps.max_steps
 
     @property
     def next_at(self) -> float:
-        """When it has to be looked at again: somebody ends, or the next turn begins."""
+        """When it has to be looked at again: requests end, or the next turn begins."""
         return self.commits[-1] if self.has_end else self.begins[-1]
 
     @property
