@@ -21,27 +21,12 @@ from octavo.core.scheduler import Scheduler
 from octavo.observe.frames.encode import Frame, Source
 from octavo.observe.frames.streams import FrameWriter, Window
 from octavo.observe.history import History
+from octavo.observe.step_times import StepTimes
 
 BLOCK_SIZE = 16
 SHARED_BLOCKS = 8  # of the prefix that a tenant's prompts begin with
 TENANTS = ("alice", "bob", "carol", "batch")
 SEED = 7
-
-
-class _Times:
-    """Made-up seconds of schedule and emit, beside those of the last result."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self._last: tuple[float, ...] = ()
-
-    def add(self, timings: StepTimings, rows: int) -> None:
-        schedule, emit = 2e-5 + 6e-7 * rows, 1e-5 + 9e-7 * rows
-        self._last = schedule, timings.prepare_s, timings.forward_s, timings.sample_s, emit, 0.0
-        self.num_steps += 1
-
-    def get(self, number: int) -> tuple[float, ...] | None:
-        return self._last if number == self.num_steps - 1 else None
 
 
 class Stream:
@@ -62,7 +47,7 @@ class Stream:
                 preemption="swap",
             )
         )
-        self.times = _Times()
+        self.times = StepTimes(1)
         source = Source("simulation", "a made-up model", life="sample")
         window = Window(max_steps=max_steps)
         self.history = History(self.scheduler, self.times)
@@ -92,7 +77,9 @@ class Stream:
         self._tell(events.decisions)
         self.history.stepped(plan, outcome, events)
         if isinstance(outcome, StepResult):
-            self.times.add(outcome.timings, plan.num_rows)
+            rows, parts = plan.num_rows, outcome.timings
+            computed = parts.prepare_s, parts.forward_s, parts.sample_s
+            self.times.add((2e-5 + 6e-7 * rows, *computed, 1e-5 + 9e-7 * rows, 0.0))  # schedule and emit are made up
         self.now += 4e-4 if self.random.random() < 0.97 else 0.05
 
     def _admit(self) -> None:

@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import sub
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult, WaitReason
 from octavo.core.request import FinishReason, Request
@@ -25,6 +25,7 @@ from octavo.core.views import Gauges
 from octavo.observe.forecast import AnswerLengths, StepTimeModel
 from octavo.observe.metrics.rings import RecordRing
 from octavo.observe.metrics.series import FINE_SECONDS, Histogram
+from octavo.observe.step_times import StepTimes
 
 NUM_FIRST = 16  # events kept from the beginning of a request
 NUM_LAST = 48  # and from its end
@@ -135,19 +136,6 @@ class RequestHistory:
         gaps += map(sub, run[1:], run)
         gaps.sort()
         return gaps
-
-
-class PartTimes(Protocol):
-    """Seconds of the parts of steps, as octavo.observe.step_times.StepTimes keeps them."""
-
-    @property
-    def num_steps(self) -> int:
-        """The number that the step now being reported will have."""
-        ...
-
-    def get(self, number: int) -> Sequence[float] | None:
-        """Return the seconds of schedule, prepare, forward, sample, emit, and all; None when not known (any more)."""
-        ...
 
 
 class TakenSlot(NamedTuple):
@@ -290,7 +278,7 @@ class History:
     def __init__(
         self,
         scheduler: Scheduler,
-        times: PartTimes | None = None,
+        times: StepTimes | None = None,
         *,
         now: Callable[[], float] | None = None,
         max_ended: int = 1024,

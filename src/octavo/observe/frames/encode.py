@@ -17,7 +17,8 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind
 from octavo.core.scheduler import Scheduler
 from octavo.core.views import Gauges, GroupCells, WaitingRequest
-from octavo.observe.history import OpenSlots, PartTimes, RequestHistory, StepRecord, WaitCounts, make_up
+from octavo.observe.history import OpenSlots, RequestHistory, StepRecord, WaitCounts, make_up
+from octavo.observe.step_times import StepTimes
 
 VERSION = 1
 Frame = dict[str, Any]
@@ -67,7 +68,7 @@ def head_frame(source: Source, limits: Limits, before: OpenSlots, now: float) ->
     }
 
 
-def step_frame(record: StepRecord, previous: StepRecord | None, times: PartTimes | None) -> Frame:
+def step_frame(record: StepRecord, previous: StepRecord | None, times: StepTimes | None) -> Frame:
     """Return a step's frame; `previous` is the record before it in the same stream, None after a head.
 
     A record without a step gives a note.
@@ -183,7 +184,7 @@ def _goes_on(record: StepRecord, previous: StepRecord) -> bool:
     return sum(record.starts) == sum(previous.starts) + sum(previous.counts)
 
 
-def _part_seconds(record: StepRecord, times: PartTimes | None) -> Sequence[float] | None:
+def _part_seconds(record: StepRecord, times: StepTimes | None) -> Sequence[float] | None:
     return times.get(record.timing) if times is not None and record.timing >= 0 else None
 
 

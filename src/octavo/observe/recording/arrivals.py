@@ -1,17 +1,18 @@
 """The requests of a recording as a workload, with what became of them.
 
-Owns: RecordedRequest, and gathering them in a replay. Does not: simulate.
+Owns: RecordedRequest, and gathering them in a replay. Does not: simulate, or fold decisions (observe.history).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from octavo.core.plan import Event, EventKind, Events
+from octavo.core.plan import Events
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
-from octavo.observe.recording.format import Admit, KeyRun, RecordingError
+from octavo.observe.history import History, RequestHistory
+from octavo.observe.recording.format import Admit, Commit, KeyRun, RecordingError
 from octavo.observe.recording.reader import Recording, Segment
 from octavo.observe.recording.replaying import DivergenceError, Replayer
 
@@ -62,69 +63,38 @@ class RecordedRequest:
 class _Gathered:
     """A request while its segment is replayed."""
 
-    first: RecordedRequest
-    counts: list[int]
+    call: Admit
+    max_tokens: int
+    history: RequestHistory
+    counts: list[int]  # tokens of each choice
     keys: list[bytes] = field(default_factory=list)
-    cached_tokens: int = 0
-    num_preemptions: int = 0
-    first_scheduled: float | None = None
     first_token: float | None = None
-    end: float | None = None
-    finish_reason: FinishReason | None = None
-
-    def request(self) -> RecordedRequest:
-        num_prompt = self.first.prompt_tokens // self.first.key_tokens
-        return replace(
-            self.first,
-            output_tokens=tuple(self.counts),
-            keys=tuple(self.keys[:num_prompt]),
-            output_keys=tuple(self.keys[num_prompt:]),
-            cached_tokens=self.cached_tokens,
-            num_preemptions=self.num_preemptions,
-            first_scheduled=self.first_scheduled,
-            first_token=self.first_token,
-            end=self.end,
-            finish_reason=self.finish_reason,
-        )
 
 
 class _SegmentRequests:
-    """What became of each request of one segment. Times are seconds after `origin`."""
+    """The requests of one segment, whose history is kept. Times are seconds after `origin`."""
 
-    def __init__(self, segment: Segment, life: int, origin: float) -> None:
+    def __init__(self, segment: Segment, life: int, origin: float, history: History) -> None:
         self._key_tokens = segment.header.key_tokens
         self._life = life
         self._origin = origin
+        self._history = history
         self._all: list[_Gathered] = []  # by order of admission
-        self._open: dict[str, _Gathered] = {}
+        self._newest: dict[str, _Gathered] = {}  # by id, which may be used again
 
     def requests(self) -> list[RecordedRequest]:
-        """All of them, in order; those still open have no end."""
-        return [one.request() for one in self._all]
+        """Return all of them, in order; those still open have no end."""
+        return [self._request(one) for one in self._all]
 
     def admitted(self, call: Admit, max_tokens: int) -> None:
         """A request was admitted."""
         request, params = call.request, call.request.params
-        emitted = len(request.emitted_token_ids or ())
-        first = RecordedRequest(
-            request.request_id,
-            self._life,
-            _arrival(call) - self._origin,
-            request.num_prompt_tokens,
-            (),
-            request.tenant,
-            request.priority,
-            taken=call.now - self._origin,
-            key_tokens=self._key_tokens,
-            max_tokens=max_tokens,
-            ttft_objective=request.ttft_objective,
-            tpot_objective=request.tpot_objective,
-            emitted_tokens=emitted,
-            is_resumed=request.emitted_token_ids is not None,
-        )
-        one = _Gathered(first, [emitted] * (params.n if params.beam_width else params.num_sequences))
+        self._history.admitted(request)
+        history = self._history.open[request.request_id]
+        num_choices = params.n if params.beam_width else params.num_sequences
+        one = _Gathered(call, max_tokens, history, [len(request.emitted_token_ids or ())] * num_choices)
         self._all.append(one)
-        self._open[request.request_id] = one
+        self._newest[request.request_id] = one
 
     def keyed(self, runs: tuple[KeyRun, ...]) -> None:
         """Sequences got keys; those of each request's first choice count, in order."""
@@ -134,27 +104,40 @@ class _SegmentRequests:
                 one.keys.extend(run.keys)
 
     def tokens(self, events: Events) -> None:
-        """A commit gave tokens; call before `decided`, by which a request may end."""
+        """A commit gave tokens."""
         for name, choice in zip(events.request_ids, events.choices, strict=True):
-            one = self._open.get(name)
-            if one is not None:
-                one.counts[choice] += 1
-                if one.first_token is None:
-                    one.first_token = events.time - self._origin
+            one = self._newest[name]
+            one.counts[choice] += 1
+            if one.first_token is None:
+                one.first_token = events.time - self._origin
 
-    def decided(self, decisions: tuple[Event, ...]) -> None:
-        """Follow starts, preemptions and ends."""
-        for event in decisions:
-            one = self._open.get(event.request_id)
-            if one is None:
-                continue
-            if event.kind == EventKind.ADMITTED:
-                one.first_scheduled, one.cached_tokens = event.time - self._origin, event.cached_tokens
-            elif event.kind == EventKind.PREEMPTED:
-                one.num_preemptions += event.by is not None
-            elif event.kind == EventKind.FINISHED:
-                one.end, one.finish_reason = event.time - self._origin, event.finish_reason
-                del self._open[event.request_id]
+    def _request(self, one: _Gathered) -> RecordedRequest:
+        request, history, end = one.call.request, one.history, one.history.end
+        num_prompt = request.num_prompt_tokens // self._key_tokens
+        return RecordedRequest(
+            request.request_id,
+            self._life,
+            _arrival(one.call) - self._origin,
+            request.num_prompt_tokens,
+            tuple(one.counts),
+            request.tenant,
+            request.priority,
+            tuple(one.keys[:num_prompt]),
+            tuple(one.keys[num_prompt:]),
+            self._key_tokens,
+            one.max_tokens,
+            history.cached_tokens,
+            history.num_preemptions,
+            request.ttft_objective,
+            request.tpot_objective,
+            None if history.admitted_at is None else history.admitted_at - self._origin,
+            one.first_token,
+            None if end is None else end.time - self._origin,
+            None if end is None else end.finish_reason,
+            taken=one.call.now - self._origin,
+            emitted_tokens=len(request.emitted_token_ids or ()),
+            is_resumed=request.emitted_token_ids is not None,
+        )
 
 
 def _arrival(call: Admit) -> float:
@@ -176,16 +159,18 @@ def arrivals(recording: Recording, at_end: Callable[[Scheduler], object] | None 
             first = next((call for call in segment.calls() if isinstance(call, Admit)), None)
             origin = segment.header.clock if first is None else _arrival(first)
         replayer = Replayer(segment)
-        gathered = _SegmentRequests(segment, life, origin)
+        history = History(replayer.scheduler, max_ended=0)
+        gathered = _SegmentRequests(segment, life, origin, history)
         try:
             for call in segment.calls():
                 made = replayer.make(call)
                 if isinstance(call, Admit):
                     gathered.admitted(call, made.max_tokens)
                 gathered.keyed(getattr(call, "keys", ()))
-                if made.events is not None:
+                history.decided(made.decisions)
+                if isinstance(call, Commit) and made.plan is not None and made.events is not None:
                     gathered.tokens(made.events)
-                gathered.decided(made.decisions)
+                    history.stepped(made.plan, call.outcome, made.events)
         except DivergenceError as divergence:
             raise RecordingError(
                 f"{segment.path} does not replay to the same decisions from step {replayer.step} on "
