@@ -19,12 +19,12 @@ from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, St
 from octavo.core.policy import POLICIES, Policy
 from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
 from octavo.core.scheduler import Scheduler
-from octavo.errors import OctavoError
+from octavo.errors import InvariantError, OctavoError
 
 __all__ = [
-    "BUILT_IN", "ROW", "Event", "EventKind", "Events", "FinishReason", "GroupSpec", "Limits", "OctavoError", "Request",
-    "SamplingParams", "Scheduler", "Span", "StepFailure", "StepPlan", "StepResult", "TokenLogprobs", "Want",
-    "event_record", "events_record", "quads", "rows", "statistics_record", "triples",
+    "BUILT_IN", "ROW", "Event", "EventKind", "Events", "FinishReason", "GroupSpec", "InvariantError", "Limits",
+    "OctavoError", "Request", "SamplingParams", "Scheduler", "Span", "StepFailure", "StepPlan", "StepResult",
+    "TokenLogprobs", "Want", "event_record", "events_record", "quads", "rows", "statistics_record", "triples",
 ]  # fmt: skip
 
 ROW: dict[str, int] = {

@@ -15,6 +15,7 @@ from typing import Any
 from tests.freeze import core_names as names
 from tests.freeze.core_names import (
     FinishReason,
+    InvariantError,
     Limits,
     OctavoError,
     Request,
@@ -31,7 +32,7 @@ VOCAB_SIZE = 31
 EOS = 2
 MOST_STEPS = 4000
 GROUPS = ((0,), (0,), (0,), (0, 5), (0, 3), (0, 9), (4,), (7,), (3, 8), (0, 4, 11))
-ITEMS = {b"cat": 2, b"dog": 3, b"sun": 5, b"sea": 8}
+ITEMS = {b"cat": 2, b"cow": 2, b"dog": 3, b"elk": 3, b"sun": 5, b"sea": 8}
 TENANTS = ("", "acme", "zeta")
 
 
@@ -211,6 +212,8 @@ class Run:
         self.flight: deque[tuple[StepPlan, dict[int, SlotState]]] = deque()
         self.now, self.is_paused, self.is_draining = 0.0, False, False
         self.scheduler, self.mirror = Scheduler(self.limits), Mirror()
+        self.apart = random.Random(f"freeze apart {seed}")  # for what is refused and changes nothing
+        self.last: StepPlan | None = None  # committed last
         self._note_limits()
         busy = rng.choice((0.1, 0.3, 0.8))
         self.actions = [
@@ -227,6 +230,8 @@ class Run:
         weights = [weight for weight, _ in self.actions]
         for _ in range(num_actions):
             self.rng.choices(self.actions, weights)[0][1]()
+            if self.apart.random() < 0.03:
+                self.commit_wrongly()
         self.settle()
         self.read_statistics()
         return self
@@ -394,6 +399,7 @@ class Run:
 
     def _take(self, plan: StepPlan, outcome: Any) -> None:
         record = names.events_record(self.scheduler.commit(plan, outcome, self.now))
+        self.last = plan
         for name, _, position, token in record["tokens"]:
             if position == len(self.outputs[name]):
                 self.outputs[name].append(token)
@@ -401,6 +407,20 @@ class Run:
         if any(position > 0 and choice > 0 for _, choice, position, _ in record["tokens"]):
             self.features.add("several choices give tokens")
         self.note("commit", **record)
+
+    def commit_wrongly(self) -> None:
+        """A result that comes twice or out of order is refused, and changes nothing."""
+        early = self.flight[-1][0] if len(self.flight) > 1 else None
+        for kind, plan in (("late", self.last), ("early", early)):
+            if plan is None:
+                continue
+            try:
+                self.scheduler.commit(plan, StepFailure(kind), self.now)
+            except InvariantError as error:
+                self.features.add(f"{kind} result refused")
+                self.note("wrong commit", kind=kind, error=type(error).__name__)
+            else:
+                self.note("wrong commit", kind=kind, error=None)
 
     def run_out_of_memory(self) -> None:
         if self.flight:
@@ -473,7 +493,7 @@ class Run:
             return
         self.flight.clear()
         self.scheduler, self.mirror = Scheduler(self.limits), Mirror()
-        self.is_paused = False
+        self.is_paused, self.last = False, None
         self.note("restart")
         self.features.add("restart")
         for name in list(self.open):

@@ -49,8 +49,9 @@ REQUIRED = (
     )]
     + [f"result {name}" for name in ("dead_ends", "errors", "pooled", "scores")]
     + [f"refused {name}" for name in ("AdmissionError", "DuplicateRequestError", "PromptTooLongError")]
-    + ["clock jump", "drain", "durations only", "failed step", "limit_step", "pause", "reset False", "reset True",
-       "restart", "result without ids", "several choices give tokens", "sliding window", "taken events"]
+    + ["clock jump", "drain", "durations only", "early result refused", "failed step", "late result refused",
+       "limit_step", "pause", "reset False", "reset True", "restart", "result without ids",
+       "several choices give tokens", "sliding window", "taken events"]
 )  # fmt: skip
 
 
