@@ -147,8 +147,8 @@ def test_the_bare_loop_takes_time_and_counts_each_row() -> None:
 def test_the_profile_names_functions_of_the_scheduler_dearest_first() -> None:
     spent = profile(setting("decode", 32, steps=20))
     names = [one.function for one in spent]
-    assert any(name.startswith("core/planning.py:") for name in names)
-    assert any(name.startswith("core/committing.py:") for name in names)
+    assert any(name.startswith("core/run.py:") for name in names)
+    assert any(name.startswith("core/commit.py:") for name in names)
     assert [one.own_us for one in spent] == sorted((one.own_us for one in spent), reverse=True)
     assert 0 < sum(one.share for one in spent) <= 1.01
 
@@ -175,7 +175,7 @@ def test_tables_or_json(capsys) -> None:
     assert report["admit_target_us"] == 30
     assert cli.main(["bench", "scheduler", *words]) == 0
     out = capsys.readouterr().out
-    assert "core/planning.py" in out and "{" not in out
+    assert "core/run.py" in out and "{" not in out
 
 
 def test_json_alone_is_one_line(capsys) -> None:

@@ -177,7 +177,7 @@ def rooms(state: State, entry: RequestState) -> tuple[Room, ...]:
 
 
 def _promised(state: State) -> list[int]:
-    """Blocks per group that running sequences will still need for tokens they know (see Planner.outstanding)."""
+    """Blocks per group that running sequences will still need for tokens they know (see Step.outstanding)."""
     cache = state.cache
     total = [0] * cache.num_groups
     for request in state.running.requests:
