@@ -119,7 +119,7 @@ def _fits_without(step: Step, request: RequestState, victims: list[RequestState]
         left = pool.num_free + sum(1 for block, count in held.items() if pool.references[block] == count)
         left -= needed[group] + step.outstanding[group]
         left += sum(step.kept[victim.name][group] for victim in victims if victim.name in step.kept)
-        # What it shares is not needed anew; what no other sequence holds is then no longer free.
+        # Shared blocks are not allocated again; those that no other sequence holds are then no longer free.
         for block in match.blocks[group] if match is not None else ():
             left += block != NO_BLOCK and pool.references[block] > held.get(block, 0)
         if left < floors[group]:
@@ -406,7 +406,7 @@ class Admitter:
         free = [pool.num_free - count for pool, count in zip(cache.pools, needed, strict=True)]
         reason = self._lacks_room(request, needed, free, has_company)
         if reason is not None and not has_company:
-            # Alone, and its copies still need more than there is: computed anew it fits, as was proved.
+            # It is alone, and its copies need more than the pool has: computed again it fits, as admission.py checked.
             state.unswap(request)
             return self._try_start(request, has_company)
         if reason is not None:

@@ -1,12 +1,12 @@
-"""Beam search: which continuations live on, which ended ones are kept, and when it is over.
+"""Beam search: which continuations stay live, which ended ones are kept, and when the search is over.
 
 Owns: one request's beams as numbers: scores, parents, the pool of ended hypotheses. Does not: know slots, blocks or
 plans, or make candidates (the sampler does).
-Invariants: at most `width` beams live and at most `width` hypotheses are kept, both best first; equal scores keep
+Invariants: at most `width` beams are live and at most `width` hypotheses kept, both best first; equal scores keep
 their order (earlier beam, then its better candidate; a kept hypothesis before a new one). Sums and quotients are
 rounded to float32 after each operation, so they equal those of transformers' beam search (version 5), whose rules
 these are: of a step's max(2, 1 + number of stop ids) * width best continuations, those among the first `width`
-that end enter the pool if they are among its best, and the first `width` that do not end live on.
+that end enter the pool if they are among its best, and the first `width` that do not end stay live.
 Source of the search: Lowerre, "The Harpy speech recognition system", 1976; score: sum / length ** length_penalty.
 """
 
@@ -38,10 +38,10 @@ class Hypothesis:
 
 @dataclass(slots=True)
 class BeamStep:
-    """What a step did: (parent, token id) of the beams that live on, best first, and of those now kept as ended.
+    """What a step did: (parent, token id) of the beams that stay live, best first, and of those now kept as ended.
 
-    Parents are indices of the beams that lived before the step. `next` is empty when the search is over; it is
-    shorter than the width only where too few ids may follow.
+    Parents are indices of the beams before the step. `next` is empty when the search is over; it is shorter than the
+    width only where too few ids may follow.
     """
 
     next: list[tuple[int, int]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class BeamRules:
     min_tokens: int = 0
 
     def score(self, total: float, num_tokens: int) -> float:
-        """Give total / num_tokens ** length_penalty."""
+        """Return total / num_tokens ** length_penalty."""
         try:
             divisor = _rounded(float(num_tokens) ** self.length_penalty)
         except OverflowError:
@@ -73,7 +73,7 @@ class BeamRules:
 
 
 class BeamGroup:
-    """The beams of one request. `scores` are the sums of log-probabilities of the living ones, best first."""
+    """The beams of one request. `scores` are the sums of log-probabilities of the live ones, best first."""
 
     def __init__(self, rules: BeamRules) -> None:
         assert rules.max_length > rules.num_prompt, "there is no room for an output"
@@ -86,10 +86,10 @@ class BeamGroup:
     def advance(
         self, candidates: Sequence[tuple[Sequence[int], Sequence[float]]], paths: Sequence[array[int]]
     ) -> BeamStep:
-        """Take one more token. For each living beam, in order: its candidates (ids, log-probabilities), best first and
+        """Take one more token. For each live beam, in order: its candidates (ids, log-probabilities), best first and
         at least as many as the step looks at or as there are ids; and its output ids so far, which are copied.
         """
-        assert not self.is_over and len(candidates) == len(paths) == len(self.scores), "one entry per living beam"
+        assert not self.is_over and len(candidates) == len(paths) == len(self.scores), "one entry per live beam"
         rules = self.rules
         looked_at = self._best_continuations(candidates)
         self._num_steps += 1
@@ -114,7 +114,7 @@ class BeamGroup:
         return step
 
     def best(self, num: int) -> list[Hypothesis]:
-        """Give the best ended hypotheses, best first; fewer where there are fewer."""
+        """Return the best ended hypotheses, best first; fewer where there are fewer."""
         return self._pool[:num]
 
     def _best_continuations(
@@ -133,14 +133,14 @@ class BeamGroup:
         return every[:num_looked_at]
 
     def _hypothesis(self, path: array[int], token_id: int, total: float, stops: bool) -> Hypothesis:
-        assert len(path) == self._num_steps - 1, "a living beam has one output id per step"
+        assert len(path) == self._num_steps - 1, "a live beam has one output id per step"
         token_ids = path[:]
         token_ids.append(token_id)
         score = self.rules.score(total, self._num_steps)
         return Hypothesis(token_ids, score, total, token_id if stops else None)
 
     def _keep(self, ending: list[tuple[int, int, Hypothesis]]) -> list[tuple[int, int]]:
-        """Merge into the pool; say which are in it now."""
+        """Merge into the pool; return those of them that are in it now."""
         if not ending:
             return []
         merged: list[tuple[Hypothesis, tuple[int, int] | None]] = [(one, None) for one in self._pool]
@@ -151,10 +151,10 @@ class BeamGroup:
         return [origin for _, origin in merged if origin is not None]
 
     def _may_improve(self) -> bool:
-        """Whether the best living beam may still enter a full pool.
+        """Return True if the best live beam may still enter a full pool.
 
-        Beyond True (a full pool is enough), this is a guess: that it ended now, or, for "never" with a penalty that
-        favours length, at the greatest length.
+        With `early_stopping` other than True this is a guess: that the beam ends now, or, for "never" with a penalty
+        that favours length, at the greatest length.
         """
         rules = self.rules
         if len(self._pool) < rules.width:

@@ -1,7 +1,7 @@
 """Commits one step: tokens, ends, blocks that can be found from now on, and failures.
 
 Owns: the pass over the rows of the oldest plan in flight. Does not: plan, or undo what failed (recover).
-Invariants: plans are committed in the order made; a token is appended once; a row whose sequence ended, or was
+Invariants: plans are committed in the order made; a token is appended once; a row of a sequence that ended, or was
 discarded since, changes nothing; blocks that a failed step or row wrote cannot be found.
 """
 
@@ -38,7 +38,7 @@ def commit_step(state: State, plan: StepPlan, outcome: StepResult | StepFailure,
         raise InvariantError(f"step {plan.step} is committed, expected is {expected}: commit each plan once, in order")
     commit = StepCommit(state, state.flight.popleft(), now)
     if isinstance(outcome, StepFailure):
-        recover.fail(state, commit.flight, now)
+        recover.undo_steps(state, commit.flight, now)
     else:
         commit.take(outcome)
     return commit.close()
@@ -58,18 +58,18 @@ class StepCommit:
         self.positions: list[int] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs | None] | None = None
-        self.searching: list[RequestState] = []  # beam searches whose every beam may have its candidates now
+        self.searching: list[RequestState] = []  # beam searches that may have the candidates of all beams now
 
     def take(self, result: StepResult) -> None:
         """Append tokens, end what is done, confirm what was published."""
         state, flight, plan = self.state, self.flight, self.flight.plan
         bad = recover.bad_rows(flight, result)
         if bad:
-            recover.reject(state, flight, bad, self.now)
-        recover.end(state, flight, result.dead_ends, self.now)
+            recover.retry_bad_rows(state, flight, bad, self.now)
+        recover.finish_dead_ends(state, flight, result.dead_ends, self.now)
         state.cache.confirm(flight.published, plan.step)
         state.cache.host.confirm(flight.saved, plan.step)
-        recover.release(state, flight)
+        recover.release_blocks(state, flight)
         if result.scores or result.pooled:
             self._take_outputs(result, bad)
         if result.logprobs is not None:
@@ -141,7 +141,7 @@ class StepCommit:
         return ends
 
     def _sampled(self, result: StepResult, expected: int) -> array[int]:
-        """Return the step's ids; an executor that knows only durations has none, and -1 stands for each."""
+        """Return the step's ids; an executor that knows only durations has none, which gives -1 for each."""
         if result.token_ids is None:
             return array("i", [-1]) * expected
         if len(result.token_ids) != expected:
@@ -159,7 +159,7 @@ class StepCommit:
     ) -> None:
         """Take one sampled token per row: the hot path, with the common case entered right here.
 
-        Rows that close a block, may stop, or are no longer wanted take the general way.
+        Rows that fill a block, may stop, or are void take the general way.
         """
         add_name, add_choice = self.events.request_ids.append, self.choices.append
         add_position, add_id = self.positions.append, self.token_ids.append
@@ -215,7 +215,7 @@ class StepCommit:
         if self._is_void(sequence):
             return
         if flags & ROW_SAMPLE and not ids:
-            recover.discard(self.state, sequence, self.now)  # it has to be sampled again, from logits that are gone
+            recover.discard(self.state, sequence, self.now)  # to be sampled again: its logits no longer exist
             return
         num_drafts = plan.num_drafts[index] if plan.num_drafts else 0
         if num_drafts:
@@ -233,7 +233,7 @@ class StepCommit:
             if self._append(sequence, token, logprobs[offset] if logprobs else None):
                 return
         if not request.samples and plan.starts[index] + plan.counts[index] >= sequence.num_known:
-            # also one that was preempted in flight: it has given all that was asked for
+            # also a request that was preempted in flight: all its results are known
             self.state.finish(request, self.now, FinishReason.STOP)
 
     def _take_drafts(self, sequence: Sequence, index: int, ids: array[int]) -> None:
@@ -283,24 +283,24 @@ class StepCommit:
     def _deduplicate(self, published: list[Publication]) -> None:
         """Replace full blocks by equal ones that were cached before; the next plan has the edits (K04)."""
         state = self.state
-        for entry in published:
-            if not entry.is_duplicate or entry.owner.slot < 0:
+        for made in published:
+            if not made.is_duplicate or made.owner.slot < 0:
                 continue
-            cached = state.cache.find_duplicated(entry)
+            cached = state.cache.find_duplicated(made)
             if cached is not None:
-                for sequence in state.cache.dedup(entry, cached):
-                    state.table_edits.extend((sequence.slot, entry.group, entry.index, cached))
-                    state.defer_release(entry.group, entry.block)
+                for sequence in state.cache.dedup(made, cached):
+                    state.table_edits.extend((sequence.slot, made.group, made.index, cached))
+                    state.defer_release(made.group, made.block)
                 state.totals.num_adopted_blocks += 1
 
     # --- beams, scores, service -----------------------------------------------------------------------
 
-    def _take_candidates(self, sequence: Sequence, entry: TokenLogprobs | None) -> None:
+    def _take_candidates(self, sequence: Sequence, given: TokenLogprobs | None) -> None:
         """Keep what may follow a beam until all beams of its request have their candidates."""
         request = sequence.request
         sequence.num_pending -= 1
-        if entry is not None:
-            sequence.candidates = (entry.top_ids, entry.top_logprobs)
+        if given is not None:
+            sequence.candidates = (given.top_ids, given.top_logprobs)
         else:  # from an executor that knows only durations
             num = 2 * request.request.params.beam_width
             sequence.candidates = ((-1,) * num, tuple(-0.1 * (i + 1) for i in range(num)))

@@ -20,15 +20,15 @@ class Gate(Protocol):
     reason: WaitReason
 
     def lack(self, request: RequestState) -> tuple[int, int] | None:
-        """(needed, available) when the request cannot have its share now, else None."""
+        """Return (needed, available) if the request cannot have its share now, else None."""
         ...
 
     def take(self, request: RequestState) -> None:
-        """The request starts to run."""
+        """Take the share of a request that starts to run."""
         ...
 
     def give_back(self, request: RequestState) -> None:
-        """The request runs no more."""
+        """Give back the share of a request that no longer runs."""
         ...
 
 
@@ -41,15 +41,15 @@ class SequenceGate:
         self._budget = budget
 
     def lack(self, request: RequestState) -> tuple[int, int] | None:
-        """Needed and free slots, where they are too few."""
+        """Return needed and free slots, where they are too few."""
         return None if self._budget.fits(request.num_slots) else (request.num_slots, self._budget.left)
 
     def take(self, request: RequestState) -> None:
-        """All slots of the request, those of beams to come too."""
+        """Take all slots of the request, also those of future beams."""
         self._budget.take(request.num_slots)
 
     def give_back(self, request: RequestState) -> None:
-        """Those of choices that ended were given back then."""
+        """Give back the slots of its live choices; those of ended ones were given back then."""
         self._budget.give_back(request.num_slots)
 
 

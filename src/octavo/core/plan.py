@@ -290,7 +290,7 @@ class StepResult:
     accepted drafts (an executor that gives one for each row is right too). None from an executor that knows only
     durations. `logprobs` is None or aligned with `token_ids`. `scores`: (row index, first position,
     entries) for rows with ROW_SCORE. `pooled`: (row index, float32 bytes). `errors`: (row index, reason)
-    for rows whose own result is unusable: their tokens are ignored, and they are computed anew once. `dead_ends`: the
+    for rows whose own result is unusable: their tokens are ignored, and they are computed again once. `dead_ends`: the
     same for rows whose numbers are sound but leave nothing to sample: their requests end with that error. A row with
     ROW_BEAM has its candidates in `logprobs`: top_ids and top_logprobs, best first, at least twice the beam width,
     log-probabilities after the processors (penalties, biases, bans) as transformers' beam search has them; its token

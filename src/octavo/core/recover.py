@@ -27,7 +27,7 @@ def discard(state: State, sequence: Sequence, now: float) -> None:
         state.unswap(request)
 
 
-def release(state: State, flight: Flight) -> None:
+def release_blocks(state: State, flight: Flight) -> None:
     """Release the blocks that this plan was the last to name."""
     for group, block in flight.releases:
         state.cache.pools[group].release(block)
@@ -46,10 +46,10 @@ def bad_rows(flight: Flight, result: StepResult) -> dict[int, str]:
     return bad
 
 
-def reject(state: State, flight: Flight, bad: dict[int, str], now: float) -> None:
+def retry_bad_rows(state: State, flight: Flight, bad: dict[int, str], now: float) -> None:
     """Put the requests of bad rows back to be computed again, and end those that failed at the same token before.
 
-    To be called before the step's rows are taken. A choice that got further since has another try.
+    Call it before the step's rows are taken. A choice that got further since its last failure is tried again.
     """
     for index in sorted(bad):
         _withdraw_all(state, flight, flight.rows[index], now)
@@ -71,10 +71,10 @@ def reject(state: State, flight: Flight, bad: dict[int, str], now: float) -> Non
                 discard(state, fork, now)
 
 
-def end(state: State, flight: Flight, dead_ends: tuple[tuple[int, FinishError], ...], now: float) -> None:
+def finish_dead_ends(state: State, flight: Flight, dead_ends: tuple[tuple[int, FinishError], ...], now: float) -> None:
     """End the requests of rows that no token can follow, with the errors given. What they computed is sound.
 
-    To be called before the step's rows are taken.
+    Call it before the step's rows are taken.
     """
     for index, error in dead_ends:
         sequence = flight.rows[index]
@@ -105,9 +105,10 @@ def _forks_ahead(state: State, root: Sequence) -> list[Sequence]:
 
 
 def _withdraw_all(state: State, flight: Flight, first: Sequence, now: float) -> None:
-    """Withdraw what a bad row's sequence published or found, and discard all sequences that may have read it since.
+    """Withdraw the blocks that a bad row's sequence published or found; discard the sequences that may have read them.
 
-    What it found may be what spoilt it. Others that hold that go on: if it is bad, their own rows say so.
+    Blocks that it found may have caused the fault. Other sequences that hold those go on: if the blocks are bad, their
+    own rows will fail, too.
     """
     state.cache.withdraw(first)
     flights = [flight, *state.flight]
@@ -120,7 +121,7 @@ def _withdraw_all(state: State, flight: Flight, first: Sequence, now: float) -> 
         for other in _readers(state, flights, blocks):
             if other is not sequence and other is not first:
                 doubtful.append(other)
-                # Its own row of the current step is still to be read by the loop over rows.
+                # If it has a row in this step, too, the commit drops that later, because the sequence is stale.
                 discard(state, other, now)
 
 
@@ -128,10 +129,10 @@ def _withdraw(state: State, flights: list[Flight], sequence: Sequence) -> set[tu
     """Unpublish what a sequence published in flight; return those blocks and the copies made of them."""
     blocks: set[tuple[int, int]] = set()
     for flight in flights:
-        mine = [entry for entry in flight.published if entry.owner is sequence]
-        blocks.update((entry.group, entry.block) for entry in mine)
+        mine = [made for made in flight.published if made.owner is sequence]
+        blocks.update((made.group, made.block) for made in mine)
         state.cache.unpublish(mine, flight.plan.step)
-        flight.published = [entry for entry in flight.published if entry.owner is not sequence]
+        flight.published = [made for made in flight.published if made.owner is not sequence]
         copies = flight.plan.copies
         for group, source, to in zip(copies[::3], copies[1::3], copies[2::3], strict=True):
             if (group, source) in blocks:
@@ -155,8 +156,8 @@ def _readers(state: State, flights: list[Flight], blocks: set[tuple[int, int]]) 
 # --- failed steps -----------------------------------------------------------------------------------------------
 
 
-def fail(state: State, first: Flight, now: float) -> None:
-    """Undo a plan and every later one: their sequences are put back, their effects will be sent again."""
+def undo_steps(state: State, first: Flight, now: float) -> None:
+    """Undo a plan and every later one: their sequences are put back, and their effects are sent again."""
     flights = [first, *state.flight]
     state.flight.clear()
     state.totals.num_failed_steps += 1
@@ -167,7 +168,7 @@ def fail(state: State, first: Flight, now: float) -> None:
         plan = flight.plan
         state.cache.unpublish(flight.published, plan.step)
         state.cache.host.unpublish(flight.saved, plan.step)
-        release(state, flight)
+        release_blocks(state, flight)
         finished.extend(plan.finished_ids)
         preempted.extend(plan.preempted_ids)
         freed.extend(plan.freed_slots)
@@ -186,7 +187,7 @@ def fail(state: State, first: Flight, now: float) -> None:
 
 
 def _touched(state: State, flights: list[Flight]) -> list[RequestState]:
-    """Return the running requests that have a row in these plans, or of which they tell the executor something."""
+    """Return the running requests that have a row, a new sequence or an edit in these plans."""
     slots: list[int] = []
     for flight in flights:
         plan = flight.plan

@@ -103,8 +103,8 @@ class Scheduler:
 
         The choices of a beam search are known only at its end, so none of them can be ended alone.
         """
-        entry = self._state.requests.get(request_id)
-        sequences = [] if entry is None or entry.beams is not None else entry.sequences
+        request = self._state.requests.get(request_id)
+        sequences = [] if request is None or request.beams is not None else request.sequences
         sequence = next((one for one in sequences if one.choice == choice), None)
         if sequence is not None:
             self._state.end_choice(sequence, now, reason)
@@ -123,9 +123,9 @@ class Scheduler:
         """End requests in any state, in flight too; ignore unknown and finished ids. Return how many ended."""
         names, count = tuple(request_ids), 0
         for name in names:
-            entry = self._state.requests.get(name)
-            if entry is not None:
-                self._state.finish(entry, now, reason, error=error)
+            request = self._state.requests.get(name)
+            if request is not None:
+                self._state.finish(request, now, reason, error=error)
                 count += 1
         self._state.settle()
         if self._tap is not None:
@@ -182,7 +182,7 @@ class Scheduler:
         return was_reset
 
     def pause(self) -> None:
-        """Admit nothing from the queue until resume(); what runs goes on."""
+        """Admit nothing from the queue until resume(); running requests continue."""
         self._state.is_paused = True
         if self._tap is not None:
             self._tap.controlled("pause")

@@ -205,7 +205,7 @@ class State:
         self.slot_owner[slot] = sequence
 
     def set_decoding(self, request: RequestState, is_decoding: bool) -> None:
-        """Note whether all known tokens of a running request are scheduled; its policy may rank it anew."""
+        """Note whether all known tokens of a running request are scheduled; its rank may change."""
         request.is_decoding = is_decoding
         rank = self.policy.rank(request)
         if rank != request.rank:
@@ -233,7 +233,7 @@ class State:
         request.wait_reason = -1
         for sequence in request.sequences:
             sequence.candidates = None
-            if not request.can_run_ahead:  # the results of its rows in flight would belong to a choice made anew
+            if not request.can_run_ahead:  # its rows in flight would give results of a choice that is made again
                 sequence.stale = sequence.in_flight
                 sequence.num_pending = 0
         rerank(request, self.policy)

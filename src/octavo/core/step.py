@@ -32,7 +32,7 @@ from octavo.core.state import Flight, State
 
 
 class Step:
-    """A plan in the making. Made anew for every plan; `finish` returns the plan and enters it in flight.
+    """A plan in the making, one object for each plan; `finish` returns the plan and enters it in flight.
 
     `waits` and `held` count waiting and running requests that are left out, by reason. `outstanding` is the number of
     blocks per group that running sequences still need for tokens they know, and `kept` the same by request.
@@ -285,9 +285,9 @@ class Step:
         is_fresh = any(new.slot in slots and new.slot not in self.moved for new in self.new_sequences)
         for sequence in rows:
             self._take_back(sequence)
-        promised = [entry for entry in self.published if entry.owner.request is victim]
+        promised = [made for made in self.published if made.owner.request is victim]
         self.state.cache.unpublish(promised, self.state.step)
-        self.published = [entry for entry in self.published if entry.owner.request is not victim]
+        self.published = [made for made in self.published if made.owner.request is not victim]
         for group, count in enumerate(self.kept.pop(victim.name, ())):
             self.outstanding[group] -= count
         self.new_sequences = [new for new in self.new_sequences if new.slot not in slots]
