@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         RequestError,
         UnknownModelError,
     )
-    from octavo.frontend.results import CompletionOutput, EmbeddingOutput, RequestOutput
+    from octavo.frontend.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
     from octavo.frontend.sessions import TextDelta, Usage
     from octavo.grammar.forms import grammar_from
 
@@ -35,7 +35,7 @@ _HOMES = {
     "octavo.config": ("Config",),
     "octavo.core.policy": ("Policy", "register_policy"),
     "octavo.core.request": ("FinishReason", "Request", "RequestState", "SamplingParams"),
-    "octavo.frontend.results": ("CompletionOutput", "EmbeddingOutput", "RequestOutput"),
+    "octavo.frontend.outputs": ("CompletionOutput", "EmbeddingOutput", "RequestOutput"),
     "octavo.frontend.sessions": ("TextDelta", "Usage"),
     "octavo.errors": (
         "AdmissionError",

@@ -25,7 +25,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.errors import AdmissionError, InvalidRequestError
 from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.offline import OfflineEngine
-from octavo.frontend.results import RequestOutput
+from octavo.frontend.outputs import RequestOutput
 from octavo.frontend.sessions import TextDelta
 
 TEXT = make_text()

@@ -18,7 +18,7 @@ from octavo.core.request import SamplingParams
 from octavo.errors import AdmissionError, InvalidRequestError, PromptTooLongError
 from octavo.frontend import progress
 from octavo.frontend.offline import OfflineEngine
-from octavo.frontend.results import CompletionOutput, RequestOutput
+from octavo.frontend.outputs import CompletionOutput, RequestOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=3, ignore_eos=True)
 

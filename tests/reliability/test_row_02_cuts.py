@@ -18,7 +18,7 @@ import pytest
 
 from octavo.artifacts.resolve import resolve_model
 from octavo.core.request import SamplingParams
-from octavo.frontend.deltas import by_choice, joined
+from octavo.frontend.outputs import by_choice, joined
 from octavo.frontend.sessions import Session, Sessions
 from octavo.grammar.compile import compile_grammar
 from octavo.grammar.vocabulary import Vocabulary

@@ -7,7 +7,7 @@ import pytest
 
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Want
-from octavo.frontend.output_slices import slice_tokens
+from octavo.frontend.outputs import slice_tokens
 from octavo.server.answer import LOWEST_LOGPROB
 from octavo.server.bodies.sampling import MAX_PROMPT_SCORES
 from octavo.server.params import check_scores

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core.request import FinishReason
-from octavo.frontend.deltas import TextDelta, Usage
+from octavo.frontend.outputs import TextDelta, Usage
 from octavo.server.answer import format_fact
 from octavo.server.generation import Choice
 from octavo.server.shapes.anthropic import SIGNATURE

@@ -10,7 +10,7 @@ from openai.types.responses import Response
 
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason
-from octavo.frontend.deltas import TextDelta, Usage
+from octavo.frontend.outputs import TextDelta, Usage
 from octavo.server.faults import ApiError
 from octavo.server.generation import Choice
 from octavo.server.shapes.form import Form

@@ -17,7 +17,7 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishError, FinishReason
 from octavo.engine.client import TokenOutput
 from octavo.errors import ErrorKind
-from octavo.frontend.output_slices import MAX_SLICE, slice_tokens, slices
+from octavo.frontend.outputs import MAX_SLICE, slice_tokens, slices
 from octavo.server import connection, stream
 from octavo.server.faults import ApiError
 from octavo.server.limits import HttpLimits

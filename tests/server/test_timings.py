@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.frontend.deltas import Usage
+from octavo.frontend.outputs import Usage
 from octavo.server.answer import timings_json
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from octavo.config import ChatConfig, Config
 from octavo.core.request import FinishReason
-from octavo.frontend.deltas import TextDelta
+from octavo.frontend.outputs import TextDelta
 from octavo.server.answer import format_fact, format_of
 from octavo.server.bodies.chat import read_chat
 from octavo.server.faults import ApiError

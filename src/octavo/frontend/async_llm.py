@@ -16,7 +16,14 @@ from typing import Any, Self, cast
 from octavo.core.request import FinishError, FinishReason, SamplingParams, Want
 from octavo.core.sampling_params import sampling_defaults
 from octavo.errors import ErrorKind, InvalidRequestError
-from octavo.frontend.results import EmbeddingOutput, GrowingOutput, RequestOutput, embedded, whole
+from octavo.frontend.outputs import (
+    EmbeddingOutput,
+    OutputBuilder,
+    RequestOutput,
+    by_choice,
+    embedding_output,
+    joined,
+)
 from octavo.frontend.sessions import Prompt, Session, Sessions, TextDelta, check_stream
 from octavo.observe.metrics.export import Table, save_json_lines
 
@@ -47,11 +54,12 @@ class AsyncEngine:
         the request. Of best_of > n only the end is given. Options are those of Sessions.submit.
         """
         text, session = await self._open(prompt, sampling_params, {**options, "request_id": request_id})
-        growing = GrowingOutput(session, text)
+        builder = _builder(session, text)
         try:
             async for delta in session:
-                if growing.add(delta):
-                    yield growing.output()
+                if delta.prompt_logprobs is None:
+                    builder.add(delta)
+                    yield builder.output(session.prompt_logprobs)
         finally:
             await session.cancel()
 
@@ -72,14 +80,18 @@ class AsyncEngine:
             deltas = await session.collect() if on_delta is None else await _watched(session, on_delta)
         finally:
             await session.cancel()
-        return whole(session, text, deltas)
+        builder = _builder(session, text)
+        for each in by_choice(deltas):
+            builder.add(joined(each))
+        return builder.output(session.prompt_logprobs)
 
     async def embed(self, prompt: AnyPrompt, **options: Any) -> EmbeddingOutput:
         """Give a prompt's vector (docs/embeddings.md); options are those of Sessions.submit. Raises EngineError."""
         text, ids = self._read_prompt(prompt)
         session = await self.sessions.submit(ids, _NOTHING_SAMPLED, **{**options, "wants": Want.POOL})
         try:
-            return embedded(session, text, await session.collect())
+            *_, last = await session.collect()
+            return embedding_output(session.request_id, text, session.prompt_token_ids, last)
         finally:
             await session.cancel()
 
@@ -207,6 +219,10 @@ class AsyncEngine:
         if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)):
             return None, prompt
         raise InvalidRequestError(f"a prompt is a {type(prompt).__name__}; give a text or token ids", "prompt")
+
+
+def _builder(session: Session, prompt: str | None) -> OutputBuilder:
+    return OutputBuilder(session.request_id, prompt, session.prompt_token_ids, session.params)
 
 
 async def _watched(session: Session, on_delta: OnDelta) -> list[TextDelta]:

@@ -15,7 +15,7 @@ from typing import cast
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, TokenOutput, Verb
 from octavo.engine.loop import EngineLoop
-from octavo.frontend.bell import Bell
+from octavo.frontend.loop_wakeup import LoopWakeup
 from octavo.frontend.open_requests import OpenRequests
 
 JOIN_POLL_S = 0.005
@@ -31,7 +31,7 @@ class LocalClient:
         self._pending: deque[Callable[[], None]] = deque()
         self._is_woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._bell = Bell(self._drain)
+        self._wakeup = LoopWakeup(self._drain)
         engine.attach(lambda events: self._hand_over(partial(self._requests.accept, _EPOCH, events)))
 
     async def submit(self, request: Request) -> Accepted:
@@ -73,7 +73,7 @@ class LocalClient:
             await asyncio.sleep(JOIN_POLL_S)
         self._drain()
         if self._loop is not None and not self._loop.is_closed():
-            self._bell.leave(self._loop)
+            self._wakeup.detach(self._loop)
         self._loop = None
 
     def _bind(self) -> None:
@@ -83,7 +83,7 @@ class LocalClient:
             assert self._loop is None or self._loop.is_closed(), "one client serves one event loop"
             self._loop = loop
             self._is_woken = False
-            self._bell.listen(loop)
+            self._wakeup.attach(loop)
         self._engine.start()
 
     async def _ask(self, ask: Callable[[Callable[[object], None]], None]) -> object:
@@ -98,7 +98,7 @@ class LocalClient:
             return
         self._is_woken = True
         if not self._loop.is_closed():
-            self._bell.ring()
+            self._wakeup.wake()
         else:  # the event loop was closed over open requests: nobody is left to read
             self._pending.clear()
             self._engine.cancel([entry.request.request_id for entry in self._requests])

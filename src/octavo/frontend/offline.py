@@ -12,13 +12,14 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from os import PathLike
 from typing import Any, Self, TypeVar
 
 from octavo.core.request import SamplingParams
 from octavo.errors import InvalidRequestError, RequestError
 from octavo.frontend.async_llm import AnyParams, AnyPrompt, AsyncEngine, Messages
-from octavo.frontend.results import EmbeddingOutput, RequestOutput
+from octavo.frontend.outputs import EmbeddingOutput, RequestOutput
 from octavo.frontend.sessions import Sessions, TextDelta
 from octavo.observe.metrics.export import Table
 
@@ -165,8 +166,13 @@ class OfflineEngine:
         each = [self._engine.read_params(one) for one in _spread(params, len(prompts))]
         if not prompts:
             return []
+
+        def answer(index: int) -> Awaitable[RequestOutput]:
+            watch = None if on_delta is None else partial(on_delta, index)
+            return self._engine.complete(prompts[index], each[index], on_delta=watch)
+
         with _bar(len(prompts), is_shown) as advance:
-            return self._wait(_gather(self._engine, prompts, each, advance, on_delta))
+            return self._wait(_all(answer, range(len(prompts)), advance))
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run in the event loop's thread; an interrupt here cancels it there."""
@@ -195,22 +201,8 @@ class OfflineEngine:
                 self._wait(close())
 
 
-async def _gather(
-    engine: AsyncEngine,
-    prompts: Sequence[AnyPrompt],
-    params: Sequence[SamplingParams],
-    advance: Advance,
-    on_delta: Callable[[int, TextDelta], None] | None,
-) -> list[RequestOutput]:
-    def answer(index: int) -> Awaitable[RequestOutput]:
-        watch = None if on_delta is None else lambda delta: on_delta(index, delta)
-        return engine.complete(prompts[index], params[index], on_delta=watch)
-
-    return await _all(answer, range(len(prompts)), advance)
-
-
 async def _all(answer: Callable[[_P], Awaitable[_Answer]], prompts: Sequence[_P], advance: Advance) -> list[_Answer]:
-    """Answers to all prompts at once, in order. The first error ends the others."""
+    """Return the answers to all prompts, computed at once, in order. The first error cancels the others."""
 
     async def one(index: int) -> _Answer:
         try:
@@ -287,7 +279,7 @@ def _shut(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threadin
 
 
 async def _close_all(engine: AsyncEngine) -> None:
-    """Close the engine, and let whoever still reads see the end."""
+    """Close the engine, and let open readers see the end."""
     await engine.close()
     rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     if rest:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from octavo.frontend.results import EmbeddingOutput, RequestOutput
+from octavo.frontend.outputs import EmbeddingOutput, RequestOutput
 
 
 class BatchBar:

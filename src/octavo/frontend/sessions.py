@@ -16,36 +16,34 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 
 from octavo.core.kv.keys import prompt_keys
-from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import Accepted, EngineClient, TokenOutput
 from octavo.errors import AdmissionError, EngineDeadError, InvalidRequestError
 from octavo.executors.protocol import Capacity
-from octavo.frontend.deltas import TextDelta, Usage, best_choices
 from octavo.frontend.open_request import num_choices
 from octavo.frontend.open_requests import OutputReader
-from octavo.frontend.output_slices import slice_tokens, slices
+from octavo.frontend.outputs import Scores, TextDelta, Usage, best_choices, slice_tokens, slices
 from octavo.frontend.transcript import Transcript
 
 if TYPE_CHECKING:
     from octavo.text.text_model import TextModel
 
-__all__ = ["Prompt", "Session", "Sessions", "Terms", "TextDelta", "Usage", "check_stream"]
+__all__ = ["Prompt", "Scores", "Session", "Sessions", "Terms", "TextDelta", "Usage", "check_stream"]
 
 Prompt = str | Sequence[int]
-Scores = tuple[int, tuple[TokenLogprobs, ...]]  # of the prompt: first position, entries
 OFF_LOOP_TOKENS = 16_384  # beyond this, hashing a prompt's blocks takes over a millisecond
 
 
 class Terms(TypedDict, total=False):
-    """How a request is to be served. `timeout_s` counts from now, as does `queue_timeout_s`, which bounds the wait;
+    """How a request is served. `timeout_s` counts from now, as does `queue_timeout_s`, which bounds the wait;
     objectives are seconds to the first token and for each token after it, and guide the deadline policy; `tenant`
-    shares the engine with others under the fair policy; `wants` is what is computed where that is no text.
+    shares the engine with others under the fair policy; `wants` is what is computed instead of text.
     """
 
     priority: int
@@ -74,49 +72,46 @@ def _wants(params: SamplingParams) -> Want:
     return Want.SAMPLE if params.prompt_logprobs is None else Want.SAMPLE | Want.SCORE
 
 
-class _Choice:
-    """One growing choice. `logprob_sum` is None where it is not known."""
+class OutputClient(Protocol):
+    """What a session needs of an EngineClient once its request is accepted."""
 
-    __slots__ = ("logprob_sum", "transcript")
+    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+        """See EngineClient."""
 
-    def __init__(self, transcript: Transcript, is_summed: bool) -> None:
-        self.transcript = transcript
-        self.logprob_sum: float | None = 0.0 if is_summed else None
-
-    def add(self, logprobs: Sequence[TokenLogprobs | None], num_ids: int) -> None:
-        """Count the log-probabilities of its next ids."""
-        if self.logprob_sum is not None:
-            known = [entry.logprob for entry in logprobs if entry is not None]
-            self.logprob_sum = self.logprob_sum + sum(known) if len(known) == num_ids else None
+    async def cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """See EngineClient."""
 
 
 class Session:
     """One accepted request. Iterate once; cancel at any time, from any task.
 
-    Choices are interleaved as they come. Those of best_of > n come at the end, whole, and are numbered best first.
+    Deltas of choices are interleaved. Those of best_of > n are given at the end, whole, and numbered best first.
     """
 
     def __init__(
         self,
-        client: EngineClient,
+        client: OutputClient,
         request: Request,
         accepted: Accepted,
         make_transcript: Callable[[], Transcript],
+        max_slice: int = sys.maxsize,
     ) -> None:
+        """`max_slice` bounds the tokens of a delta."""
         params = request.params
         self.request_id = request.request_id
         self.params = params
         self.accepted = accepted
         self.prompt_logprobs: Scores | None = None
-        self.is_cancelled = False  # whether it ended because somebody cancelled it
+        self.is_cancelled = False  # it ended because it was cancelled
         self._client = client
         self._request = request
-        is_summed = params.num_logprobs is not None
-        self._choices = [_Choice(make_transcript(), is_summed) for _ in range(num_choices(params))]
+        self._choices = [make_transcript() for _ in range(num_choices(params))]
         self._outputs = client.outputs(request.request_id)
         self._is_ranked = len(self._choices) > params.n
         self._slices: deque[TokenOutput] = deque()  # of an output that was larger
-        self._slice_tokens = slice_tokens(params.num_logprobs)
+        self._slice_tokens = min(max_slice, slice_tokens(params.num_logprobs))
         self._ready: deque[TextDelta] = deque()
         self._has_ended = False
 
@@ -128,13 +123,13 @@ class Session:
 
     @property
     def num_unread(self) -> int:
-        """Tokens that are here and were not read, as far as the client tells."""
+        """Tokens that are here and were not read, as far as the client knows."""
         waiting = self._outputs.num_unread if isinstance(self._outputs, OutputReader) else 0
         return waiting + sum(len(output.token_ids) for output in self._slices)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last delta was given."""
+        """Return True if the last delta was given."""
         return self._has_ended and not self._ready
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
@@ -144,11 +139,11 @@ class Session:
         if not self._ready:
             await self._fill()
         elif self._ready[0].prompt_logprobs is not None:
-            await asyncio.sleep(0)  # there may be many, all here, and others wait for this event loop
+            await asyncio.sleep(0)  # there may be many, all ready, and other tasks need this event loop
         return self._ready.popleft()
 
     async def _fill(self) -> None:
-        """Wait until there is a delta to give."""
+        """Wait for the next delta."""
         if self._has_ended:
             raise StopAsyncIteration
         held: list[TextDelta] = []
@@ -169,7 +164,7 @@ class Session:
         raise EngineDeadError(f"the outputs of request {self.request_id} ended without a finish reason")
 
     async def _next_output(self) -> TokenOutput | None:
-        """The next output, None behind the last. Large ones come in slices: so do the deltas of a slow reader."""
+        """Return the next output, None after the last. Large ones are sliced, as the deltas of a slow reader."""
         if not self._slices:
             output = await anext(self._outputs, None)
             if output is None or len(output.token_ids) <= self._slice_tokens:
@@ -178,7 +173,7 @@ class Session:
         return self._slices.popleft()
 
     async def collect(self) -> list[TextDelta]:
-        """All deltas. Without stop strings this wakes up once, at the end."""
+        """Return all deltas. Without stop strings this wakes up once, at the end."""
         self._slice_tokens = sys.maxsize
         if not self.params.stop:
             self._outputs = self._client.outputs(self.request_id, final_only=True)
@@ -190,7 +185,7 @@ class Session:
             await self._client.cancel((self.request_id,), reason)
 
     def _give_scores(self, scores: Scores) -> None:
-        """Give log-probabilities of the prompt, in pieces that are quickly made into something else."""
+        """Make deltas of the prompt's log-probabilities, small enough to be encoded quickly."""
         self.prompt_logprobs = scores
         first, entries = scores
         size = slice_tokens(self.params.prompt_logprobs)
@@ -199,16 +194,15 @@ class Session:
             self._ready.append(TextDelta(0, "", array("i"), prompt_logprobs=piece))
 
     async def _take(self, output: TokenOutput) -> TextDelta | None:
-        """The delta of an output, None when there is nothing to tell; a choice that met a stop string is ended."""
+        """Return the delta of an output, None for an empty one; end a choice that met a stop string."""
         now = time.monotonic()
-        choice = self._choices[output.choice]
-        transcript = choice.transcript
+        transcript = self._choices[output.choice]
         was_cut = transcript.stop_string is not None
         text, count = transcript.push(output.token_ids, output.finish_reason)
         if transcript.stop_string is not None and not was_cut and output.finish_reason is None:
             await self._client.cancel((self.request_id,), FinishReason.STOP, output.choice)
         logprobs = None if output.logprobs is None else output.logprobs[:count]
-        choice.add(logprobs or (), count)
+        transcript.add_logprobs(logprobs or (), count)
         shown = logprobs if self.params.logprobs is not None else None
         delta = TextDelta(output.choice, text, output.token_ids[:count], shown)
         if output.finish_reason is not None:
@@ -216,8 +210,7 @@ class Session:
         return delta if delta.token_ids else None
 
     def _last(self, delta: TextDelta, output: TokenOutput, now: float) -> TextDelta:
-        choice = self._choices[output.choice]
-        transcript = choice.transcript
+        transcript = self._choices[output.choice]
         is_stopped = transcript.stop_string is not None
         self.is_cancelled |= not is_stopped and output.finish_reason is FinishReason.CANCELLED
         return replace(
@@ -226,12 +219,12 @@ class Session:
             stop_reason=transcript.stop_string if is_stopped else transcript.stop_token_id,
             usage=self._usage(output, now) if output.is_final else None,
             error=None if is_stopped else output.error,
-            cumulative_logprob=choice.logprob_sum,
+            cumulative_logprob=transcript.logprob_sum,
             pooled=output.pooled,
         )
 
     def _reason(self, output: TokenOutput) -> FinishReason | None:
-        """Why a choice ended; one that was to have no tokens ends by its length."""
+        """Return why a choice ended; one of max_tokens=0 ends by its length."""
         is_done = output.finish_reason is FinishReason.STOP
         return FinishReason.LENGTH if is_done and self.params.max_tokens == 0 else output.finish_reason
 
@@ -239,7 +232,7 @@ class Session:
         arrival = self._request.arrival
         return Usage(
             prompt_tokens=self._request.num_prompt_tokens,
-            completion_tokens=sum(choice.transcript.num_tokens for choice in self._choices),
+            completion_tokens=sum(choice.num_tokens for choice in self._choices),
             cached_tokens=output.cached_tokens,
             queue_s=output.queue_s,
             ttft_s=(output.first_at if output.first_at is not None else now) - arrival,
@@ -267,6 +260,7 @@ class Sessions:
         self.client = client
         self.text = text
         self.capacity = capacity
+        self.max_slice = sys.maxsize  # tokens of a delta
         self._seeds = random.Random(seed)
         self._eos_token_ids = tuple(dict.fromkeys((*text.spec.eos_token_ids, *text.tokenizer.eos_token_ids)))
         self._now = now
@@ -276,8 +270,14 @@ class Sessions:
         """The most tokens of a prompt and its answer."""
         return self.text.spec.max_model_len if self.capacity is None else self.capacity.max_model_len
 
+    def token_by_token(self) -> Sessions:
+        """Return the same sessions, which share their seeds and all else, with deltas of at most one token."""
+        copied = copy(self)
+        copied.max_slice = 1
+        return copied
+
     def prompt_ids(self, prompt: Prompt) -> Sequence[int]:
-        """Ids of a prompt given as text (with special tokens) or as ids."""
+        """Return the ids of a prompt given as text (with special tokens) or as ids."""
         return self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
     async def submit(
@@ -299,7 +299,7 @@ class Sessions:
         def make_transcript() -> Transcript:
             return Transcript(self.text.tokenizer, params, request.eos_token_ids)
 
-        return Session(self.client, request, accepted, make_transcript)
+        return Session(self.client, request, accepted, make_transcript, self.max_slice)
 
     def _request(self, request_id: str | None, ids: array[int], params: SamplingParams, terms: Terms) -> Request:
         unknown = terms.keys() - Terms.__optional_keys__
@@ -328,7 +328,7 @@ class Sessions:
         )
 
     async def _with_keys(self, request: Request) -> Request:
-        """The request with the keys of its prompt's blocks; a long prompt's do not hold up the event loop."""
+        """Return the request with the keys of its prompt's blocks; those of a long one are made in a thread."""
         if self.capacity is None:
             return request
         if request.num_prompt_tokens > OFF_LOOP_TOKENS:

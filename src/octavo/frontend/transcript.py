@@ -1,16 +1,17 @@
 """From one choice's ids to its text: detokenising, end ids, stop strings, in order of position.
 
-Owns: which ids count, which text is given out, and what stopped it. Does not: cancel or wait.
-Invariants: a stop string is found wherever the ids were split; it and what follows is never given out (unless
-asked for); ids behind the match do not count; end ids count but give no text.
+Owns: which ids count, which text is returned, what stopped it, the sum of log-probabilities. Does not: cancel or wait.
+Invariants: a stop string is found wherever the ids were split; it and what follows is never returned (unless
+requested); ids after the match do not count; end ids count but give no text.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.stop_strings import StopStrings
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Transcript:
-    """Text of one growing choice. `stop_string` is set once one matched; then nothing more is taken."""
+    """Text of one choice while it grows. `stop_string` is set once one matched; later ids are ignored."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
         eos = () if params.ignore_eos else tuple(eos_token_ids)
@@ -32,9 +33,16 @@ class Transcript:
         self.num_tokens = 0
         self.stop_string: str | None = None
         self.stop_token_id: int | None = None
+        self.logprob_sum: float | None = None if params.num_logprobs is None else 0.0  # None: not known
+
+    def add_logprobs(self, entries: Sequence[TokenLogprobs | None], num_ids: int) -> None:
+        """Add the log-probabilities of the next ids."""
+        if self.logprob_sum is not None:
+            known = [entry.logprob for entry in entries if entry is not None]
+            self.logprob_sum = self.logprob_sum + sum(known) if len(known) == num_ids else None
 
     def push(self, ids: array[int], finish: FinishReason | None) -> tuple[str, int]:
-        """Take the next ids; return the text to give out and how many of the ids count.
+        """Take the next ids; return their text and how many of the ids count.
 
         `finish` is the engine's reason when these are the last; a stop string then still comes first.
         """

@@ -31,7 +31,6 @@ from octavo.server.logins import Logins
 from octavo.server.params import ParamsReader
 from octavo.server.prompts import PromptReader
 from octavo.server.queue_forecast import QueueForecast
-from octavo.server.replay_outputs import one_by_one
 from octavo.server.responses.background import Background
 from octavo.server.responses.store import ResponseStore
 from octavo.server.shares import Shares
@@ -135,7 +134,7 @@ def build_context(
         logins=Logins(keys),
         feed=Feed(sessions.client, keys, lifecycle, limits),
         metrics=RequestMetrics(models[0]),
-        fine_sessions=one_by_one(sessions),
+        fine_sessions=sessions.token_by_token(),
         runs=runs,
         waiting=waiting,
         admission=Admission(

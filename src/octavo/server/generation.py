@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core.request import FinishError, FinishReason, SamplingParams
 from octavo.errors import ErrorKind, OctavoError, error_of
-from octavo.frontend.output_slices import token_bytes
+from octavo.frontend.outputs import token_bytes
 from octavo.frontend.sessions import Terms
 from octavo.observe.metrics.requests import Finished, RequestMetrics
 from octavo.observe.request_trace import RequestTrace, Timed
@@ -23,7 +23,7 @@ from octavo.server.admission import Lease
 from octavo.server.faults import ApiError, cancelled_error, from_exception
 
 if TYPE_CHECKING:
-    from octavo.frontend.deltas import Usage
+    from octavo.frontend.outputs import Usage
     from octavo.frontend.sessions import Session, Sessions, TextDelta
 
 Merged = asyncio.Queue["tuple[int, TextDelta] | asyncio.Task[None]"]

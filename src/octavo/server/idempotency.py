@@ -32,8 +32,8 @@ from octavo.server.shares import Shares, keeps_most
 
 if TYPE_CHECKING:
     from octavo.config import RetryConfig
-    from octavo.frontend.deltas import TextDelta
     from octavo.frontend.journal import Journal
+    from octavo.frontend.outputs import TextDelta
     from octavo.server.answer import Pieces
 
 KEY_HEADER = b"idempotency-key"

@@ -8,25 +8,25 @@ that cannot be taken over is forgotten, so that a retry begins it anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
 import msgspec
 
-from octavo.engine.client import Accepted, EngineClient
-from octavo.frontend.deltas import TextDelta
+from octavo.core.request import FinishReason
+from octavo.engine.client import Accepted, TokenOutput
 from octavo.frontend.journal import Journal
 from octavo.frontend.journal_state import HeldRequest, HeldRun
 from octavo.frontend.open_request import OpenRequest
-from octavo.frontend.sessions import Session
+from octavo.frontend.outputs import TextDelta
+from octavo.frontend.sessions import OutputClient, Session
 from octavo.frontend.transcript import Transcript
 from octavo.server.admission import Lease, Wish
 from octavo.server.context import Context
 from octavo.server.directory import MARK
 from octavo.server.generation import REASONS, Asked, Generation, failure_of
 from octavo.server.idempotency import Begun, RetryKey, Run
-from octavo.server.replay_outputs import OneByOne, Stored
 from octavo.server.shapes.form import Form
 
 _log = logging.getLogger(__name__)
@@ -99,18 +99,18 @@ def _stored(context: Context, held: HeldRun, form: Form) -> Run:
     return run
 
 
-def _sessions(context: Context, held: HeldRun, client: EngineClient) -> list[Session]:
+def _sessions(context: Context, held: HeldRun, client: OutputClient) -> list[Session]:
     return [_session(context, each, client) for each in _requests(held)]
 
 
-def _session(context: Context, held: HeldRequest, client: EngineClient) -> Session:
+def _session(context: Context, held: HeldRequest, client: OutputClient) -> Session:
     request = held.request
 
     def make_transcript() -> Transcript:
         return Transcript(context.text.tokenizer, request.params, request.eos_token_ids)
 
     accepted = Accepted(request.request_id, request.params.max_tokens or 0, False)
-    return Session(client, request, accepted, make_transcript)
+    return Session(client, request, accepted, make_transcript, max_slice=1)  # an event id may name any token
 
 
 def _generation(context: Context, held: HeldRun) -> Generation:
@@ -129,8 +129,25 @@ def _generation(context: Context, held: HeldRun) -> Generation:
         params=first.params,
         arrival=first.arrival,
     )
-    sessions = _sessions(context, held, OneByOne(context.sessions.client))
+    sessions = _sessions(context, held, context.sessions.client)
     return Generation(asked, sessions, context.metrics, lease, closing)
+
+
+class _StoredOutputs:
+    """The outputs of requests that have ended."""
+
+    def __init__(self, entries: Mapping[str, OpenRequest]) -> None:
+        self._entries = entries
+
+    async def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+        """Yield all outputs of a request."""
+        for output in self._entries[request_id].take():
+            yield output
+
+    async def cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """Do nothing: they have ended."""
 
 
 class _StoredAnswer:
@@ -139,7 +156,7 @@ class _StoredAnswer:
     def __init__(self, context: Context, held: HeldRun) -> None:
         self._held = _requests(held)
         entries = {each.request.request_id: each.as_open_request() for each in self._held}
-        self._sessions = _sessions(context, held, Stored(entries))
+        self._sessions = _sessions(context, held, _StoredOutputs(entries))
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """Yield (index, delta), one request after the other. Raises ApiError for one that failed."""

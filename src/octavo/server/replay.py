@@ -15,8 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from octavo.core.plan import TokenLogprobs
-from octavo.frontend.deltas import TextDelta
-from octavo.frontend.output_slices import slice_tokens, token_bytes
+from octavo.frontend.outputs import TextDelta, slice_tokens, token_bytes
 from octavo.server.answer import Json
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.generation import Choice

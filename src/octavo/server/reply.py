@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from octavo.core.request import SamplingParams
 from octavo.errors import OctavoError
-from octavo.frontend.output_slices import MAX_SLICE
+from octavo.frontend.outputs import MAX_SLICE
 from octavo.observe.request_trace import RequestTrace, Value
 from octavo.server.admission import Wish
 from octavo.server.auth import KEY

@@ -25,7 +25,7 @@ from octavo.server.limits import HttpLimits
 from octavo.server.shapes.shape import Shape
 
 if TYPE_CHECKING:
-    from octavo.frontend.deltas import TextDelta
+    from octavo.frontend.outputs import TextDelta
 
 LOOK_S = 0.25  # while a client does not read
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -22,7 +22,7 @@ from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, 
 from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
-    from octavo.frontend.deltas import TextDelta, Usage
+    from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.faults import ApiError
     from octavo.server.shapes.form import Form
 

@@ -20,7 +20,7 @@ from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, 
 from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
-    from octavo.frontend.deltas import TextDelta
+    from octavo.frontend.outputs import TextDelta
     from octavo.server.shapes.form import Form
 
 CALLED = "tool_calls"

@@ -19,7 +19,7 @@ from octavo.server.generation import REASONS
 
 if TYPE_CHECKING:
     from octavo.core.request import FinishReason
-    from octavo.frontend.deltas import TextDelta, Usage
+    from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.shapes.shape import Identity
 
 NO_FACTS: Mapping[str, Any] = {}

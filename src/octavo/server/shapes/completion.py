@@ -20,7 +20,7 @@ from octavo.server.shapes.framing import OPENAI
 from octavo.server.shapes.text_logprobs import EchoedPrompt, LogprobColumns, add_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
-    from octavo.frontend.deltas import TextDelta
+    from octavo.frontend.outputs import TextDelta
     from octavo.frontend.sessions import Scores
     from octavo.server.shapes.form import Form
 

@@ -21,7 +21,7 @@ from octavo.server.shapes.framing import Framing
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 
 if TYPE_CHECKING:
-    from octavo.frontend.deltas import TextDelta, Usage
+    from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.faults import ApiError
     from octavo.server.shapes.form import Form
 

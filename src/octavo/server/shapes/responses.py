@@ -20,7 +20,7 @@ from octavo.text.answer_parts import Part, Text
 from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
-    from octavo.frontend.deltas import TextDelta, Usage
+    from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.faults import ApiError
     from octavo.server.generation import Choice
     from octavo.server.shapes.form import Form

@@ -15,7 +15,7 @@ from octavo.server.shapes.chunks import ChunkStream
 from octavo.server.shapes.text_logprobs import prompt_logprobs
 
 if TYPE_CHECKING:
-    from octavo.frontend.deltas import TextDelta
+    from octavo.frontend.outputs import TextDelta
     from octavo.frontend.sessions import Scores
     from octavo.server.generation import Choice
     from octavo.server.shapes.form import Form

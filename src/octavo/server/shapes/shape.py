@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from octavo.frontend.deltas import TextDelta
+    from octavo.frontend.outputs import TextDelta
     from octavo.server.answer import Json
     from octavo.server.generation import Choice
     from octavo.server.shapes.framing import Framing

@@ -15,7 +15,7 @@ from octavo.server.answer import Json, Pieces, entries_of, finite
 
 if TYPE_CHECKING:
     from octavo.core.plan import TokenLogprobs
-    from octavo.frontend.deltas import TextDelta
+    from octavo.frontend.outputs import TextDelta
 
 
 @dataclass(slots=True)

@@ -1,0 +1,243 @@
+"""Outputs of requests: slices of token outputs, text deltas, and the whole answers that they add up to.
+
+Owns: TextDelta and Usage, RequestOutput, CompletionOutput and EmbeddingOutput, how deltas join, and which choices
+best_of keeps. Does not: make text, run anything, or wait.
+Invariants: the slices of an output are that output, and what belongs to a choice's end is in its last slice; of best_of
+choices the n of highest mean log-probability are kept, ties to the lower index.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from octavo.core.plan import TokenLogprobs
+from octavo.core.request import FinishError, FinishReason, SamplingParams
+from octavo.engine.client import TokenOutput
+from octavo.errors import EngineError
+
+_ID_BYTES = 4
+_ENTRY_BYTES = 240  # of one token's log-probabilities
+_TOP_BYTES = 72  # of each alternative's
+MAX_SLICE = 256  # tokens given to a reader at once, so that what is made of them stays small
+Scores = tuple[int, tuple[TokenLogprobs, ...]]  # of the prompt: first position, entries
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request used: tokens (of all choices generated), and seconds from its submission.
+
+    `preempted`: the times that it was out of the batch, from and to.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queue_s: float
+    ttft_s: float
+    e2e_s: float
+    preempted: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New text and ids of one choice. `finish_reason`, stop_reason and error come with the choice's last only.
+
+    Text lags behind the ids while a character or a possible stop string is incomplete. `logprobs` is None or
+    aligned with token_ids. `error` says what went wrong, for reasons other than STOP and LENGTH. `usage` comes with
+    the last delta of the whole request. `cumulative_logprob`, with a choice's last delta, is the sum over all its ids
+    where each one's log-probability is known. `prompt_logprobs` are some of the prompt's (first position, entries),
+    before any of the answer; `pooled`, with the last delta where requested, is the state after the prompt (float32).
+    """
+
+    choice: int
+    text: str
+    token_ids: array[int]
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+    error: FinishError | None = None
+    cumulative_logprob: float | None = None
+    prompt_logprobs: Scores | None = None
+    pooled: bytes | None = None
+
+    @property
+    def message(self) -> str | None:
+        """The text of its error."""
+        return None if self.error is None else self.error.message
+
+
+def by_choice(deltas: Iterable[TextDelta]) -> list[list[TextDelta]]:
+    """Return the deltas of each choice, lowest choice first."""
+    found: dict[int, list[TextDelta]] = {}
+    for delta in deltas:
+        found.setdefault(delta.choice, []).append(delta)
+    return [found[choice] for choice in sorted(found)]
+
+
+def joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Return all deltas of one choice as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    has_logprobs = any(delta.logprobs is not None for delta in deltas)
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=array("i", [token_id for delta in deltas for token_id in delta.token_ids]),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs or ()) if has_logprobs else None,
+    )
+
+
+def best_choices(deltas: Iterable[TextDelta], count: int) -> list[TextDelta]:
+    """Keep the best choices of an ended request, best first, numbered from 0; the last one carries the usage."""
+    whole = [joined(each) for each in by_choice(deltas)]
+    usage = next((delta.usage for delta in whole if delta.usage is not None), None)
+    kept = sorted(whole, key=_rank)[:count]
+    is_last = len(kept) - 1
+    return [replace(delta, choice=i, usage=usage if i == is_last else None) for i, delta in enumerate(kept)]
+
+
+def _rank(delta: TextDelta) -> tuple[bool, float, int]:
+    """Order by mean log-probability, failed choices last."""
+    mean = -math.inf
+    if delta.cumulative_logprob is not None and delta.token_ids:
+        mean = delta.cumulative_logprob / len(delta.token_ids)
+    return delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH), -mean, delta.choice
+
+
+def slices(output: TokenOutput, most: int) -> Iterator[TokenOutput]:
+    """Yield an output in slices of at most so many tokens."""
+    count = len(output.token_ids)
+    if count <= most:
+        yield output
+        return
+    for start in range(0, count, most):
+        end = start + most
+        part = replace(
+            output,
+            position=output.position + start,
+            token_ids=output.token_ids[start:end],
+            logprobs=None if output.logprobs is None else output.logprobs[start:end],
+            prompt_logprobs=output.prompt_logprobs if start == 0 else None,
+        )
+        if end < count:
+            part = replace(part, finish_reason=None, stop_token_id=None, error=None, is_final=False)
+        yield part
+
+
+def slice_tokens(num_logprobs: int | None) -> int:
+    """Return the tokens of a slice where each has so many alternatives with log-probabilities."""
+    return MAX_SLICE if num_logprobs is None else max(1, MAX_SLICE // (1 + num_logprobs))
+
+
+def token_bytes(num_logprobs: int | None) -> int:
+    """Return roughly what a token takes in memory with so many alternatives."""
+    return _ID_BYTES if num_logprobs is None else _ID_BYTES + _ENTRY_BYTES + _TOP_BYTES * num_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One choice of an answer. `finish_reason` is "stop", "length", "cancelled", "timeout" or "error".
+
+    `stop_reason` is the stop string or stop id that ended it (None for end of sequence); `message` says what
+    went wrong. `logprobs` is aligned with token_ids, or None when not asked for.
+    `cumulative_logprob` is the sum of the tokens' log-probabilities, None where they are not known.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs | None] | None = None
+    message: str | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answer to one prompt, its choices in order of their index. `prompt` is None for a prompt given as ids.
+
+    `prompt_logprobs` has one entry per prompt token, None for the first, or is None when not asked for.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: Usage | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Return True if every choice has ended, for whatever reason; `finish_reason` says which."""
+        return bool(self.outputs) and all(output.finish_reason is not None for output in self.outputs)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens served from the prefix cache."""
+        return self.metrics.cached_tokens if self.metrics is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """One prompt's vector: the state after its last token, scaled to length 1 (docs/embeddings.md)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: list[float]
+    metrics: Usage | None = None
+
+
+class OutputBuilder:
+    """Adds up the deltas of one prompt's answer: as they are made, or joined by choice at the end."""
+
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams):
+        self._request_id = request_id
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._has_logprobs = params.logprobs is not None
+        self._usage: Usage | None = None
+        self._outputs = [
+            CompletionOutput(index, "", [], None, logprobs=[] if self._has_logprobs else None)
+            for index in range(params.n)
+        ]
+
+    def add(self, delta: TextDelta) -> None:
+        """Add the next delta of a choice."""
+        known = self._outputs[delta.choice]
+        self._outputs[delta.choice] = CompletionOutput(
+            index=delta.choice,
+            text=known.text + delta.text,
+            token_ids=[*known.token_ids, *delta.token_ids],
+            finish_reason=None if delta.finish_reason is None else delta.finish_reason.name.lower(),
+            stop_reason=delta.stop_reason,
+            logprobs=[*(known.logprobs or ()), *(delta.logprobs or ())] if self._has_logprobs else None,
+            message=delta.message,
+            cumulative_logprob=delta.cumulative_logprob,
+        )
+        self._usage = delta.usage or self._usage
+
+    def output(self, prompt_logprobs: Scores | None) -> RequestOutput:
+        """Return the answer so far; its `metrics` are set once the last delta was added."""
+        scores: list[TokenLogprobs | None] | None = None
+        if prompt_logprobs is not None:
+            first, entries = prompt_logprobs
+            scores = [*[None] * first, *entries]
+        ids = list(self._prompt_token_ids)
+        return RequestOutput(self._request_id, self._prompt, ids, list(self._outputs), self._usage, scores)
+
+
+def embedding_output(
+    request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], last: TextDelta
+) -> EmbeddingOutput:
+    """Return the vector in the last delta of a request of Want.POOL. Raises EngineError when there is none."""
+    if last.pooled is None:
+        reason = last.message or (last.finish_reason.name.lower() if last.finish_reason is not None else "no reason")
+        raise EngineError(f"there is no embedding of request {request_id} ({reason})")
+    vector = array("f", last.pooled)
+    return EmbeddingOutput(request_id, prompt, list(prompt_token_ids), vector.tolist(), last.usage)
