@@ -17,7 +17,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.observe.frames.encode import PoolFrames, Source, queue_frame
+from octavo.observe.frames.encode import FrameSource, PoolFrames, queue_frame
 from octavo.observe.frames.streams import FrameRing
 from octavo.observe.history import History, WaitCounts
 
@@ -43,7 +43,7 @@ def loaded() -> dict[str, float]:
     """Steps of 256 rows with 1,000 waiting, under preemption: the history of each, and an answer after every 25."""
     stream = Stream(RUNNING, WAITING, lambda _: None, 1)
     stream.history = history = _TimedHistory(stream.scheduler, stream.times)
-    ring = FrameRing(history, Source("live", life="x"), time.perf_counter)
+    ring = FrameRing(history, FrameSource("live", life="x"), time.perf_counter)
     history.add_reader(ring.add)
     polls, cursor = [], ""
     for number in range(REPEATS * STEPS_A_POLL):

@@ -18,7 +18,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import ROW_SAMPLE, Event, EventKind, StepFailure, StepPlan, StepResult, StepTimings
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.observe.frames.encode import Frame, Source
+from octavo.observe.frames.encode import Frame, FrameSource
 from octavo.observe.frames.streams import FrameWriter, Window
 from octavo.observe.history import History
 from octavo.observe.step_times import StepTimes
@@ -48,7 +48,7 @@ class Stream:
             )
         )
         self.times = StepTimes(1)
-        source = Source("simulation", "a made-up model", life="sample")
+        source = FrameSource("simulation", "a made-up model", life="sample")
         window = Window(max_steps=max_steps)
         self.history = History(self.scheduler, self.times)
         self.writer = FrameWriter(self.history, write, source, window)

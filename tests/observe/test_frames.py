@@ -20,7 +20,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.core.views import NO_OWNER
 from octavo.errors import EngineError
 from octavo.observe.frames import encode, streams
-from octavo.observe.frames.encode import Frame, PoolFrames, Source, queue_frame
+from octavo.observe.frames.encode import Frame, FrameSource, PoolFrames, queue_frame
 from octavo.observe.frames.streams import FrameRing, FrameWriter, Window
 from octavo.observe.history import History, WaitCounts
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
@@ -72,7 +72,7 @@ class Shown(Harness):
         self.ring, history = self.observation.frames, self.observation.history
         self.plain = Plain(self.scheduler, look)
         self.written: list[Frame] = []
-        self.writer = FrameWriter(history, self.written.append, Source("recording", "fake"))
+        self.writer = FrameWriter(history, self.written.append, FrameSource("recording", "fake"))
         history.add_reader(self.writer.read)
         self.loop.watch(self.plain)
 
@@ -251,7 +251,8 @@ def test_a_stream_has_a_window_and_a_bound() -> None:
     windows = {"all": Window(), "some": Window(begin=10.0, end=20.0), "few": Window(max_steps=4)}
     history = History(scheduler)
     writers = [
-        FrameWriter(history, written[name].append, Source("simulation"), window) for name, window in windows.items()
+        FrameWriter(history, written[name].append, FrameSource("simulation"), window)
+        for name, window in windows.items()
     ]
     for writer in writers:
         history.add_reader(writer.read)
@@ -384,7 +385,7 @@ def test_a_ring_is_bounded_by_what_it_holds_on_to(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(streams, "MAX_WEIGHT", 30)
     scheduler = Scheduler(make_limits())
     history = History(scheduler)
-    ring = FrameRing(history, Source("live", life="x"), lambda: 0.0)
+    ring = FrameRing(history, FrameSource("live", life="x"), lambda: 0.0)
     history.add_reader(ring.add)
     for request in requests(100):
         history.admitted(request)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.core.scheduler import Scheduler
-from octavo.observe.frames.encode import Frame, Source
+from octavo.observe.frames.encode import Frame, FrameSource
 from octavo.observe.frames.streams import FrameSpool, FrameWriter, Window
 from octavo.observe.history import History
 from octavo.observe.recording import Header, open_recording, replay
@@ -34,13 +34,13 @@ def test_a_replay_gives_the_frames_of_the_live_engine(load: str, depth: int, tmp
 
     def watch(scheduler: Scheduler) -> History:
         history = History(scheduler)
-        writers.append(FrameWriter(history, live.append, Source("live", "fake"), window))
+        writers.append(FrameWriter(history, live.append, FrameSource("live", "fake"), window))
         history.add_reader(writers[-1].read)
         return history
 
     def watch_again(scheduler: Scheduler, header: Header) -> History:
         history = History(scheduler)
-        writers.append(FrameWriter(history, told.append, Source("recording", header.model), window))
+        writers.append(FrameWriter(history, told.append, FrameSource("recording", header.model), window))
         history.add_reader(writers[-1].read)
         return history
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.errors import ConfigError
-from octavo.observe.frames.encode import Source
+from octavo.observe.frames.encode import FrameSource
 from octavo.observe.frames.streams import MAX_WRITTEN, FrameSpool, FrameWriter, Window
 from octavo.observe.history import History
 from octavo.observe.perfetto import MAX_TRACKS, LifeOrigin, PerfettoWriter, TraceClip, TraceFile
@@ -96,7 +96,7 @@ class _Watching:
         history = History(scheduler, self.times)
         if self._spool is not None:
             began = header.began - header.clock if header.began else None
-            source = Source("recording", header.model, began, f"life-{self._life + 1}", header.device)
+            source = FrameSource("recording", header.model, began, f"life-{self._life + 1}", header.device)
             window = Window(origin + self._wanted.begin_s, origin + self._wanted.end_s, self._wanted.max_steps)
             window = replace(window, max_steps=max(0, window.max_steps - self._num_written))
             self._frames = FrameWriter(history, self._spool.write, source, window)

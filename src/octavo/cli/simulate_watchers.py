@@ -8,7 +8,7 @@ from __future__ import annotations
 from octavo.core.scheduler import Scheduler
 from octavo.dashboard.page import write_page
 from octavo.errors import ConfigError
-from octavo.observe.frames.encode import Frame, Source
+from octavo.observe.frames.encode import Frame, FrameSource
 from octavo.observe.frames.streams import FrameSpool, FrameWriter
 from octavo.observe.history import History
 from octavo.observe.perfetto import PerfettoWriter, TraceFile
@@ -36,7 +36,7 @@ class Watchers:
             return None
         history = History(scheduler)
         if self._page is not None:
-            self._frame_writer = FrameWriter(history, self._keep, Source("simulation", self._model))
+            self._frame_writer = FrameWriter(history, self._keep, FrameSource("simulation", self._model))
             history.add_reader(self._frame_writer.read)
         if self._perfetto is not None:
             try:

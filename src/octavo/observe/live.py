@@ -15,7 +15,7 @@ from octavo.config import StatisticsConfig
 from octavo.core.scheduler import Scheduler
 from octavo.errors import EngineError
 from octavo.observe.explainer import Explainer
-from octavo.observe.frames.encode import Source
+from octavo.observe.frames.encode import FrameSource
 from octavo.observe.frames.streams import FrameRing
 from octavo.observe.guards import guarded_reader, guarded_section, guarded_verb
 from octavo.observe.history import History, RequestFigures
@@ -59,7 +59,7 @@ def observe_engine(
     loop.verbs["explain"] = guarded_verb("explain", explainer.answer)
     forecaster = explainer.forecaster
     loop.verbs["forecast"] = guarded_verb("forecast", lambda argument: forecaster.new_request(argument == "model"))
-    ring = FrameRing(history, Source("live", model, time.time() - now(), secrets.token_hex(4), device), now)
+    ring = FrameRing(history, FrameSource("live", model, time.time() - now(), secrets.token_hex(4), device), now)
     history.add_reader(guarded_reader("frames", ring.add))
     loop.verbs["frames"] = guarded_verb("frames", lambda cursor: ring.poll(cursor))
     return Observation(history, explainer, ring, collector)

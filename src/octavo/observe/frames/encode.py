@@ -25,11 +25,14 @@ Frame = dict[str, Any]
 MAX_TOP = 50  # waiting requests shown
 MAX_CELLS = 4096  # cells of all groups together
 MAX_READ = 8192  # table entries read in one look
+_SHOWN_LIMITS = (
+    "block_size", "num_blocks", "host_blocks", "max_batch_tokens", "max_sequences", "max_model_len", "policy",
+)  # fmt: skip
 _KINDS = {kind: kind.name.lower() for kind in EventKind}
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FrameSource:
     """What a stream shows. `kind` is live, recording or simulation; `began` the clock's zero in seconds since 1970.
 
     `life` distinguishes one engine's stream from the next one's; `device` describes what computes.
@@ -42,7 +45,7 @@ class Source:
     device: str = ""
 
 
-def head_frame(source: Source, limits: Limits, before: OpenSlots, now: float) -> Frame:
+def head_frame(source: FrameSource, limits: Limits, before: OpenSlots, now: float) -> Frame:
     """Return the first frame: what is so before the next one."""
     return {
         "k": "head",
@@ -54,13 +57,7 @@ def head_frame(source: Source, limits: Limits, before: OpenSlots, now: float) ->
         "device": source.device,
         "t": round(now, 6),
         "limits": {
-            "block_size": limits.block_size,
-            "num_blocks": list(limits.num_blocks),
-            "host_blocks": list(limits.host_blocks),
-            "max_batch_tokens": limits.max_batch_tokens,
-            "max_sequences": limits.max_sequences,
-            "max_model_len": limits.max_model_len,
-            "policy": limits.policy,
+            name: list(value) if isinstance(value := getattr(limits, name), tuple) else value for name in _SHOWN_LIMITS
         },
         "slots": [list(taken) for taken in before.slots.values()],
         "open": [_arrival(request) for request in before.open.values()],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from octavo.observe.frames.encode import Frame, PoolFrames, Source, head_frame, queue_frame, step_frame
+from octavo.observe.frames.encode import Frame, FrameSource, PoolFrames, head_frame, queue_frame, step_frame
 from octavo.observe.history import History, OpenSlots, StepRecord
 
 MAX_STEPS = 1024  # kept in a ring
@@ -34,7 +34,7 @@ class FrameRing:
     `now` is the engine's clock.
     """
 
-    def __init__(self, history: History, source: Source, now: Callable[[], float]) -> None:
+    def __init__(self, history: History, source: FrameSource, now: Callable[[], float]) -> None:
         self._history = history
         self._scheduler = history.scheduler
         self._source = source
@@ -167,7 +167,7 @@ class FrameWriter:
     """Reads a history and gives each frame to `write`. Call `end` after the last step."""
 
     def __init__(
-        self, history: History, write: Callable[[Frame], object], source: Source, window: Window | None = None
+        self, history: History, write: Callable[[Frame], object], source: FrameSource, window: Window | None = None
     ) -> None:
         self._history = history
         self._scheduler = history.scheduler
