@@ -1,53 +1,52 @@
-"""How long the parts of each step took, in bounded rings: the split that the bench prints.
+"""How long the parts of each step took: the last steps and totals.
 
 Owns: the last `size` steps' seconds per part, and totals. Does not: measure (the loop does) or print.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
+
+from octavo.observe.metrics.rings import RecordRing
 
 PARTS = ("schedule", "prepare", "forward", "sample", "emit", "step")
 
 
 class StepTimes:
-    """Rings of seconds per part; `step` is the whole turn from plan to emit."""
+    """Seconds per part of each step; `step` is the whole turn from plan to emit."""
 
     def __init__(self, size: int = 4096) -> None:
-        self._size = size
-        self._rings = {part: array("d", bytes(8 * size)) for part in PARTS}
-        self._totals = dict.fromkeys(PARTS, 0.0)
-        self.num_steps = 0
+        self._ring = RecordRing(f"<{len(PARTS)}d", size)
+        self._totals = [0.0] * len(PARTS)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps added."""
+        return self._ring.num_added
 
     def add(self, parts: Sequence[float]) -> None:
         """Note one step: seconds in the order of PARTS."""
-        place = self.num_steps % self._size
-        for part, seconds in zip(PARTS, parts, strict=True):
-            self._rings[part][place] = seconds
+        self._ring.add(*parts)
+        for part, seconds in enumerate(parts):
             self._totals[part] += seconds
-        self.num_steps += 1
 
     def get(self, number: int) -> tuple[float, ...] | None:
-        """Seconds of the step added as `number` (from 0), in the order of PARTS; None when gone or not there yet."""
-        if not max(0, self.num_steps - self._size) <= number < self.num_steps:
-            return None
-        return tuple(self._rings[part][number % self._size] for part in PARTS)
+        """Return the seconds of the step added as `number` (from 0) by PARTS; None when it is not kept."""
+        return self._ring.get(number)
 
-    def recent(self, part: str) -> array[float]:
-        """Seconds of the last steps, oldest first."""
-        ring, place = self._rings[part], self.num_steps % self._size
-        return ring[:place] if self.num_steps < self._size else ring[place:] + ring[:place]
+    def recent(self, part: str) -> list[float]:
+        """Return the seconds of the last steps, oldest first."""
+        index = PARTS.index(part)
+        return [seconds[index] for seconds in self._ring]
 
     def totals(self) -> Mapping[str, float]:
-        """Seconds per part since the start."""
-        return dict(self._totals)
+        """Return the seconds per part since the start."""
+        return dict(zip(PARTS, self._totals, strict=True))
 
     def summary(self) -> Mapping[str, object]:
-        """Steps, and per part the total and the median of the recent ones, in seconds."""
-        medians = {part: _median(self.recent(part)) for part in PARTS}
+        """Return the number of steps, and per part the total and the median of the recent ones, in seconds."""
+        kept = [sorted(column) for column in zip(*self._ring, strict=True)]
+        medians = dict.fromkeys(PARTS, 0.0) | {
+            part: column[len(column) // 2] for part, column in zip(PARTS, kept, strict=False)
+        }
         return {"num_steps": self.num_steps, "total_s": self.totals(), "median_s": medians}
-
-
-def _median(values: array[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
