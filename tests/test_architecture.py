@@ -70,20 +70,20 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 # The house: what was reached. See python -m tools.house; a bound is lowered when less is reached, never raised.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 5_600,
-    ("engine", "frontend"): 5_400,
-    ("observe",): 4_640,
-    ("simulator",): 4_700,
+    ("core",): 5_300,
+    ("engine", "frontend"): 5_200,
+    ("observe",): 4_150,
+    ("simulator",): 4_400,
     ("server",): 11_500,
     ("cli",): 5_850,
     ("bench",): 3_500,
 }
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
-IN_CYCLES = {"server": 2, "text": 3}
+IN_CYCLES: dict[str, int] = {}
 LOCAL_IMPORTS = {"assembly": 12, "bench": 14, "cli": 13, "frontend": 1}  # imports of octavo inside functions
-REPEATED_CLASSES = {"rebuilt": 10, "all": 60}  # public names that two classes have: within REBUILT, and in all of src
-STATE_TOUCHES = 1  # places outside core that reach past the scheduler's verbs
+REPEATED_CLASSES = {"rebuilt": 5, "all": 50}  # public names that two classes have: within REBUILT, and in all of src
+STATE_TOUCHES = 0  # places outside core that reach past the scheduler's verbs
 
 
 def unit_of(name: str) -> str:
