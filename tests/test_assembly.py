@@ -19,11 +19,11 @@ from octavo.config import Config, ModelConfig
 from octavo.core.kv.group import GroupSpec
 from octavo.core.limits import Limits
 from octavo.executors.protocol import Capacity
-from octavo.frontend.process import EngineProcess
 from octavo.frontend.sessions import Sessions
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.fitted import fit_steps
 from octavo.text.text_model import TextModel
+from tests.engine.direct_client import start_engine
 from tests.simulator.costs.steps_of import steps_of, workload
 from tests.tiny_models import make_tiny_model
 
@@ -210,7 +210,7 @@ def test_I01_async_llm_answers_several_at_once(tiny: Path) -> None:
 
 async def test_the_engine_process_gives_the_same_ids(tiny: Path, llm: LLM) -> None:
     config = config_from(str(tiny), dict(SMALL))
-    child = await EngineProcess.start(config)
+    child = await start_engine(config)
     try:
         sessions = Sessions(child.client, TextModel.load(resolve_model(str(tiny))))
         session = await sessions.submit(sessions.prompt_ids("hello"), GREEDY)
@@ -244,7 +244,7 @@ def test_a_fit_that_is_none_is_refused_before_the_model_is_loaded() -> None:
 
 async def test_reliability_6_a_missing_model_fails_the_start_with_its_own_error() -> None:
     with pytest.raises(UnknownModelError, match=r"no_such\.gguf"):
-        await EngineProcess.start(Config(model=ModelConfig(model="no_such.gguf")))
+        await start_engine(Config(model=ModelConfig(model="no_such.gguf")))
 
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "stream = llm.stream([5, 6, 7], p); next(stream)"])

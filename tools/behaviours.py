@@ -24,7 +24,7 @@ END_TO_END, INTERFACE, OPEN = "end to end", "scheduler's interface", "open"
 # socket, the command line, a browser.
 DOORS = (
     "octavo.LLM", "octavo.AsyncLLM", "octavo.assembly.build_local", "octavo.executors.torch_executor",
-    "octavo.server.app.create_app", "octavo.cli.main", "octavo.frontend.keeper.EngineKeeper",
+    "octavo.server.app.create_app", "octavo.cli.main", "octavo.frontend.engine_supervisor.EngineSupervisor",
     "octavo.frontend.socket_client.SocketClient", "tests.fake_server.FakeServer", "tests.fake_server.RealServer",
     "playwright.sync_api",
 )  # fmt: skip

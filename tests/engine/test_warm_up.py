@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+from tests.engine.direct_client import start_engine
 from tests.engine.fakes import GatedExecutor, Harness, expected, make_limits, make_request, open_fake
 from tests.reliability.deaths import FAKE, config
 
 from octavo.core.plan import StepPlan
 from octavo.engine.warm_up import MAX_PROMPT, MIN_PROMPT, warm_up
 from octavo.errors import EngineDeadError
-from octavo.frontend.process import EngineProcess
 
 
 def clock(step_s: float) -> Callable[[], float]:
@@ -66,5 +66,5 @@ def test_a_warm_up_that_runs_out_of_memory_leaves_the_rest_out() -> None:
 
 async def test_an_engine_whose_warm_up_fails_does_not_start(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EngineDeadError, match=r"ended before it was ready: exit status 1"):
-        await EngineProcess.start(config("cold"), command=FAKE)
+        await start_engine(config("cold"), command=FAKE)
     assert "RuntimeError: no kernel for this" in capfd.readouterr().err

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
-from octavo.core.request import FinishError, FinishReason, Request, SamplingParams
+from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.engine.wire import Submit
-from octavo.errors import ConfigError, ErrorKind
+from octavo.errors import ConfigError, EngineDeadError, EngineError
 from octavo.frontend import journal as journal_module
 from octavo.frontend.journal import Journal
 from octavo.frontend.journal_files import Appended, Began, BootClock, Disk, Head, Opened, numbered, packed
@@ -141,11 +141,11 @@ def test_the_ledger_tells_it(tmp_path: Path) -> None:
     ledger.accept(0, tokens("a", (0, 0, 9), (0, 5, 9), (0, 1, 4)))
     ledger.accept(0, tokens("other", (0, 0, 9)))
     assert contents(journal) == {"a": ({0: [9, 4]}, None)}
-    ledger.end_all(FinishReason.ERROR, FinishError(ErrorKind.ENGINE, "gone"))
+    ledger.end_all(FinishReason.ERROR, EngineError("gone"))
     assert contents(journal) == {"a": ({0: [9, 4]}, FinishReason.ERROR)}
     journal.begin(began("unlucky"), ["c"])
     ledger.add(make_request("c"))
-    ledger.end_all(FinishReason.ERROR, FinishError(ErrorKind.ENGINE_DEAD, "there will be no other"))
+    ledger.end_all(FinishReason.ERROR, EngineDeadError("there will be no other"))
     assert contents(journal)["c"] == ({}, None), "it stays open, for a server that has an engine"
     journal.forget(2)
     journal.begin(began("refused"), ["b"])

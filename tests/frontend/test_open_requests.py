@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.engine.fakes import make_request
@@ -10,7 +11,7 @@ from tests.engine.fakes import make_request
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import TokenOutput
-from octavo.errors import DuplicateRequestError, ErrorKind, InvalidRequestError
+from octavo.errors import DuplicateRequestError, EngineError, ErrorKind, InvalidRequestError
 from octavo.frontend.open_request import OpenRequest, finished
 from octavo.frontend.open_requests import OpenRequests
 
@@ -24,6 +25,18 @@ def accepts(ledger: OpenRequests, epoch: int, events: Events) -> bool:
     ledger.accept(epoch, events)
     ledger._observer = None
     return bool(told)
+
+
+def begin(ledger: OpenRequests, epoch: int) -> list[Request]:
+    """Begin an epoch; what its engine is sent."""
+    sent: list[Request] = []
+
+    def send(request: Request) -> Any:
+        sent.append(request)
+        return SimpleNamespace(add_done_callback=lambda callback: None)
+
+    ledger.begin_epoch(SimpleNamespace(epoch=epoch, send=send, post_cancel=lambda *_: None))  # type: ignore[arg-type]
+    return sent
 
 
 def admitted(name: str, queue_s: float, cached_tokens: int) -> Event:
@@ -131,7 +144,7 @@ def test_a_new_epoch_resumes_behind_what_was_emitted() -> None:
     ledger.add(old)
     ledger.add(new)
     ledger.accept(1, tokens("old", 0, 5, 6))
-    resumed = [state.resumed() for state in ledger.begin_epoch(2)]
+    resumed = begin(ledger, 2)
     assert [request.request_id for request in resumed] == ["old", "new"]
     assert resumed[0] == replace(old, emitted_token_ids=array("i", [5, 6])) and resumed[1] == new
     assert not accepts(ledger, 1, tokens("old", 2, 7))
@@ -139,16 +152,16 @@ def test_a_new_epoch_resumes_behind_what_was_emitted() -> None:
     entry = ledger.get("old")
     assert entry is not None and [list(output.token_ids) for output in entry.take()] == [[5, 6, 8]]
     with pytest.raises(ValueError, match="follow"):
-        ledger.begin_epoch(2)
+        begin(ledger, 2)
 
 
 def test_end_all_ends_everyone_once() -> None:
     ledger = OpenRequests()
     ledger.add(make_request("a"))
     entries = list(ledger)
-    ledger.end_all(FinishReason.ERROR, WHY)
+    ledger.end_all(FinishReason.ERROR, EngineError("why"))
     assert [entry.take()[-1].message for entry in entries] == ["why"]
-    ledger.end_all(FinishReason.ERROR, WHY)
+    ledger.end_all(FinishReason.ERROR, EngineError("why"))
     assert len(ledger) == 0
 
 
@@ -224,7 +237,7 @@ def test_a_request_of_several_choices_starts_anew_in_a_new_epoch() -> None:
     ledger.accept(1, tokens("a", 0, 5, 6))
     ledger.accept(1, tokens("a", 0, 4, choice=1))
     ledger.accept(1, choice_end(1))
-    assert [state.resumed() for state in ledger.begin_epoch(2)] == [request]
+    assert begin(ledger, 2) == [request]
     ledger.accept(2, tokens("a", 0, 5, 6, 7))
     ledger.accept(2, tokens("a", 0, 4, 8, choice=1))
     assert list(entry.pages[0].ids) == [5, 6, 7] and list(entry.pages[1].ids) == [4]
@@ -236,7 +249,7 @@ def test_what_was_true_at_the_first_admission_stays_true() -> None:
     ledger = OpenRequests(epoch=1)
     entry = ledger.add(make_request("a", length=6))
     ledger.accept(1, Events(1, 0.0, decisions=(admitted("a", 0.25, 4), admitted("gone", 1.0, 1))))
-    ledger.begin_epoch(2)
+    begin(ledger, 2)
     ledger.accept(2, Events(1, 0.0, decisions=(admitted("a", 9.0, 40),)))
     ledger.accept(2, Events(1, 0.0, decisions=(replace(finished("a", FinishReason.LENGTH), cached_tokens=40),)))
     (output,) = entry.take()
@@ -251,7 +264,7 @@ def test_a_queue_timeout_does_not_count_again_after_the_first_admission() -> Non
     ledger.add(make_request("a", queue_timeout=2.0, deadline=9.0))
     ledger.add(make_request("b", queue_timeout=2.0))
     ledger.accept(1, Events(1, 0.0, decisions=(admitted("a", 0.0, 0),)))
-    a, b = (state.resumed() for state in ledger.begin_epoch(2))
+    a, b = begin(ledger, 2)
     assert (a.queue_timeout, a.deadline, b.queue_timeout) == (None, 9.0, 2.0)
 
 
@@ -263,7 +276,7 @@ def test_prompt_scores_are_kept_once_and_asked_for_from_where_they_ended() -> No
         return Events(1, 0.0, scores=(("a", first, tuple(TokenLogprobs(p, -p / 10, 1) for p in positions)),))
 
     ledger.accept(1, scored(1, 1, 2))
-    assert ledger.begin_epoch(2)[0].resumed().score_from == 3
+    assert begin(ledger, 2)[0].score_from == 3
     ledger.accept(2, scored(1, 1, 2, 3))
     ledger.accept(2, scored(5, 5))  # does not follow: left out
     ledger.accept(2, scored(4, 4, 5))
@@ -271,7 +284,7 @@ def test_prompt_scores_are_kept_once_and_asked_for_from_where_they_ended() -> No
     (output,) = entry.take()
     assert output.prompt_logprobs is not None and output.prompt_logprobs[0] == 1
     assert [item.token_id for item in output.prompt_logprobs[1]] == [1, 2, 3, 4, 5]
-    (resumed,) = (state.resumed() for state in ledger.begin_epoch(3))
+    (resumed,) = begin(ledger, 3)
     assert resumed.wants == Want.SAMPLE and list(resumed.emitted_token_ids or ()) == [8]
     ledger.accept(3, scored(1, 1, 2))
     ledger.accept(3, tokens("a", 1, 9))
@@ -349,7 +362,7 @@ def test_entries_of_an_earlier_front_end_are_put_back() -> None:
     ledger.restore(entry)
     with pytest.raises(DuplicateRequestError):
         ledger.restore(OpenRequest(make_request("a")))
-    assert notes.lines == [] and list(ledger.begin_epoch(2)[0].resumed().emitted_token_ids or ()) == [4, 5]
+    assert notes.lines == [] and list(begin(ledger, 2)[0].emitted_token_ids or ()) == [4, 5]
     assert list(entry.take()[0].token_ids) == [4, 5]  # a new reader gets all of it
 
 

@@ -358,7 +358,7 @@ async def test_a_client_ignores_deliveries_of_no_request() -> None:
     async with running() as sessions:
         client = sessions.client
         assert isinstance(client, LocalClient)
-        client._requests.accept(0, Events(1, 0.0, ["ghost"], *(_column(0) for _ in range(3))))
+        client._requests.accept(1, Events(1, 0.0, ["ghost"], *(_column(0) for _ in range(3))))
         assert client._requests.rejections.unknown == 1
 
 

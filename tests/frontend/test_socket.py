@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engine.direct_client import DirectClient
 from tests.engine.fakes import (
     GatedExecutor,
     ScriptedExecutor,
@@ -41,7 +42,6 @@ from octavo.errors import (
     InvalidRequestError,
 )
 from octavo.frontend.sessions import Sessions
-from octavo.frontend.socket_client import SocketClient
 from octavo.observe.explainer import unknown
 from octavo.observe.live import observe_engine
 from octavo.server.event_loop import new_event_loop
@@ -78,9 +78,9 @@ class Server:
 @asynccontextmanager
 async def connected(
     executor: GatedExecutor | None = None, epoch: int = 1
-) -> AsyncIterator[tuple[SocketClient, Server]]:
+) -> AsyncIterator[tuple[DirectClient, Server]]:
     server = Server(executor or GatedExecutor())
-    client = await SocketClient.connect(server.path, epoch)
+    client = await DirectClient.connect(server.path, epoch)
     try:
         yield client, server
     finally:
@@ -90,7 +90,7 @@ async def connected(
         await asyncio.to_thread(server.join)
 
 
-async def read(client: SocketClient, name: str) -> tuple[list[int], Any]:
+async def read(client: DirectClient, name: str) -> tuple[list[int], Any]:
     ids: list[int] = []
     async for output in client.outputs(name):
         assert output.position == len(ids)
@@ -213,7 +213,7 @@ async def test_an_engine_of_another_version_is_refused(tmp_path: Path) -> None:
         writer.close()
 
     async with await asyncio.start_unix_server(greet, str(tmp_path / "engine.sock")):
-        client = await SocketClient.connect(tmp_path / "engine.sock", 1)
+        client = await DirectClient.connect(tmp_path / "engine.sock", 1)
         with pytest.raises(EngineError, match=f"version {wire.VERSION - 1}"):
             await client.ready()
         await client.ended()
@@ -363,7 +363,7 @@ async def test_reliability_30_fuzzed_frames_at_the_client_are_dropped() -> None:
             writer.close()
 
         server = await asyncio.start_unix_server(hostile, str(path))
-        client = await SocketClient.connect(path, 1)
+        client = await DirectClient.connect(path, 1)
         submitting = asyncio.create_task(client.submit(make_request("z")))
         while client.num_malformed < 150:
             await asyncio.sleep(0.005)
@@ -384,7 +384,7 @@ def test_what_is_sent_between_a_break_and_its_notice_is_answered_at_the_end(tmp_
 
     async def main() -> None:
         server = await asyncio.start_unix_server(silent, str(tmp_path / "s"))
-        client = await SocketClient.connect(tmp_path / "s", 1)
+        client = await DirectClient.connect(tmp_path / "s", 1)
         client._writer.transport.abort()
         assert client.is_alive, "not noticed yet"
         answer = client.send(make_request("a"))

@@ -1,4 +1,4 @@
-"""Streams over an EngineKeeper while its engine processes are killed, stopped or poisoned.
+"""Streams over an EngineSupervisor while its engine processes are killed, stopped or poisoned.
 
 Owns: keeping(), readers that check positions and note their gaps, a load that goes on until it is told to end.
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 from octavo.config import Config, ModelConfig, ServingConfig
 from octavo.core.request import FinishError, FinishReason, Request
-from octavo.frontend.keeper import EngineKeeper
-from octavo.frontend.process import COMMAND
+from octavo.frontend.engine_process import COMMAND
+from octavo.frontend.engine_supervisor import EngineSupervisor
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "frontend" / "fake_engine.py"))
 WAIT_S = 60.0  # for what must come
@@ -30,12 +30,12 @@ def config(model: str, **changes: Any) -> Config:
 @asynccontextmanager
 async def keeping(
     of: Config | str, command: Sequence[str] | None = None, **serving: Any
-) -> AsyncIterator[EngineKeeper]:
+) -> AsyncIterator[EngineSupervisor]:
     """A keeper over fake engines that behave as named, or over what a whole Config says; closed at the end."""
     if isinstance(of, str):
-        keeper = await EngineKeeper.start(config(of, **serving), command=command or FAKE)
+        keeper = await EngineSupervisor.start(config(of, **serving), command=command or FAKE)
     else:
-        keeper = await EngineKeeper.start(of, command=command or COMMAND)
+        keeper = await EngineSupervisor.start(of, command=command or COMMAND)
     try:
         yield keeper
     finally:
@@ -66,7 +66,7 @@ class Stream:
         return after[0] - before[-1] if before and after else None
 
 
-async def follow(keeper: EngineKeeper, request: Request) -> Stream:
+async def follow(keeper: EngineSupervisor, request: Request) -> Stream:
     """Submit and read to the end."""
     stream = Stream(request)
     await keeper.submit(request)
@@ -82,7 +82,7 @@ async def follow(keeper: EngineKeeper, request: Request) -> Stream:
 class Load:
     """So many streams at any time, each followed by another, until stop()."""
 
-    def __init__(self, keeper: EngineKeeper, make: Callable[[int], Request], width: int) -> None:
+    def __init__(self, keeper: EngineSupervisor, make: Callable[[int], Request], width: int) -> None:
         self.streams: list[Stream] = []
         self.errors: list[BaseException] = []
         self._keeper = keeper

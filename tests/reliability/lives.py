@@ -1,7 +1,7 @@
 """Engines that follow each other in this thread, so that an engine can die between any two steps, hundreds of times.
 
 Owns: Life (in the place of an engine process and its socket) and Lives (in the place of the keeper: an EngineClient
-over Custody). Does not: start processes; deaths of real ones are in the rows 1, 3 and 5.
+over OpenRequests). Does not: start processes; deaths of real ones are in the rows 1, 3 and 5.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo.engine.grammars import Grammars
 from octavo.engine.loop import EngineLoop
 from octavo.errors import RequestError
 from octavo.executors.protocol import Executor
-from octavo.frontend.custody import Custody
+from octavo.frontend.open_requests import OpenRequests
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.matcher import Matcher
 from octavo.grammar.vocabulary import Vocabulary
@@ -44,7 +44,7 @@ class PromptBank(GrammarBank):
 
 
 class Life:
-    """An engine of this thread: what Custody needs of a SocketClient, and one turn of the loop at a time."""
+    """An engine of this thread: an EngineLink, and one turn of the loop at a time."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Lives:
 
     def __init__(self, open_engine: Callable[[], Opened], depth: int = 1, vocabulary: Vocabulary | None = None) -> None:
         self._vocabulary = vocabulary
-        self.custody = Custody()
+        self.requests = OpenRequests()
         self._open_engine = open_engine
         self._depth = depth
         self.epoch = 0
@@ -104,11 +104,11 @@ class Lives:
         if self.epoch:
             self.life.is_alive = False
             self.life.loop._grammars.close()
-            self.custody.bereave(())
+            self.requests.lose_engine(())
         self.epoch += 1
-        opened, receive = self._open_engine(), self.custody.deliver
+        opened, receive = self._open_engine(), self.requests.accept
         self.life = Life(self.epoch, opened, receive, self._depth, self._vocabulary)
-        self.custody.begin(self.life)  # type: ignore[arg-type]
+        self.requests.begin_epoch(self.life)
 
     async def run(self, cut_after: Callable[[int], bool] = lambda _: False) -> int:
         """Turn until nothing is to be done; die after the turns that `cut_after` names. Returns how many turns."""
@@ -123,15 +123,15 @@ class Lives:
                 self.next_life()
 
     async def submit(self, request: Request) -> Accepted:
-        return await self.custody.submit(request)
+        return await self.requests.submit(request)
 
     def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
-        return self.custody.outputs(request_id, final_only)
+        return self.requests.outputs(request_id, final_only)
 
     async def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
-        self.custody.cancel(request_ids, reason, choice)
+        self.requests.cancel(request_ids, reason, choice)
 
     async def statistics(self) -> Mapping[str, object]:
         return {}

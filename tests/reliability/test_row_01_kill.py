@@ -18,7 +18,7 @@ import pytest
 
 from octavo.assembly import config_from
 from octavo.core.request import FinishReason, Request, SamplingParams
-from octavo.frontend.keeper import EngineKeeper, KeeperState
+from octavo.frontend.engine_supervisor import EngineState, EngineSupervisor
 from tests.engine.fakes import expected, make_request
 from tests.reliability.deaths import Load, Stream, follow, keeping, quantile, until
 from tests.reliability.scorecard import IS_WHOLE, Score
@@ -27,7 +27,7 @@ WIDTH = 32
 
 
 async def kill_under(
-    keeper: EngineKeeper,
+    keeper: EngineSupervisor,
     make: Callable[[int], Request],
     kills: int,
     rng: random.Random,
@@ -41,7 +41,7 @@ async def kill_under(
     load, moments = Load(keeper, make, WIDTH), []
     for _ in range(kills):
         epoch = keeper.epoch
-        await until(lambda: keeper.state is KeeperState.READY and keeper.num_open > WIDTH // 2)
+        await until(lambda: keeper.state is EngineState.READY and len(keeper.requests) > WIDTH // 2)
         await until(lambda: not is_settled or is_quiet(keeper), 120.0)
         await asyncio.sleep(rng.uniform(0.0, pause_s))
         moments.append(asyncio.get_running_loop().time())
@@ -53,10 +53,10 @@ async def kill_under(
     return load.streams, load.errors, gaps
 
 
-def is_quiet(keeper: EngineKeeper) -> bool:
+def is_quiet(keeper: EngineSupervisor) -> bool:
     """Whether every open request has a token of this engine, and the standby, if wanted, is there."""
     has_standby = bool(keeper.report()["has_standby"]) or not keeper._has_standby
-    return has_standby and all(entry.has_progress for entry in keeper._custody.ledger)
+    return has_standby and all(entry.has_progress for entry in keeper.requests)
 
 
 def judge(
@@ -67,7 +67,7 @@ def judge(
     score.share("byte-equal to the run without a fault", sum(s.ids == wanted(s) for s in streams), len(streams))
 
 
-def tell(score: Score, keeper: EngineKeeper, gaps: list[float], most: float) -> None:
+def tell(score: Score, keeper: EngineSupervisor, gaps: list[float], most: float) -> None:
     report = keeper.report()
     ids, frames = report["dropped_ids"], report["dropped_frames"]
     score.tell(

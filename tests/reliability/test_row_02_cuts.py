@@ -121,9 +121,9 @@ async def compare(
         lives = Lives(open_engine, depth=1 + index % 2, vocabulary=vocabulary)
         got, _ = await answers(lives, text, requests, first, first + rng.randrange(1, turns))
         num_cuts += lives.epoch - 1
-        num_resumed += lives.custody.num_resumed
+        num_resumed += lives.requests.num_resumed
         equal += got == whole
-        assert not len(lives.custody.ledger) and lives.custody.ledger.rejections.gaps == 0
+        assert not len(lives.requests) and lives.requests.rejections.gaps == 0
     score.tell(f"{name}: deaths, and requests that they met", f"{num_cuts}, {num_resumed}")
     score.share(f"{name}: runs with equal answers", equal, count)
     assert num_cuts > count and num_resumed > count

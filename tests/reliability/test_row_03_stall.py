@@ -17,17 +17,17 @@ import pytest
 from octavo.assembly import config_from
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.engine import heartbeat
-from octavo.frontend.keeper import EngineKeeper, KeeperState
+from octavo.frontend.engine_supervisor import EngineState, EngineSupervisor
 from tests.engine.fakes import expected, make_request
 from tests.reliability.deaths import Load, follow, keeping, until
 from tests.reliability.scorecard import Score
 
 
-async def stop(keeper: EngineKeeper) -> float:
+async def stop(keeper: EngineSupervisor) -> float:
     """Stop the engine's process; seconds until the keeper gave it up."""
     begun, epoch = time.monotonic(), keeper.epoch
     os.kill(keeper.pid, signal.SIGSTOP)
-    await until(lambda: keeper.state is not KeeperState.READY or keeper.epoch > epoch)
+    await until(lambda: keeper.state is not EngineState.READY or keeper.epoch > epoch)
     return time.monotonic() - begun
 
 
@@ -36,7 +36,7 @@ async def test_row_03_an_engine_stopped_in_a_step(score: Score, capfd: pytest.Ca
         load = Load(keeper, lambda n: make_request(f"r{n}", max_tokens=60), 8)
         await until(lambda: len(load.streams) > 8)  # steps of this size are known by now
         found_s = await stop(keeper)
-        await until(lambda: keeper.state is KeeperState.READY)
+        await until(lambda: keeper.state is EngineState.READY)
         await load.stop()
         wrong = [s for s in load.streams if s.ids != expected(s.request) or s.reason is not FinishReason.LENGTH]
         score.count("lost, or not byte-equal", len(wrong) + len(load.errors))
@@ -145,7 +145,7 @@ async def test_row_03_a_standby_that_was_stopped_while_it_waited(score: Score) -
         await until(lambda: bool(keeper.report()["has_standby"]))
         following = asyncio.create_task(follow(keeper, make_request("a", max_tokens=80)))
         await until(lambda: keeper._engine.page.beat() is not None)
-        os.kill(keeper.standby_pid or 0, signal.SIGSTOP)
+        os.kill(keeper.spawner.standby_pid or 0, signal.SIGSTOP)
         begun = time.monotonic()
         os.kill(keeper.pid, signal.SIGKILL)
         stream = await following

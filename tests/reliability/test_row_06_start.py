@@ -13,9 +13,9 @@ import pytest
 from octavo.assembly import config_from
 from octavo.engine.scratch import VARIABLE
 from octavo.errors import CapacityError, EngineDeadError, OctavoError, UnknownModelError
-from octavo.frontend import process
-from octavo.frontend.keeper import EngineKeeper
-from octavo.frontend.process import COMMAND
+from octavo.frontend import engine_process as process
+from octavo.frontend.engine_process import COMMAND
+from octavo.frontend.engine_supervisor import EngineSupervisor
 from tests.reliability.deaths import FAKE, config
 from tests.reliability.scorecard import Score
 
@@ -62,7 +62,7 @@ async def test_row_06_a_failed_start_is_clean(
     monkeypatch.setattr(process, "CONNECT_LIMIT_S", score.dose(2.0, 20.0))
     before, begun = children(), time.monotonic()
     with pytest.raises(error, match=words):
-        await EngineKeeper.start(config(behaviour), command=command)
+        await EngineSupervisor.start(config(behaviour), command=command)
     taken = time.monotonic() - begun
     score.count("processes left", len(children() - before))
     score.count("folders left", len(list(scratch.iterdir())))
@@ -73,11 +73,11 @@ async def test_row_06_a_start_that_is_given_up_is_clean(score: Score, scratch: P
     """Cancelled while the engine opens, at any moment."""
     before = children()
     for delay in score.dose((0.05, 0.6), (0.01, 0.05, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5)):
-        starting = asyncio.create_task(EngineKeeper.start(config("fake"), command=FAKE))
+        starting = asyncio.create_task(EngineSupervisor.start(config("fake"), command=FAKE))
         await asyncio.sleep(delay)
         starting.cancel()
         for keeper in await asyncio.gather(starting, return_exceptions=True):
-            if isinstance(keeper, EngineKeeper):
+            if isinstance(keeper, EngineSupervisor):
                 await keeper.close()
     score.count("processes left", len(children() - before))
     score.count("folders left", len(list(scratch.iterdir())))
@@ -87,6 +87,6 @@ async def test_row_06_a_start_that_is_given_up_is_clean(score: Score, scratch: P
 async def test_row_06_a_pool_too_large_for_the_machine(score: Score) -> None:
     before, begun = children(), time.monotonic()
     with pytest.raises(OctavoError):
-        await EngineKeeper.start(config_from("smollm2", {"kv_cache_tokens": "100G"}), command=COMMAND)
+        await EngineSupervisor.start(config_from("smollm2", {"kv_cache_tokens": "100G"}), command=COMMAND)
     score.count("processes left", len(children() - before))
     score.time("seconds", time.monotonic() - begun, 60.0)

@@ -26,8 +26,8 @@ from octavo.engine.client import Accepted
 from octavo.engine.loop import EngineLoop
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import OctavoError
-from octavo.frontend.socket_client import SocketClient
 from tests.core import invariants
+from tests.engine.direct_client import DirectClient
 from tests.engine.fakes import VOCAB_SIZE, GatedExecutor, Harness, make_limits, open_fake
 from tests.reliability.scorecard import Score
 
@@ -155,7 +155,7 @@ def test_row_07_aborts_in_any_state_leave_nothing_in_the_engine(score: Score) ->
 
 
 @asynccontextmanager
-async def serving(depth: int) -> AsyncIterator[tuple[SocketClient, Scheduler, EngineLoop]]:
+async def serving(depth: int) -> AsyncIterator[tuple[DirectClient, Scheduler, EngineLoop]]:
     """An engine behind its socket, in a thread; all of it is closed behind."""
     executor, sizes = HostExecutor(lazy=depth > 1), limits()
     capacity, scheduler = open_fake(executor, sizes), Scheduler(sizes)
@@ -170,7 +170,7 @@ async def serving(depth: int) -> AsyncIterator[tuple[SocketClient, Scheduler, En
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        client = await SocketClient.connect(Path(folder) / "engine.sock", 1)
+        client = await DirectClient.connect(Path(folder) / "engine.sock", 1)
         try:
             yield client, scheduler, loop
         finally:
@@ -179,7 +179,7 @@ async def serving(depth: int) -> AsyncIterator[tuple[SocketClient, Scheduler, En
             assert not thread.is_alive()
 
 
-async def give_up(client: SocketClient, name: str, rng: random.Random) -> str:
+async def give_up(client: DirectClient, name: str, rng: random.Random) -> str:
     """Submit a request and abort it in some way; how."""
     way = rng.choice(("before the answer", "while waiting", "while reading", "twice", "and do not read on"))
     request = make(name, rng)
@@ -223,7 +223,7 @@ async def test_row_07_aborts_over_the_socket_leave_nothing_in_the_front(score: S
             rng, names = random.Random(depth), iter(range(num_aborts // 2))
 
             async def keep_giving_up(
-                client: SocketClient = client, rng: random.Random = rng, names: Any = names
+                client: DirectClient = client, rng: random.Random = rng, names: Any = names
             ) -> None:
                 for number in names:
                     ways[await give_up(client, f"r{number}", rng)] += 1

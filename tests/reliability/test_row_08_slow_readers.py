@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from octavo.frontend.process import EngineProcess
 from octavo.frontend.sessions import Sessions
 from octavo.server.app import create_app
 from octavo.server.connection import BoundedConnection
@@ -21,6 +20,7 @@ from octavo.server.limits import HttpLimits
 from octavo.server.listener import open_socket
 from octavo.server.run import HttpServer
 from octavo.settings import load_config
+from tests.engine.direct_client import start_engine
 from tests.reliability.load import quantile
 from tests.reliability.scorecard import Score
 from tests.server.fakes import make_text
@@ -68,7 +68,7 @@ async def serving() -> AsyncIterator[tuple[Server, Sessions]]:
     config = load_config({"port": 0, "model": "4", "max_sequences": 64, "num_blocks": 20_000})
     listener = open_socket(config.serving)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)  # what it accepts inherits it
-    engine = await EngineProcess.start(config, command=(sys.executable, str(ENGINE)))
+    engine = await start_engine(config, command=(sys.executable, str(ENGINE)))
     sessions = Sessions(engine.client, make_text(), capacity=engine.capacity)
     lifecycle = Lifecycle()
     limits = HttpLimits(stall_timeout_s=STALL_S)

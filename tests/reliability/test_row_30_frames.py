@@ -24,8 +24,8 @@ from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishReason, SamplingParams, Want
 from octavo.engine import wire
 from octavo.errors import EngineError, ErrorKind
-from octavo.frontend.custody import Custody
 from octavo.frontend.open_request import finished
+from octavo.frontend.open_requests import OpenRequests
 from octavo.frontend.socket_client import SocketClient
 from tests.engine.fakes import GatedExecutor, expected, make_limits, make_request, open_fake
 from tests.frontend.test_socket import Server
@@ -162,14 +162,14 @@ async def test_row_30_a_keeper_goes_on_whatever_its_engine_sends(score: Score) -
             writer.close()
 
         server = await asyncio.start_unix_server(hostile, str(path))
-        custody = Custody()
-        client = await SocketClient.connect(path, 1, custody.deliver)
-        custody.begin(client)
-        submits = [asyncio.create_task(custody.submit(request)) for request in requests]
+        requests_here = OpenRequests()
+        client = await SocketClient.connect(path, 1, requests_here.accept)
+        requests_here.begin_epoch(client)
+        submits = [asyncio.create_task(requests_here.submit(request)) for request in requests]
         await asyncio.sleep(0)
         equal = 0
         for request in requests:
-            ids = [i async for output in custody.outputs(request.request_id) for i in output.token_ids]
+            ids = [i async for output in requests_here.outputs(request.request_id) for i in output.token_ids]
             equal += ids == expected(request)
         score.tell(
             "frames to a keeper: dropped, of another epoch", f"{client.num_malformed}, {client.num_stale} of {count}"

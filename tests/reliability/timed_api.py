@@ -18,7 +18,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from octavo.frontend.process import EngineProcess  # noqa: E402  the path comes first
 from octavo.frontend.sessions import Sessions  # noqa: E402
 from octavo.server.app import create_app  # noqa: E402
 from octavo.server.event_loop import new_event_loop  # noqa: E402
@@ -26,6 +25,7 @@ from octavo.server.lifecycle import Lifecycle  # noqa: E402
 from octavo.server.listener import open_socket  # noqa: E402
 from octavo.server.run import HttpServer  # noqa: E402
 from octavo.settings import load_config  # noqa: E402
+from tests.engine.direct_client import start_engine  # noqa: E402  the path comes first
 from tests.reliability.api_child import api_child  # noqa: E402
 from tests.server.fakes import make_text  # noqa: E402
 
@@ -35,7 +35,7 @@ ENGINE = Path(__file__).with_name("timed_engine.py")
 async def main(settings: dict[str, Any]) -> None:
     config = load_config({"port": 0, **settings})
     listener = open_socket(config.serving)
-    engine = await EngineProcess.start(config, command=(sys.executable, str(ENGINE)))
+    engine = await start_engine(config, command=(sys.executable, str(ENGINE)))
     try:
         sessions = Sessions(engine.client, make_text(), capacity=engine.capacity)
         lifecycle = Lifecycle()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from octavo.frontend.engine_supervisor import EngineSupervisor
 from octavo.frontend.journal import open_journal
-from octavo.frontend.keeper import EngineKeeper
 from octavo.frontend.sessions import Sessions
 from octavo.server.app import create_app
 from octavo.server.context import Context
@@ -29,7 +29,7 @@ STEP_MS = "3"
 class Life:
     """One life of a server."""
 
-    def __init__(self, app: Any, keeper: EngineKeeper, taken: tuple[int, int]) -> None:
+    def __init__(self, app: Any, keeper: EngineSupervisor, taken: tuple[int, int]) -> None:
         self.app = app
         self.keeper = keeper
         self.taken = taken
@@ -47,7 +47,7 @@ async def life(folder: Path, **settings: Any) -> AsyncIterator[Life]:
     config = load_config({"model": STEP_MS, "journal": str(folder), **settings})
     journal = open_journal(config)
     assert journal is not None
-    keeper = await EngineKeeper.start(config, command=(sys.executable, str(ENGINE)), observer=journal)
+    keeper = await EngineSupervisor.start(config, command=(sys.executable, str(ENGINE)), observer=journal)
     text = make_text()
     sessions = Sessions(keeper, text, capacity=keeper.capacity)
     app = create_app(sessions, text, config, keeper.statistics)

@@ -1,6 +1,6 @@
 """The engine of a server as the command line handles it, in a process of its own or in this one.
 
-Owns: what is asked of either, and why it is not ready, in words. Does not: restart anything (engine.keeper does).
+Owns: what is asked of either, and why it is not ready, in words. Does not: restart anything (engine_supervisor does).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from octavo.engine.client import EngineClient
 from octavo.engine.loop import EngineLoop
 from octavo.errors import ConfigError
 from octavo.executors.protocol import Capacity
-from octavo.frontend.keeper import EngineKeeper, KeeperState
+from octavo.frontend.engine_process import COMMAND
+from octavo.frontend.engine_supervisor import EngineState, EngineSupervisor
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.open_requests import LedgerObserver
-from octavo.frontend.process import COMMAND
 
 WATCH_S = 0.5  # how long a dead engine of this process goes unnoticed
 
@@ -120,21 +120,21 @@ class InProcessEngine:
 
 
 class KeptEngine:
-    """Engine processes that follow each other (see EngineKeeper)."""
+    """Engine processes that follow each other (see EngineSupervisor)."""
 
     is_protected = True
 
-    def __init__(self, keeper: EngineKeeper) -> None:
-        self.client = keeper
-        self.capacity = keeper.capacity
-        self.failed = keeper.failed
+    def __init__(self, supervisor: EngineSupervisor) -> None:
+        self.client = supervisor
+        self.capacity = supervisor.capacity
+        self.failed = supervisor.failed
 
     @classmethod
     async def start(
         cls, config: Config, observer: LedgerObserver | None = None, command: Sequence[str] = COMMAND
     ) -> KeptEngine:
         """Start the first engine process and wait until it is ready."""
-        return cls(await EngineKeeper.start(config, command=command, observer=observer))
+        return cls(await EngineSupervisor.start(config, command=command, observer=observer))
 
     @property
     def failure(self) -> str:
@@ -144,14 +144,14 @@ class KeptEngine:
     @property
     def processes(self) -> dict[str, int]:
         """Its processes by their roles."""
-        found = {"engine": self.client.pid, "standby": self.client.standby_pid}
+        found = {"engine": self.client.pid, "standby": self.client.spawner.standby_pid}
         return {role: pid for role, pid in found.items() if pid is not None}
 
     def trouble(self) -> str | None:
         """Why it makes no progress now, or None."""
-        if self.client.state is KeeperState.READY:
+        if self.client.state is EngineState.READY:
             return None if self.client.is_stepping else "the engine makes no steps"
-        return "the engine is being restarted" if self.client.state is not KeeperState.FAILED else "the engine failed"
+        return "the engine is being restarted" if self.client.state is not EngineState.FAILED else "the engine failed"
 
     def report(self) -> dict[str, object]:
         """Its lives so far."""

@@ -1,4 +1,4 @@
-"""The heartbeat: a page of shared memory that the step loop writes and its keeper reads, also when the loop is dead.
+"""The heartbeat: a page of shared memory that the step loop writes, and that is read also when the loop is dead.
 
 Owns: the page's layout, writing and reading it, how long a step may take. Does not: judge or kill (see watchdog).
 Invariants: a reader gets a beat or a batch exactly as it was written, or the one before it, also when the writer was

@@ -19,15 +19,17 @@ from octavo.frontend.loop_wakeup import LoopWakeup
 from octavo.frontend.open_requests import OpenRequests
 
 JOIN_POLL_S = 0.005
-_EPOCH = 0  # an engine in this process has one life
+_EPOCH = 1  # an engine in this process has no successor
 
 
 class LocalClient:
     """Talks to an EngineLoop, which it attaches to; starts it at the first request."""
 
     def __init__(self, engine: EngineLoop) -> None:
+        self.epoch = _EPOCH
         self._engine = engine
-        self._requests = OpenRequests(_EPOCH)
+        self._requests = OpenRequests(resumes=False)
+        self._requests.begin_epoch(self)
         self._pending: deque[Callable[[], None]] = deque()
         self._is_woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -37,14 +39,17 @@ class LocalClient:
     async def submit(self, request: Request) -> Accepted:
         """Hand a request over. Raises RequestError, EngineDeadError; cancelled while waiting, the request is too."""
         self._bind()
-        self._requests.add(request)
-        try:
-            accepted = await self._ask(partial(self._engine.submit, request))
-        except BaseException:
-            self._requests.forget(request.request_id)
-            self._engine.cancel((request.request_id,))
-            raise
-        return cast(Accepted, accepted)
+        return await self._requests.submit(request)
+
+    def send(self, request: Request) -> asyncio.Future[Accepted]:
+        """See EngineLink."""
+        return cast("asyncio.Future[Accepted]", self._ask(partial(self._engine.submit, request)))
+
+    def post_cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """See EngineLink."""
+        self._engine.cancel(request_ids, reason, choice)
 
     def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
         """Outputs of an accepted request, ending after the final one."""
@@ -54,7 +59,7 @@ class LocalClient:
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
         """End requests, or one choice of them, in whatever state."""
-        self._engine.cancel(request_ids, reason, choice)
+        self._requests.cancel(request_ids, reason, choice)
 
     async def statistics(self) -> Mapping[str, object]:
         """Engine counters and gauges as plain JSON values."""
@@ -86,10 +91,10 @@ class LocalClient:
             self._wakeup.attach(loop)
         self._engine.start()
 
-    async def _ask(self, ask: Callable[[Callable[[object], None]], None]) -> object:
+    def _ask(self, ask: Callable[[Callable[[object], None]], None]) -> asyncio.Future[object]:
         answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         ask(lambda value: self._hand_over(partial(_settle, answer, value)))
-        return await answer
+        return answer
 
     def _hand_over(self, action: Callable[[], None]) -> None:
         """From any thread: run the action in the event loop, with one wake-up for all that are pending."""
@@ -99,7 +104,7 @@ class LocalClient:
         self._is_woken = True
         if not self._loop.is_closed():
             self._wakeup.wake()
-        else:  # the event loop was closed over open requests: nobody is left to read
+        else:  # the event loop was closed over open requests: no reader is left
             self._pending.clear()
             self._engine.cancel([entry.request.request_id for entry in self._requests])
 

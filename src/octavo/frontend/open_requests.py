@@ -1,27 +1,61 @@
-"""The open requests of a front end: what was asked, every id that came back, and who reads it.
+"""The open requests of a front end, which outlive its engines.
 
-Owns: the append (a token counts if its epoch is current and its position is next), ends, and readers' wake-ups. It is
-the ledger from which a later engine resumes. Does not: talk to engines; one request's record is in open_request.
+Owns: what was asked, every id that came back, who reads it, and which engine has it. This is the ledger: an output
+counts if its epoch is current and its position is next; a later engine resumes what is here. Does not: start, watch or
+end engines (engine_supervisor does); one request's record is in open_request.
 Invariants: append first, then tell the observer, then wake the reader; a choice's ids have no gap and no duplicate; a
-slow reader costs no more than the ids themselves: it finds one larger output, never a queue.
+slow reader finds one larger output, never a queue; a submit is answered once; a request that was cancelled, or whose
+time is over, is sent to no other engine; a resume that an engine refuses ends that request alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from octavo.core.plan import Event, EventKind, Events
 from octavo.core.request import FinishError, FinishReason, Request
-from octavo.engine.client import TokenOutput
-from octavo.errors import DuplicateRequestError, InvalidRequestError, RequestError
+from octavo.engine.client import Accepted, TokenOutput
+from octavo.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    ErrorKind,
+    InvalidRequestError,
+    OctavoError,
+    RequestError,
+    kind_of,
+)
+from octavo.frontend.crash_suspects import MAX_CRASHES, CrashSuspects
 from octavo.frontend.open_request import OpenRequest, finished
 
+_LOG = logging.getLogger(__name__)
 MAX_UNREAD = 1024  # ended requests that were not read to the end; the oldest is dropped beyond
+
+
+class EngineLink(Protocol):
+    """The engine in force: `epoch` numbers it."""
+
+    epoch: int
+
+    def send(self, request: Request) -> asyncio.Future[Accepted]:
+        """Send a request; the future has the engine's answer, or what ended the engine.
+
+        Raises InvalidRequestError when it is too large to be sent, EngineDeadError.
+        """
+        ...
+
+    def post_cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        """End requests, or one choice of them, without waiting."""
+        ...
 
 
 class LedgerObserver(Protocol):
@@ -53,7 +87,11 @@ class Rejections:
 
 
 class OpenRequests:
-    """All open requests of one front end, oldest first, and the ended ones not yet read. For one event loop."""
+    """All open requests of one front end, oldest first, and the ended ones not yet read. For one event loop.
+
+    `engine` is the one in force, None while there is none. `resumes`: another follows one that died, so that requests
+    which it did not answer wait for the next.
+    """
 
     def __init__(
         self,
@@ -61,11 +99,18 @@ class OpenRequests:
         max_unread: int = MAX_UNREAD,
         now: Callable[[], float] = time.monotonic,
         observer: LedgerObserver | None = None,
+        resumes: bool = True,
     ) -> None:
         self.epoch = epoch
+        self.engine: EngineLink | None = None
         self.rejections = Rejections()
+        self.num_resumed = 0
+        self.num_failed_suspects = 0
+        self._suspects = CrashSuspects()
+        self._answers: dict[str, asyncio.Future[Accepted]] = {}  # of submits that wait
         self._now = now
         self._observer = observer
+        self._resumes = resumes
         self._open: dict[str, OpenRequest] = {}
         self._ended: dict[str, OpenRequest] = {}
         self._max_unread = max_unread
@@ -89,7 +134,39 @@ class OpenRequests:
         """Return an open request."""
         return self._open.get(request_id)
 
-    # --- requests are recorded, read and dropped
+    @property
+    def is_holding(self) -> bool:
+        """Whether some requests wait while another runs alone."""
+        return self._suspects.is_holding
+
+    def has_engine(self, request_id: str) -> bool:
+        """Return True if an engine was sent this request, so that it is the one to end it."""
+        return self.engine is not None and not self._suspects.is_held(request_id)
+
+    # --- requests are submitted, read and dropped
+
+    async def submit(self, request: Request) -> Accepted:
+        """Record a request, send it, and wait for the engine's answer: that of a later one, if need be.
+
+        Raises RequestError; EngineDeadError when there will be no engine. Cancelled while waiting, the request is too.
+        """
+        state, name = self.add(request), request.request_id
+        self._suspects.clear(name)  # an earlier request of this id may have been in a crash
+        answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+        self._answers[name] = answer
+        try:
+            self._send_or_hold(state)
+            return await answer
+        except BaseException:
+            if self.get(name) is state:
+                if self.engine is not None and self.has_engine(name):
+                    self.engine.post_cancel((name,))
+                self.forget(name)
+                self._clear(name)
+            raise
+        finally:
+            if self._answers.get(name) is answer:
+                del self._answers[name]
 
     def add(self, request: Request) -> OpenRequest:
         """Record a request before the engine sees it. Raises DuplicateRequestError; a seed must be set."""
@@ -107,7 +184,7 @@ class OpenRequests:
         return state
 
     def restore(self, state: OpenRequest) -> None:
-        """Put in a request of an earlier front end, open or ended; the observer knows it.
+        """Put in a request of an earlier front end, ended or to be resumed; the observer knows it.
 
         Raises DuplicateRequestError.
         """
@@ -115,6 +192,8 @@ class OpenRequests:
         if self.get(name) is not None:
             raise DuplicateRequestError(f"request id {name!r} is in use; choose another", "request_id")
         (self._open if state.end is None else self._ended)[name] = state
+        if state.end is None:
+            self._send_or_hold(state)
 
     def forget(self, request_id: str) -> None:
         """Drop a request: refused by the engine, or read to its end."""
@@ -165,6 +244,40 @@ class OpenRequests:
             if state.end is not None and state.is_abandoned:
                 self.forget_ended(state)
             _wake(state)
+        if self._suspects.is_holding:
+            self._send_released()
+
+    def cancel(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> int:
+        """End requests, or one choice of them: at once where no engine has them. Returns how many are open here."""
+        sent, count = [], 0
+        for name in tuple(request_ids):
+            state = self._open.get(name)
+            if state is None:
+                continue
+            count += 1
+            if self.has_engine(name):
+                state.requested_ends.setdefault(choice, reason)  # the engine may die before it hears of it
+                sent.append(name)
+            else:
+                self.end(name, reason, choice=choice)
+        if sent and self.engine is not None:
+            self.engine.post_cancel(sent, reason, choice)
+        return count
+
+    def expire(self, now: float) -> None:
+        """End requests that no engine has and whose time is over."""
+        for state in self:
+            request, name = state.request, state.request.request_id
+            if self.has_engine(name):
+                continue
+            if request.deadline is not None and now >= request.deadline:
+                late = f"deadline passed {now - request.deadline:.3f} s ago"
+                self.end(name, FinishReason.TIMEOUT, FinishError(ErrorKind.DEADLINE, late))
+            elif state.queue_s is None and now >= request.arrival + (request.queue_timeout or math.inf):
+                late = f"queue_timeout of {request.queue_timeout} s passed before the request could start"
+                self.end(name, FinishReason.TIMEOUT, FinishError(ErrorKind.QUEUE_TIMEOUT, late))
 
     def end(
         self, request_id: str, reason: FinishReason, error: FinishError | None = None, choice: int | None = None
@@ -189,20 +302,117 @@ class OpenRequests:
         if state.is_abandoned:
             self.forget_ended(state)
         _wake(state)
+        name = end.request_id
+        accepted = Accepted(name, state.max_tokens or state.request.params.max_tokens or 1, capped=False)
+        _settle(self._answers.get(name), accepted)
+        self._clear(name)
 
-    def end_all(self, reason: FinishReason, error: FinishError) -> None:
-        """End every open request here: the engine will not."""
+    def end_all(self, reason: FinishReason, refusal: OctavoError) -> None:
+        """End every open request here, and refuse submits that were never answered: there will be no engine."""
+        self.engine = None
+        for answer in self._answers.values():
+            _settle(answer, refusal)
         for state in self:
-            self.end(state.request.request_id, reason, error)
+            self.end(state.request.request_id, reason, FinishError(kind_of(refusal), str(refusal)))
 
-    def begin_epoch(self, epoch: int) -> list[OpenRequest]:
-        """Begin a new epoch; return the open requests, oldest first, which its engine is to resume."""
-        if epoch <= self.epoch:
-            raise ValueError(f"epoch {epoch} does not follow {self.epoch}")
-        self.epoch = epoch
+    # --- engines follow one another
+
+    def begin_epoch(self, engine: EngineLink) -> int:
+        """Take an engine into use and send it all that is open, oldest first. Returns how many requests these are."""
+        if engine.epoch <= self.epoch:
+            raise ValueError(f"epoch {engine.epoch} does not follow {self.epoch}")
+        self.epoch = engine.epoch
+        self.engine = engine
         for state in self._open.values():
             state.begin_epoch()
-        return list(self._open.values())
+        self.num_resumed += len(self._open)
+        self._suspects.begin_epoch(self._open)
+        self._send_released()
+        return len(self._open)
+
+    def lose_engine(self, batch: Iterable[str]) -> None:
+        """The engine died with these requests in its batch: fail those that kill engines; end what was to end."""
+        self.engine = None
+        for state in self:
+            if state.has_progress:
+                self._suspects.clear(state.request.request_id)
+        found = [self._open.get(name) for name in batch]
+        stuck = [each.request.request_id for each in found if each is not None and not each.has_progress]
+        for name in self._suspects.crashed(stuck):
+            self.num_failed_suspects += 1
+            _LOG.error("request %s ends: the last %d engines that ran it died in its step", name, MAX_CRASHES)
+            what = f"the engine died {MAX_CRASHES} times with this request in its batch, the last time with it alone"
+            self.end(name, FinishReason.ERROR, FinishError(ErrorKind.STEP_FAILED, what))
+        for state in self:
+            for choice, reason in tuple(state.requested_ends.items()):
+                self.end(state.request.request_id, reason, choice=choice)
+            state.requested_ends.clear()
+
+    def _send_or_hold(self, state: OpenRequest) -> None:
+        if self.engine is not None and not self._suspects.hold(state.request.request_id):
+            self._send(self.engine, state)
+
+    def _send_released(self) -> None:
+        """Send what may be sent now: one that ran alone is cleared once it has a token or its end."""
+        while self.engine is not None:
+            name = self._suspects.alone
+            if name is not None:
+                state = self._open.get(name)
+                if state is not None and not state.has_progress:
+                    return
+                self._suspects.clear(name)
+            released = self._suspects.release()
+            if not released:
+                return
+            for name in released:
+                state = self._open.get(name)
+                if state is not None:
+                    self._send(self.engine, state)
+
+    def _send(self, engine: EngineLink, state: OpenRequest) -> None:
+        """Send a request as it resumes. Its answer comes later, or never when the engine dies first."""
+        name = state.request.request_id
+        end = state.implied_end()
+        if end is not None:
+            self.finish(state, end)
+            return
+        try:
+            answer = engine.send(state.resumed())
+        except OctavoError as error:
+            self._refused(name, error)
+            return
+        answer.add_done_callback(partial(self._answered, name))
+        if state.has_several:  # it starts anew, and what is over here would run again
+            for choice in state.ended_choices:
+                engine.post_cancel((name,), FinishReason.STOP, choice)
+
+    def _answered(self, name: str, answer: asyncio.Future[Accepted]) -> None:
+        if answer.cancelled():
+            return
+        error = answer.exception()
+        if error is not None:
+            self._refused(name, error)
+            return
+        accepted, state = answer.result(), self._open.get(name)
+        if state is not None:
+            state.max_tokens = accepted.max_tokens
+        _settle(self._answers.get(name), accepted)
+
+    def _refused(self, name: str, error: BaseException) -> None:
+        if self._resumes and isinstance(error, EngineDeadError):
+            return  # the supervisor notices its death, and the request is sent to the next one
+        waiting = self._answers.get(name)
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(error)
+            self._clear(name)
+        else:
+            self.end(name, FinishReason.ERROR, FinishError(kind_of(error), str(error)))
+
+    def _clear(self, name: str) -> None:
+        """A request no longer makes others wait."""
+        self._suspects.clear(name)
+        if self._suspects.is_holding:
+            self._send_released()
 
     def _tell(self, events: Events) -> None:
         if self._observer is not None and not events.is_empty:
@@ -310,6 +520,15 @@ async def _read(requests: OpenRequests, state: OpenRequest, final_only: bool) ->
             requests.forget_ended(state)
         for output in outputs:
             yield output
+
+
+def _settle(answer: asyncio.Future[Accepted] | None, value: Accepted | OctavoError) -> None:
+    if answer is None or answer.done():
+        return
+    if isinstance(value, OctavoError):
+        answer.set_exception(value)
+    else:
+        answer.set_result(value)
 
 
 def _wake(state: OpenRequest) -> None:

@@ -1,9 +1,9 @@
-"""EngineClient for an engine process behind a Unix socket.
+"""One connection to an engine process: frames out, frames in.
 
-Owns: the connection, the answers awaited; the channels, unless deliveries go to a keeper.
-Does not: start or restart the process (see process).
-Invariants: when the connection ends, every question is answered with an error, and so is every open request unless a
-keeper has them; frames of another epoch, and malformed ones, are dropped and counted.
+Owns: the connection, and the answers awaited. Events go to `receive`. Does not: keep requests (open_requests), or start
+and end the process (engine_process).
+Invariants: when the connection ends, every question is answered with an error; frames of another epoch, and malformed
+ones, are dropped and counted.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from octavo.core.plan import Events
-from octavo.core.request import FinishError, FinishReason, Request
+from octavo.core.request import FinishReason, Request
 from octavo.engine import wire
-from octavo.engine.client import Accepted, TokenOutput, Verb
-from octavo.errors import EngineDeadError, EngineError, ErrorKind, InvalidRequestError, OctavoError
+from octavo.engine.client import Accepted, Verb
+from octavo.errors import EngineDeadError, EngineError, InvalidRequestError, OctavoError
 from octavo.executors.protocol import Capacity
-from octavo.frontend.open_requests import OpenRequests
 
 _READ_BYTES = 1 << 18
 
@@ -37,14 +36,13 @@ class SocketClient:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         epoch: int,
-        receive: Receive | None = None,
+        receive: Receive,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.epoch = epoch
         self.num_malformed = 0
         self.num_stale = 0
-        self.requests = OpenRequests(epoch)
-        self._receive = receive or self.requests.accept
+        self._receive = receive
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count()
@@ -57,7 +55,7 @@ class SocketClient:
         self._reading = loop.create_task(self._read_all(), name="octavo-reader")
 
     @classmethod
-    async def connect(cls, path: Path, epoch: int, receive: Receive | None = None) -> SocketClient:
+    async def connect(cls, path: Path, epoch: int, receive: Receive) -> SocketClient:
         """Connect to a listening engine. Raises OSError."""
         reader, writer = await asyncio.open_unix_connection(str(path))
         return cls(reader, writer, epoch, receive)
@@ -85,25 +83,8 @@ class SocketClient:
         """When the oldest question without an answer was asked, on the monotonic clock."""
         return next(iter(self._asked_at.values()), None)
 
-    async def submit(self, request: Request) -> Accepted:
-        """Hand a request over. Raises RequestError, EngineDeadError."""
-        self._check_alive()
-        self.requests.add(request)
-        answer: asyncio.Future[Accepted] | None = None
-        try:
-            answer = self.send(request)
-            await self._drain()
-            return await answer
-        except BaseException:
-            self.requests.forget(request.request_id)
-            if answer is not None and self.is_alive and not answer.done():
-                self._post(wire.frame(wire.Cancel(self.epoch, (request.request_id,), FinishReason.CANCELLED)))
-            raise
-        finally:
-            _unasked(self._answered(self._submits, request.request_id))
-
     def send(self, request: Request) -> asyncio.Future[Accepted]:
-        """Send a request that is recorded elsewhere; the future has the engine's answer, or what ended the engine.
+        """Send a request; the future has the engine's answer, or what ended the engine.
 
         Raises InvalidRequestError when no frame holds it, EngineDeadError.
         """
@@ -115,20 +96,10 @@ class SocketClient:
         self._post(frame)
         return answer
 
-    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
-        """Outputs of an accepted request, ending after the final one."""
-        return self.requests.outputs(request_id, final_only)
-
-    async def cancel(
-        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
-    ) -> None:
-        """End requests, or one choice of them, in whatever state; nothing to do once the engine is gone."""
-        await self._tell(wire.Cancel(self.epoch, tuple(request_ids), reason, choice))
-
     def post_cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
-        """As cancel, without waiting until it is written."""
+        """End requests, or one choice of them, in whatever state, without waiting."""
         if self.is_alive:
             self._post(wire.frame(wire.Cancel(self.epoch, tuple(request_ids), reason, choice)))
 
@@ -149,7 +120,8 @@ class SocketClient:
         """Let the engine answer everyone, then end the connection. Idempotent."""
         if not self._is_closing:
             self._is_closing = True
-            await self._tell(wire.Close(self.epoch))
+            with contextlib.suppress(EngineDeadError):
+                await self._write(wire.frame(wire.Close(self.epoch)))
         await self.ended()
 
     def abandon(self) -> None:
@@ -157,7 +129,6 @@ class SocketClient:
         self._writer.close()
 
     async def _ask(self, verb: str, argument: str) -> object:
-        self._check_alive()
         number = next(self._numbers)
         answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -168,19 +139,13 @@ class SocketClient:
         finally:
             _unasked(self._answered(self._answers, number))
 
-    async def _tell(self, message: wire.Cancel | wire.Close) -> None:
-        """Send what an engine that is gone need not hear: its end answers everyone anyway."""
-        if self.is_alive:
-            with contextlib.suppress(EngineDeadError):
-                await self._write(wire.frame(message))
-
     def _answered(self, waiting: dict[Any, asyncio.Future[Any]], key: str | int) -> asyncio.Future[Any] | None:
         """Nothing is awaited under this key any more; the future that was."""
         self._asked_at.pop(key, None)
         return waiting.pop(key, None)
 
     def _post(self, frame: bytes) -> None:
-        """Write without waiting. A connection that has just broken takes nothing; its end answers everybody soon.
+        """Write without waiting. A connection that has just broken takes nothing; its end answers every request soon.
 
         uvloop calls that an error, asyncio does not.
         """
@@ -188,10 +153,8 @@ class SocketClient:
             self._writer.write(frame)
 
     async def _write(self, frame: bytes) -> None:
+        self._check_alive()
         self._post(frame)
-        await self._drain()
-
-    async def _drain(self) -> None:
         try:
             await self._writer.drain()
         except (ConnectionError, RuntimeError) as error:
@@ -261,7 +224,6 @@ class SocketClient:
         self._asked_at.clear()
         if not self._ready.cancelled():
             self._ready.exception()
-        self.requests.end_all(FinishReason.ERROR, FinishError(ErrorKind.ENGINE_DEAD, str(self._end)))
 
 
 def _other_version(version: int) -> EngineError:

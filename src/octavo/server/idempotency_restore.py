@@ -36,7 +36,7 @@ RestoreEntries = Callable[[Iterable[OpenRequest]], None]
 def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tuple[int, int]:
     """Have the engine go on with what is open, and keep what has ended; give the number of runs of each kind.
 
-    Call it in the event loop, before anything is served. `restore` is EngineKeeper.restore. Raises EngineDeadError.
+    Call it in the event loop, before anything is served. `restore` is EngineSupervisor.restore. Raises EngineDeadError.
     """
     runs = context.runs
     runs.journal = journal

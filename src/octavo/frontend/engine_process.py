@@ -58,12 +58,12 @@ class EngineProcess:
         *,
         epoch: int = 1,
         command: Sequence[str] = COMMAND,
-        receive: Receive | None = None,
+        receive: Receive,
         open_limit_s: float = OPEN_LIMIT_S,
     ) -> EngineProcess:
         """Start an engine and wait until it is ready. Raises what kept it from opening, or EngineDeadError.
 
-        `receive` gets its deliveries; without it the client keeps them, and ends open requests with its connection.
+        `receive` gets its events.
         """
         folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=scratch_root())  # mode 0700
         path = Path(folder.name) / SOCKET_NAME
@@ -105,7 +105,7 @@ class EngineProcess:
                 raise EngineDeadError(f"the engine process ended before it was ready: {self.describe_exit()}")
             await asyncio.sleep(CONNECT_POLL_S)
 
-    async def _connect(self, path: Path, epoch: int, receive: Receive | None) -> None:
+    async def _connect(self, path: Path, epoch: int, receive: Receive) -> None:
         self.client = await SocketClient.connect(path, epoch, receive)
         try:
             self.capacity = await self.client.ready()

@@ -12,14 +12,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.engine.direct_client import start_engine
 from tests.engine.fakes import expected, make_request
 
 from octavo.config import Config, ModelConfig
-from octavo.core.request import FinishReason
+from octavo.core.request import FinishError, FinishReason
 from octavo.engine.client import Accepted
-from octavo.errors import CapacityError, EngineDeadError
-from octavo.frontend import process
-from octavo.frontend.process import EngineProcess
+from octavo.errors import CapacityError, EngineDeadError, ErrorKind
+from octavo.frontend import engine_process as process
+from octavo.frontend.engine_process import EngineProcess
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
 
@@ -30,7 +31,7 @@ def config(behaviour: str) -> Config:
 
 @asynccontextmanager
 async def engine(behaviour: str) -> AsyncIterator[EngineProcess]:
-    child = await EngineProcess.start(config(behaviour), epoch=5, command=COMMAND)
+    child = await start_engine(config(behaviour), epoch=5, command=COMMAND)
     try:
         yield child
     finally:
@@ -38,11 +39,11 @@ async def engine(behaviour: str) -> AsyncIterator[EngineProcess]:
     assert child.returncode is not None
 
 
-async def finish(child: EngineProcess, name: str) -> tuple[list[int], FinishReason | None, str | None]:
+async def finish(child: EngineProcess, name: str) -> tuple[list[int], FinishReason | None, FinishError | None]:
     ids: list[int] = []
     async for output in child.client.outputs(name):
         ids += output.token_ids
-    return ids, output.finish_reason, output.message
+    return ids, output.finish_reason, output.error
 
 
 async def test_a_child_serves_and_ends_cleanly() -> None:
@@ -65,8 +66,8 @@ async def test_a_killed_child_gives_errors_not_hangs() -> None:
         taken = ["r0", *(answer.request_id for answer in answers if isinstance(answer, Accepted))]
         assert all(isinstance(answer, (Accepted, EngineDeadError)) for answer in answers)
         for name in taken:
-            _, reason, message = await finish(child, name)
-            assert reason is FinishReason.ERROR and "EngineDeadError" in (message or "")
+            _, reason, error = await finish(child, name)
+            assert reason is FinishReason.ERROR and error is not None and error.kind is ErrorKind.ENGINE_DEAD
         with pytest.raises(EngineDeadError):
             await child.client.submit(make_request("late"))
     assert child.describe_exit() == "killed by SIGKILL"
@@ -75,19 +76,19 @@ async def test_a_killed_child_gives_errors_not_hangs() -> None:
 async def test_a_child_whose_engine_dies_exits_and_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     async with engine("dying") as child:
         await child.client.submit(make_request("a", max_tokens=60))
-        ids, reason, message = await finish(child, "a")
-        assert ids and reason is FinishReason.ERROR and "the device is gone" in (message or "")
+        ids, reason, error = await finish(child, "a")
+        assert ids and reason is FinishReason.ERROR and error is not None and "the device is gone" in error.message
     assert child.describe_exit() == "exit status 1"
     assert "the device is gone" in capfd.readouterr().err  # its stderr passes through
 
 
 async def test_reliability_6_a_child_that_cannot_open_raises_its_own_error() -> None:
     with pytest.raises(CapacityError, match="the pool holds nothing"):
-        await EngineProcess.start(config("broken"), command=COMMAND)
+        await start_engine(config("broken"), command=COMMAND)
     with pytest.raises(EngineDeadError, match="exit status 9"):
-        await EngineProcess.start(config("crash"), command=COMMAND)
+        await start_engine(config("crash"), command=COMMAND)
     with pytest.raises(EngineDeadError, match="exit status 7"):
-        await EngineProcess.start(config("x"), command=(sys.executable, "-c", "raise SystemExit(7)"))
+        await start_engine(config("x"), command=(sys.executable, "-c", "raise SystemExit(7)"))
 
 
 async def test_a_hung_child_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +107,13 @@ def test_a_child_notices_its_parents_death() -> None:
         f"""
         import asyncio, os, signal, sys
         sys.path[:0] = {[str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]!r}
-        from tests.frontend.test_process import COMMAND, config
+        from tests.frontend.test_engine_process import COMMAND, config
         from tests.engine.fakes import make_request
-        from octavo.frontend.process import EngineProcess
+        from tests.engine.direct_client import start_engine
+        from octavo.frontend.engine_process import EngineProcess
 
         async def main():
-            child = await EngineProcess.start(config("gated"), command=COMMAND)
+            child = await start_engine(config("gated"), command=COMMAND)
             await child.client.submit(make_request("a", max_tokens=60))
             print(child.pid, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)

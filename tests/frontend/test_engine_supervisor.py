@@ -1,4 +1,4 @@
-"""EngineKeeper over fake engine processes: deaths, cancels and submits in between, standbys, the end."""
+"""EngineSupervisor over fake engine processes: deaths, cancels and submits in between, standbys, the end."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 from tests.engine.fakes import expected, make_request
-from tests.frontend.test_process import is_alive
+from tests.frontend.test_engine_process import is_alive
 
 from octavo.config import Config, ModelConfig, ServingConfig
 from octavo.core.request import FinishReason, SamplingParams
 from octavo.engine.client import TokenOutput
 from octavo.errors import CapacityError, EngineDeadError, ErrorKind, QueueFullError
-from octavo.frontend import keeper as keeper_module
-from octavo.frontend.keeper import EngineKeeper, KeeperState
+from octavo.frontend import engine_spawner as spawner_module
+from octavo.frontend.engine_supervisor import EngineState, EngineSupervisor
 from octavo.frontend.open_request import OpenRequest
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
@@ -32,15 +32,15 @@ def config(behaviour: str, **serving: object) -> Config:
 
 
 @asynccontextmanager
-async def keeping(behaviour: str = "fake", **serving: object) -> AsyncIterator[EngineKeeper]:
-    keeper = await EngineKeeper.start(config(behaviour, **serving), command=COMMAND)
+async def keeping(behaviour: str = "fake", **serving: object) -> AsyncIterator[EngineSupervisor]:
+    keeper = await EngineSupervisor.start(config(behaviour, **serving), command=COMMAND)
     try:
         yield keeper
     finally:
         await keeper.close()
 
 
-async def read(keeper: EngineKeeper, name: str) -> tuple[list[int], TokenOutput]:
+async def read(keeper: EngineSupervisor, name: str) -> tuple[list[int], TokenOutput]:
     ids: list[int] = []
     async for output in keeper.outputs(name):
         if not output.choice:
@@ -57,8 +57,8 @@ async def until(condition: object, timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.005)
 
 
-def num_ids(keeper: EngineKeeper, name: str) -> int:
-    entry = keeper._custody.ledger.get(name)
+def num_ids(keeper: EngineSupervisor, name: str) -> int:
+    entry = keeper.requests.get(name)
     return len(entry.pages[0].ids) if entry is not None else 0
 
 
@@ -72,7 +72,7 @@ async def test_a_killed_engine_is_replaced_and_streams_go_on() -> None:
             before = num_ids(keeper, "r0")
             await until(lambda before=before: num_ids(keeper, "r0") > before + 3)
             os.kill(keeper.pid, signal.SIGKILL)
-            await until(lambda epoch=epoch: keeper.epoch > epoch and keeper.state is KeeperState.READY)
+            await until(lambda epoch=epoch: keeper.epoch > epoch and keeper.state is EngineState.READY)
         for request, (ids, last) in zip(requests, await asyncio.gather(*reading), strict=True):
             assert ids == expected(request) and last.finish_reason is FinishReason.LENGTH
         report = keeper.report()
@@ -83,7 +83,7 @@ async def test_a_killed_engine_is_replaced_and_streams_go_on() -> None:
 async def test_what_comes_while_there_is_no_engine_waits_for_the_next() -> None:
     async with keeping() as keeper:
         keeper.kill("a test")
-        await until(lambda: keeper.state is KeeperState.RECOVERING)
+        await until(lambda: keeper.state is EngineState.RECOVERING)
         assert not keeper.is_stepping
         with pytest.raises(EngineDeadError, match="restarted"):
             await keeper.statistics()
@@ -101,7 +101,7 @@ async def test_what_comes_while_there_is_no_engine_waits_for_the_next() -> None:
         assert (await read(keeper, "b"))[1].finish_reason is FinishReason.CANCELLED
         assert (await submits[2]).request_id == "c"
         assert (await read(keeper, "c"))[1].finish_reason is FinishReason.TIMEOUT
-        assert keeper.state is KeeperState.RECOVERING, "they did not wait for an engine"
+        assert keeper.state is EngineState.RECOVERING, "they did not wait for an engine"
         assert (await submits[0]).max_tokens == 9
         assert (await read(keeper, "a"))[0] == expected(request)
         assert keeper.epoch == 2
@@ -118,18 +118,18 @@ async def test_a_cancel_that_the_engine_did_not_hear_is_not_forgotten() -> None:
         assert len(ids) == 3 and last.finish_reason is FinishReason.CANCELLED
         await until(lambda: keeper.epoch == 2)
         await asyncio.gather(*both)
-        assert [entry.request.request_id for entry in keeper._custody.ledger] == ["b"]
+        assert [entry.request.request_id for entry in keeper.requests] == ["b"]
 
 
 async def test_a_submit_given_up_while_recovering_is_forgotten() -> None:
     async with keeping() as keeper:
         keeper.kill("a test")
-        await until(lambda: keeper.state is KeeperState.RECOVERING)
+        await until(lambda: keeper.state is EngineState.RECOVERING)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.02):
                 await keeper.submit(make_request("a"))
-        assert not len(keeper._custody.ledger)
-        await until(lambda: keeper.state is KeeperState.READY)
+        assert not len(keeper.requests)
+        await until(lambda: keeper.state is EngineState.READY)
         await keeper.submit(make_request("a", max_tokens=4))
         assert (await read(keeper, "a"))[0] == expected(make_request("a", max_tokens=4))
 
@@ -138,7 +138,7 @@ async def test_refusals_are_the_submitters_own() -> None:
     async with keeping() as keeper:
         with pytest.raises(Exception, match="128"):
             await keeper.submit(make_request("long", length=400))
-        assert not len(keeper._custody.ledger)
+        assert not len(keeper.requests)
         assert await keeper.control("pause") is True
         await keeper.submit(make_request("a"))
         keeper.kill("a test")
@@ -168,13 +168,13 @@ async def test_an_engine_that_dies_by_itself_is_replaced_too() -> None:
 
 async def test_reliability_12_engines_that_do_no_step_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody is answered with an error, new ones at once."""
-    monkeypatch.setattr(keeper_module.random, "random", lambda: 0.0)
+    monkeypatch.setattr(spawner_module.random, "random", lambda: 0.0)
     async with keeping("stillborn") as keeper:
-        keeper._budget.most, keeper._budget._first_s = 2, 0.01
+        keeper.spawner.budget.most, keeper.spawner.budget._first_s = 2, 0.01
         names = [f"r{i}" for i in range(4)]
         tasks = [asyncio.create_task(keeper.submit(make_request(name))) for name in names]
         await asyncio.wait_for(keeper.failed.wait(), 15)
-        assert keeper.state is KeeperState.FAILED and "2 times" in keeper.failure
+        assert keeper.state is EngineState.FAILED and "2 times" in keeper.failure
         for name, answer in zip(names, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
             if not isinstance(answer, EngineDeadError):
                 error = (await read(keeper, name))[1].error
@@ -185,17 +185,17 @@ async def test_reliability_12_engines_that_do_no_step_are_given_up(monkeypatch: 
 
 async def test_reliability_6_an_engine_that_cannot_start_raises_why() -> None:
     with pytest.raises(CapacityError, match="the pool holds nothing"):
-        await EngineKeeper.start(config("broken"), command=COMMAND)
+        await EngineSupervisor.start(config("broken"), command=COMMAND)
     with pytest.raises(EngineDeadError, match="exit status 9"):
-        await EngineKeeper.start(config("crash"), command=COMMAND)
+        await EngineSupervisor.start(config("crash"), command=COMMAND)
 
 
 async def test_a_standby_takes_over_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_module, "STANDBY_DELAY_S", 0.0)
+    monkeypatch.setattr(spawner_module, "STANDBY_DELAY_S", 0.0)
     async with keeping("slow", standby=True) as keeper:
         for epoch in (1, 2):
             await until(lambda: keeper.report()["has_standby"])
-            standby, request = keeper.standby_pid, make_request(f"r{epoch}", max_tokens=50)
+            standby, request = keeper.spawner.standby_pid, make_request(f"r{epoch}", max_tokens=50)
             assert standby is not None and standby != keeper.pid
             await keeper.submit(request)
             await until(lambda request=request: num_ids(keeper, request.request_id) > 3)
@@ -203,24 +203,24 @@ async def test_a_standby_takes_over_and_is_replaced(monkeypatch: pytest.MonkeyPa
             assert (await read(keeper, request.request_id))[0] == expected(request)
             assert keeper.pid == standby
         await until(lambda: keeper.report()["has_standby"])
-        lost = keeper.standby_pid
+        lost = keeper.spawner.standby_pid
         assert lost is not None
         os.kill(lost, signal.SIGKILL)
-        await until(lambda: keeper.standby_pid is not None and keeper.standby_pid != lost)
+        await until(lambda: keeper.spawner.standby_pid is not None and keeper.spawner.standby_pid != lost)
         assert keeper.num_restarts == 2
-        pids = [keeper.pid, keeper.standby_pid]
+        pids = [keeper.pid, keeper.spawner.standby_pid]
     assert not any(is_alive(pid) for pid in pids if pid is not None)
 
 
 async def test_close_answers_everyone_in_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_module, "STANDBY_DELAY_S", 0.0)
+    monkeypatch.setattr(spawner_module, "STANDBY_DELAY_S", 0.0)
     for state in ("ready", "recovering"):
         async with keeping("gated", standby=True) as keeper:
             await keeper.submit(make_request("a", max_tokens=60))
             await until(lambda keeper=keeper: num_ids(keeper, "a") == 3)
             if state == "recovering":
                 keeper.kill("a test")
-                await until(lambda keeper=keeper: keeper.state is KeeperState.RECOVERING)
+                await until(lambda keeper=keeper: keeper.state is EngineState.RECOVERING)
             reading = asyncio.create_task(read(keeper, "a"))
             await asyncio.sleep(0)
             if state == "ready":
@@ -238,7 +238,7 @@ async def test_choices_go_on_where_they_were() -> None:
         await keeper.submit(request)
         await until(lambda: num_ids(keeper, "a") > 5)
         await keeper.cancel(["a"], FinishReason.STOP, choice=1)
-        entry = keeper._custody.ledger.get("a")
+        entry = keeper.requests.get("a")
         assert entry is not None
         await until(lambda: 1 in entry.ended_choices)
         stopped = list(entry.pages[1].ids)

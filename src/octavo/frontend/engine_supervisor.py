@@ -1,8 +1,8 @@
-"""EngineKeeper: one EngineClient over engine processes that follow each other.
+"""EngineSupervisor: one EngineClient over engine processes that follow one another.
 
-Owns: which engine is in force, the end of one that stands still, the next one, when there shall be none.
-Does not: start processes (succession), keep requests (custody), or judge (watchdog, restarts).
-Invariants: while requests are open there is an engine, or one on its way, or everybody has been answered; an engine
+Owns: which engine is in force, the end of one that stalls, the change to the next one, orders that later engines must
+follow too. Does not: start processes (engine_spawner), keep requests (open_requests), or judge (watchdog, restarts).
+Invariants: while requests are open there is an engine, or one on its way, or all of them have been answered; an engine
 that was given up is dead before the next one begins.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
@@ -22,26 +21,22 @@ from octavo.core.plan import Events
 from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, TokenOutput, Verb
 from octavo.engine.heartbeat import Phase
-from octavo.errors import EngineDeadError, OctavoError, QueueFullError
+from octavo.errors import EngineDeadError, QueueFullError
 from octavo.executors.protocol import Capacity
-from octavo.frontend.custody import Custody
+from octavo.frontend.engine_process import COMMAND, EngineProcess
+from octavo.frontend.engine_spawner import EngineSpawner
 from octavo.frontend.open_request import OpenRequest
-from octavo.frontend.open_requests import LedgerObserver
-from octavo.frontend.process import COMMAND, EngineProcess
-from octavo.frontend.restarts import RestartBudget
+from octavo.frontend.open_requests import LedgerObserver, OpenRequests
 from octavo.frontend.socket_client import SocketClient
-from octavo.frontend.succession import Succession
 from octavo.frontend.watchdog import LOOK_S, Watchdog
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
-STANDBY_DELAY_S = 1.0  # between looks whether all whom the last engine left have gone on: then the next misfortune
-STANDBY_LATEST_S = 10.0  # then they share the machine with the standby that opens
-MAX_GAPS = 256  # recoveries of which the report tells the seconds
+MAX_GAPS = 256  # recoveries whose seconds the report tells
 
 
-class KeeperState(Enum):
-    """Where the engine stands."""
+class EngineState(Enum):
+    """Whether there is an engine."""
 
     STARTING = "starting"
     READY = "ready"
@@ -49,7 +44,7 @@ class KeeperState(Enum):
     FAILED = "failed"
 
 
-class EngineKeeper:
+class EngineSupervisor:
     """Keeps an engine running and its requests alive. Made by start(); lives in one event loop.
 
     `failed` is set when there will be no other engine, `failure` says why. `capacity` is the first engine's, and what
@@ -58,42 +53,39 @@ class EngineKeeper:
 
     def __init__(self, config: Config, command: Sequence[str], observer: LedgerObserver | None) -> None:
         self.capacity: Capacity
-        self.state = KeeperState.STARTING
+        self.state = EngineState.STARTING
         self.failed = asyncio.Event()
         self.failure = ""
         self.num_restarts = 0
         self.num_stalls = 0
-        self._custody = Custody(observer)
-        self._succession = Succession(config, command, self._deliver)
+        self.requests = OpenRequests(observer=observer)
+        self.spawner = EngineSpawner(config, command, self._receive)
         self._has_standby = config.serving.standby
-        self._budget = RestartBudget()
         self._engine: EngineProcess
         self._running: asyncio.Task[None] | None = None
         self._killed = ""  # why, when the engine is being killed on purpose
-        self._died_at: float | None = None  # since when nobody got a token for want of an engine
+        self._died_at: float | None = None  # since when no request got a token for want of an engine
         self._gaps: deque[float] = deque(maxlen=MAX_GAPS)
-        self._orders: dict[Verb, bool] = {}  # pause, drain: whether the engine in force was told
+        self._orders: dict[Verb, bool] = {}  # pause, drain: whether the engine in force has the order
         self._num_malformed = self._num_stale = 0  # frames of engines that ended
         self._is_closing = False
 
     @classmethod
     async def start(
         cls, config: Config, *, command: Sequence[str] = COMMAND, observer: LedgerObserver | None = None
-    ) -> EngineKeeper:
+    ) -> EngineSupervisor:
         """Start the first engine. Raises what kept it from opening, or EngineDeadError; nothing is left then."""
-        keeper = cls(config, command, observer)
-        engine = await keeper._succession.next()
-        keeper.capacity = engine.capacity
-        keeper._begin(engine)
-        keeper._running = asyncio.create_task(keeper._run(), name="octavo-keeper")
-        return keeper
-
-    # --- what people ask
+        supervisor = cls(config, command, observer)
+        engine = await supervisor.spawner.next()
+        supervisor.capacity = engine.capacity
+        supervisor._begin(engine)
+        supervisor._running = asyncio.create_task(supervisor._run(), name="octavo-supervisor")
+        return supervisor
 
     @property
     def epoch(self) -> int:
-        """The number of the engine's life."""
-        return self._custody.ledger.epoch
+        """The number of the engine in force, or of the last one."""
+        return self.requests.epoch
 
     @property
     def pid(self) -> int:
@@ -101,48 +93,39 @@ class EngineKeeper:
         return self._engine.pid
 
     @property
-    def standby_pid(self) -> int | None:
-        """The process of the engine that waits to take over, if there is one."""
-        return self._succession.standby_pid
-
-    @property
-    def num_open(self) -> int:
-        """Requests without an end."""
-        return len(self._custody.ledger)
-
-    @property
     def is_stepping(self) -> bool:
         """Whether the engine is idle, or its steps come in time."""
-        if self.state is not KeeperState.READY or not self._engine.client.is_alive:
+        if self.state is not EngineState.READY or not self._engine.client.is_alive:
             return False
         beat = self._engine.page.beat()
         return beat is None or beat.deadline is None or time.monotonic() <= beat.deadline
 
     def report(self) -> dict[str, object]:
-        """What happened so far. Gaps are seconds from an engine's end to the next token, or engine if none is owed."""
-        rejections, client = self._custody.ledger.rejections, self._engine.client
-        is_current = self._custody.client is client  # else its frames are in the sums already
+        """Return what happened so far. Gaps are seconds from an engine's end to the next token, or to the next engine
+        if none is owed."""
+        rejections, client = self.requests.rejections, self._engine.client
+        is_current = self.requests.engine is client  # else its frames are in the sums already
         return {
             "state": self.state.value,
             "epoch": self.epoch,
             "restarts": self.num_restarts,
-            "open_requests": self.num_open,
-            "unread_requests": self._custody.ledger.num_unread,
-            "resumed_requests": self._custody.num_resumed,
+            "open_requests": len(self.requests),
+            "unread_requests": self.requests.num_unread,
+            "resumed_requests": self.requests.num_resumed,
             "stalls": self.num_stalls,
-            "suspects_failed": self._custody.num_convicted,
+            "suspects_failed": self.requests.num_failed_suspects,
             "dropped_frames": {
                 "malformed": self._num_malformed + client.num_malformed * is_current,
                 "stale": self._num_stale + client.num_stale * is_current + rejections.stale_epochs,
             },
             "dropped_ids": {name: getattr(rejections, name) for name in ("duplicates", "gaps", "late", "unknown")},
             "recovery_gaps_s": [round(gap, 3) for gap in self._gaps],
-            "has_standby": self._succession.has_standby,
+            "has_standby": self.spawner.has_standby,
         }
 
     def kill(self, why: str) -> None:
         """End the engine's process at once, on purpose: no request is suspected for it. Nothing where there is none."""
-        if self.state is KeeperState.READY:
+        if self.state is EngineState.READY:
             self._killed = why
             self._engine.kill()
 
@@ -153,86 +136,85 @@ class EngineKeeper:
         self._check_usable()
         if "drain" in self._orders:
             raise QueueFullError("the engine is draining and takes no new requests; try another, or later")
-        return await self._custody.submit(request)
+        return await self.requests.submit(request)
 
     def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
-        """Outputs of an accepted request, ending after the final one, across engines."""
-        return self._custody.outputs(request_id, final_only)
+        """Return the outputs of an accepted request, ending after the final one, across engines."""
+        return self.requests.outputs(request_id, final_only)
 
     async def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
         """End requests, or one choice of them, in whatever state; at once where no engine has them."""
-        self._custody.cancel(request_ids, reason, choice)
+        self.requests.cancel(request_ids, reason, choice)
 
     async def statistics(self) -> Mapping[str, object]:
-        """Counters and gauges of the engine in force, since it began. Raises EngineDeadError while there is none."""
+        """Return counters and gauges of the engine in force, since it began. Raises EngineDeadError without one."""
         return await self._client_or_raise().statistics()
 
     async def control(self, verb: Verb, argument: str = "") -> object:
-        """See EngineClient. What is paused or draining stays so in later engines; those paused admit nobody that they
-        resume either."""
-        ledger = self._custody.ledger
+        """See EngineClient. Later engines are paused or draining too; a paused one admits no resumed request."""
         if verb == "cancel_all":
-            return self._custody.cancel([entry.request.request_id for entry in ledger], FinishReason.CANCELLED)
+            return self.requests.cancel([state.request.request_id for state in self.requests])
         if verb in ("pause", "drain", "resume"):
             self._check_usable()
             if verb == "resume":
                 self._orders.clear()
-                self._tell(verb)
+                self._post(verb)
             else:
                 self._orders[verb] = False
-                self._tell_orders()
+                self._post_orders()
             return True
         if verb == "explain":
-            here = self._custody.explain(argument, self.state is KeeperState.READY)
-            answer = await self._client_or_raise().control(verb, argument) if here is None else here
-            return self._custody.with_epochs(answer)
+            held = self._explain_held(argument)
+            answer = await self._client_or_raise().control(verb, argument) if held is None else held
+            return self._with_epochs(answer)
         return await self._client_or_raise().control(verb, argument)
 
-    def restore(self, entries: Iterable[OpenRequest]) -> None:
+    def restore(self, requests: Iterable[OpenRequest]) -> None:
         """Put back requests of an earlier front end, ended ones too, and resume the others.
 
         Raises DuplicateRequestError, EngineDeadError.
         """
         self._check_usable()
-        self._custody.restore(entries)
+        for state in requests:
+            self.requests.restore(state)
 
     async def close(self) -> None:
-        """Let the engine answer everyone, end it and its standby. Idempotent."""
+        """Let the engine answer its requests, end it and its standby. Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        await self._succession.close()
+        await self.spawner.close()
         await self._engine.close()
-        self._custody.end_all(FinishReason.CANCELLED, EngineDeadError("the engine was stopped"))
+        self.requests.end_all(FinishReason.CANCELLED, EngineDeadError("the engine was stopped"))
 
-    # --- an engine's life
+    # --- one engine after another
 
     async def _run(self) -> None:
-        while self.state is not KeeperState.FAILED:
+        while self.state is not EngineState.FAILED:
             try:
                 stall = await self._watch(self._engine)
                 await self._recover(self._engine, stall)
-            except Exception as error:  # the shell: without a keeper nobody would be answered
-                _LOG.exception("the keeper of the engine failed")
+            except Exception as error:  # the shell: without a supervisor no request would be answered
+                _LOG.exception("the supervisor of the engine failed")
                 self._engine.kill()
                 self._fail(f"{type(error).__name__}: {error}")
 
     async def _watch(self, engine: EngineProcess) -> str:
-        """Wait until the engine has ended, or stands still: then say how."""
+        """Wait until the engine has ended, or stalls: then say how."""
         watchdog = Watchdog(time.monotonic())
         while engine.client.is_alive and engine.returncode is None:
             await engine.client.ended(LOOK_S)
             now = time.monotonic()
-            if self._custody.is_holding:
-                self._custody.expire(now)
+            if self.requests.is_holding:
+                self.requests.expire(now)
             elif self._orders:
-                self._tell_orders()
-            if self._died_at is not None and not self._custody.ledger:
+                self._post_orders()
+            if self._died_at is not None and not self.requests:
                 self._note_gap()
             stall = watchdog.look(now, engine.page.beat(), engine.client.asked_at)
             if stall is not None and engine.client.is_alive:
@@ -243,32 +225,25 @@ class EngineKeeper:
         return ""
 
     async def _recover(self, engine: EngineProcess, stall: str) -> None:
-        """The engine ended, or has to: find out whose doing it may be, and go on with another."""
-        self.state = KeeperState.RECOVERING
+        """The engine ended, or has to: note which requests may be the cause, and go on with another."""
+        self.state = EngineState.RECOVERING
         self._died_at = self._died_at or time.monotonic()
         await engine.kill_and_wait()
         was_useful = self._examine(engine, self._killed or stall or engine.describe_exit())
-        while (wait := self._budget.ended(time.monotonic(), random.random(), was_useful=was_useful)) is not None:
-            try:
-                await self._while_expiring(asyncio.sleep(wait))
-                successor = await self._while_expiring(self._succession.next())
-            except (OctavoError, OSError) as error:
-                _LOG.error("the engine cannot be started again: %s", error)
-                was_useful = False
-                continue
-            self.num_restarts += 1
-            self._begin(successor)
-            _LOG.warning("epoch %d began with %d open requests", self.epoch, self.num_open)
+        try:
+            successor = await self._while_expiring(self.spawner.replace(was_useful))
+        except EngineDeadError as error:
+            self._fail(str(error))
             return
-        self._fail(
-            f"the engine ended more than {self._budget.most} times within {self._budget.within_s:g} s before it did a "
-            "step; see the lines above"
-        )
+        self.num_restarts += 1
+        self._begin(successor)
+        _LOG.warning("epoch %d began with %d open requests", self.epoch, len(self.requests))
 
     def _examine(self, engine: EngineProcess, what: str) -> bool:
-        """Take from a dead engine what it left: counts, suspects. Whether it had done a step."""
+        """Take from a dead engine what it left: counts, suspects. Returns True if it had done a step."""
         client, beat = engine.client, engine.page.beat()
-        batch = tuple(name for name in client.unanswered if self._custody.has_grammar(name))  # built beside the steps
+        asked = [state for name in client.unanswered if (state := self.requests.get_open(name)) is not None]
+        batch = tuple(state.request.request_id for state in asked if state.request.params.grammar)  # built beside steps
         if beat is not None and beat.phase is Phase.STEP:
             batch += engine.page.batch(beat.batch) or ()
         elif beat is not None and beat.phase is Phase.COMMANDS:
@@ -279,54 +254,39 @@ class EngineKeeper:
         where = "before its first step" if beat is None else f"{beat.phase.name.lower()} {beat.step}"
         _LOG.warning("the engine of epoch %d ended (%s), %s, %d in its batch", client.epoch, what, where, len(batch))
         was_killed, self._killed = bool(self._killed), ""
-        self._custody.bereave(() if was_killed else batch)
+        self.requests.lose_engine(() if was_killed else batch)
         for verb in self._orders:
             self._orders[verb] = False
         return was_killed or (beat is not None and beat.num_committed > 0)
 
     def _begin(self, engine: EngineProcess) -> None:
         self._engine = engine
-        self.state = KeeperState.READY
-        if "pause" in self._orders:  # first, or somebody would be admitted in between
+        self.state = EngineState.READY
+        if "pause" in self._orders:  # first, or a request would be admitted in between
             self._orders["pause"] = True
-            self._tell("pause")
-        if not self._custody.begin(engine.client):
+            self._post("pause")
+        if not self.requests.begin_epoch(engine.client):
             self._note_gap()
-        self._tell_orders()
+        self._post_orders()
         if self._has_standby:
-            heirs = list(self._custody.ledger)
-            self._prepare_later(engine, heirs, asyncio.get_running_loop().time() + STANDBY_LATEST_S)
+            resumed = list(self.requests)
+            self.spawner.prepare(lambda: all(state.has_progress or state.end is not None for state in resumed))
 
-    def _prepare_later(self, engine: EngineProcess, heirs: list[OpenRequest], latest: float) -> None:
-        """Open a standby once the heirs of the last engine have gone on: they need the whole machine first."""
-        loop = asyncio.get_running_loop()
-
-        def look() -> None:
-            if self._engine is not engine or self.state is not KeeperState.READY or self._is_closing:
-                return
-            waiting = [heir for heir in heirs if not heir.has_progress and heir.end is None]
-            if waiting and loop.time() < latest:
-                self._prepare_later(engine, waiting, latest)
-            else:
-                self._succession.prepare()
-
-        loop.call_later(STANDBY_DELAY_S, look)
-
-    def _deliver(self, epoch: int, events: Events) -> None:
-        self._custody.deliver(epoch, events)
+    def _receive(self, epoch: int, events: Events) -> None:
+        self.requests.accept(epoch, events)
         if self._died_at is not None and events.request_ids and epoch == self.epoch:
             self._note_gap()
 
     def _note_gap(self) -> None:
-        if self._died_at is not None and self.state is KeeperState.READY:
+        if self._died_at is not None and self.state is EngineState.READY:
             self._gaps.append(time.monotonic() - self._died_at)
             self._died_at = None
 
     def _fail(self, why: str) -> None:
-        self.state = KeeperState.FAILED
+        self.state = EngineState.FAILED
         self.failure = why
         _LOG.error("the engine is given up: %s", why)
-        self._custody.end_all(FinishReason.ERROR, EngineDeadError(why))
+        self.requests.end_all(FinishReason.ERROR, EngineDeadError(why))
         self.failed.set()
 
     async def _while_expiring(self, awaitable: Awaitable[_T]) -> _T:
@@ -335,35 +295,60 @@ class EngineKeeper:
         try:
             while not task.done():
                 await asyncio.wait((task,), timeout=LOOK_S)
-                self._custody.expire(time.monotonic())
+                self.requests.expire(time.monotonic())
             return task.result()
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    # --- orders
+    # --- orders and explanations
 
-    def _tell_orders(self) -> None:
-        """Pause or drain the engine in force; not before it has everybody that it resumes."""
-        if self.state is KeeperState.READY and not self._custody.is_holding:
-            for verb, is_told in tuple(self._orders.items()):
-                if not is_told:
+    def _post_orders(self) -> None:
+        """Pause or drain the engine in force; not before it has all requests that it resumes."""
+        if not self.requests.is_holding:
+            for verb, is_posted in tuple(self._orders.items()):
+                if not is_posted and self.state is EngineState.READY:
                     self._orders[verb] = True
-                    self._tell(verb)
+                    self._post(verb)
 
-    def _tell(self, verb: Verb) -> None:
-        if self.state is KeeperState.READY:
+    def _post(self, verb: Verb) -> None:
+        if self.state is EngineState.READY:
             self._engine.client.post_order(verb)
 
     def _client_or_raise(self) -> SocketClient:
         self._check_usable()
-        if self.state is not KeeperState.READY:
+        if self.state is not EngineState.READY:
             raise EngineDeadError("the engine is being restarted")
         return self._engine.client
 
     def _check_usable(self) -> None:
         if self._is_closing:
             raise EngineDeadError("the engine was stopped")
-        if self.state is KeeperState.FAILED:
+        if self.state is EngineState.FAILED:
             raise EngineDeadError(self.failure)
+
+    def _explain_held(self, name: str) -> dict[str, object] | None:
+        """Explain an open request that no engine has; None for any other."""
+        is_ready, state = self.state is EngineState.READY, self.requests.get_open(name)
+        if state is None or (is_ready and self.requests.has_engine(name)):
+            return None
+        why = "the engine is being restarted"
+        if is_ready:
+            why = "an engine died, and what may have been the cause is tried alone first"
+        outputs = sum(len(page.ids) for page in state.pages.values())
+        told = {"id": name, "state": "held", "tenant": state.request.tenant, "num_outputs": outputs}
+        return {**told, "text": f"{name} waits: {why}", "public_text": f"waits: {why}"}
+
+    def _with_epochs(self, answer: object) -> object:
+        """Add the engine's epoch, and the one in which the request came, to an explanation."""
+        if not isinstance(answer, dict) or "text" not in answer:
+            return answer
+        epoch, state = self.epoch, self.requests.get(answer["id"])
+        begun = None if state is None else state.epoch
+        epochs = {"epoch": epoch, "begun_in_epoch": begun, "num_resumes": None if begun is None else epoch - begun}
+        if begun is None or begun == epoch or answer["state"] == "held":
+            return answer | epochs
+        where = f"it came in epoch {begun}" if begun else "it came before this server's process began"
+        resumed = f"; resumed by the engine of epoch {epoch}, {where}"
+        return answer | epochs | {key: f"{answer[key]}{resumed}" for key in ("text", "public_text")}

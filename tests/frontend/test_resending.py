@@ -1,4 +1,4 @@
-"""Custody over engines of this thread: crash counts, holds, cancels and refusals between two engines."""
+"""OpenRequests over engines of this thread: crash counts, holds, cancels and refusals between two engines."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def open_engine() -> Opened:
 def crash(lives: Lives, *batch: str) -> None:
     """The engine dies with these in its batch."""
     lives.life.is_alive = False
-    lives.custody.bereave(batch)
+    lives.requests.lose_engine(batch)
     lives.epoch += 1
-    lives.life = type(lives.life)(lives.epoch, open_engine(), lives.custody.deliver, 1)
-    lives.custody.begin(lives.life)  # type: ignore[arg-type]
+    lives.life = type(lives.life)(lives.epoch, open_engine(), lives.requests.accept, 1)
+    lives.requests.begin_epoch(lives.life)
 
 
 async def submit(lives: Lives, *names: str, **options: Any) -> None:
@@ -38,7 +38,7 @@ async def submit(lives: Lives, *names: str, **options: Any) -> None:
 
 
 def ids(lives: Lives, name: str) -> list[int]:
-    entry = lives.custody.ledger.get(name)
+    entry = lives.requests.get(name)
     assert entry is not None
     return list(entry.pages[0].ids)
 
@@ -49,26 +49,26 @@ async def test_a_token_between_two_crashes_clears() -> None:
     for _ in range(5):
         crash(lives, "a")
         await asyncio.sleep(0)
-        assert not lives.custody.is_holding
+        assert not lives.requests.is_holding
         before = len(ids(lives, "a"))
         while len(ids(lives, "a")) == before:
             lives.life.turn()
     await lives.run()
-    assert ids(lives, "a") == expected(make_request("a", max_tokens=40)) and lives.custody.num_convicted == 0
+    assert ids(lives, "a") == expected(make_request("a", max_tokens=40)) and lives.requests.num_failed_suspects == 0
 
 
 async def test_two_crashes_without_a_token_put_it_on_trial_a_third_ends_it() -> None:
     lives = Lives(open_engine)
     await submit(lives, "a", "b", max_tokens=40)
     for _ in range(3):  # at the first it has a token
-        assert not lives.custody.is_holding
+        assert not lives.requests.is_holding
         crash(lives, "a")
-    assert lives.custody.is_holding and len(lives.life.loop._inbox) == 1
+    assert lives.requests.is_holding and len(lives.life.loop._inbox) == 1
     lives.life.turn()
-    assert not lives.custody.is_holding, "and has a token: the others follow"
+    assert not lives.requests.is_holding, "and has a token: the others follow"
     for _ in range(3):
         crash(lives, "b")
-    entry = lives.custody.ledger.get("b")
+    entry = lives.requests.get("b")
     assert entry is not None and entry.end is not None and entry.end.finish_reason is FinishReason.ERROR
     assert entry.end.error is not None and entry.end.error.kind is ErrorKind.STEP_FAILED
     await lives.run()
@@ -80,13 +80,13 @@ async def test_an_id_used_again_has_no_record() -> None:
     await submit(lives, "a", max_tokens=20)
     for _ in range(3):
         crash(lives, "a")
-    assert lives.custody.is_holding
-    lives.custody.cancel(["a"], FinishReason.CANCELLED)
+    assert lives.requests.is_holding
+    lives.requests.cancel(["a"], FinishReason.CANCELLED)
     await lives.run()
-    lives.custody.ledger.forget("a")
+    lives.requests.forget("a")
     await submit(lives, "a", max_tokens=20)
     crash(lives, "a")
-    assert not lives.custody.is_holding
+    assert not lives.requests.is_holding
 
 
 async def test_whoever_is_held_can_be_cancelled_and_times_out() -> None:
@@ -97,15 +97,15 @@ async def test_whoever_is_held_can_be_cancelled_and_times_out() -> None:
     late = make_request("late", max_tokens=9, deadline=5.0)
     tasks = [asyncio.create_task(lives.submit(each)) for each in (late, make_request("b"), make_request("c"))]
     await asyncio.sleep(0)
-    assert lives.custody.is_holding
-    lives.custody.expire(6.0)
-    lives.custody.cancel(["b"], FinishReason.CANCELLED)
+    assert lives.requests.is_holding
+    lives.requests.expire(6.0)
+    lives.requests.cancel(["b"], FinishReason.CANCELLED)
     assert (await tasks[0]).request_id == "late" and (await tasks[1]).request_id == "b"
     tasks[2].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await lives.run()
     assert ids(lives, "a") == expected(make_request("a", max_tokens=20))
-    ends = {name: lives.custody.ledger.get(name) for name in ("late", "b", "c")}
+    ends = {name: lives.requests.get(name) for name in ("late", "b", "c")}
     assert ends["late"].end.finish_reason is FinishReason.TIMEOUT  # type: ignore[union-attr]
     assert ends["b"].end.finish_reason is FinishReason.CANCELLED and ends["c"] is None  # type: ignore[union-attr]
 
@@ -126,14 +126,14 @@ async def test_a_resume_that_is_refused_ends_that_request_alone() -> None:
         return answer
 
     lives.life.is_alive = False
-    lives.custody.bereave(())
+    lives.requests.lose_engine(())
     lives.epoch += 1
-    lives.life = type(lives.life)(lives.epoch, open_engine(), lives.custody.deliver, 1)
+    lives.life = type(lives.life)(lives.epoch, open_engine(), lives.requests.accept, 1)
     real = lives.life.send
     lives.life.send = refuse  # type: ignore[method-assign]
-    lives.custody.begin(lives.life)  # type: ignore[arg-type]
+    lives.requests.begin_epoch(lives.life)
     await lives.run()
-    entry = lives.custody.ledger.get("a")
+    entry = lives.requests.get("a")
     assert send and entry is not None and entry.end is not None
     assert entry.end.finish_reason is FinishReason.ERROR and entry.end.error.kind is ErrorKind.ADMISSION
     assert ids(lives, "b") == expected(make_request("b", max_tokens=30))
@@ -146,4 +146,4 @@ async def test_a_refusal_of_a_new_request_goes_to_its_submitter() -> None:
     lives.life.turn()
     with pytest.raises(AdmissionError):
         await task
-    assert not len(lives.custody.ledger)
+    assert not len(lives.requests)

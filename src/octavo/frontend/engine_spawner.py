@@ -1,9 +1,9 @@
-"""Succession: one engine process after another, the next one open already where a standby is wanted.
+"""EngineSpawner: starts one engine process after another; the next one is open already where a standby is wanted.
 
-Owns: the numbers of epochs, the standby, what every later engine must have in common with the first.
-Does not: watch an engine that was given out, or say how often there may be another.
+Owns: the numbers of epochs, the standby, how often another engine may be started, what every later engine must have in
+common with the first. Does not: watch an engine that was given out.
 Invariants: epochs grow in the order in which engines are given out; later engines have the first one's KV blocks, so
-that what was admitted once can be admitted again; no process is left behind by close().
+that what was admitted once can be admitted again; no process is left by close().
 """
 
 from __future__ import annotations
@@ -12,29 +12,34 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from octavo.config import Config
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
-from octavo.frontend.process import OPEN_LIMIT_S, EngineProcess
+from octavo.frontend.engine_process import OPEN_LIMIT_S, EngineProcess
+from octavo.frontend.restarts import RestartBudget
 from octavo.frontend.socket_client import Receive
 
 _LOG = logging.getLogger(__name__)
 LATER_OPEN_S = 120.0  # that every later engine has to open, or OPEN_MARGIN times what the first one took
 OPEN_MARGIN = 10.0
+STANDBY_DELAY_S = 1.0  # between looks whether the resumed requests have gone on: they need the whole machine first
+STANDBY_LATEST_S = 10.0  # then they share it with the standby that opens
 STANDBY_PAUSES_S = (1.0, 5.0, 30.0)  # before a standby that died, or did not open, is tried again
 
 
-class Succession:
-    """Starts engines with one configuration and command; their deliveries go to `receive`."""
+class EngineSpawner:
+    """Starts engines with one configuration and command; their events go to `receive`."""
 
     def __init__(self, config: Config, command: Sequence[str], receive: Receive) -> None:
         self._config = config
         self._command = tuple(command)
         self._receive = receive
+        self.budget = RestartBudget()
         self._epochs = itertools.count(1)
         self._capacity: Capacity | None = None
         self._open_limit_s = OPEN_LIMIT_S
@@ -52,8 +57,22 @@ class Succession:
         """The process id of the standby, if there is one."""
         return self._standby.pid if self._standby is not None else None
 
+    async def replace(self, was_useful: bool) -> EngineProcess:
+        """Start the successor of an engine that died. Raises EngineDeadError when too many died without use."""
+        while (wait_s := self.budget.ended(time.monotonic(), random.random(), was_useful=was_useful)) is not None:
+            await asyncio.sleep(wait_s)
+            try:
+                return await self.next()
+            except (OctavoError, OSError) as error:
+                _LOG.error("the engine cannot be started again: %s", error)
+                was_useful = False
+        raise EngineDeadError(
+            f"the engine ended more than {self.budget.most} times within {self.budget.within_s:g} s before it did a "
+            "step; see the lines above"
+        )
+
     async def next(self) -> EngineProcess:
-        """The next engine: the standby, the one that is being opened, or a fresh one. Raises what kept it from opening.
+        """Return the standby, the engine that is being opened, or a fresh one. Raises what kept it from opening.
 
         An engine that cannot hold what the first one held is refused (EngineDeadError).
         """
@@ -71,10 +90,10 @@ class Succession:
             await standby.reap()
         return await self._start()
 
-    def prepare(self) -> None:
-        """Begin to open a standby, unless there is one. It is replaced when it dies."""
+    def prepare(self, is_settled: Callable[[], bool]) -> None:
+        """Open a standby once the engine in force is settled, or at the latest. It is replaced when it dies."""
         if self._keeping is None:
-            self._keeping = asyncio.create_task(self._keep(), name="octavo-standby")
+            self._keeping = asyncio.create_task(self._keep(is_settled), name="octavo-standby")
 
     async def close(self) -> None:
         """End the standby, or its opening. Idempotent."""
@@ -116,8 +135,12 @@ class Succession:
             )
         return engine
 
-    async def _keep(self) -> None:
-        """Have a standby at all times. It is no matter of life and death, so its failures only make it wait."""
+    async def _keep(self, is_settled: Callable[[], bool]) -> None:
+        """Keep a standby open. Requests do not depend on it, so its failures only make it wait."""
+        latest = time.monotonic() + STANDBY_LATEST_S
+        await asyncio.sleep(STANDBY_DELAY_S)
+        while not is_settled() and time.monotonic() < latest:
+            await asyncio.sleep(STANDBY_DELAY_S)
         failures = 0
         while True:
             self._opening = asyncio.create_task(self._start(), name="octavo-opening")
@@ -137,7 +160,7 @@ class Succession:
 
 
 async def _unless_cancelled(opening: asyncio.Task[EngineProcess]) -> EngineProcess:
-    """What is being opened; if whoever waits is cancelled, the opening is too."""
+    """Wait for what is being opened; when the wait is cancelled, the opening is too."""
     try:
         return await opening
     except asyncio.CancelledError:
@@ -147,7 +170,7 @@ async def _unless_cancelled(opening: asyncio.Task[EngineProcess]) -> EngineProce
 
 
 def _holds(capacity: Capacity, needed: Capacity) -> bool:
-    """Whether whatever fits one engine fits the other."""
+    """Return True if whatever fits one engine fits the other."""
     return (
         all(have >= want for have, want in zip(capacity.num_blocks, needed.num_blocks, strict=True))
         and capacity.max_model_len >= needed.max_model_len
