@@ -195,7 +195,7 @@ async def test_row_30_an_impossible_length_ends_the_connection_and_is_no_crash()
             writer.close()
 
         server = await asyncio.start_unix_server(hostile, str(Path(folder) / "s"))
-        client = await SocketClient.connect(Path(folder) / "s", 1)
+        client = await SocketClient.connect(Path(folder) / "s", 1, lambda epoch, events: None)
         with pytest.raises(EngineError, match="announced"):
             await client.statistics()
         await client.ended()
