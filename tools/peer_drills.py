@@ -26,7 +26,7 @@ from tests.reliability.load import quantile
 from tests.reliability.nasty_requests import Nasty, nasty_request
 from tools.peer_server import PeerServer
 
-from octavo.bench.completion_client import Answer, CompletionClient, Target
+from octavo.bench.completion_client import CompletionClient, CompletionResult, Target
 
 FACTOR = 5  # of the load that the server can carry
 PATIENCE = 3  # times the time that a stream takes beside seven others: then a client of row 9 gives up
@@ -68,7 +68,7 @@ def prompt(number: int) -> str:
     return f"{number} ships sailed to the island of"
 
 
-def fate(answer: Answer, wanted: str | None = None) -> str:
+def fate(answer: CompletionResult, wanted: str | None = None) -> str:
     """What became of a stream, in a word or two."""
     names = {"failed": "explicit error", "lost": "cut", "refused": "connection refused", "timeout": "no end in time"}
     if answer.has_failed:
@@ -76,12 +76,12 @@ def fate(answer: Answer, wanted: str | None = None) -> str:
     return "whole" if wanted is None or text_of(answer) == wanted else "whole, another text"
 
 
-def text_of(answer: Answer) -> str:
+def text_of(answer: CompletionResult) -> str:
     """The text of a stream."""
     return "".join(answer.texts or [])
 
 
-async def streams(drill: Drill, act: Callable[[], object] | None = None) -> tuple[list[Answer], int]:
+async def streams(drill: Drill, act: Callable[[], object] | None = None) -> tuple[list[CompletionResult], int]:
     """The streams of the dose, at once; act() after a quarter of their tokens. How many were open then."""
     dose, reached, count = drill.dose, asyncio.Event(), 0
 
@@ -173,7 +173,7 @@ async def settled(server: PeerServer, within_s: float = 10.0) -> dict[str, float
 async def row_9(drill: Drill) -> Figures:
     """Five times the load that it can carry."""
     dose, end = drill.dose, time.perf_counter() + drill.dose.load_s
-    closed, took = list[Answer](), list[float]()
+    closed, took = list[CompletionResult](), list[float]()
 
     async def one_of_few(number: int) -> None:
         while time.perf_counter() < end:
@@ -186,9 +186,9 @@ async def row_9(drill: Drill) -> Figures:
     capacity = sum(answer.num_tokens for answer in closed if not answer.has_failed) / (time.perf_counter() - begun)
     patience_s = PATIENCE * quantile(took, 0.5)
     patient = CompletionClient(Target(drill.url, drill.model, timeout_s=patience_s))
-    rng, tasks, seconds_by_task = random.Random(9), list[asyncio.Task[Answer]](), list[float]()
+    rng, tasks, seconds_by_task = random.Random(9), list[asyncio.Task[CompletionResult]](), list[float]()
 
-    async def timed(number: int) -> Answer:
+    async def timed(number: int) -> CompletionResult:
         answer = await patient.send(patient.body(prompt(number), dose.tokens))
         if answer.status in (429, 503):
             seconds_by_task.append(time.perf_counter() - answer.sent)

@@ -7,12 +7,12 @@ from array import array
 
 import pytest
 
-from octavo.bench.completion_client import Answer
+from octavo.bench.completion_client import CompletionResult
 from octavo.bench.drill import Expected, Outcome, joined, judge
 
 
-def answer(*texts: str, usage_tokens: int | None = None) -> Answer:
-    given = Answer(time.perf_counter(), texts=list(texts))
+def answer(*texts: str, usage_tokens: int | None = None) -> CompletionResult:
+    given = CompletionResult(time.perf_counter(), texts=list(texts))
     given.chunk_times = array("d", range(len(texts)))
     given.usage_tokens = usage_tokens
     return given
@@ -34,7 +34,7 @@ WHOLE = ("the", " cat", " sat", " on")
         (answer(*WHOLE, "", usage_tokens=5), 0, 1),  # a token without text too many
     ],
 )
-def test_what_is_lost_and_what_is_too_much(got: Answer, lost: int, extra: int) -> None:
+def test_what_is_lost_and_what_is_too_much(got: CompletionResult, lost: int, extra: int) -> None:
     expected = Expected.of(answer(*WHOLE, usage_tokens=4))
     assert judge(got, expected) == (lost, extra)
 

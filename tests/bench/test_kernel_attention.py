@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.bench import kernel_attention
-from octavo.bench.kernel_attention import COLUMNS, Case, Limits, Shape, measure, work_of
+from octavo.bench.kernel_attention import COLUMNS, Case, MachineLimits, Shape, measure, work_of
 
 
 def test_the_least_bytes_and_the_operations_of_a_case() -> None:
@@ -19,5 +19,5 @@ def test_the_least_bytes_and_the_operations_of_a_case() -> None:
 def test_rows_have_the_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_attention, "BUDGET_S", 0.0)
     cases = (Case("a", (20, 40), (1, 7)), Case("b", (33, 34), (1, 1), 16))
-    rows = measure(Limits(1e9, 1e9), (Shape("2/1 x 8", 2, 1, 8),), (torch.float32,), cases)
+    rows = measure(MachineLimits(1e9, 1e9), (Shape("2/1 x 8", 2, 1, 8),), (torch.float32,), cases)
     assert all(len(row) == len(COLUMNS) for row in rows) and len(rows) in (0, len(cases))

@@ -14,7 +14,7 @@ from octavo.bench.floor import Rates, StepFloor
 from octavo.bench.offline import OfflineBench
 from octavo.bench.report import Measured, make_report, show_report
 from octavo.bench.steps import StepRecorder
-from octavo.bench.workload import Item, Workload, draw_workload
+from octavo.bench.workload import BenchWorkload, Item, draw_workload
 from octavo.config import Config
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
@@ -80,7 +80,7 @@ def test_concurrency_bounds_what_is_open() -> None:
 
 def test_passes_share_no_prefix_but_groups_do() -> None:
     item = draw_workload(1, 48, 2, VOCAB, 0).groups[0][0]
-    workload = Workload("same twice", ((item,), (item,)))
+    workload = BenchWorkload("same twice", ((item,), (item,)))
 
     async def work(bench):
         await bench.warm_up(workload)
@@ -93,7 +93,7 @@ def test_passes_share_no_prefix_but_groups_do() -> None:
 def test_a_request_that_cannot_run_is_its_own_error() -> None:
     async def work(bench):
         await bench.run(
-            Workload("long", ((Item(draw_workload(1, 300, 1, VOCAB, 0).groups[0][0].prompt_token_ids, 1),),))
+            BenchWorkload("long", ((Item(draw_workload(1, 300, 1, VOCAB, 0).groups[0][0].prompt_token_ids, 1),),))
         )
 
     with pytest.raises(AdmissionError, match="maximum context length is 256 tokens, and the prompt has 300"):

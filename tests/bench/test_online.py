@@ -18,7 +18,7 @@ from tests.bench.fake_server import FakeServer
 
 from octavo import cli
 from octavo.bench.arrivals import Arrivals
-from octavo.bench.completion_client import Answer, CompletionClient, Target
+from octavo.bench.completion_client import CompletionClient, CompletionResult, Target
 from octavo.bench.event_parser import EventParser, ProtocolError
 from octavo.bench.goodput import Objectives
 from octavo.bench.online import Load, OnlineRun, run_online
@@ -159,7 +159,7 @@ def test_sending_ends_with_the_duration() -> None:
 
 
 def test_open_loop_counts_from_the_arrival_and_says_how_late_it_was() -> None:
-    answer = Answer(10.5, array("d", [11.0, 11.5, 12.5]), usage_tokens=4, is_finished=True)
+    answer = CompletionResult(10.5, array("d", [11.0, 11.5, 12.5]), usage_tokens=4, is_finished=True)
     run = OnlineRun([answer], [10.0], duration_s=2.0)
     assert (run.ttft_s(), run.late_s(), run.e2e_s()) == ([1.0], [0.5], [2.5])
     assert run.tpot_s() == [0.5]
@@ -280,7 +280,7 @@ def test_mistakes_are_told(capsys, words, message) -> None:
 
 
 def test_the_tables_say_what_failed() -> None:
-    answer = Answer(1.0, kind="lost", error="x")
+    answer = CompletionResult(1.0, kind="lost", error="x")
     run = OnlineRun([answer], [1.0], duration_s=1.0)
     facts = {"model": "m", "dtype": "f", "startup_s": 1.0, "peak_memory_bytes": 2**30}
     measured = OnlineMeasured("started here", "w", Load(Arrivals()), Objectives.read(["ttft:5"]), run, facts)

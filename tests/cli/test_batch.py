@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from octavo.cli import main
-from octavo.server.batches.lines import Ask, BadLine, read_asks, repair
+from octavo.server.batches.lines import BadLine, BatchLine, read_asks, repair
 
 CHAT = "/v1/chat/completions"
 
@@ -163,7 +163,7 @@ def test_lines_are_read_one_by_one_and_bounded(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(ask("a").encode() + b"\n\n" + b"x" * (9 << 20) + b"\n" + ask("b").encode())
     found = list(read_asks(path))
-    assert [type(each) for each in found] == [Ask, BadLine, Ask]
+    assert [type(each) for each in found] == [BatchLine, BadLine, BatchLine]
     assert [each.line for each in found] == [1, 3, 4] and found[1].code == "line_too_large"  # type: ignore[union-attr]
 
 

@@ -17,6 +17,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def test_it_follows_a_restart_of_the_engine_and_says_when_the_server_ended(folde
 
 
 def test_a_server_that_does_not_answer_but_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = top.Source("/none", "the server", lambda: True)
+    source = top.FrameSource("/none", "the server", lambda: True)
     with pytest.raises(AdminError, match="no answer on the admin socket /none"):
         source.look()
     assert source.without("no answer")["server"]["state"] == "no answer"
@@ -214,7 +215,7 @@ def sampled(steps: int = 200) -> tuple[Stream, Figures, dict[str, Any]]:
     stream.writer.end()
     status = {"model": "m", "url": "http://127.0.0.1:1", "phase": "ready", "uptime_s": 5000.0, "engine": {"epoch": 1}}
     scheduler = stream.scheduler.statistics()
-    values = {name: getattr(scheduler, name) for name in scheduler.__slots__}
+    values = {name: getattr(scheduler, name) for name in (field.name for field in fields(scheduler))}
     return stream, figures, figures.snapshot({"status": status, "statistics": {"scheduler": values}})
 
 

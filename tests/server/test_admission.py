@@ -9,7 +9,7 @@ import pytest
 from octavo.config import AdmissionConfig
 from octavo.errors import LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
 from octavo.observe.metrics.requests import Finished
-from octavo.server.admission import Admission, Lease, Load, Wish
+from octavo.server.admission import AdmissionControl, Lease, Load, Wish
 from octavo.server.keys import KeyInfo
 from octavo.server.queue_forecast import QueueForecast
 from octavo.server.waiting import WaitingRoom
@@ -24,15 +24,15 @@ class Clock:
         return self.now
 
 
-def made(slots: int = 4, bound: int = 8, tokens: int = 10_000, **options: Any) -> Admission:
+def made(slots: int = 4, bound: int = 8, tokens: int = 10_000, **options: Any) -> AdmissionControl:
     config = AdmissionConfig(
         max_waiting=bound, max_waiting_tokens=tokens, max_queue_time_s=options.pop("max_queue_time_s", None)
     )
     room = WaitingRoom(slots, options.pop("kv", 0))
-    return Admission(config, room, options.pop("forecast", None) or QueueForecast(), now=Clock(), **options)
+    return AdmissionControl(config, room, options.pop("forecast", None) or QueueForecast(), now=Clock(), **options)
 
 
-def running(admission: Admission, count: int, num_tokens: int = 10, **fields: Any) -> list[Lease]:
+def running(admission: AdmissionControl, count: int, num_tokens: int = 10, **fields: Any) -> list[Lease]:
     """Requests that have their first token."""
     leases = [admission.enter(Wish(num_ids=num_tokens, **fields)) for _ in range(count)]
     for lease in leases:
@@ -42,7 +42,7 @@ def running(admission: Admission, count: int, num_tokens: int = 10, **fields: An
     return leases
 
 
-def fill(admission: Admission, **fields: Any) -> list[Lease]:
+def fill(admission: AdmissionControl, **fields: Any) -> list[Lease]:
     """Requests until one is refused for a full queue."""
     leases: list[Lease] = []
     with pytest.raises(QueueFullError):
@@ -300,7 +300,9 @@ def test_whatever_happens_every_seat_comes_back() -> None:
         assert all(meter.num_open == 0 for meter in admission.meters.values())
 
 
-def step(admission: Admission, rng: random.Random, keys: list[KeyInfo], open_leases: list[tuple[Lease, Wish]]) -> None:
+def step(
+    admission: AdmissionControl, rng: random.Random, keys: list[KeyInfo], open_leases: list[tuple[Lease, Wish]]
+) -> None:
     """Something that may happen to requests."""
     if rng.random() < 0.4 or not open_leases:
         tokens = rng.randint(1, 200)

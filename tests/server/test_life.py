@@ -8,7 +8,7 @@ import pytest
 
 from octavo.core.request import FinishReason
 from octavo.errors import EngineDeadError
-from octavo.server.lifecycle import Phase
+from octavo.server.lifecycle import ServerPhase
 from octavo.server.limits import HttpLimits
 from tests.server.fakes import Harness, Wire, events
 
@@ -135,8 +135,10 @@ async def test_what_outlives_the_drain_gets_an_explicit_error() -> None:
     await assert_idle(harness)
 
 
-@pytest.mark.parametrize(("phase", "code"), [(Phase.LOADING, "loading"), (Phase.FAILED, "engine_unavailable")])
-async def test_not_ready_is_503_with_retry_after(phase: Phase, code: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "code"), [(ServerPhase.LOADING, "loading"), (ServerPhase.FAILED, "engine_unavailable")]
+)
+async def test_not_ready_is_503_with_retry_after(phase: ServerPhase, code: str) -> None:
     harness = Harness()
     harness.context.lifecycle.phase = phase
     for response in (await harness.chat(), await harness.get("/readyz"), await harness.get("/health")):

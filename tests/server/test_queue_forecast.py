@@ -8,7 +8,7 @@ import pytest
 from octavo.errors import EngineDeadError
 from octavo.observe.forecast import WaitModel
 from octavo.server import queue_forecast
-from octavo.server.queue_forecast import MAX_AGE_S, QueueForecast, Work
+from octavo.server.queue_forecast import MAX_AGE_S, QueuedWork, QueueForecast
 from octavo.server.waiting import DecayedMean
 
 
@@ -40,40 +40,40 @@ def test_a_decayed_mean_follows_and_weighs() -> None:
 
 def test_nothing_is_claimed_before_anything_is_known() -> None:
     forecast = QueueForecast()
-    assert forecast.wait_s(Work(5, 500, 0), 4) is None and forecast.answer_s(4) is None
+    assert forecast.wait_s(QueuedWork(5, 500, 0), 4) is None and forecast.answer_s(4) is None
     assert forecast.prefill_s(10) is None and forecast.output_tokens(7) == 0
-    forecast.update({"new_request_s": None, "model": None}, (Work(), 4))
-    assert forecast.wait_s(Work(5, 500, 0), 4) is None
+    forecast.update({"new_request_s": None, "model": None}, (QueuedWork(), 4))
+    assert forecast.wait_s(QueuedWork(5, 500, 0), 4) is None
 
 
 def test_a_steady_queue_is_predicted() -> None:
     """8 sequences run at 20 ms a token, 50 tokens each: one ends every 125 ms."""
     forecast = taught(prefill_s=0.0)
     assert forecast.answer_s(8) == pytest.approx(50 * 0.02)
-    ahead = Work()
+    ahead = QueuedWork()
     for _ in range(16):
-        ahead.add(Work(1, 100, forecast.output_tokens(None)))
+        ahead.add(QueuedWork(1, 100, forecast.output_tokens(None)))
     assert forecast.wait_s(ahead, 8) == pytest.approx(17 * 50 * 0.02 / 8)
 
 
 def test_the_engines_answer_counts_and_the_model_adds_what_came_since() -> None:
     forecast, clock = taught(), Clock()
     forecast._now = clock
-    forecast.update({"new_request_s": 7.0}, (Work(4, 400, 200), 8))
-    assert forecast.wait_s(Work(4, 400, 200), 8) == 7.0
-    more_s = forecast.wait_s(Work(5, 500, 250), 8)
+    forecast.update({"new_request_s": 7.0}, (QueuedWork(4, 400, 200), 8))
+    assert forecast.wait_s(QueuedWork(4, 400, 200), 8) == 7.0
+    more_s = forecast.wait_s(QueuedWork(5, 500, 250), 8)
     assert more_s == pytest.approx(7.0 + 100 * 0.001 + 50 / 8 * 0.02 + 50 * 0.001)
-    assert forecast.wait_s(Work(), 8) < 7.0
+    assert forecast.wait_s(QueuedWork(), 8) < 7.0
     clock.now = MAX_AGE_S + 1
-    assert forecast.wait_s(Work(4, 400, 200), 8) == pytest.approx(forecast._model_s(Work(4, 400, 200), 8))
+    assert forecast.wait_s(QueuedWork(4, 400, 200), 8) == pytest.approx(forecast._model_s(QueuedWork(4, 400, 200), 8))
 
 
 def test_an_engine_that_has_not_seen_the_last_requests_is_not_believed() -> None:
     forecast = taught(prefill_s=0.0)
-    forecast.update({"new_request_s": 0.0}, (Work(), 4))
-    assert forecast.wait_s(Work(), 4) == pytest.approx(50 * 0.02 / 4), "by the model"
+    forecast.update({"new_request_s": 0.0}, (QueuedWork(), 4))
+    assert forecast.wait_s(QueuedWork(), 4) == pytest.approx(50 * 0.02 / 4), "by the model"
     forecast.update({"new_request_s": 3.0}, None)
-    assert forecast.wait_s(Work(), 4) == pytest.approx(50 * 0.02 / 4)
+    assert forecast.wait_s(QueuedWork(), 4) == pytest.approx(50 * 0.02 / 4)
 
 
 async def test_the_engine_is_asked_when_its_answer_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,10 +95,10 @@ async def test_the_engine_is_asked_when_its_answer_is_old(monkeypatch: pytest.Mo
         forecast.refresh(lambda: queue)
         forecast.refresh(lambda: queue)
         await asyncio.sleep(0.01)
-        return forecast.wait_s(Work(), 4)
+        return forecast.wait_s(QueuedWork(), 4)
 
     assert await refresh() == pytest.approx(0.25) and questions == ["model"], "nobody waits: the model is enough"
-    queue = (Work(), 4)
+    queue = (QueuedWork(), 4)
     clock.now = 0.5
     assert await refresh() == pytest.approx(0.25) and len(questions) == 1, "the answer is fresh"
     clock.now = 1.5

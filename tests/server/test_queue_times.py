@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from octavo.observe.biographies import write_biographies
-
 from octavo.config import StatisticsConfig
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
 from octavo.executors.protocol import ExecutorSpec
 from octavo.frontend.local_client import LocalClient
+from octavo.observe.live import observe_engine
 from tests.fake_model import FakeExecutor
 from tests.server.fakes import Harness, events
 
@@ -37,7 +36,7 @@ async def served() -> AsyncIterator[Harness]:
     executor.open(ExecutorSpec(1, LIMITS.max_batch_tokens, 16, num_blocks=64))
     scheduler = Scheduler(LIMITS)
     loop = EngineLoop(scheduler, executor)
-    write_biographies(loop, scheduler, StatisticsConfig())
+    observe_engine(loop, scheduler, StatisticsConfig())
     client = LocalClient(loop)
     harness = Harness(engine=client)  # type: ignore[arg-type]
     harness.context.waiting.num_slots = 1

@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.outcomes import NEVER
 from octavo.simulator.routers import ROUTERS
-from octavo.simulator.run import Failure, ReplicaSetup, Run, Setup, simulate
+from octavo.simulator.run import ReplicaFailure, ReplicaSetup, Run, Setup, simulate
 
 SETUP = Setup(limits(), LinearCosts(), replicas=3)
 
@@ -26,7 +26,12 @@ def by_index(run: Run, name: str) -> dict[int, float]:
 @pytest.mark.parametrize("router", sorted(ROUTERS))
 def test_a_fleet_serves_everybody_alike_with_steps_forwarded_or_not(router: str) -> None:
     arrivals = workload(90, rate=60.0, seed=3, followers=0.2)
-    failures = (Failure(0, 0.4, 0.5), Failure(1, 0.9, None), Failure(0, 1.5, 0.1), Failure(2, 1.55, 0.2))
+    failures = (
+        ReplicaFailure(0, 0.4, 0.5),
+        ReplicaFailure(1, 0.9, None),
+        ReplicaFailure(0, 1.5, 0.1),
+        ReplicaFailure(2, 1.55, 0.2),
+    )
     for depth in (1, 2):
         setup = replace(SETUP, router=router, failures=failures, depth=depth, sample_s=0.25, seed=5)
         fast = simulate(arrivals, setup)
@@ -44,7 +49,7 @@ def test_a_fleet_serves_everybody_alike_with_steps_forwarded_or_not(router: str)
 @pytest.mark.parametrize("policy", BUILT_IN)
 def test_who_was_on_a_replica_that_dies_goes_on_elsewhere_with_what_it_was_given(policy: str) -> None:
     arrivals = [Arrival(0.0, 10, 30), Arrival(0.001, 10, 30)]
-    setup = replace(SETUP, limits=limits(policy=policy), replicas=2, failures=(Failure(0, 0.1, None),))
+    setup = replace(SETUP, limits=limits(policy=policy), replicas=2, failures=(ReplicaFailure(0, 0.1, None),))
     run = simulate(arrivals, setup)
     check_whole(run, arrivals)
     calm = simulate(arrivals, replace(setup, failures=()))
@@ -57,11 +62,11 @@ def test_who_was_on_a_replica_that_dies_goes_on_elsewhere_with_what_it_was_given
 
 def test_with_nobody_up_requests_wait_for_a_restart_and_end_with_an_error_if_none_comes() -> None:
     arrivals = [Arrival(0.0, 10, 20), Arrival(0.2, 10, 20)]
-    setup = replace(SETUP, replicas=1, failures=(Failure(0, 0.05, 3.0),))
+    setup = replace(SETUP, replicas=1, failures=(ReplicaFailure(0, 0.05, 3.0),))
     run = simulate(arrivals, setup)
     check_whole(run, arrivals)
     assert min(run.outcomes.ends) > 3.05 and run.replicas[0].down_s == 3.0
-    lost = simulate(arrivals, replace(setup, failures=(Failure(0, 0.05, None),)))
+    lost = simulate(arrivals, replace(setup, failures=(ReplicaFailure(0, 0.05, None),)))
     assert list(lost.outcomes.reasons) == [4, 4]
     assert by_index(lost, "starts")[1] == NEVER
 
@@ -114,8 +119,8 @@ def test_a_setup_or_workload_that_cannot_be_is_refused_by_name() -> None:
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"depth": 3}, "depth"),
         ({"replicas": 0}, "replicas"),
-        ({"failures": (Failure(3, 1.0),)}, "replica 3"),
-        ({"failures": (Failure(0, -1.0),)}, "-1.0"),
+        ({"failures": (ReplicaFailure(3, 1.0),)}, "replica 3"),
+        ({"failures": (ReplicaFailure(0, -1.0),)}, "-1.0"),
         ({"others": ((7, ReplicaSetup(limits(), LinearCosts())),)}, "replica 7"),
     )
     for changes, word in wrong:

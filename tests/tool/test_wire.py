@@ -14,7 +14,11 @@ from octavo.tool.process import COMMAND
 
 def frames() -> list[bytes]:
     order = wire.Order(7, "check_regex", 2.0, wire.pack(wire.CheckRegex("a+")))
-    told = [wire.Ready(1), wire.Answer(7, {"a": [1, None, "x"]}), wire.Refusal(7, "TooComplexError", "no", "regex")]
+    told = [
+        wire.WorkerReady(1),
+        wire.JobResult(7, {"a": [1, None, "x"]}),
+        wire.Refusal(7, "TooComplexError", "no", "regex"),
+    ]
     return [wire.frame(message) for message in (order, *told)]
 
 
@@ -36,12 +40,12 @@ def test_row_30_damaged_frames_of_a_tool_process_are_structs_or_wire_errors() ->
             try:
                 decode(raw[4:])
                 outcomes["read"] += 1
-            except wire.WireError:
+            except wire.FrameError:
                 outcomes["refused"] += 1
         if len(raw) >= 4:
             try:
                 assert wire.length_of(raw[:4]) <= wire.MAX_FRAME_BYTES
-            except wire.WireError:
+            except wire.FrameError:
                 outcomes["refused"] += 1
     assert min(outcomes.values()) > 1000
 
@@ -54,7 +58,9 @@ def test_row_30_a_tool_process_that_is_fed_garbage_ends() -> None:
             [*COMMAND, "--memory-bytes", str(1 << 30)], input=garbage, capture_output=True, timeout=30
         )
         assert done.returncode >= 0, done.stderr[-500:]
-        assert wire.decode_to_parent(done.stdout[4 : 4 + wire.length_of(done.stdout[:4])]) == wire.Ready(wire.VERSION)
+        assert wire.decode_to_parent(done.stdout[4 : 4 + wire.length_of(done.stdout[:4])]) == wire.WorkerReady(
+            wire.VERSION
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,9 +93,9 @@ def test_a_kind_that_is_no_error_is_not_made() -> None:
 
 
 def test_frames_have_a_cap() -> None:
-    with pytest.raises(wire.WireError, match="frames hold"):
-        wire.frame(wire.Answer(1, "x" * wire.MAX_FRAME_BYTES))
-    with pytest.raises(wire.WireError, match="was announced"):
+    with pytest.raises(wire.FrameError, match="frames hold"):
+        wire.frame(wire.JobResult(1, "x" * wire.MAX_FRAME_BYTES))
+    with pytest.raises(wire.FrameError, match="was announced"):
         wire.length_of(wire.LENGTH.pack(wire.MAX_FRAME_BYTES + 1))
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(wire.pack({"pattern": 5}), type=wire.CheckRegex)

@@ -21,7 +21,7 @@ from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import CostModel
 from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.scaled import Scaled
-from octavo.simulator.costs.table import Table, completed
+from octavo.simulator.costs.table import CostTable, completed
 from octavo.simulator.costs.table_files import read_table
 from octavo.simulator.run import Run, Setup, simulate
 
@@ -114,7 +114,7 @@ class MeasuredRun:
             all_reduce_s=steps * self._node["link_latency"] * 1e-9,
             all_reduce_bandwidth=self._node["link_bw"] * 1e9 / (steps / tp) if tp > 1 else 0.0,
         )
-        return Table(replace(files, profile=profile))
+        return CostTable(replace(files, profile=profile))
 
     def roofline_costs(self) -> CostModel:
         """Facts alone."""

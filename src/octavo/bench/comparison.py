@@ -14,7 +14,7 @@ from typing import Any
 from octavo.bench.peers.octavo_peer import ENGINE, SERVER
 from octavo.bench.peers.peer import Peer, PeerRun
 from octavo.bench.prompts import salted
-from octavo.bench.workload import Item, Workload
+from octavo.bench.workload import BenchWorkload, Item
 from octavo.errors import OctavoError
 
 FIGURES = ("output_tokens_per_s", "ttft_ms", "token_ms")
@@ -26,7 +26,7 @@ WARM_UP_REQUESTS = 4
 class Task:
     """A workload, and how many of its requests are open at a time."""
 
-    workload: Workload
+    workload: BenchWorkload
     at_once: int
 
     @property
@@ -36,7 +36,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Standing:
+class PeerFigures:
     """One peer's figures by task, a list entry a round, and why it stopped where it did."""
 
     peer: Peer
@@ -49,7 +49,7 @@ class Comparison:
     """Runs the tasks on every peer, `rounds` times."""
 
     def __init__(self, peers: Sequence[Peer], tasks: Sequence[Task], rounds: int) -> None:
-        self.standings = [Standing(peer) for peer in peers]
+        self.standings = [PeerFigures(peer) for peer in peers]
         self._tasks = tasks
         self._rounds = rounds
         self._num_passes = 0
@@ -75,7 +75,7 @@ class Comparison:
             for standing in self.standings:
                 standing.peak_memory_bytes = standing.peer.end() or standing.peak_memory_bytes
 
-    async def _start(self, standing: Standing) -> None:
+    async def _start(self, standing: PeerFigures) -> None:
         groups = self._tasks[0].workload.groups
         items = [Item(item.prompt_token_ids, min(WARM_UP_TOKENS, item.max_tokens)) for item in groups[0]]
         try:
@@ -85,7 +85,7 @@ class Comparison:
             self._drop(standing, error)
         standing.peer.freeze()
 
-    async def _turn(self, standing: Standing, task: Task) -> None:
+    async def _turn(self, standing: PeerFigures, task: Task) -> None:
         if standing.error:
             return
         standing.peer.thaw()
@@ -100,12 +100,12 @@ class Comparison:
         standing.peer.freeze()
         standing.figures.setdefault(task.name, []).append(run.figures() | {"output_tokens": run.num_output_tokens})
 
-    def _drop(self, standing: Standing, error: OctavoError) -> None:
+    def _drop(self, standing: PeerFigures, error: OctavoError) -> None:
         standing.error = str(error)
         standing.peak_memory_bytes = standing.peer.end()
 
 
-def make_comparison_report(standings: Sequence[Standing], tasks: Sequence[Task]) -> dict[str, Any]:
+def make_comparison_report(standings: Sequence[PeerFigures], tasks: Sequence[Task]) -> dict[str, Any]:
     """Per peer and task the medians, and this engine's ratios to it: above 1 this engine is ahead."""
     peers = []
     for standing in standings:
@@ -131,7 +131,7 @@ def make_comparison_report(standings: Sequence[Standing], tasks: Sequence[Task])
     return {"bench": "compare", "workloads": [task.name for task in tasks], "peers": peers}
 
 
-def _counterpart(standing: Standing, standings: Sequence[Standing]) -> Standing | None:
+def _counterpart(standing: PeerFigures, standings: Sequence[PeerFigures]) -> PeerFigures | None:
     """This engine, behind a server where the peer is; None for this engine itself."""
     if standing.peer.name in (ENGINE, SERVER):
         return None

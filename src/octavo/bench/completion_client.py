@@ -44,7 +44,7 @@ _DECODE = msgspec.json.Decoder(_Chunk).decode
 
 
 @dataclass(slots=True)
-class Answer:
+class CompletionResult:
     """One request as its client saw it: perf_counter seconds of sending and of each chunk with a token.
 
     `error` is empty when the server finished it; `kind` of an error: refused, lost, failed, timeout. `status` is that
@@ -135,9 +135,9 @@ class CompletionClient:
 
     async def send(
         self, body: bytes, advance: Callable[[int], object] = lambda tokens: None, *, headers: str = ""
-    ) -> Answer:
+    ) -> CompletionResult:
         """Send one body of body(), with further header lines; give what came."""
-        answer = Answer(time.perf_counter(), texts=[] if self._keeps_texts else None)
+        answer = CompletionResult(time.perf_counter(), texts=[] if self._keeps_texts else None)
         try:
             async with asyncio.timeout(self._target.timeout_s):
                 await self._exchange(body, answer, advance, headers)
@@ -164,7 +164,9 @@ class CompletionClient:
                 writer.close()
         return parser.status, parser.body
 
-    async def _exchange(self, body: bytes, answer: Answer, advance: Callable[[int], object], headers: str) -> None:
+    async def _exchange(
+        self, body: bytes, answer: CompletionResult, advance: Callable[[int], object], headers: str
+    ) -> None:
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         try:
             head = self._head.format(method="POST", path="/v1/completions", length=len(body), headers=headers)
@@ -185,7 +187,7 @@ class CompletionClient:
             writer.close()
 
 
-def _note(answer: Answer, event: bytes, now: float) -> None:
+def _note(answer: CompletionResult, event: bytes, now: float) -> None:
     """Enter one event. A chunk without text and with a finish reason is an end that brings no token."""
     if event == b"[DONE]":
         return
@@ -204,5 +206,5 @@ def _note(answer: Answer, event: bytes, now: float) -> None:
             answer.is_finished = True
 
 
-def _fail(answer: Answer, kind: str, message: str) -> None:
+def _fail(answer: CompletionResult, kind: str, message: str) -> None:
     answer.kind, answer.error = kind, message[:MAX_ERROR_CHARACTERS]

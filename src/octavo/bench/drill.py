@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from octavo.bench.completion_client import Answer, CompletionClient
+from octavo.bench.completion_client import CompletionClient, CompletionResult
 from octavo.errors import EngineError
 
 REFUSED = (429, 503)
@@ -53,7 +53,7 @@ class Expected:
     num_tokens: int
 
     @classmethod
-    def of(cls, answer: Answer) -> Expected:
+    def of(cls, answer: CompletionResult) -> Expected:
         """What a finished answer said."""
         ends, length = [], 0
         for text in answer.texts or ():
@@ -84,7 +84,7 @@ class Outcome:
         return not (self.num_lost or self.num_duplicated or self.num_different)
 
 
-def judge(answer: Answer, expected: Expected) -> tuple[int, int]:
+def judge(answer: CompletionResult, expected: Expected) -> tuple[int, int]:
     """Tokens lost, and tokens that are too many or other ones."""
     got = "".join(answer.texts or ())
     same = next((i for i, pair in enumerate(zip(got, expected.text, strict=False)) if pair[0] != pair[1]), None)
@@ -98,7 +98,7 @@ def judge(answer: Answer, expected: Expected) -> tuple[int, int]:
     return lost, extra
 
 
-def joined(before: Answer, after: Answer) -> Answer:
+def joined(before: CompletionResult, after: CompletionResult) -> CompletionResult:
     """One answer that came over two connections."""
     after.sent = before.sent
     after.chunk_times = before.chunk_times + after.chunk_times
@@ -109,7 +109,7 @@ def joined(before: Answer, after: Answer) -> Answer:
     return after
 
 
-def _is_cut(answer: Answer) -> bool:
+def _is_cut(answer: CompletionResult) -> bool:
     """Whether another connection may bring the rest."""
     return answer.kind in ("lost", "refused") or answer.status in REFUSED
 
@@ -124,7 +124,7 @@ class Drilling:
         self._find = find
         self._name = f"drill-{secrets.token_hex(6)}"
         self._expected: list[Expected] = []
-        self._answers: list[Answer] = []
+        self._answers: list[CompletionResult] = []
         self._stopped: set[int] = set()
         self._end = 0.0
 
@@ -161,7 +161,7 @@ class Drilling:
             self._note(answer, self._expected[turn % len(bodies)])
             turn += 1
 
-    async def _ask(self, body: bytes, name: str) -> Answer:
+    async def _ask(self, body: bytes, name: str) -> CompletionResult:
         """One stream, over as many connections as it takes where the api is killed too."""
         if "kill_api" not in self.drill.every_s:
             return await self._client.send(body)
@@ -175,7 +175,7 @@ class Drilling:
             answer = joined(answer, await self._client.send(body, headers=key + last))
         return answer
 
-    def _note(self, answer: Answer, expected: Expected) -> None:
+    def _note(self, answer: CompletionResult, expected: Expected) -> None:
         lost, extra = judge(answer, expected)
         outcome = self.outcome
         outcome.num_lost += lost

@@ -47,7 +47,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MachineLimits:
     """What the machine gives: bytes a second read from memory, and operations a second of a large float32 product."""
 
     bytes_per_s: float
@@ -66,7 +66,7 @@ SHAPES = (Shape("9/3 x 64", 9, 3, 64), Shape("16/8 x 128", 16, 8, 128))
 
 
 def measure(
-    limits: Limits,
+    limits: MachineLimits,
     shapes: Sequence[Shape] = SHAPES,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     cases: Sequence[Case] = CASES,
@@ -118,7 +118,7 @@ def work_of(case: Case, shape: Shape, itemsize: int) -> tuple[int, int]:
     return num_bytes, 4 * seen * shape.num_heads * shape.head_dim
 
 
-def _measure_case(limits: Limits, shape: Shape, dtype: torch.dtype, case: Case) -> tuple[object, ...] | None:
+def _measure_case(limits: MachineLimits, shape: Shape, dtype: torch.dtype, case: Case) -> tuple[object, ...] | None:
     blocks = sum(-(-context // BLOCK) for context in case.contexts)
     pool = KVPool(PoolShape(LAYERS, blocks, BLOCK, shape.num_kv_heads, shape.head_dim, dtype), torch.device("cpu"))
     if not has_kernel(pool, shape.num_heads):

@@ -15,7 +15,7 @@ from typing import Any
 
 from octavo.bench.percentiles import spread_ms
 from octavo.bench.steps import StepRecorder
-from octavo.bench.workload import Item, Workload
+from octavo.bench.workload import BenchWorkload, Item
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.engine.client import EngineClient
 from octavo.errors import EngineError
@@ -82,13 +82,13 @@ class OfflineBench:
         self._concurrency = concurrency
         self._num_passes = 0
 
-    async def warm_up(self, workload: Workload) -> None:
+    async def warm_up(self, workload: BenchWorkload) -> None:
         """Run a few tokens of the first group's longest prompt, outside all numbers."""
         longest = max(workload.groups[0], key=lambda item: len(item.prompt_token_ids))
         item = Item(longest.prompt_token_ids, min(WARM_UP_TOKENS, longest.max_tokens))
-        await self.run(Workload("warm-up", ((item,),)))
+        await self.run(BenchWorkload("warm-up", ((item,),)))
 
-    async def run(self, workload: Workload, advance: Callable[[int], object] = lambda tokens: None) -> RunRecord:
+    async def run(self, workload: BenchWorkload, advance: Callable[[int], object] = lambda tokens: None) -> RunRecord:
         """One pass: groups in turn, `concurrency` requests open at a time. `advance` is told of each new token."""
         self._num_passes += 1
         self.steps.take()

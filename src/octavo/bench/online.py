@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from octavo.bench.arrivals import Arrivals
-from octavo.bench.completion_client import Answer, CompletionClient
+from octavo.bench.completion_client import CompletionClient, CompletionResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Load:
 class OnlineRun:
     """What one run gave. `arrived` are perf_counter seconds; an answer's times count from its arrival."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[CompletionResult] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
     num_not_sent: int = 0
     duration_s: float = 0.0
@@ -37,7 +37,7 @@ class OnlineRun:
     max_open: int = 0
 
     @property
-    def done(self) -> list[tuple[float, Answer]]:
+    def done(self) -> list[tuple[float, CompletionResult]]:
         """Arrivals and answers of the requests that were finished with at least one token."""
         pairs = zip(self.arrived, self.answers, strict=True)
         return [(at, answer) for at, answer in pairs if not answer.has_failed and answer.chunk_times]
@@ -85,7 +85,7 @@ class OnlineRun:
         """Arrival to sending: this client's own delay, and the wait for room under the bound."""
         return [answer.sent - at for at, answer in zip(self.arrived, self.answers, strict=True)]
 
-    def times_of(self, arrived: float, answer: Answer) -> dict[str, float]:
+    def times_of(self, arrived: float, answer: CompletionResult) -> dict[str, float]:
         """A finished request's times by the objectives' names."""
         times = answer.chunk_times
         return {"ttft": times[0] - arrived, "tpot": _tpot(answer), "e2e": times[-1] - arrived}
@@ -99,10 +99,10 @@ async def run_online(
 ) -> OnlineRun:
     """Send the bodies and wait for their ends; `advance` is told of each new chunk with a token."""
     run, room = OnlineRun(), asyncio.Semaphore(load.max_concurrency or max(1, len(bodies)))
-    tasks: list[asyncio.Task[Answer]] = []
+    tasks: list[asyncio.Task[CompletionResult]] = []
     num_open = 0
 
-    async def send(body: bytes) -> Answer:
+    async def send(body: bytes) -> CompletionResult:
         nonlocal num_open
         num_open += 1
         run.max_open = max(run.max_open, num_open)
@@ -137,6 +137,6 @@ async def _sleep_until(moment: float) -> None:
         await asyncio.sleep(left)
 
 
-def _tpot(answer: Answer) -> float:
+def _tpot(answer: CompletionResult) -> float:
     times = answer.chunk_times
     return (times[-1] - times[0]) / max(1, answer.num_tokens - 1)

@@ -9,7 +9,7 @@ from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from octavo.bench.workload import Item, Workload
+from octavo.bench.workload import BenchWorkload, Item
 from octavo.errors import ConfigError
 
 FIRST_ID = 100  # the first id of a salted prompt; below it special tokens may lie
@@ -29,7 +29,7 @@ class Prompts:
         return [prompt for group in self.groups for prompt in group]
 
 
-def of_workload(workload: Workload) -> Prompts:
+def of_workload(workload: BenchWorkload) -> Prompts:
     """A workload's token ids."""
     groups = (tuple((item.prompt_token_ids, item.max_tokens) for item in group) for group in workload.groups)
     return Prompts(workload.name, tuple(groups))
@@ -48,7 +48,7 @@ def read_texts(path: Path, num_output: int) -> Prompts:
     return Prompts(path.name, (tuple((text, num_output) for text in texts),))
 
 
-def salted(workload: Workload, number: int) -> Workload:
+def salted(workload: BenchWorkload, number: int) -> BenchWorkload:
     """The same work with another first id, one for all prompts of a pass: no prefix that an earlier pass left fits,
     and prompts that share a prefix still do. Works on every engine, whatever its cache can be told.
     """

@@ -16,7 +16,7 @@ from octavo.bench.floor import StepFloor
 from octavo.bench.offline import RunRecord
 from octavo.bench.steps import StepCounts
 from octavo.bench.table import show_facts, show_rows
-from octavo.bench.workload import Workload
+from octavo.bench.workload import BenchWorkload
 from octavo.config import Config
 from octavo.executors.protocol import Capacity
 
@@ -30,7 +30,7 @@ class Measured:
     model: str
     config: Config
     capacity: Capacity
-    workload: Workload
+    workload: BenchWorkload
     concurrency: int
     floor: StepFloor
     runs: Sequence[tuple[RunRecord, StepCounts]]

@@ -27,7 +27,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class BenchWorkload:
     """Groups of requests; a group starts when the one before has ended."""
 
     name: str
@@ -54,7 +54,7 @@ class Workload:
         return max(len(item.prompt_token_ids) + item.max_tokens for group in self.groups for item in group)
 
 
-def read_workload(path: Path) -> Workload:
+def read_workload(path: Path) -> BenchWorkload:
     """Read a workload file, compressed if it ends in .gz. Raises ConfigError naming the file and the entry at fault."""
     try:
         data = path.read_bytes()
@@ -68,19 +68,19 @@ def read_workload(path: Path) -> Workload:
     if not isinstance(content, list) or not content:
         raise ConfigError(f"workload {path} must be a non-empty list of requests, or of groups of requests")
     groups = content if isinstance(content[0], list) else [content]
-    return Workload(
+    return BenchWorkload(
         path.name, tuple(_read_group(group, f"workload {path}, group {index}") for index, group in enumerate(groups))
     )
 
 
-def draw_workload(num_requests: int, num_prompt: int, num_output: int, vocab_size: int, seed: int) -> Workload:
+def draw_workload(num_requests: int, num_prompt: int, num_output: int, vocab_size: int, seed: int) -> BenchWorkload:
     """Random prompts of one length; the same for the same arguments, on every machine and Python version."""
     draw = random.Random(seed)
     items = (
         Item(array("i", (int(draw.random() * vocab_size) for _ in range(num_prompt))), num_output)
         for _ in range(num_requests)
     )
-    return Workload(f"random-{num_requests}x{num_prompt}+{num_output}-seed{seed}", (tuple(items),))
+    return BenchWorkload(f"random-{num_requests}x{num_prompt}+{num_output}-seed{seed}", (tuple(items),))
 
 
 def _read_group(group: object, where: str) -> tuple[Item, ...]:

@@ -20,7 +20,7 @@ from octavo.bench.peers import llama_peer, mistralrs_peer, octavo_peer, transfor
 from octavo.bench.peers.peer import Peer, Setup
 from octavo.bench.process_tree import ending_with_this
 from octavo.bench.table import show_rows
-from octavo.bench.workload import Workload, read_workload
+from octavo.bench.workload import BenchWorkload, read_workload
 from octavo.cli.bench_arguments import check_at_least, token_progress
 from octavo.cli.flags import UsageError, add_settings, config_from, respell, settings_given
 from octavo.cli.terminal import say
@@ -88,7 +88,7 @@ def read_task(word: str, max_requests: int | None, max_groups: int | None) -> Ta
             raise UsageError(f"{flag} is {given}; give at least 1")
     workload = read_workload(Path(name if at else word))
     groups = tuple(group[:max_requests] for group in workload.groups[:max_groups])
-    return Task(Workload(workload.name, groups), int(number) if at else 32)
+    return Task(BenchWorkload(workload.name, groups), int(number) if at else 32)
 
 
 def make_peers(args: argparse.Namespace, tasks: list[Task]) -> list[Peer]:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(slots=True)
-class Opened:
+class BenchEngine:
     """An engine for points: what it was made from, how long that took, and the floor once it was probed."""
 
     config: Config
@@ -76,7 +76,7 @@ class Opened:
     peak_memory_bytes: int = 0
 
 
-def open_for(args: argparse.Namespace, shapes: Sequence[Shape]) -> Opened:
+def open_for(args: argparse.Namespace, shapes: Sequence[Shape]) -> BenchEngine:
     """Open an engine with room for the shapes. Raises UsageError when they do not fit."""
     most = max(shape.at_once for shape in shapes)
     extra = {} if "max_sequences" in settings_given(args) else {"max_sequences": most}
@@ -99,10 +99,10 @@ def open_for(args: argparse.Namespace, shapes: Sequence[Shape]) -> Opened:
             )
     steps.watch(engine.loop)
     batch_tokens = executor_spec(config, capacity.device.partition(":")[0]).max_batch_tokens
-    return Opened(config, engine, steps, batch_tokens, startup_s)
+    return BenchEngine(config, engine, steps, batch_tokens, startup_s)
 
 
-def measure_all(opened: Opened, shapes: Sequence[Shape], runs: int) -> list[Point]:
+def measure_all(opened: BenchEngine, shapes: Sequence[Shape], runs: int) -> list[Point]:
     """Measure every shape on the engine, close it, probe the machine, and make the points."""
     seen = asyncio.run(_measure_all(opened, shapes, runs))
     opened.peak_memory_bytes = peak_memory_bytes()
@@ -111,7 +111,7 @@ def measure_all(opened: Opened, shapes: Sequence[Shape], runs: int) -> list[Poin
     return [make_point(shape, one, floor, tokens) for shape, one in zip(shapes, seen, strict=True)]
 
 
-async def _measure_all(opened: Opened, shapes: Sequence[Shape], runs: int) -> list[Any]:
+async def _measure_all(opened: BenchEngine, shapes: Sequence[Shape], runs: int) -> list[Any]:
     capacity, client = opened.engine.capacity, opened.engine.client
     bench = OfflineBench(client, opened.steps, capacity.num_slots)
     try:
@@ -124,7 +124,7 @@ async def _measure_all(opened: Opened, shapes: Sequence[Shape], runs: int) -> li
         await client.close()
 
 
-def report_head(bench: str, opened: Opened) -> dict[str, Any]:
+def report_head(bench: str, opened: BenchEngine) -> dict[str, Any]:
     """What every report of points begins with."""
     assert opened.floor is not None, "measure_all comes first"
     return {
@@ -137,7 +137,7 @@ def report_head(bench: str, opened: Opened) -> dict[str, Any]:
     }
 
 
-def show_points(opened: Opened, tables: Sequence[tuple[str, Sequence[Point]]]) -> None:
+def show_points(opened: BenchEngine, tables: Sequence[tuple[str, Sequence[Point]]]) -> None:
     """Print tables of points under what was measured."""
     head, console = report_head("", opened), Console()
     console = console if console.is_terminal else Console(width=120)

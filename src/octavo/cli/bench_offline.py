@@ -19,7 +19,7 @@ from octavo.bench.engine_facts import peak_memory_bytes, probe_floor
 from octavo.bench.offline import OfflineBench, RunRecord
 from octavo.bench.report import Measured, make_report, show_report
 from octavo.bench.steps import StepCounts, StepRecorder
-from octavo.bench.workload import Workload, draw_workload, read_workload
+from octavo.bench.workload import BenchWorkload, draw_workload, read_workload
 from octavo.cli.bench_arguments import add_workload, check_at_least, token_progress
 from octavo.cli.flags import add_settings, config_from
 from octavo.cli.terminal import loading, warn_limits
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run_all(
-    engine: LocalEngine, workload: Workload, steps: StepRecorder, runs: int
+    engine: LocalEngine, workload: BenchWorkload, steps: StepRecorder, runs: int
 ) -> list[tuple[RunRecord, StepCounts]]:
     bench = OfflineBench(engine.client, steps, engine.capacity.num_slots)
     records = []

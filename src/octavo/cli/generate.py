@@ -25,7 +25,7 @@ from octavo.cli.flags import UsageError, add_settings, check_output, config_from
 from octavo.cli.inner_app import answering
 from octavo.cli.terminal import loading, say, warn_limits
 from octavo.config import Config
-from octavo.server.batches.inner_call import Answer, InnerCall
+from octavo.server.batches.inner_call import InnerCall, InnerResponse
 
 MAX_LINE_BYTES = 8 << 20
 _FIELDS = ("max_tokens", "temperature", "top_p", "top_k")
@@ -138,7 +138,7 @@ async def _in_order(call: InnerCall, prompts: Iterator[Prompt], num_open: int) -
 async def _one(call: InnerCall, prompt: Prompt) -> tuple[dict[str, Any], int]:
     if prompt.body is None:
         return {"id": prompt.name, "error": {"message": prompt.fault}}, 0
-    answer: Answer = await call(prompt.path, json.dumps(prompt.body).encode())
+    answer: InnerResponse = await call(prompt.path, json.dumps(prompt.body).encode())
     value = json.loads(answer.body)
     if answer.status != 200:
         return {"id": prompt.name, "error": value["error"]}, 0

@@ -31,9 +31,9 @@ from octavo.simulator.costs.fitted import Fitted, fit_recording
 from octavo.simulator.goals import Goals, read_goals
 from octavo.simulator.report import Case, page
 from octavo.simulator.routers import ROUTERS
-from octavo.simulator.run import Failure, Run, Setup, simulate
+from octavo.simulator.run import ReplicaFailure, Run, Setup, simulate
 from octavo.simulator.summary import summarise
-from octavo.simulator.workloads import Shaping, Workload, open_workload
+from octavo.simulator.workloads import Shaping, SimulatedWorkload, open_workload
 from octavo.simulator.workloads.shaping import TOO_LONG
 
 DEFAULT_WORKLOAD = "poisson:rate=4,lengths=azure_conv,requests=2000"
@@ -110,11 +110,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SimulationPlan:
     """All that the flags say: the workload, one limit for each policy, and what every run shares."""
 
     resolved: Resolved
-    workload: Workload
+    workload: SimulatedWorkload
     blueprint: Blueprint
     limits: list[Limits]
     setup: Setup
@@ -178,7 +178,7 @@ def _misses(args: argparse.Namespace, goals: Goals, done: Run, label: str, told:
     return not verdict.is_reached
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> SimulationPlan:
     """Read the flags. Raises ConfigError for what is not understood or makes no sense."""
     resolved = resolve_args(args)
     config = resolved.config
@@ -200,7 +200,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )  # fmt: skip
     goals = read_goals(args.objective) if args.objective or args.search else Goals()
     price = blueprint.price if args.price is None else args.price * args.tp
-    return Plan(resolved, workload, blueprint, limits, setup, goals, price)
+    return SimulationPlan(resolved, workload, blueprint, limits, setup, goals, price)
 
 
 def _engine(args: argparse.Namespace, config: Config) -> tuple[Blueprint, CostModel]:
@@ -245,7 +245,7 @@ def _limits(
     return [replace(one, tenant_weights=weights) for one in made] if weights else made
 
 
-def _remaker(args: argparse.Namespace, plan: Plan) -> Callable[[Limits, dict[str, str]], Limits]:
+def _remaker(args: argparse.Namespace, plan: SimulationPlan) -> Callable[[Limits, dict[str, str]], Limits]:
     """Limits of the settings that a search tries: the pool depends on some."""
     if len(plan.limits) > 1:
         raise UsageError("a search compares policies by --search-space policy=A|B; give --policy one")
@@ -256,7 +256,7 @@ def _remaker(args: argparse.Namespace, plan: Plan) -> Callable[[Limits, dict[str
     return remake
 
 
-def _simulate(workload: Workload, setup: Setup, label: str) -> Run:
+def _simulate(workload: SimulatedWorkload, setup: Setup, label: str) -> Run:
     """Run, with a line that tells how far it is where somebody looks."""
     arrivals = workload.arrivals()
     if not sys.stderr.isatty() or isinstance(arrivals, list):
@@ -280,7 +280,7 @@ def _counted(arrivals: Iterator[Arrival], label: str) -> Iterator[Arrival]:
         yield arrival
 
 
-def _tell(args: argparse.Namespace, plan: Plan, cases: list[Case], left_out: list[str]) -> None:
+def _tell(args: argparse.Namespace, plan: SimulationPlan, cases: list[Case], left_out: list[str]) -> None:
     told = settings(args, plan)
     noted = [*remarks(plan.workload.notes.counts, cases), *left_out]
     if args.json:
@@ -296,7 +296,7 @@ def _tell(args: argparse.Namespace, plan: Plan, cases: list[Case], left_out: lis
         _write(args.html, page(f"Simulation: {title}", cases, told, noted))
 
 
-def settings(args: argparse.Namespace, plan: Plan) -> dict[str, str]:
+def settings(args: argparse.Namespace, plan: SimulationPlan) -> dict[str, str]:
     """What was simulated, in words."""
     setup, shaping = plan.setup, plan.workload.shaping
     told = {"workload": plan.workload.name, **describe(plan.blueprint, plan.limits[0])}
@@ -319,7 +319,7 @@ def settings(args: argparse.Namespace, plan: Plan) -> dict[str, str]:
     return told
 
 
-def _facts(plan: Plan, told: dict[str, str], cases: list[Case]) -> dict[str, Any]:
+def _facts(plan: SimulationPlan, told: dict[str, str], cases: list[Case]) -> dict[str, Any]:
     return {
         "settings": told,
         "notes": plan.workload.notes.counts,
@@ -343,12 +343,12 @@ def _own_path(path: str, policy: str, count: int) -> str:
     return path if count == 1 else str(Path(path).with_suffix(f".{policy}{Path(path).suffix}"))
 
 
-def _read_failure(text: str) -> Failure:
+def _read_failure(text: str) -> ReplicaFailure:
     replica, at, rest = text.partition("@")
     moment, plus, restart = rest.partition("+")
     try:
         if at:
-            return Failure(int(replica), float(moment), float(restart) if plus else None)
+            return ReplicaFailure(int(replica), float(moment), float(restart) if plus else None)
     except ValueError:
         pass
     raise UsageError(f"--fail is {text!r}; give REPLICA@SECONDS+SECONDS, as in 0@60+30, or without + for ever")

@@ -43,7 +43,7 @@ class Second:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepFigures:
     """What rates need of a step."""
 
     begin: float
@@ -62,7 +62,7 @@ class Figures:
     slots: dict[int, Running] = field(default_factory=dict)
     requests: dict[str, list[Any]] = field(default_factory=dict)
     rows: list[tuple[int, int, int]] = field(default_factory=list)
-    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
+    steps: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     seconds: deque[Second] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
     queue: Answer = field(default_factory=dict)
     gauges: Answer = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Figures:
         end = begin + frame["s"]
         self.now = max(self.now, end)
         parts = tuple(part or 0.0 for part in frame["parts"])
-        self.steps.append(Step(begin, end, prompt, output, sum(frame["tok"][:3]), parts))
+        self.steps.append(StepFigures(begin, end, prompt, output, sum(frame["tok"][:3]), parts))
         self.gauges = frame
         second = self._second(int(end))
         second.prompt += prompt
@@ -186,7 +186,7 @@ class Figures:
         names |= {"host_blocks": "num_host_blocks", "host_held": "num_host_blocks_used"}
         return {name: scheduler.get(key, 0) for name, key in names.items()}
 
-    def _rates(self, recent: list[Step]) -> dict[str, float]:
+    def _rates(self, recent: list[StepFigures]) -> dict[str, float]:
         begin = max(self.now - WINDOW_S, self.since)
         window = max(self.now - begin, 1e-3)
         busy, last = 0.0, begin
@@ -201,7 +201,7 @@ class Figures:
             "busy": min(1.0, busy / window),
         }
 
-    def _split(self, recent: list[Step]) -> dict[str, Any]:
+    def _split(self, recent: list[StepFigures]) -> dict[str, Any]:
         count = max(1, len(recent))
         times = sorted(step.end - step.begin for step in self.steps if step.end >= self.now - HISTORY_S)
         shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}

@@ -31,7 +31,7 @@ VERB_TIMEOUT_S = 60.0
 _log = logging.getLogger(__name__)
 
 
-class Ask(msgspec.Struct, forbid_unknown_fields=True):
+class AdminQuestion(msgspec.Struct, forbid_unknown_fields=True):
     """One question."""
 
     verb: str
@@ -83,7 +83,7 @@ class AdminServer:
 
     async def _answer(self, line: bytes) -> dict[str, object]:
         try:
-            ask = msgspec.json.decode(line, type=Ask)
+            ask = msgspec.json.decode(line, type=AdminQuestion)
         except msgspec.MsgspecError as error:
             return {"error": f'give {{"verb": ..., "argument": ...}} on a line: {error}'}
         verb = self._verbs.get(ask.verb)

@@ -60,7 +60,7 @@ class Wish:
 class Lease:
     """What an admitted request holds: its seat and its place among its key's open requests."""
 
-    def __init__(self, admission: Admission, wish: Wish, seat: Seat) -> None:
+    def __init__(self, admission: AdmissionControl, wish: Wish, seat: Seat) -> None:
         self.seat = seat
         self._admission = admission
         self._wish = wish
@@ -97,7 +97,7 @@ class Lease:
             self._meter = None
 
 
-class Admission:
+class AdmissionControl:
     """Decides who comes in. `is_by_priority`: the scheduler lets the more urgent go first."""
 
     def __init__(

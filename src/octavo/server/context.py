@@ -17,7 +17,7 @@ from octavo.core.sampling_params import sampling_defaults
 from octavo.observe.metrics.requests import RequestMetrics
 from octavo.observe.metrics.snapshots import cache_info
 from octavo.observe.otel import Tracer
-from octavo.server.admission import Admission
+from octavo.server.admission import AdmissionControl
 from octavo.server.batches.service import BatchService
 from octavo.server.directory import Directory
 from octavo.server.faults import ApiError
@@ -68,7 +68,7 @@ class Context:
     fine_sessions: Sessions
     runs: Runs
     waiting: WaitingRoom
-    admission: Admission
+    admission: AdmissionControl
     directory: Directory
     tool: ToolProcess
     prompts: PromptReader
@@ -137,7 +137,7 @@ def build_context(
         fine_sessions=sessions.token_by_token(),
         runs=runs,
         waiting=waiting,
-        admission=Admission(
+        admission=AdmissionControl(
             config.admission,
             waiting,
             QueueForecast(partial(sessions.client.control, "forecast")),

@@ -24,7 +24,7 @@ from octavo.errors import OctavoError
 from octavo.server.connection import CUT
 from octavo.server.faults import ApiError
 from octavo.server.keys import KeyInfo, KeyRing
-from octavo.server.lifecycle import ClientGoneError, Lifecycle, Phase, ServerStoppingError
+from octavo.server.lifecycle import ClientGoneError, Lifecycle, ServerPhase, ServerStoppingError
 from octavo.server.limits import HttpLimits
 from octavo.server.shares import keeps_most
 
@@ -155,7 +155,7 @@ class Feed:
 
     def _end_some(self) -> None:
         """End those whose key lost its right, and all when nobody else keeps a draining server."""
-        is_last = self.lifecycle.phase is not Phase.READY and self.lifecycle.num_open <= len(self._watchers)
+        is_last = self.lifecycle.phase is not ServerPhase.READY and self.lifecycle.num_open <= len(self._watchers)
         for watcher in self._watchers:
             holder = self._keys.holder_of(watcher.holder.digest) if watcher.holder.digest else watcher.holder
             if is_last or holder is None or not self._keys.may_watch(holder):

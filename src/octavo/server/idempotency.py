@@ -83,7 +83,7 @@ def _only(request: Request, header: bytes, spelled: str) -> str | None:
     return values[0].decode()
 
 
-class Source(Protocol):
+class GenerationSource(Protocol):
     """What runs: deltas, and an end that is always called."""
 
     def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
@@ -99,7 +99,7 @@ class Source(Protocol):
 class Begun:
     """A request that was taken: what runs, its form, and the number of choices."""
 
-    source: Source
+    source: GenerationSource
     form: Form
     num_choices: int
 

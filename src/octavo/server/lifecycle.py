@@ -21,7 +21,7 @@ from octavo.server.faults import RETRY_ENGINE_S, ApiError, draining_error
 T = TypeVar("T")
 
 
-class Phase(Enum):
+class ServerPhase(Enum):
     """What the server is doing."""
 
     LOADING = "loading"
@@ -47,7 +47,7 @@ class Lifecycle:
 
     def __init__(
         self,
-        phase: Phase = Phase.READY,
+        phase: ServerPhase = ServerPhase.READY,
         *,
         engine_trouble: Callable[[], str | None] | None = None,
         on_answered: Callable[[], object] | None = None,
@@ -63,11 +63,11 @@ class Lifecycle:
 
     def refusal(self) -> ApiError | None:
         """Why new work is refused now, or None."""
-        if self.phase is Phase.READY:
+        if self.phase is ServerPhase.READY:
             return None
-        if self.phase is Phase.LOADING:
+        if self.phase is ServerPhase.LOADING:
             return ApiError(503, "the model is loading", code="loading", retry_after_s=RETRY_ENGINE_S)
-        if self.phase is Phase.DRAINING:
+        if self.phase is ServerPhase.DRAINING:
             return draining_error()
         return ApiError(503, "the engine failed", code="engine_unavailable", retry_after_s=RETRY_ENGINE_S)
 
@@ -85,12 +85,12 @@ class Lifecycle:
 
     def fail(self) -> None:
         """The engine is gone for good: refuse new work from now on."""
-        self.phase = Phase.FAILED
+        self.phase = ServerPhase.FAILED
 
     def refuse(self) -> None:
         """Refuse new work from now on; open work goes on."""
-        if self.phase is not Phase.FAILED:
-            self.phase = Phase.DRAINING
+        if self.phase is not ServerPhase.FAILED:
+            self.phase = ServerPhase.DRAINING
 
     async def drain(self, timeout_s: float, grace_s: float = 2.0) -> int:
         """Refuse new work, let open work finish, end the rest after `timeout_s`; give their number."""

@@ -62,7 +62,7 @@ def _of_n_predict(count: int) -> int | None:
 class ParamsReader:
     """Makes sampling parameters for one model. `max_choices` bounds n and best_of."""
 
-    def __init__(self, defaults: Mapping[str, Any], tokenizer: Encoder, max_choices: int) -> None:
+    def __init__(self, defaults: Mapping[str, Any], tokenizer: TextEncoder, max_choices: int) -> None:
         self._defaults = defaults
         self._tokenizer = tokenizer
         self._max_choices = max_choices
@@ -153,7 +153,7 @@ class ParamsReader:
 DRY_BREAKERS = ("\n", ":", '"', "*")  # where DRY is on and none are given; those that its author proposed
 
 
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     """What is asked of a tokenizer here."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -161,7 +161,7 @@ class Encoder(Protocol):
         ...
 
 
-def bad_word_ids(tokenizer: Encoder, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+def bad_word_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
     """The ids of each word as it stands at the start of a text and behind a space. Raises ApiError."""
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
@@ -172,7 +172,7 @@ def bad_word_ids(tokenizer: Encoder, words: Iterable[str]) -> tuple[tuple[int, .
     return tuple(found)
 
 
-def breaker_ids(tokenizer: Encoder, texts: Iterable[str]) -> tuple[int, ...]:
+def breaker_ids(tokenizer: TextEncoder, texts: Iterable[str]) -> tuple[int, ...]:
     """The last id of each text: a repetition is counted from behind it."""
     encoded = (tokenizer.encode(text, False) for text in texts)
     return tuple(dict.fromkeys(ids[-1] for ids in encoded if ids))

@@ -25,25 +25,25 @@ ANSWER_S = 5.0
 
 
 @dataclass(slots=True)
-class Work:
+class QueuedWork:
     """What waits: sequences, the tokens of their prompts, the tokens that they will probably generate."""
 
     num_sequences: float = 0
     prompt_tokens: float = 0
     output_tokens: float = 0
 
-    def add(self, other: Work, times: float = 1) -> None:
+    def add(self, other: QueuedWork, times: float = 1) -> None:
         """Add another's, so many times."""
         self.num_sequences += times * other.num_sequences
         self.prompt_tokens += times * other.prompt_tokens
         self.output_tokens += times * other.output_tokens
 
-    def scaled(self, share: float) -> Work:
+    def scaled(self, share: float) -> QueuedWork:
         """Return a share of it."""
-        return Work(self.num_sequences * share, self.prompt_tokens * share, self.output_tokens * share)
+        return QueuedWork(self.num_sequences * share, self.prompt_tokens * share, self.output_tokens * share)
 
 
-Queue = tuple[Work, int] | None  # what waits, and how many sequences run; None: a request could start at once
+Queue = tuple[QueuedWork, int] | None  # what waits, and how many sequences run; None: a request could start at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +95,14 @@ class QueueForecast:
         except (OctavoError, TimeoutError):
             self._answer = None
 
-    def wait_s(self, ahead: Work, num_running: int) -> float | None:
+    def wait_s(self, ahead: QueuedWork, num_running: int) -> float | None:
         """Return the seconds until a request starts that is queued after `ahead`, at a full engine; None: unknown."""
         answer = self._answer
         if answer is not None and self._now() - answer.at <= MAX_AGE_S:
             return max(0.0, answer.wait_s + self._model_s(ahead, num_running) - answer.model_s)
         return None if self.model is None else self._model_s(ahead, num_running)
 
-    def _model_s(self, ahead: Work, num_running: int) -> float:
+    def _model_s(self, ahead: QueuedWork, num_running: int) -> float:
         if self.model is None:
             return 0.0
         return self.model.expected_wait_s(ahead.prompt_tokens, ahead.output_tokens, num_running)

@@ -32,7 +32,7 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class DeltaSource(Protocol):
     """Where the deltas come from."""
 
     @property
@@ -66,7 +66,7 @@ class EventStream(Response):
     """Streams one generation."""
 
     def __init__(
-        self, source: Source, shape: Shape, lifecycle: Lifecycle, limits: HttpLimits, metrics: RequestMetrics
+        self, source: DeltaSource, shape: Shape, lifecycle: Lifecycle, limits: HttpLimits, metrics: RequestMetrics
     ) -> None:
         super().__init__(headers=_HEADERS, media_type=shape.framing.media_type)
         del self.headers["content-length"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from octavo.server.queue_forecast import Work
+from octavo.server.queue_forecast import QueuedWork
 
 _UNKNOWN_SLOTS = 256
 
@@ -52,7 +52,7 @@ class Seat:
         self.num_waiting = num_prompts  # prompts without a token
         self.num_started = 0  # prompts with one, and without their end
         self._room = room
-        self._work = Work(width)  # of one prompt, on average
+        self._work = QueuedWork(width)  # of one prompt, on average
         self._held = 0  # tokens in the KV pool, as far as known
         self._is_open = True
 
@@ -60,11 +60,11 @@ class Seat:
         """Say how many tokens all its prompts have, and each of its sequences will likely generate."""
         self._room.move(self, -self.num_waiting)
         each = max(1, self.num_prompts)
-        self._work = Work(self.width, prompt_tokens / each, self.width * output_tokens)
+        self._work = QueuedWork(self.width, prompt_tokens / each, self.width * output_tokens)
         self._room.move(self, self.num_waiting)
 
     @property
-    def work(self) -> Work:
+    def work(self) -> QueuedWork:
         """One prompt's."""
         return self._work
 
@@ -115,10 +115,10 @@ class WaitingRoom:
         self.num_running = 0  # sequences with a token
         self.num_tokens_held = 0  # by those
         self._new_share = DecayedMean(16_384)  # of prompt tokens, those that were not in the prefix cache
-        self.pending = Work()  # of all prompts without a token
+        self.pending = QueuedWork()  # of all prompts without a token
         self.by_key: Counter[str] = Counter()  # sequences without a token
         self.tokens_by_key: Counter[str] = Counter()
-        self._by_priority: dict[int, Work] = {}
+        self._by_priority: dict[int, QueuedWork] = {}
 
     def enter(self, key: str, priority: int, num_prompts: int, width: int) -> Seat:
         """Take a seat; the caller says what to expect of it next."""
@@ -168,12 +168,12 @@ class WaitingRoom:
         """Prompt tokens of all that has no token yet."""
         return round(self.pending.prompt_tokens)
 
-    def ahead_of(self, priority: int | None) -> Work:
+    def ahead_of(self, priority: int | None) -> QueuedWork:
         """What waits and goes before a new request of this priority (None: before any, in order of arrival)."""
         if priority is None:
             chosen = self.pending
         else:
-            chosen = Work()
+            chosen = QueuedWork()
             for level, work in self._by_priority.items():
                 if level <= priority:
                     chosen.add(work)
@@ -186,7 +186,7 @@ class WaitingRoom:
             return
         work = seat.work
         self.pending.add(work, num_prompts)
-        level = self._by_priority.setdefault(seat.priority, Work())
+        level = self._by_priority.setdefault(seat.priority, QueuedWork())
         level.add(work, num_prompts)
         if level.num_sequences < 0.5:
             del self._by_priority[seat.priority]
@@ -195,4 +195,4 @@ class WaitingRoom:
         if self.by_key[seat.key] <= 0:
             del self.by_key[seat.key], self.tokens_by_key[seat.key]
         if not self.num_pending:
-            self.pending = Work()  # no remainder of sums is left behind
+            self.pending = QueuedWork()  # no remainder of sums is left behind

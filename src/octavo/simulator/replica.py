@@ -27,7 +27,7 @@ MIN_WAIT_S = 0.001  # as in engine.loop: an empty plan waits at least this long
 
 
 @dataclass(slots=True)
-class Flight:
+class StepInFlight:
     """A plan on the device: its seconds there and on the host, and when it ends."""
 
     plan: StepPlan
@@ -62,7 +62,7 @@ class Replica:
         self.scheduler = Scheduler(self._limits)
         make = self._setup.make_sink
         self._sink = None if make is None else make(self.scheduler)
-        self._flight: deque[Flight] = deque()
+        self._flight: deque[StepInFlight] = deque()
         self._inbox: deque[Open] = deque()
         self._run: DecodeRun | None = None
         self._is_retiring = False
@@ -198,7 +198,7 @@ class Replica:
         step_s, host_s = self._prices.of(plan)
         end = max(now, self._free_at) + step_s
         self._free_at = end
-        self._flight.append(Flight(plan, step_s, host_s, end))
+        self._flight.append(StepInFlight(plan, step_s, host_s, end))
 
     def _retire(self) -> list[Open]:
         """Commit the oldest plan, and let the host's time for it pass."""
@@ -275,7 +275,7 @@ class Replica:
         committed = run.steps_s[:num_turns]
         if plan is not None:
             flying = self._flight.popleft()
-            self._flight.append(Flight(plan, committed[-1], run.host_s, self._free_at))
+            self._flight.append(StepInFlight(plan, committed[-1], run.host_s, self._free_at))
             totals.busy_s += flying.step_s
             totals.host_s += flying.host_s
             del committed[-1]

@@ -114,7 +114,7 @@ class LeastRequests:
         return min(targets, key=lambda target: target.num_open)
 
 
-class Sessions:
+class SessionRouter:
     """A conversation stays where it began, at the replica that was least loaded then, until that dies.
 
     Of several, that which had been given the fewest.
@@ -136,7 +136,7 @@ class Sessions:
         return chosen
 
 
-class PrefixAffinity:
+class PrefixAffinityRouter:
     """The replica that was last given the longest part of the prompt's prefix, unless its load exceeds the bound.
 
     Then, and for a prompt whose first key is new, the least loaded one. The keys are the router's own memory of what
@@ -227,8 +227,8 @@ ROUTERS: dict[str, Callable[[int], Router]] = {
     "power_of_two": PowerOfTwo,
     "least_loaded": LeastLoaded,
     "least_requests": LeastRequests,
-    "sessions": Sessions,
-    "prefix_affinity": PrefixAffinity,
+    "sessions": SessionRouter,
+    "prefix_affinity": PrefixAffinityRouter,
     "prefix_hash": PrefixHash,
 }
 

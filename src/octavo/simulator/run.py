@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.fleet import Fleet
-from octavo.simulator.setup import Failure, ReplicaSetup, Setup
+from octavo.simulator.setup import ReplicaFailure, ReplicaSetup, Setup
 from octavo.simulator.totals import ReplicaTotals, Run, Samples
 
-__all__ = ["Failure", "ReplicaSetup", "ReplicaTotals", "Run", "Samples", "Setup", "simulate"]
+__all__ = ["ReplicaFailure", "ReplicaSetup", "ReplicaTotals", "Run", "Samples", "Setup", "simulate"]
 
 _YOUNG = 100_000  # objects made until the collector looks; Python's own 700 made a simulation a fifth slower
 

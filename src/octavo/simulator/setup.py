@@ -20,7 +20,7 @@ GiveUp = Callable[[Tally, float], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class ReplicaFailure:
     """A replica dies at `time` and is back, empty, `restart_s` later (None: never). Seconds of the simulation."""
 
     replica: int
@@ -53,7 +53,7 @@ class Setup:
     depth: int = 1
     replicas: int = 1
     router: str = "round_robin"
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[ReplicaFailure, ...] = ()
     others: tuple[tuple[int, ReplicaSetup], ...] = ()
     max_waiting: int = 0
     make_sink: MakeSink | None = None
@@ -83,7 +83,7 @@ class Setup:
         return ReplicaSetup(self.limits, self.costs)
 
 
-def _check_failure(failure: Failure, replicas: int) -> None:
+def _check_failure(failure: ReplicaFailure, replicas: int) -> None:
     if not 0 <= failure.replica < replicas:
         raise ConfigError(f"a failure names replica {failure.replica}; there are 0 to {replicas - 1}")
     if failure.time < 0 or (failure.restart_s is not None and failure.restart_s < 0):

@@ -39,7 +39,7 @@ WIDE_FORMAT = re.compile(r"\d{4,}|\*|\{[^}]*\{")
 
 
 @dataclass(slots=True)
-class Budget:
+class RenderBudget:
     """What one render, whose result may have `max_chars`, may still do."""
 
     max_chars: int
@@ -72,10 +72,10 @@ class Budget:
             raise SecurityError("the template makes too much text")
 
 
-current: ContextVar[Budget] = ContextVar("octavo_template_budget")
+current: ContextVar[RenderBudget] = ContextVar("octavo_template_budget")
 
 
-def render_within(budget: Budget, render: Callable[[], str]) -> str:
+def render_within(budget: RenderBudget, render: Callable[[], str]) -> str:
     """Call `render` under a budget."""
     token = current.set(budget)
     try:
@@ -419,7 +419,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return render_within(Budget(self._max_output_chars), lambda: self._template.render(variables))
+            return render_within(RenderBudget(self._max_output_chars), lambda: self._template.render(variables))
         except (*_DATA_ERRORS, *_SIZE_ERRORS) as error:
             raise InvalidRequestError(
                 f"the chat template does not take these messages: {_reason(error)}", "messages"

@@ -40,7 +40,7 @@ def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> 
     os.nice(NICENESS)
     warm_up()
     _set_limits(args.memory_bytes, answers.fileno() + 1)
-    _send(answers, wire.Ready(wire.VERSION))
+    _send(answers, wire.WorkerReady(wire.VERSION))
     while (order := _receive(orders)) is not None:
         os.dup2(nowhere, 2)  # a library that panics prints what it was given, which belongs in no log
         answer = _answer(jobs, order)
@@ -66,13 +66,13 @@ def _limit(what: int, most: int) -> None:
     resource.setrlimit(what, (allowed, allowed))
 
 
-def _answer(jobs: Mapping[str, Job], order: wire.Order) -> wire.Answer | wire.Refusal:
+def _answer(jobs: Mapping[str, Job], order: wire.Order) -> wire.JobResult | wire.Refusal:
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     most = math.ceil(used + order.limit_s + SPARE_S)
     resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
     signal.setitimer(signal.ITIMER_REAL, order.limit_s + SPARE_S)
     try:
-        return wire.Answer(order.number, do(jobs, order.job, order.argument))
+        return wire.JobResult(order.number, do(jobs, order.job, order.argument))
     except Exception as error:  # the shell of every job
         return wire.Refusal.of(order.number, error)
     finally:
@@ -91,8 +91,8 @@ def _receive(orders: BinaryIO) -> wire.Order | None:
 def _send(answers: BinaryIO, message: wire.ToParent) -> None:
     try:
         data = wire.frame(message)
-    except wire.WireError as error:
-        assert isinstance(message, wire.Answer)
+    except wire.FrameError as error:
+        assert isinstance(message, wire.JobResult)
         data = wire.frame(wire.Refusal.of(message.number, error))
     answers.write(data)
     answers.flush()

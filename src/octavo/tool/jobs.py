@@ -20,7 +20,7 @@ from octavo.text.chat_template import ChatTemplate
 from octavo.tool.grammar_check import compile_checked
 from octavo.tool.regex_check import check_regex
 from octavo.tool.schema_check import check_schema
-from octavo.tool.wire import CheckRegex, CheckSchema, CompileGrammar, RenderChat, WireError
+from octavo.tool.wire import CheckRegex, CheckSchema, CompileGrammar, FrameError, RenderChat
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,5 +82,5 @@ def do(jobs: Mapping[str, Job], name: str, packed: msgspec.Raw) -> object:
     try:
         argument = msgspec.msgpack.decode(packed, type=job.argument)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise WireError(f"not an argument of {name}: {error}") from None
+        raise FrameError(f"not an argument of {name}: {error}") from None
     return job.do(argument)

@@ -83,7 +83,7 @@ class _Child:
         try:
             async with asyncio.timeout(limits.start_s):
                 message = await child.receive()
-            if message != wire.Ready(wire.VERSION):
+            if message != wire.WorkerReady(wire.VERSION):
                 raise _DeathError
         except BaseException:
             await child.kill()
@@ -106,7 +106,7 @@ class _Child:
         try:
             length = wire.length_of(await self.process.stdout.readexactly(wire.LENGTH.size))
             return wire.decode_to_parent(await self.process.stdout.readexactly(length))
-        except (asyncio.IncompleteReadError, ConnectionError, wire.WireError):
+        except (asyncio.IncompleteReadError, ConnectionError, wire.FrameError):
             raise _DeathError from None
 
     async def kill(self) -> None:
@@ -299,7 +299,7 @@ class ToolProcess:
         self.counters.jobs += 1
         try:
             message = await self._answer(slot, job)
-            if isinstance(message, wire.Ready) or message.number != job.number:
+            if isinstance(message, wire.WorkerReady) or message.number != job.number:
                 await self._lose(slot)
                 raise EngineError("a tool process gave the answer to another question")
             if isinstance(message, wire.Refusal):

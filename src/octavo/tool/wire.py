@@ -21,7 +21,7 @@ MAX_FRAME_BYTES = 32 * 2**20
 LENGTH = struct.Struct("<I")
 
 
-class WireError(EngineError):
+class FrameError(EngineError):
     """Bytes that are no frame, or a message over the size cap."""
 
 
@@ -73,13 +73,13 @@ class Order(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unkno
     argument: msgspec.Raw
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """The child takes orders: its first frame."""
 
     version: int
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class JobResult(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """The job's result: plain values."""
 
     number: int
@@ -111,7 +111,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
         return InvalidRequestError(self.message) if self.kind == "ModelFileError" else EngineError(self.message)
 
 
-ToParent = Ready | Answer | Refusal
+ToParent = WorkerReady | JobResult | Refusal
 _T = TypeVar("_T")
 _ENCODER = msgspec.msgpack.Encoder()
 _ORDER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
@@ -131,7 +131,7 @@ def frame(message: Order | ToParent) -> bytes:
     """One frame, with its length. Raises WireError over the size cap."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise WireError(f"a {type(message).__name__} of {len(body)} bytes; frames hold {MAX_FRAME_BYTES}")
+        raise FrameError(f"a {type(message).__name__} of {len(body)} bytes; frames hold {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(body)) + body
 
 
@@ -139,7 +139,7 @@ def length_of(head: bytes) -> int:
     """How long the body behind this head is. Raises WireError over the size cap."""
     length: int = LENGTH.unpack(head)[0]
     if length > MAX_FRAME_BYTES:
-        raise WireError(f"a frame of {length} bytes was announced; frames hold {MAX_FRAME_BYTES}")
+        raise FrameError(f"a frame of {length} bytes was announced; frames hold {MAX_FRAME_BYTES}")
     return length
 
 
@@ -157,4 +157,4 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not a message: {error}") from None
+        raise FrameError(f"not a message: {error}") from None

@@ -30,10 +30,10 @@ class Engine:
 
     def run(self, requests: list[dict[str, Any]], at_once: int) -> list[list[float]]:
         """One pass of the offline bench."""
-        from octavo.bench.workload import Item, Workload
+        from octavo.bench.workload import BenchWorkload, Item
 
         items = (Item(array("i", request["prompt_token_ids"]), request["max_tokens"]) for request in requests)
-        workload = Workload(f"run {time.monotonic()}", (tuple(items),))
+        workload = BenchWorkload(f"run {time.monotonic()}", (tuple(items),))
         bench = self._make_bench(self._client, self._steps, at_once)
         record = self._loop.run_until_complete(bench.run(workload))
         return [list(times) for times in record.requests]

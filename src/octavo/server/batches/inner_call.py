@@ -18,7 +18,7 @@ from octavo.server.keys import KeyInfo
 
 
 @dataclass(slots=True)
-class Answer:
+class InnerResponse:
     """A whole response. Header names are lower case."""
 
     status: int = 500
@@ -26,20 +26,20 @@ class Answer:
     body: bytes = b""
 
 
-InnerCall = Callable[[str, bytes], Awaitable[Answer]]  # of a path and a JSON body
+InnerCall = Callable[[str, bytes], Awaitable[InnerResponse]]  # of a path and a JSON body
 
 
 def inner_call(app: ASGIApp, holder: KeyInfo) -> InnerCall:
     """What posts to the app as the holder of a key."""
 
-    async def call(path: str, body: bytes) -> Answer:
+    async def call(path: str, body: bytes) -> InnerResponse:
         return await _post(app, holder, path, body)
 
     return call
 
 
-async def _post(app: ASGIApp, holder: KeyInfo, path: str, body: bytes) -> Answer:
-    answer = Answer()
+async def _post(app: ASGIApp, holder: KeyInfo, path: str, body: bytes) -> InnerResponse:
+    answer = InnerResponse()
     parts: list[bytes] = []
     is_sent = False
 

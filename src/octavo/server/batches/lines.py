@@ -26,7 +26,7 @@ _NOT_IN_A_BATCH = (
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class BatchLine:
     """One request: its line (from 1), what its client calls it, and what it asks."""
 
     line: int
@@ -48,7 +48,7 @@ class BadLine:
 
 def read_asks(
     path: Path, endpoint: str | None = None, least_priority: int | None = None
-) -> Generator[Ask | BadLine, None, None]:
+) -> Generator[BatchLine | BadLine, None, None]:
     """The requests of a file, in order; blank lines are skipped.
 
     `endpoint`: the only url that is allowed. `least_priority`: no request may be more urgent than that.
@@ -64,7 +64,7 @@ def read_asks(
                 yield BadLine(number, None, "line_too_large", f"line {number} has more than {MAX_LINE_BYTES} bytes")
             elif line.strip():
                 ask = _read(number, line, endpoint, least_priority)
-                if isinstance(ask, Ask):
+                if isinstance(ask, BatchLine):
                     if ask.custom_id in seen:
                         message = f"line {number}: the custom_id {ask.custom_id[:64]!r} was given before"
                         ask = BadLine(number, None, "duplicate_custom_id", message, "custom_id")
@@ -73,7 +73,7 @@ def read_asks(
                 yield ask
 
 
-def _read(number: int, line: bytes, endpoint: str | None, least_priority: int | None) -> Ask | BadLine:
+def _read(number: int, line: bytes, endpoint: str | None, least_priority: int | None) -> BatchLine | BadLine:
     try:
         value = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -101,7 +101,7 @@ def _read(number: int, line: bytes, endpoint: str | None, least_priority: int | 
     unknown = sorted(value.keys() - {"custom_id", "method", "url", "body"})
     if unknown:
         return bad(unknown[0][:64], f"{unknown[0][:64]} is no field of a request; give custom_id, method, url and body")
-    return Ask(number, custom_id, url, body)
+    return BatchLine(number, custom_id, url, body)
 
 
 def _faults_of(body: dict[str, Any], least_priority: int | None) -> Generator[tuple[str, str], None, None]:
@@ -112,7 +112,7 @@ def _faults_of(body: dict[str, Any], least_priority: int | None) -> Generator[tu
         yield "priority", f"priority is {priority}; requests of this batch may have {least_priority} or more"
 
 
-def answered(ask: Ask, status: int, request_id: str, body: bytes) -> bytes:
+def answered(ask: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
     """The output line of an answer, whatever its status."""
     made = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body or b"null")}
     return _line(ask.line, ask.custom_id, made, None)
@@ -170,7 +170,7 @@ def repair(path: Path) -> int:
 
 
 @dataclass(slots=True)
-class Finished:
+class AnsweredLines:
     """Which requests of a file were answered before, and how many of them failed."""
 
     custom_ids: set[str]
@@ -178,16 +178,16 @@ class Finished:
     num_completed: int = 0
     num_failed: int = 0
 
-    def has(self, ask: Ask | BadLine) -> bool:
+    def has(self, ask: BatchLine | BadLine) -> bool:
         """Whether it was answered."""
-        if isinstance(ask, Ask) or ask.custom_id is not None:
+        if isinstance(ask, BatchLine) or ask.custom_id is not None:
             return ask.custom_id in self.custom_ids
         return f"batch_req_{ask.line}" in self.lines
 
 
-def read_finished(output: Path, errors: Path) -> Finished:
+def read_finished(output: Path, errors: Path) -> AnsweredLines:
     """What stands in the outputs of an earlier run. Lines that are none are ignored."""
-    found = Finished(set(), set())
+    found = AnsweredLines(set(), set())
     for path in (output, errors):
         for done in _done(path):
             if done.custom_id is None:
@@ -201,7 +201,7 @@ def read_finished(output: Path, errors: Path) -> Finished:
     return found
 
 
-class Usage(msgspec.Struct):
+class TokenCounts(msgspec.Struct):
     """Tokens as the interfaces name them."""
 
     prompt_tokens: int = 0
@@ -216,7 +216,7 @@ class Usage(msgspec.Struct):
 
 
 class _Answered(msgspec.Struct):
-    usage: Usage | None = None
+    usage: TokenCounts | None = None
 
 
 class _Response(msgspec.Struct):

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import msgspec
 
-from octavo.server.batches.inner_call import Answer, InnerCall
+from octavo.server.batches.inner_call import InnerCall, InnerResponse
 from octavo.server.batches.lines import (
-    Ask,
+    AnsweredLines,
     BadLine,
-    Finished,
+    BatchLine,
     answered,
     not_answered,
     read_asks,
@@ -111,7 +111,7 @@ class BatchRun:
                 asks.close()
         return self.counts
 
-    def _take_up(self) -> Finished:
+    def _take_up(self) -> AnsweredLines:
         for path in (self.paths.output, self.paths.errors):
             repair(path)
         finished = read_finished(self.paths.output, self.paths.errors)
@@ -120,12 +120,12 @@ class BatchRun:
 
     async def _work(
         self,
-        asks: Generator[Ask | BadLine, None, None],
+        asks: Generator[BatchLine | BadLine, None, None],
         reading: asyncio.Lock,
-        finished: Finished,
+        finished: AnsweredLines,
         written: asyncio.Queue[tuple[bool, bytes] | None],
     ) -> None:
-        def take() -> Ask | BadLine | None:
+        def take() -> BatchLine | BadLine | None:
             return next((ask for ask in asks if not finished.has(ask)), None)
 
         while True:
@@ -145,7 +145,7 @@ class BatchRun:
             request_id = answer.headers.get("x-request-id", "")
             await written.put((is_fine, answered(ask, answer.status, request_id, answer.body)))
 
-    async def _answer(self, ask: Ask) -> Answer:
+    async def _answer(self, ask: BatchLine) -> InnerResponse:
         """Ask until it is not refused for now."""
         body = msgspec.json.encode(ask.body)
         tries = 0
@@ -218,7 +218,7 @@ def write_whole(file: FileIO, data: bytes) -> None:
     os.fsync(file.fileno())
 
 
-def _wait_s(answer: Answer) -> float:
+def _wait_s(answer: InnerResponse) -> float:
     try:
         return min(_MAX_WAIT_S, max(0.05, float(answer.headers.get("retry-after", "1"))))
     except ValueError:

@@ -19,8 +19,8 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from octavo.config import BatchConfig
-from octavo.server.batches.inner_call import Answer, InnerCall, inner_call
-from octavo.server.batches.lines import Ask, not_answered, read_asks, read_finished, usage_in
+from octavo.server.batches.inner_call import InnerCall, InnerResponse, inner_call
+from octavo.server.batches.lines import BatchLine, not_answered, read_asks, read_finished, usage_in
 from octavo.server.batches.records import BatchRecord, LineError
 from octavo.server.batches.runner import BatchRun, Counts, RunOptions, append
 from octavo.server.batches.store import BatchStore
@@ -192,7 +192,7 @@ class BatchService:
             if total > self.config.max_batch_requests:
                 message = f"the file has more than {self.config.max_batch_requests} requests"
                 return total, [LineError("too_many_requests", message)]
-            if not isinstance(ask, Ask):
+            if not isinstance(ask, BatchLine):
                 errors.append(LineError(ask.code, ask.message, ask.line, ask.param))
                 if len(errors) == MAX_LINE_ERRORS:
                     break
@@ -219,7 +219,7 @@ class BatchService:
         assert self._app is not None, "connect() comes first"
         call = inner_call(self._app, holder)
 
-        async def bounded(path: str, body: bytes) -> Answer:
+        async def bounded(path: str, body: bytes) -> InnerResponse:
             async with self._room:
                 return await call(path, body)
 

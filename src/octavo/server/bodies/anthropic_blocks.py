@@ -118,7 +118,7 @@ _ALLOWED: Mapping[str, Collection[str]] = {
 }
 
 
-class Turn(Body):
+class MessageTurn(Body):
     """One message; its content is read by `read_blocks`."""
 
     role: Literal["user", "assistant", "system"]
@@ -130,7 +130,7 @@ def read_turn(value: dict[str, Any], where: str) -> tuple[str, list[Block]]:
     role, content = value.get("role"), value.get("content")
     if isinstance(role, str) and role in _ALLOWED and isinstance(content, str | list) and len(value) == 2:
         return role, read_blocks(content, f"{where}content", _ALLOWED[role])
-    turn = validate(Turn, sift(value, {}, Turn, where), where)
+    turn = validate(MessageTurn, sift(value, {}, MessageTurn, where), where)
     return turn.role, read_blocks(turn.content, f"{where}content", _ALLOWED[turn.role])
 
 

@@ -17,7 +17,7 @@ from octavo.simulator.costs.memory import pool_blocks
 from octavo.simulator.costs.models import ModelFacts, model_facts
 from octavo.simulator.costs.roofline import Roofline
 from octavo.simulator.costs.scaled import Scaled
-from octavo.simulator.costs.table import Table, completed
+from octavo.simulator.costs.table import CostTable, completed
 from octavo.simulator.costs.table_files import read_table
 
 __all__ = ["DeviceFacts", "Hardware", "ModelFacts", "cost_model", "device_facts", "model_facts", "pool_blocks"]
@@ -64,7 +64,7 @@ def cost_model(spec: str = "roofline", hardware: Hardware | None = None) -> Cost
     if kind == "table" and where:
         files = read_table(where)
         known = hardware
-        return Table(completed(files, known.model, known.device, known.tp) if known is not None else files)
+        return CostTable(completed(files, known.model, known.device, known.tp) if known is not None else files)
     if kind == "fitted" and where:
         path = Path(where)
         return Fitted(load_fit(path) if path.suffix == ".json" else fit_recording(path))

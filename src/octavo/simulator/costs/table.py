@@ -24,7 +24,7 @@ ONCE = ("embedding", "final_layernorm")
 TWICE = ("layernorm",)
 
 
-class Table:
+class CostTable:
     """A CostModel of measured operators (tensors shared by `profile.tp` devices, as they were measured).
 
     `decode_s` is as Roofline's; None with skew_fit.csv.

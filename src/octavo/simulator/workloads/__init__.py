@@ -1,6 +1,6 @@
 """Workloads: requests to come, generated or read from public traces and from one's own recordings."""
 
-from octavo.simulator.workloads.catalogue import KINDS, Workload, open_workload
+from octavo.simulator.workloads.catalogue import KINDS, SimulatedWorkload, open_workload
 from octavo.simulator.workloads.shaping import Shaping
 
-__all__ = ["KINDS", "Shaping", "Workload", "open_workload"]
+__all__ = ["KINDS", "Shaping", "SimulatedWorkload", "open_workload"]

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from pathlib import Path
 
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.workloads.lines import Row, json_rows
+from octavo.simulator.workloads.lines import WorkloadRow, json_rows
 from octavo.simulator.workloads.source import Notes, Source, Surroundings
 from octavo.simulator.workloads.spec import Spec
 
@@ -61,7 +61,7 @@ def _by_earliest(sessions: list[list[tuple[Arrival, int | None]]]) -> Iterator[A
         yield arrival if parent is None else replace(arrival, follows=index_of[number, parent])
 
 
-def _read_session(row: Row, number: int, start: float, notes: Notes) -> list[tuple[Arrival, int | None]]:
+def _read_session(row: WorkloadRow, number: int, start: float, notes: Notes) -> list[tuple[Arrival, int | None]]:
     """Requests with the place of the one that each waited for: of those that had ended, the last to end."""
     block = row.count("block_size") if "block_size" in row.values else DEFAULT_BLOCK
     if not block:
@@ -84,7 +84,7 @@ def _read_session(row: Row, number: int, start: float, notes: Notes) -> list[tup
     return turns
 
 
-def _keys(row: Row, base: int) -> Sequence[int]:
+def _keys(row: WorkloadRow, base: int) -> Sequence[int]:
     """Block ids from runs of (first, how many)."""
     runs = row.values.get("hash_runs", [])
     is_list = isinstance(runs, list) and all(isinstance(run, list) and len(run) == 2 for run in runs)

@@ -1,6 +1,6 @@
 """Workloads by their words: the kinds there are, opening one or several, and options that every kind takes.
 
-Owns: the table of kinds, Workload. Does not: read a format or draw anything itself.
+Owns: the table of kinds, SimulatedWorkload. Does not: read a format or draw anything itself.
 Invariant: a workload may be iterated again and gives the same arrivals; it holds nothing but its words.
 """
 
@@ -60,7 +60,7 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 
 
-class Workload:
+class SimulatedWorkload:
     """Arrivals, to be asked for as often as one likes; `notes` say what the last time left out or changed."""
 
     def __init__(self, texts: Sequence[str], shape: Shaping) -> None:
@@ -84,7 +84,7 @@ class Workload:
         return shaping.shape(arrivals, self.shaping, self.notes, has_followers=self._has_followers)
 
 
-def open_workload(texts: str | Sequence[str], shape: Shaping | None = None) -> Workload:
+def open_workload(texts: str | Sequence[str], shape: Shaping | None = None) -> SimulatedWorkload:
     """A workload from its words, `KIND:...` or the path of a recording; several are merged in time.
 
     Raises ConfigError for words that are not understood; what is wrong in a file is raised when it is read.
@@ -92,7 +92,7 @@ def open_workload(texts: str | Sequence[str], shape: Shaping | None = None) -> W
     words = [texts] if isinstance(texts, str) else list(texts)
     if not words:
         raise ConfigError("there is no workload; give one, such as poisson:rate=2")
-    return Workload(words, shape or Shaping())
+    return SimulatedWorkload(words, shape or Shaping())
 
 
 def _open(text: str, seed: int, place: int) -> tuple[Kind, Source]:

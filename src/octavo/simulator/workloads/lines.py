@@ -20,7 +20,7 @@ MAX_LINE = 16 << 20  # characters of a line: no known trace comes near
 MAX_TOKENS = 1 << 30  # of one prompt or answer
 
 
-class Row:
+class WorkloadRow:
     """One record's fields by name, and where it stands."""
 
     __slots__ = ("line", "path", "values")
@@ -72,15 +72,15 @@ class Row:
             raise self.fault(name, "give a list of whole numbers")
         return tuple(value)
 
-    def rows(self, name: str) -> Iterator[Row]:
+    def rows(self, name: str) -> Iterator[WorkloadRow]:
         """A list of objects, as rows of the same line."""
         value = self.values.get(name)
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
             raise self.fault(name, "give a list of objects")
-        return (Row(self.path, self.line, one) for one in value)
+        return (WorkloadRow(self.path, self.line, one) for one in value)
 
 
-def csv_rows(path: Path, wanted: Sequence[str]) -> Iterator[Row]:
+def csv_rows(path: Path, wanted: Sequence[str]) -> Iterator[WorkloadRow]:
     """Rows of a CSV file whose header has at least the wanted columns, in any order. No quoting: no trace needs it."""
     lines = numbered_lines(path)
     header = _names(next(lines, (0, ""))[1])
@@ -92,7 +92,7 @@ def csv_rows(path: Path, wanted: Sequence[str]) -> Iterator[Row]:
         cells = line.split(",")
         if len(cells) != len(header):
             raise ConfigError(f"{path}, line {number}: {len(cells)} columns where the header has {len(header)}")
-        yield Row(path, number, {name: cells[place] for name, place in places})
+        yield WorkloadRow(path, number, {name: cells[place] for name, place in places})
 
 
 def csv_header(path: Path) -> list[str]:
@@ -104,7 +104,7 @@ def _names(line: str) -> list[str]:
     return [name.strip() for name in line.lstrip("\ufeff").split(",")]
 
 
-def json_rows(path: Path) -> Iterator[Row]:
+def json_rows(path: Path) -> Iterator[WorkloadRow]:
     """Objects of a JSON-lines file."""
     for number, line in numbered_lines(path):
         try:
@@ -115,7 +115,7 @@ def json_rows(path: Path) -> Iterator[Row]:
             raise ConfigError(f"{path}, line {number}: no JSON ({error})") from None
         if not isinstance(value, dict):
             raise ConfigError(f"{path}, line {number}: {str(value)[:40]!r} is no object; give one JSON object a line")
-        yield Row(path, number, value)
+        yield WorkloadRow(path, number, value)
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:

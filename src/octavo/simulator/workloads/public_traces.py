@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.workloads.lines import Row, csv_header, csv_rows, json_rows
+from octavo.simulator.workloads.lines import WorkloadRow, csv_header, csv_rows, json_rows
 from octavo.simulator.workloads.source import Notes, Reader, Source, Surroundings
 from octavo.simulator.workloads.spec import Spec
 
@@ -113,7 +113,7 @@ def service_log(spec: Spec, around: Surroundings) -> Source:
     return source
 
 
-def _seconds(row: Row) -> float:
+def _seconds(row: WorkloadRow) -> float:
     """A time stamp of 2023 (seven digits, no zone) or 2024 (six digits, a zone)."""
     text = row.text("TIMESTAMP")
     try:

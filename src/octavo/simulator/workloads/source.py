@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from octavo.simulator.arrival import Arrival
-from octavo.simulator.workloads.lines import Row
+from octavo.simulator.workloads.lines import WorkloadRow
 from octavo.simulator.workloads.spec import Spec
 
 
@@ -58,7 +58,7 @@ class Reader:
         """Read from the top."""
         self.notes, self._first, self._latest = notes, None, 0.0
 
-    def time(self, row: Row, name: str, seconds: float) -> float:
+    def time(self, row: WorkloadRow, name: str, seconds: float) -> float:
         """Seconds since the first row. Raises ConfigError where they fall, unless everything is sorted afterwards."""
         if self._first is None:
             self._first = self._latest = seconds
