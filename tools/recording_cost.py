@@ -24,7 +24,7 @@ from octavo.core.plan import ROW_SAMPLE, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.frontend.offline import OfflineEngine
-from octavo.observe.recording.format import Call, Encoder, Header
+from octavo.observe.recording.format import Call, CallEncoder, Header
 from octavo.observe.recording.reader import pack_records
 from octavo.observe.recording.recorder import Recorder, RecordingTap
 
@@ -75,7 +75,7 @@ def scheduler_cost(rows: int) -> dict[str, float]:
             step(listed)
             time.sleep(0.002)  # a device computes: the writer has the interpreter
         writer.close()
-    encoder = Encoder(False)
+    encoder = CallEncoder(False)
     for item in items[:first]:
         encoder.encode(item)
     begun = time.thread_time()

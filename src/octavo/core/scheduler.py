@@ -34,8 +34,8 @@ from octavo.core.tap import CallTap, GivenDrafts, GivenKeys, InputSource, Tapped
 from octavo.core.views import (
     BlockMap,
     Gauges,
+    OpenWork,
     WaitingRequest,
-    Workload,
     first_waiting,
     gauges,
     workload,
@@ -257,7 +257,7 @@ class Scheduler:
         """The first that wait, with their reasons. O(most log waiting)."""
         return first_waiting(self._state, most)
 
-    def workload(self) -> Workload:
+    def workload(self) -> OpenWork:
         """What is left to do of every open request, for forecasts. O(requests log requests)."""
         return workload(self._state)
 

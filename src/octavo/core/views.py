@@ -114,7 +114,7 @@ class RequestWork(NamedTuple):
     max_tokens: int
 
 
-class Workload(NamedTuple):
+class OpenWork(NamedTuple):
     """All open requests in the order of the scheduler, and what is free for them, in the smallest group."""
 
     running: list[RequestWork]
@@ -125,11 +125,11 @@ class Workload(NamedTuple):
     num_free_blocks: int  # beside the headroom
 
 
-def workload(state: State) -> Workload:
+def workload(state: State) -> OpenWork:
     """Read what is left to do. O(requests log requests), never part of a step."""
     pools = state.cache.pools
     group = min(range(len(pools)), key=lambda index: pools[index].num_blocks)
-    return Workload(
+    return OpenWork(
         [_work(state, entry, group) for entry in state.running.requests],
         [_work(state, entry, group) for entry in state.waiting.in_order()],
         state.cache.block_size,

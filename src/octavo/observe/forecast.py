@@ -22,7 +22,7 @@ from math import inf
 
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
-from octavo.core.views import RequestWork, Workload
+from octavo.core.views import OpenWork, RequestWork
 
 NUM_STEPS = 64  # kept of each kind
 NUM_RECENT = 16  # steps that say how fast the machine is now
@@ -217,7 +217,7 @@ class _Job:
 class _QueueRun:
     """The queue, simulated once."""
 
-    def __init__(self, work: Workload, model: WaitModel, answers: list[int], rng: random.Random) -> None:
+    def __init__(self, work: OpenWork, model: WaitModel, answers: list[int], rng: random.Random) -> None:
         self._model = model
         self._answers = answers
         self._rng = rng

@@ -15,7 +15,7 @@ from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.observe.recording import RecordedRequest, RecordedStep, Recording, arrivals, steps
-from octavo.observe.recording.format import Admit, Plan
+from octavo.observe.recording.format import AdmitCall, PlanCall
 from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival, choice_lengths
 from octavo.simulator.cost_model import StepShape
@@ -159,9 +159,9 @@ def as_recorded(recording: Recording) -> tuple[list[Arrival], RecordedCosts, flo
     turns: list[float] = []
     waiting = 0
     for call in segment.calls():
-        if isinstance(call, Admit):
+        if isinstance(call, AdmitCall):
             waiting += 1
-        elif isinstance(call, Plan) and waiting:
+        elif isinstance(call, PlanCall) and waiting:
             turns += [call.now] * waiting
             waiting = 0
     origin = turns[0] if turns else segment.header.clock

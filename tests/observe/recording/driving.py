@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo.core.scheduler import Scheduler
-from octavo.observe.recording.format import Call, Encoder, Ended, Header
+from octavo.observe.recording.format import Call, CallEncoder, EndMarker, Header
 from octavo.observe.recording.reader import pack_header, pack_records, preamble
 from octavo.observe.recording.recorder import RecordingTap
 from tests.core.harness import Run
@@ -40,8 +40,8 @@ class RecordedRun(Run):
 
 def write_segment(path: Path, header: Header, items: list[Call], per_frame: int = 50) -> None:
     """Write a segment as a recorder does."""
-    encoder = Encoder(header.has_text)
-    records = [encoder.encode(item) for item in (*items, Ended(0.0, "the engine was stopped"))]
+    encoder = CallEncoder(header.has_text)
+    records = [encoder.encode(item) for item in (*items, EndMarker(0.0, "the engine was stopped"))]
     frames = [pack_records(records[at : at + per_frame]) for at in range(0, len(records), per_frame)]
     path.write_bytes(preamble() + pack_header(header) + b"".join(frames))
 

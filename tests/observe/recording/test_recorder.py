@@ -55,7 +55,7 @@ def test_what_was_put_is_read_back_and_replays(tmp_path: Path) -> None:
 def test_nothing_is_written_before_a_request_comes(tmp_path: Path) -> None:
     run, writer = some_items(), make(tmp_path)
     for item in run.lives[0]:
-        if type(item).__name__ == "Plan":
+        if type(item).__name__ == "PlanCall":
             writer.put(item)
     writer.close()
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.observe.recording import open_recording, replay
-from octavo.observe.recording.format import Admit
+from octavo.observe.recording.format import AdmitCall
 from tests.core.harness import limits, prompt
 from tests.core.random_config import BUILT_IN, Hostile
 from tests.observe.recording.driving import RecordedDriver, RecordedRun
@@ -98,7 +98,7 @@ def test_requests_with_a_grammar_replay_without_it(depth: int, tmp_path: Path) -
     run.finish_all()
     assert replay(open_recording(run.write(tmp_path))).is_equal
     calls = open_recording(tmp_path).segments[0].calls()
-    asked = {call.request.request_id: call.request.params.grammar for call in calls if isinstance(call, Admit)}
+    asked = {call.request.request_id: call.request.params.grammar for call in calls if isinstance(call, AdmitCall)}
     assert asked == {"held": "-", "r1": ""}
 
 

@@ -1,18 +1,17 @@
 """The requests of a recording as a workload, with what became of them.
 
-Owns: RecordedRequest, and gathering them in a replay. Does not: simulate, or fold decisions (observe.history).
+Owns: RecordedRequest, and gathering them in a replay. Does not: simulate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from octavo.core.plan import Events
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
 from octavo.observe.history import History, RequestHistory
-from octavo.observe.recording.format import Admit, Commit, KeyRun, RecordingError
+from octavo.observe.recording.format import AdmitCall, RecordingError
 from octavo.observe.recording.reader import Recording, Segment
 from octavo.observe.recording.replaying import DivergenceError, Replayer
 
@@ -59,88 +58,54 @@ class RecordedRequest:
         return len(self.output_tokens)
 
 
-@dataclass(slots=True)
 class _Gathered:
-    """A request while its segment is replayed."""
+    """A request while its segment is replayed: what its history does not have."""
 
-    call: Admit
-    max_tokens: int
-    history: RequestHistory
-    counts: list[int]  # tokens of each choice
-    keys: list[bytes] = field(default_factory=list)
-    first_token: float | None = None
+    def __init__(self, call: AdmitCall, max_tokens: int, history: RequestHistory) -> None:
+        params, emitted = call.request.params, len(call.request.emitted_token_ids or ())
+        self.call = call
+        self.max_tokens = max_tokens
+        self.history = history
+        self.keys: list[bytes] = []
+        self.first_token: float | None = None  # also one that came when it had been preempted
+        self.num_emitted = emitted
+        self.num_outputs = [emitted] * (params.n if params.beam_width else params.num_sequences)
 
+    def request(self, life: int, origin: float, key_tokens: int) -> RecordedRequest:
+        """Return it with times after `origin`."""
+        request, history, end = self.call.request, self.history, self.history.end
+        num_prompt_keys = request.num_prompt_tokens // key_tokens
 
-class _SegmentRequests:
-    """The requests of one segment, whose history is kept. Times are seconds after `origin`."""
+        def at(now: float | None) -> float | None:
+            return None if now is None else now - origin
 
-    def __init__(self, segment: Segment, life: int, origin: float, history: History) -> None:
-        self._key_tokens = segment.header.key_tokens
-        self._life = life
-        self._origin = origin
-        self._history = history
-        self._all: list[_Gathered] = []  # by order of admission
-        self._newest: dict[str, _Gathered] = {}  # by id, which may be used again
-
-    def requests(self) -> list[RecordedRequest]:
-        """Return all of them, in order; those still open have no end."""
-        return [self._request(one) for one in self._all]
-
-    def admitted(self, call: Admit, max_tokens: int) -> None:
-        """A request was admitted."""
-        request, params = call.request, call.request.params
-        self._history.admitted(request)
-        history = self._history.open[request.request_id]
-        num_choices = params.n if params.beam_width else params.num_sequences
-        one = _Gathered(call, max_tokens, history, [len(request.emitted_token_ids or ())] * num_choices)
-        self._all.append(one)
-        self._newest[request.request_id] = one
-
-    def keyed(self, runs: tuple[KeyRun, ...]) -> None:
-        """Sequences got keys; those of each request's first choice count, in order."""
-        for run in runs:
-            one = self._all[run.order]
-            if not run.choice and run.first == len(one.keys):
-                one.keys.extend(run.keys)
-
-    def tokens(self, events: Events) -> None:
-        """A commit gave tokens."""
-        for name, choice in zip(events.request_ids, events.choices, strict=True):
-            one = self._newest[name]
-            one.counts[choice] += 1
-            if one.first_token is None:
-                one.first_token = events.time - self._origin
-
-    def _request(self, one: _Gathered) -> RecordedRequest:
-        request, history, end = one.call.request, one.history, one.history.end
-        num_prompt = request.num_prompt_tokens // self._key_tokens
         return RecordedRequest(
             request.request_id,
-            self._life,
-            _arrival(one.call) - self._origin,
+            life,
+            _arrival(self.call) - origin,
             request.num_prompt_tokens,
-            tuple(one.counts),
+            tuple(self.num_outputs),
             request.tenant,
             request.priority,
-            tuple(one.keys[:num_prompt]),
-            tuple(one.keys[num_prompt:]),
-            self._key_tokens,
-            one.max_tokens,
+            tuple(self.keys[:num_prompt_keys]),
+            tuple(self.keys[num_prompt_keys:]),
+            key_tokens,
+            self.max_tokens,
             history.cached_tokens,
             history.num_preemptions,
             request.ttft_objective,
             request.tpot_objective,
-            None if history.admitted_at is None else history.admitted_at - self._origin,
-            one.first_token,
-            None if end is None else end.time - self._origin,
-            None if end is None else end.finish_reason,
-            taken=one.call.now - self._origin,
-            emitted_tokens=len(request.emitted_token_ids or ()),
+            first_scheduled=at(history.admitted_at),
+            first_token=at(self.first_token),
+            end=None if end is None else end.time - origin,
+            finish_reason=None if end is None else end.finish_reason,
+            taken=self.call.now - origin,
+            emitted_tokens=self.num_emitted,
             is_resumed=request.emitted_token_ids is not None,
         )
 
 
-def _arrival(call: Admit) -> float:
+def _arrival(call: AdmitCall) -> float:
     """When a request came to the server; by its own account, where that can be."""
     arrival = call.request.arrival
     return arrival if call.now - MAX_ON_THE_WAY_S <= arrival <= call.now else call.now
@@ -156,28 +121,42 @@ def arrivals(recording: Recording, at_end: Callable[[Scheduler], object] | None 
     origin: float | None = None
     for life, segment in enumerate(recording.segments):
         if origin is None:
-            first = next((call for call in segment.calls() if isinstance(call, Admit)), None)
+            first = next((call for call in segment.calls() if isinstance(call, AdmitCall)), None)
             origin = segment.header.clock if first is None else _arrival(first)
         replayer = Replayer(segment)
-        history = History(replayer.scheduler, max_ended=0)
-        gathered = _SegmentRequests(segment, life, origin, history)
-        try:
-            for call in segment.calls():
-                made = replayer.make(call)
-                if isinstance(call, Admit):
-                    gathered.admitted(call, made.max_tokens)
-                gathered.keyed(getattr(call, "keys", ()))
-                history.decided(made.decisions)
-                if isinstance(call, Commit) and made.plan is not None and made.events is not None:
-                    gathered.tokens(made.events)
-                    history.stepped(made.plan, call.outcome, made.events)
-        except DivergenceError as divergence:
-            raise RecordingError(
-                f"{segment.path} does not replay to the same decisions from step {replayer.step} on "
-                f"({divergence.lines[0]}); use the version of Octavo that recorded it "
-                f"({segment.header.octavo or 'unknown'})"
-            ) from None
+        gathered = _gather(segment, replayer)
         if at_end is not None:
             at_end(replayer.scheduler)
-        found += gathered.requests()
+        found += [one.request(life, origin, segment.header.key_tokens) for one in gathered]
     return sorted(found, key=lambda one: one.arrival)
+
+
+def _gather(segment: Segment, replayer: Replayer) -> list[_Gathered]:
+    """Replay a segment; return its requests in order of admission."""
+    history = History(replayer.scheduler, max_ended=0)
+    gathered: list[_Gathered] = []
+    newest: dict[str, _Gathered] = {}  # by id, which may be used again
+    try:
+        for call in segment.calls():
+            made = replayer.make(call)
+            made.feed(history, call)
+            if isinstance(call, AdmitCall):
+                name = call.request.request_id
+                newest[name] = _Gathered(call, made.max_tokens, history.open[name])
+                gathered.append(newest[name])
+            for run in getattr(call, "keys", ()):
+                one = gathered[run.order]
+                if not run.choice and run.first == len(one.keys):  # of the first choice, in order
+                    one.keys.extend(run.keys)
+            if made.events is not None:
+                for name, choice in zip(made.events.request_ids, made.events.choices, strict=True):
+                    one = newest[name]
+                    one.num_outputs[choice] += 1
+                    if one.first_token is None:
+                        one.first_token = made.events.time
+    except DivergenceError as divergence:
+        raise RecordingError(
+            f"{segment.path} does not replay to the same decisions from step {replayer.step} on "
+            f"({divergence.lines[0]}); use the Octavo that recorded it ({segment.header.octavo or 'unknown'})"
+        ) from None
+    return gathered

@@ -13,6 +13,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from hashlib import blake2b
 from operator import add
 from typing import Any, NamedTuple
@@ -79,7 +80,7 @@ class KeyRun(NamedTuple):
     keys: tuple[bytes, ...]
 
 
-class Admit(NamedTuple):
+class AdmitCall(NamedTuple):
     """A request was admitted. Read back without text it has no ids, and its stop ids are stand-ins (see masks)."""
 
     now: float
@@ -88,7 +89,7 @@ class Admit(NamedTuple):
     is_blind: bool = False  # the engine had no ids of it either
 
 
-class Plan(NamedTuple):
+class PlanCall(NamedTuple):
     """A plan was made: begun at `now`, done at `planned`. Read back it has columns and names, no events.
 
     `digest` is set when it is read back: without ids unless the recording has text, b"" for an empty plan.
@@ -102,7 +103,7 @@ class Plan(NamedTuple):
     digest: bytes = b""
 
 
-class Commit(NamedTuple):
+class CommitCall(NamedTuple):
     """The result of step `step`: collected at `now`, committed at `committed`."""
 
     now: float
@@ -112,7 +113,7 @@ class Commit(NamedTuple):
     keys: tuple[KeyRun, ...] = ()
 
 
-class Cancel(NamedTuple):
+class CancelCall(NamedTuple):
     """Requests were ended from outside."""
 
     now: float
@@ -121,7 +122,7 @@ class Cancel(NamedTuple):
     message: str | None = None
 
 
-class EndChoice(NamedTuple):
+class EndChoiceCall(NamedTuple):
     """One choice was ended from outside, as at a stop string."""
 
     now: float
@@ -131,24 +132,24 @@ class EndChoice(NamedTuple):
     message: str | None = None
 
 
-class Control(NamedTuple):
+class ControlCall(NamedTuple):
     """pause, resume, drain, reset_prefix_cache; or limit_step with its number of tokens."""
 
     verb: str
     num_tokens: int | None = None
 
 
-class Ended(NamedTuple):
+class EndMarker(NamedTuple):
     """The recording's own end, with its reason; the last record."""
 
     now: float
     reason: str
 
 
-Call = Admit | Plan | Commit | Cancel | EndChoice | Control | Ended
-_PLAIN: dict[int, type[Call]] = {3: Cancel, 4: EndChoice, 5: Control, 6: Ended}  # records as their fields are
+Call = AdmitCall | PlanCall | CommitCall | CancelCall | EndChoiceCall | ControlCall | EndMarker
+ADMIT, PLAN, COMMIT = range(3)  # kinds of record; the others have the fields of their calls
+_PLAIN: dict[int, type[Call]] = {3: CancelCall, 4: EndChoiceCall, 5: ControlCall, 6: EndMarker}
 _KIND_OF: dict[type[Call], int] = {kind: number for number, kind in _PLAIN.items()}
-ADMIT, PLAN, COMMIT = range(3)
 
 
 def short(message: str | None) -> str | None:
@@ -205,10 +206,7 @@ class _Field(NamedTuple):
     unpack: Callable[[Any], Any]
 
 
-def _ints(values: Any) -> array[int]:
-    return array("i", values)
-
-
+_ints: Callable[[Any], array[int]] = partial(array, "i")
 _INT_COLUMNS = (
     "edits", "copies", "swap_outs", "host_loads", "freed_slots", "id_edits", "num_drafts", "draft_token_ids",
 )  # fmt: skip
@@ -304,7 +302,7 @@ def _changed(value: object, defaults: Mapping[str, Any]) -> dict[str, Any]:
 Sampled = Iterator[tuple[NewSequence, int, int]]  # a row's sequence, and where its ids begin and end in the result
 
 
-class Encoder:
+class CallEncoder:
     """Encodes one segment's calls, in order; each record depends on those before it. Without text ids are masked."""
 
     def __init__(self, has_text: bool) -> None:
@@ -318,11 +316,11 @@ class Encoder:
 
     def encode(self, call: Call) -> tuple[Any, ...]:
         """Return the record of one call."""
-        if isinstance(call, Commit):
+        if isinstance(call, CommitCall):
             return self._commit(call)
-        if isinstance(call, Plan):
+        if isinstance(call, PlanCall):
             return self._plan(call)
-        if isinstance(call, Admit):
+        if isinstance(call, AdmitCall):
             return ADMIT, call.now, self._request(call), self._keys(call.keys)
         return _KIND_OF[type(call)], *call
 
@@ -335,7 +333,7 @@ class Encoder:
         """Runs of keys, masked; with text too, for they are salted with what is no text."""
         return [[order, choice, first, *map(self._key_mask, keys)] for order, choice, first, keys in runs] or None
 
-    def _request(self, call: Admit) -> dict[str, Any]:
+    def _request(self, call: AdmitCall) -> dict[str, Any]:
         request = call.request
         self._stops.update(request.eos_token_ids, request.params.stop_token_ids)
         prompt, emitted = request.prompt_token_ids, request.emitted_token_ids
@@ -357,7 +355,7 @@ class Encoder:
             record["emitted"] = emitted.tolist() if self._has_text else len(emitted)
         return record
 
-    def _plan(self, call: Plan) -> tuple[Any, ...]:
+    def _plan(self, call: PlanCall) -> tuple[Any, ...]:
         plan, digest, delta, extras = call.plan, b"", None, None
         if not plan.is_empty:
             if plan.new_sequences:
@@ -387,7 +385,7 @@ class Encoder:
                 masked += mask_ids(drafts, stand_ins(self._owners[slot]))
         return masked
 
-    def _commit(self, call: Commit) -> tuple[Any, ...]:
+    def _commit(self, call: CommitCall) -> tuple[Any, ...]:
         plan, owners = self._flight.pop(call.step)
         outcome, late, keys = call.outcome, int(1e9 * (call.committed - call.now)), self._keys(call.keys)
         if isinstance(outcome, StepFailure):
@@ -443,7 +441,7 @@ _DAMAGE = (
 )  # fmt: skip
 
 
-class Decoder:
+class CallDecoder:
     """Decodes one segment's records, in order."""
 
     def __init__(self, header: Header) -> None:
@@ -464,7 +462,7 @@ class Decoder:
         except _DAMAGE as error:
             raise RecordingError(f"a record that cannot be ({type(error).__name__}: {error})") from None
 
-    def _admit(self, now: float, record: dict[str, Any], keys: list[Any] | None) -> Admit:
+    def _admit(self, now: float, record: dict[str, Any], keys: list[Any] | None) -> AdmitCall:
         runs, is_blind = _key_runs(keys), bool(record.pop("blind", False))
         prompt, emitted = record.pop("prompt", None), record.pop("emitted", None)
         if isinstance(emitted, int):
@@ -481,9 +479,9 @@ class Decoder:
             eos_token_ids=tuple(record.pop("eos_token_ids", ())),
             **record,
         )
-        return Admit(now, request, runs, is_blind)
+        return AdmitCall(now, request, runs, is_blind)
 
-    def _plan(self, now: float, late: int, step: int, digest: bytes, *rest: Any) -> Plan:
+    def _plan(self, now: float, late: int, step: int, digest: bytes, *rest: Any) -> PlanCall:
         delta, extras, only, keys = rest
         plan = StepPlan(step, now)
         if digest:
@@ -492,10 +490,12 @@ class Decoder:
             plan.num_query_tokens = sum(plan.counts)
             plan.num_kv_read = (extras or {}).get(_READS, sum(plan.starts) + plan.num_query_tokens)
             plan.is_fast_path = bool(plan.counts) and max(plan.counts) == min(plan.counts) == 1
-        return Plan(now, now + late * 1e-9, plan, None if only is None else frozenset(only), _key_runs(keys), digest)
+        return PlanCall(
+            now, now + late * 1e-9, plan, None if only is None else frozenset(only), _key_runs(keys), digest
+        )
 
     @staticmethod
-    def _commit(now: float, late: int, step: int, *rest: Any) -> Commit:
+    def _commit(now: float, late: int, step: int, *rest: Any) -> CommitCall:
         prepare, forward, sample, tokens, extras, keys = rest
         extras = extras or {}
         outcome: StepResult | StepFailure
@@ -510,7 +510,7 @@ class Decoder:
                 for place, ids, logprobs in extras.get(_BEAMS, ()):
                     best, logprob = (ids[0], logprobs[0]) if ids else (ORDINARY, 0.0)
                     outcome.logprobs[place] = TokenLogprobs(best, logprob, 1, tuple(ids), tuple(logprobs))
-        return Commit(now, now + late * 1e-9, step, outcome, _key_runs(keys))
+        return CommitCall(now, now + late * 1e-9, step, outcome, _key_runs(keys))
 
 
 def _key_runs(runs: list[Any] | None) -> tuple[KeyRun, ...]:

@@ -13,7 +13,7 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +21,16 @@ import msgspec
 
 from octavo.core.plan import StepFailure, StepPlan, StepResult
 from octavo.errors import ConfigError
-from octavo.observe.recording.format import VERSION, Call, Commit, Decoder, Ended, Header, Plan, RecordingError
+from octavo.observe.recording.format import (
+    VERSION,
+    Call,
+    CallDecoder,
+    CommitCall,
+    EndMarker,
+    Header,
+    PlanCall,
+    RecordingError,
+)
 
 MARK = b"octavo-rec\n"
 SUFFIX = ".octrec"
@@ -132,7 +141,7 @@ class Segment:
     def calls(self) -> Iterator[Call]:
         """Read the calls in order, without the end marker; each time from the start."""
         self.is_whole, self.end_reason = False, CUT_OFF
-        decoder = Decoder(self.header)
+        decoder = CallDecoder(self.header)
         for record in read_records(self.path):
             try:
                 call = decoder.decode(record)
@@ -141,7 +150,7 @@ class Segment:
                     f"{self.path} holds {error}; its frames are whole, so it was written so: by another version?"
                 ) from None
             self.ended_at = getattr(call, "now", self.ended_at)
-            if isinstance(call, Ended):
+            if isinstance(call, EndMarker):
                 self.is_whole, self.end_reason = True, call.reason
                 return
             yield call
@@ -212,28 +221,23 @@ class RecordedStep:
 def steps(recording: Recording) -> Iterator[RecordedStep]:
     """The steps of all segments that were committed, in order; plans voided by a failure before them are left out."""
     for life, segment in enumerate(recording.segments):
-        flight: deque[Plan] = deque()
+        flight: deque[PlanCall] = deque()
         free_from: float | None = None
-        last: tuple[Plan, Commit, float | None] | None = None
+        last: RecordedStep | None = None  # until it is known when the next plan was begun
         for call in segment.calls():
-            if isinstance(call, Plan):
+            if isinstance(call, PlanCall):
                 if last is not None:
-                    yield _step(life, *last, call.now)
+                    yield replace(last, next_plan=call.now)
                     last = None
                 if call.digest:
                     flight.append(call)
-            elif isinstance(call, Commit) and flight:
+            elif isinstance(call, CommitCall) and flight:
                 if last is not None:
-                    yield _step(life, *last, None)
-                last = flight.popleft(), call, free_from
+                    yield last
+                plan = flight.popleft()
+                last = RecordedStep(life, plan.plan, call.outcome, plan.planned, call.now, call.committed, free_from)
                 free_from = call.now
                 if isinstance(call.outcome, StepFailure):
                     flight.clear()
         if last is not None:
-            yield _step(life, *last, None)
-
-
-def _step(life: int, plan: Plan, commit: Commit, free_from: float | None, next_plan: float | None) -> RecordedStep:
-    return RecordedStep(
-        life, plan.plan, commit.outcome, plan.planned, commit.now, commit.committed, free_from, next_plan
-    )
+            yield last

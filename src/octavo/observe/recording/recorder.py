@@ -25,17 +25,17 @@ from octavo.core.plan import Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishError, FinishReason, Request
 from octavo.errors import ConfigError
 from octavo.observe.recording.format import (
-    Admit,
+    AdmitCall,
     Call,
-    Cancel,
-    Commit,
-    Control,
-    Encoder,
-    EndChoice,
-    Ended,
+    CallEncoder,
+    CancelCall,
+    CommitCall,
+    ControlCall,
+    EndChoiceCall,
+    EndMarker,
     Header,
     KeyRun,
-    Plan,
+    PlanCall,
     short,
 )
 from octavo.observe.recording.reader import SUFFIX, pack_header, pack_records, preamble
@@ -87,29 +87,29 @@ class RecordingTap:
 
     def admitted(self, request: Request, now: float) -> None:
         """Hand over an admission."""
-        self._put(Admit(now, request, self._take_keys(), request.prompt_token_ids is None))
+        self._put(AdmitCall(now, request, self._take_keys(), request.prompt_token_ids is None))
 
     def planned(self, plan: StepPlan, now: float, only: frozenset[str] | None) -> None:
         """Hand over a plan."""
-        self._put(Plan(now, self._clock(), plan, only, self._take_keys()))
+        self._put(PlanCall(now, self._clock(), plan, only, self._take_keys()))
 
     def committed(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events, now: float) -> None:
         """Hand over a step's outcome."""
-        self._put(Commit(now, self._clock(), plan.step, outcome, self._take_keys()))
+        self._put(CommitCall(now, self._clock(), plan.step, outcome, self._take_keys()))
 
     def cancelled(
         self, request_ids: tuple[str, ...], now: float, reason: FinishReason, error: FinishError | None
     ) -> None:
         """Hand over a cancellation."""
-        self._put(Cancel(now, request_ids, reason, None if error is None else short(error.message)))
+        self._put(CancelCall(now, request_ids, reason, None if error is None else short(error.message)))
 
     def choice_ended(self, request_id: str, choice: int, now: float, reason: FinishReason) -> None:
         """Hand over a choice's end."""
-        self._put(EndChoice(now, request_id, choice, reason))
+        self._put(EndChoiceCall(now, request_id, choice, reason))
 
     def controlled(self, verb: str, num_tokens: int | None = None) -> None:
         """Hand over a control."""
-        self._put(Control(verb, num_tokens))
+        self._put(ControlCall(verb, num_tokens))
 
 
 class Recorder:
@@ -117,7 +117,7 @@ class Recorder:
 
     def __init__(self, folder: Path, max_bytes: int, header: Header, clock: Callable[[], float]) -> None:
         self._folder = folder
-        self._encoder = Encoder(header.has_text)
+        self._encoder = CallEncoder(header.has_text)
         self._header = replace(header, limits=self._encoder.masked(header.limits))
         self._clock = clock
         self._max_bytes = max_bytes
@@ -155,7 +155,7 @@ class Recorder:
 
     def _start(self, call: Call) -> bool:
         """The thread starts with the first request: plans before it are empty and change nothing."""
-        if not isinstance(call, Admit):
+        if not isinstance(call, AdmitCall):
             return False
         self._thread = threading.Thread(target=self._run, name="octavo-record", daemon=True)
         self._thread.start()
@@ -222,7 +222,7 @@ class Recorder:
 
     def _take(self, call: Call) -> None:
         self._records.append(self._encoder.encode(call))
-        if isinstance(call, Admit):
+        if isinstance(call, AdmitCall):
             num_ids = call.request.num_prompt_tokens if self._header.has_text else 0
             self._weight += 5 * num_ids + 10 * sum(len(run.keys) for run in call.keys)
         self._flush_if_due()
@@ -297,7 +297,7 @@ class Recorder:
             self._flush()
         if not self._is_orderly:
             _LOG.warning("recording ended: %s", self._end_reason)
-        self._write(pack_records([self._encoder.encode(Ended(self._clock(), self._end_reason))]))
+        self._write(pack_records([self._encoder.encode(EndMarker(self._clock(), self._end_reason))]))
 
 
 def open_recorder(config: RecordingConfig, header: Header, clock: Callable[[], float]) -> Recorder:

@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
-from octavo.core.plan import Event, Events, StepPlan, StepResult
+from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishError, Request
 from octavo.core.scheduler import Scheduler
 from octavo.errors import ErrorKind, InvariantError, RequestError
 from octavo.observe.recording.format import (
-    Admit,
+    AdmitCall,
     Call,
-    Cancel,
-    Commit,
-    Control,
-    EndChoice,
+    CancelCall,
+    CommitCall,
+    ControlCall,
+    EndChoiceCall,
     Header,
     KeyRun,
-    Plan,
+    PlanCall,
     RecordingError,
 )
 from octavo.observe.recording.reader import Recording, Segment
@@ -78,6 +78,17 @@ class ReplayReport:
         """Whether every plan was the recorded one."""
         return self.difference is None
 
+    def count(self, call: Call, made: Replayed) -> None:
+        """Count a call that came out as recorded."""
+        self.num_calls += 1
+        if isinstance(call, AdmitCall):
+            self.num_requests += 1
+        elif isinstance(call, PlanCall):
+            self.num_equal += bool(call.digest)
+        elif isinstance(call, CommitCall):
+            self.num_failed_steps += isinstance(call.outcome, StepFailure)
+            self.num_tokens += 0 if made.events is None else len(made.events.request_ids)
+
 
 class RecordedInputs:
     """An InputSource: the keys of the call that is being replayed, and without text the drafts of its plan.
@@ -91,12 +102,12 @@ class RecordedInputs:
         self._due: deque[KeyRun] = deque()
         self._drafts: dict[int, array[int]] = {}
 
-    def begin(self, call: Admit | Plan | Commit) -> None:
+    def begin(self, call: AdmitCall | PlanCall | CommitCall) -> None:
         """Take in what the next call will ask for."""
         self._due.extend(call.keys)
-        if isinstance(call, Admit):
+        if isinstance(call, AdmitCall):
             self._is_blind = call.is_blind
-        elif isinstance(call, Plan):
+        elif isinstance(call, PlanCall):
             self._drafts = {}
             plan, at = call.plan, 0
             for slot, count in zip(plan.slots, plan.num_drafts, strict=False):
@@ -134,11 +145,17 @@ class Replayed(NamedTuple):
     decisions: tuple[Event, ...] = ()
     max_tokens: int = 0
     plan: StepPlan | None = None
-    planned: Plan | None = None
+    planned: PlanCall | None = None
     events: Events | None = None
 
-
-_NOTHING = Replayed()
+    def feed(self, sink: EventSink, call: Call) -> None:
+        """Tell a sink what it would have heard of the live call."""
+        if isinstance(call, AdmitCall):
+            sink.admitted(call.request)
+        if self.decisions:
+            sink.decided(self.decisions)
+        if isinstance(call, CommitCall) and self.plan is not None and self.events is not None:
+            sink.stepped(self.plan, call.outcome, self.events)
 
 
 class Replayer:
@@ -150,13 +167,13 @@ class Replayer:
         self._has_text = segment.header.has_text
         self._inputs = RecordedInputs(self._has_text)
         self.scheduler = Scheduler(segment.header.limits, source=self._inputs)
-        self._flight: deque[tuple[StepPlan, Plan]] = deque()
+        self._flight: deque[tuple[StepPlan, PlanCall]] = deque()
         self._owners: dict[int, str] = {}
 
     def make(self, call: Call) -> Replayed:
         """Make one call. Raises DivergenceError where it turns out otherwise."""
         scheduler = self.scheduler
-        if isinstance(call, Plan | Commit | Admit):
+        if isinstance(call, PlanCall | CommitCall | AdmitCall):
             self._inputs.begin(call)
             try:
                 made = self._make_step(call)
@@ -164,22 +181,22 @@ class Replayer:
                 raise DivergenceError(f"the scheduler refuses: {error}") from None
             self._inputs.end()
             return made
-        if isinstance(call, Cancel):
+        if isinstance(call, CancelCall):
             cause = None if call.message is None else FinishError(ErrorKind.ENGINE, call.message)  # kinds are not kept
             scheduler.cancel(call.request_ids, call.now, call.reason, cause)
-        elif isinstance(call, EndChoice):
+        elif isinstance(call, EndChoiceCall):
             scheduler.end_choice(call.request_id, call.choice, call.now, call.reason)
-        elif isinstance(call, Control):
+        elif isinstance(call, ControlCall):
             self._control(call)
-            return _NOTHING
+            return Replayed()
         return Replayed(scheduler.take_events())
 
-    def _make_step(self, call: Admit | Plan | Commit) -> Replayed:
-        if isinstance(call, Plan):
+    def _make_step(self, call: AdmitCall | PlanCall | CommitCall) -> Replayed:
+        if isinstance(call, PlanCall):
             return self._plan(call)
-        return self._commit(call) if isinstance(call, Commit) else self._admit(call)
+        return self._commit(call) if isinstance(call, CommitCall) else self._admit(call)
 
-    def _control(self, call: Control) -> None:
+    def _control(self, call: ControlCall) -> None:
         if call.verb == "limit_step":
             self.scheduler.limit_step(call.num_tokens)
         elif call.verb in ("pause", "resume", "drain", "reset_prefix_cache"):
@@ -187,14 +204,14 @@ class Replayer:
         else:
             raise RecordingError(f"{self._path} has the unknown verb {call.verb!r}")
 
-    def _admit(self, call: Admit) -> Replayed:
+    def _admit(self, call: AdmitCall) -> Replayed:
         try:
             return Replayed(max_tokens=self.scheduler.admit(call.request, call.now).max_tokens)
         except RequestError as error:
             name = call.request.request_id
             raise DivergenceError(f"request {name} was taken, and is refused now: {error}") from None
 
-    def _plan(self, call: Plan) -> Replayed:
+    def _plan(self, call: PlanCall) -> Replayed:
         self.step = call.plan.step
         plan = self.scheduler.plan(call.now, call.only)
         if (b"" if plan.is_empty else plan.digest(self._has_text)) != call.digest:
@@ -205,7 +222,7 @@ class Replayer:
             self._flight.append((plan, call))
         return Replayed(plan.events, plan=plan)
 
-    def _commit(self, call: Commit) -> Replayed:
+    def _commit(self, call: CommitCall) -> Replayed:
         self.step = call.step
         if not self._flight or self._flight[0][0].step != call.step:
             raise DivergenceError(f"step {call.step} is committed, and not the oldest in flight")
@@ -216,69 +233,55 @@ class Replayer:
         return Replayed(events.decisions, plan=plan, planned=planned, events=events)
 
 
-class _SegmentReplay:
-    """Replays one segment into a report and a sink."""
+class _StepClock:
+    """Gives the seconds of each step's parts to `add_times`, once its tokens were delivered: at the next plan."""
 
-    def __init__(
-        self, segment: Segment, report: ReplayReport, make_sink: MakeSink | None, add_times: AddTimes | None
-    ) -> None:
-        self._segment = segment
-        self._report = report
-        self._replayer = Replayer(segment)
-        self._sink = None if make_sink is None else make_sink(self._replayer.scheduler, segment.header)
+    def __init__(self, add_times: AddTimes) -> None:
         self._add_times = add_times
-        self._pending: tuple[float, ...] | None = None  # times of a step whose delivery is not over
+        self._pending: tuple[float, ...] = ()
 
-    def run(self, life: int) -> None:
-        """Make all calls; at the first difference note it and stop."""
-        report, first, now = self._report, None, 0.0
-        try:
-            for call in self._segment.calls():
-                now = getattr(call, "now", now)
-                first = now if first is None else first
-                if isinstance(call, Plan):
-                    self._tell_times(now)
-                    report.num_plans += bool(call.digest)
-                self._follow(call, self._replayer.make(call))
-                report.num_calls += 1
-        except DivergenceError as divergence:
-            report.difference = Difference(life, self._replayer.step, now, divergence.lines)
-        self._tell_times(now)
-        report.seconds += now - (first or 0.0)
-        report.ends.append(self._segment.end_reason)
+    def committed(self, planned: PlanCall, call: CommitCall) -> None:
+        """Keep what is known of a step that gave a result."""
+        if isinstance(call.outcome, StepResult):
+            schedule, parts = planned.planned - planned.now + call.committed - call.now, call.outcome.timings
+            self._pending = schedule, parts.prepare_s, parts.forward_s, parts.sample_s, call.committed, planned.now
 
-    def _follow(self, call: Call, made: Replayed) -> None:
-        """Count a call, and tell the sink."""
-        report, sink = self._report, self._sink
-        if isinstance(call, Admit):
-            report.num_requests += 1
-            if sink is not None:
-                sink.admitted(call.request)
-        elif isinstance(call, Plan):
-            report.num_equal += bool(call.digest)
-        elif isinstance(call, Commit):
-            assert made.planned is not None and made.events is not None
-            if isinstance(call.outcome, StepResult):
-                self._keep_times(made.planned, call, call.outcome)
-                report.num_tokens += len(made.events.request_ids)
-            else:
-                report.num_failed_steps += 1
-        if sink is not None and made.decisions:
-            sink.decided(made.decisions)
-        if sink is not None and isinstance(call, Commit) and made.plan is not None and made.events is not None:
-            sink.stepped(made.plan, call.outcome, made.events)
-
-    def _keep_times(self, planned: Plan, call: Commit, outcome: StepResult) -> None:
-        parts = outcome.timings
-        schedule = planned.planned - planned.now + call.committed - call.now
-        self._pending = schedule, parts.prepare_s, parts.forward_s, parts.sample_s, call.committed, planned.now
-
-    def _tell_times(self, now: float) -> None:
-        """A step is over when the next plan is begun: until then its tokens were delivered."""
-        if self._pending is not None and self._add_times is not None:
+    def flush(self, now: float) -> None:
+        """Give the times of the last step, whose delivery ended now."""
+        if self._pending:
             *parts, committed, begun = self._pending
             self._add_times((*parts, now - committed, now - begun))
-        self._pending = None
+            self._pending = ()
+
+
+def _replay_segment(
+    segment: Segment, life: int, report: ReplayReport, make_sink: MakeSink | None, clock: _StepClock | None
+) -> None:
+    """Make all calls of a segment; at the first difference note it and stop."""
+    replayer = Replayer(segment)
+    sink = None if make_sink is None else make_sink(replayer.scheduler, segment.header)
+    first, now = None, 0.0
+    try:
+        for call in segment.calls():
+            now = getattr(call, "now", now)
+            first = now if first is None else first
+            if isinstance(call, PlanCall):
+                report.num_plans += bool(call.digest)
+                if clock is not None:
+                    clock.flush(now)
+            made = replayer.make(call)
+            report.count(call, made)
+            if clock is not None and isinstance(call, CommitCall) and made.planned is not None:
+                clock.committed(made.planned, call)
+            if sink is not None:
+                made.feed(sink, call)
+    except DivergenceError as divergence:
+        report.difference = Difference(life, replayer.step, now, divergence.lines)
+    if clock is not None:
+        clock.flush(now)
+    report.num_segments += 1
+    report.seconds += now - (first or 0.0)
+    report.ends.append(segment.end_reason)
 
 
 def replay(recording: Recording, make_sink: MakeSink | None = None, add_times: AddTimes | None = None) -> ReplayReport:
@@ -288,10 +291,9 @@ def replay(recording: Recording, make_sink: MakeSink | None = None, add_times: A
     known: after the sink's `stepped`, before the next. Raises RecordingError; ConfigError for a policy that is not
     installed here.
     """
-    report = ReplayReport()
+    report, clock = ReplayReport(), None if add_times is None else _StepClock(add_times)
     for life, segment in enumerate(recording.segments):
-        _SegmentReplay(segment, report, make_sink, add_times).run(life)
-        report.num_segments += 1
+        _replay_segment(segment, life, report, make_sink, clock)
         if report.difference is not None:
             break
     return report
