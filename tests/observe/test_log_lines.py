@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.observe.log_lines import TOLD, JsonLines, close_log, set_up_log, tell
+from octavo.observe.log import NOTICES, JsonLines, close_log, print_notice, set_up_log
 from tests import fake_server, tiny_models
 from tests.server.fakes import Harness
 
@@ -22,7 +22,7 @@ SECRET = "the prompt that nobody may read"
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     """Gives what went to stderr, and ends the log; the log of this process is put back."""
-    root, told = logging.getLogger(), logging.getLogger(TOLD)
+    root, told = logging.getLogger(), logging.getLogger(NOTICES)
     kept = root.handlers[:], root.level, told.level
     root.handlers[:] = []
 
@@ -51,7 +51,7 @@ def test_a_record_is_one_object_with_its_exception(said: Callable[[], str]) -> N
 def test_what_is_told_has_its_level_and_is_told_at_any(said: Callable[[], str]) -> None:
     set_up_log("json", "error", "supervisor")
     for line in ("warning: it is late", "error: it ended", "12 running", ""):
-        tell(line)
+        print_notice(line)
     lines = [json.loads(text) for text in said().splitlines()]
     assert [(line["level"], line["message"]) for line in lines] == [
         ("warning", "it is late"), ("error", "it ended"), ("info", "12 running"),
@@ -60,7 +60,7 @@ def test_what_is_told_has_its_level_and_is_told_at_any(said: Callable[[], str]) 
 
 def test_text_is_as_it_was_told(said: Callable[[], str]) -> None:
     set_up_log("text", "info", "api")
-    tell("warning: it is late")
+    print_notice("warning: it is late")
     logging.getLogger("octavo.x").info("heard")
     assert said() == "warning: it is late\noctavo.x: heard\n"
 

@@ -18,9 +18,21 @@ from pathlib import Path
 
 import pytest
 
-from octavo.observe import log_lines, log_queue
-from octavo.observe.log_lines import SHARE, TOLD, close_log, num_dropped_lines, set_up_log, tell
-from octavo.observe.log_queue import MAX_BYTES, MAX_LINES, LogQueue, QueuedStream, stderr_of_children, writer_of
+from octavo.observe import log as log_module
+from octavo.observe.log import (
+    MAX_BYTES,
+    MAX_LINES,
+    NOTICES,
+    STATEMENT_LINES,
+    LogQueue,
+    QueuedStream,
+    close_log,
+    num_dropped_lines,
+    print_notice,
+    set_up_log,
+    stderr_of_children,
+    writer_of,
+)
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 
@@ -181,7 +193,7 @@ def test_a_pipe_that_does_not_block_is_waited_for(pipe: Pipe) -> None:
 
 
 def test_notices_come_at_intervals(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_queue, "NOTICE_S", 0.3)
+    monkeypatch.setattr(log_module, "NOTICE_S", 0.3)
     queue = queue_on(pipe)
     queue.drop()
     assert pipe.read("dropped\n") == "1 dropped\n"
@@ -223,7 +235,7 @@ def test_the_stream_passes_whole_lines_on() -> None:
 
 @pytest.fixture
 def log() -> Iterator[None]:
-    root, told = logging.getLogger(), logging.getLogger(TOLD)
+    root, told = logging.getLogger(), logging.getLogger(NOTICES)
     kept = root.handlers[:], root.level, told.level
     root.handlers[:] = []
     yield
@@ -234,28 +246,28 @@ def log() -> Iterator[None]:
 @pytest.mark.usefixtures("log")
 def test_a_statement_that_floods_is_cut_and_others_are_not(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_log("text", "info", "api")
-    for number in range(5 * SHARE):
+    for number in range(5 * STATEMENT_LINES):
         logging.getLogger("octavo.x").info("flood %d", number)
     logging.getLogger("octavo.x").info("another")
-    for _ in range(2 * SHARE):
-        tell("told")
-    assert num_dropped_lines() == 4 * SHARE
+    for _ in range(2 * STATEMENT_LINES):
+        print_notice("told")
+    assert num_dropped_lines() == 4 * STATEMENT_LINES
     close_log()
     said = capsys.readouterr().err
     lines = said.splitlines()
-    assert sum("flood" in line for line in lines) == SHARE and lines.count("told") == 2 * SHARE
+    assert sum("flood" in line for line in lines) == STATEMENT_LINES and lines.count("told") == 2 * STATEMENT_LINES
     assert "octavo.x: another" in lines
-    assert sum(map(int, re.findall(r"(\d+) log lines dropped: too many", said))) == 4 * SHARE
+    assert sum(map(int, re.findall(r"(\d+) log lines dropped: too many", said))) == 4 * STATEMENT_LINES
 
 
 @pytest.mark.usefixtures("log")
 def test_a_share_is_had_anew(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_lines, "SHARE_S", 0.0)
+    monkeypatch.setattr(log_module, "STATEMENT_S", 0.0)
     set_up_log("text", "info", "api")
-    for _ in range(2 * SHARE):
+    for _ in range(2 * STATEMENT_LINES):
         logging.getLogger("octavo.x").info("x")
     close_log()
-    assert capsys.readouterr().err.count("x: x") == 2 * SHARE
+    assert capsys.readouterr().err.count("x: x") == 2 * STATEMENT_LINES
 
 
 @pytest.mark.usefixtures("log")
@@ -277,7 +289,7 @@ def test_a_process_ends_though_a_thread_logs_to_an_unread_stderr(pipe: Pipe, is_
     """Once the queue had closed the thread wrote to the real stderr, holding the lock that logging takes at the end."""
     program = (
         "import logging, threading\n"
-        "from octavo.observe.log_lines import set_up_log\n"
+        "from octavo.observe.log import set_up_log\n"
         "set_up_log('text', 'info', 'api')\n"
         "log, begun = logging.getLogger('octavo.x'), threading.Event()\n"
         "def flood():\n"
@@ -307,7 +319,7 @@ CRASH = "import faulthandler, os; faulthandler.enable(); os.kill(os.getpid(), 11
 def test_a_child_that_crashes_ends_though_nobody_reads_its_stacks(pipe: Pipe) -> None:
     program = (
         "import os, subprocess, sys\n"
-        "from octavo.observe.log_queue import stderr_of_children\n"
+        "from octavo.observe.log import stderr_of_children\n"
         f"child = subprocess.Popen([sys.executable, '-c', {CRASH!r}], stderr=stderr_of_children())\n"
         "print(child.wait(20), os.get_blocking(2))"
     )
@@ -321,7 +333,7 @@ def test_a_child_that_crashes_ends_though_nobody_reads_its_stacks(pipe: Pipe) ->
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_standard_streams_that_are_closed_are_opened_on_nothing(closed: str) -> None:
     program = (
-        "import os, sys; from octavo.observe.log_queue import open_missing_streams; open_missing_streams(); "
+        "import os, sys; from octavo.observe.log import open_missing_streams; open_missing_streams(); "
         "print('unseen', file=sys.stderr); sys.exit(os.open('/dev/null', 0) < 3 or os.fstat(2).st_rdev == 0)"
     )
     command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]
@@ -330,5 +342,5 @@ def test_standard_streams_that_are_closed_are_opened_on_nothing(closed: str) -> 
 
 def test_no_pipe_is_opened_where_stderr_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as file:
-        monkeypatch.setattr(log_queue, "_STDERR", file.fileno())
+        monkeypatch.setattr(log_module, "_STDERR", file.fileno())
         assert stderr_of_children() is None

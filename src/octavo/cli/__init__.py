@@ -17,7 +17,7 @@ from octavo.cli.hide_keys import hide_keys
 from octavo.config.spelling import unknown
 from octavo.errors import InvariantError, OctavoError
 from octavo.machine import needing_torch
-from octavo.observe.log_queue import open_missing_streams
+from octavo.observe.log import open_missing_streams
 
 # command words -> (module with add_arguments and run, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {

@@ -29,7 +29,7 @@ from octavo.errors import OctavoError
 from octavo.frontend.journal import open_journal
 from octavo.frontend.open_requests import LedgerObserver
 from octavo.machine import needing_memory
-from octavo.observe.log_lines import set_up_log, tell
+from octavo.observe.log import print_notice, set_up_log
 from octavo.server.event_loop import new_event_loop
 
 EXIT_ERROR = 2  # as every command's
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, start_engine: StartEngine = Kep
         with needing_memory("octavo serve", 0):
             return run(task, Place(listener, lambda word: _tell(args.status, word)), start_engine)
     except OctavoError as error:
-        tell(f"error: {error}")
+        print_notice(f"error: {error}")
         return EXIT_ERROR
 
 

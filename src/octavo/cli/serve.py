@@ -24,8 +24,7 @@ from octavo.engine import scratch
 from octavo.errors import ConfigError, InvariantError, OctavoError
 from octavo.frontend.restarts import RestartBudget
 from octavo.frontend.supervisor import READY, ChildSpec, Supervisor
-from octavo.observe.log_lines import close_log, set_up_log, tell
-from octavo.observe.log_queue import stderr_of_children
+from octavo.observe.log import close_log, print_notice, set_up_log, stderr_of_children
 from octavo.observe.otel import check_endpoint
 from octavo.observe.recording.recorder import prepare_folder
 from octavo.server.listener import PortInUseError, open_socket, url_of
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     except InvariantError:
         raise
     except OctavoError as error:
-        tell(f"error: {error}")
+        print_notice(f"error: {error}")
         return EXIT_ERROR
     finally:
         close_log()
@@ -102,18 +101,18 @@ def _supervise(task: ApiTask, listener: socket.socket, home: Home) -> int:
     has_file = task.config.serving.api_key_file is not None
     passed = (signal.SIGHUP,) if has_file else ()
     child = ChildSpec(COMMAND, listener.fileno(), make_line, drain_s, passed, stderr=stderr_of_children())
-    return Supervisor(child, RestartBudget(), tell, lambda: notify("READY=1")).run()
+    return Supervisor(child, RestartBudget(), print_notice, lambda: notify("READY=1")).run()
 
 
 def _run_here(task: ApiTask, listener: socket.socket) -> int:
     from octavo.cli.api_process import Place, run  # heavy: the supervisor does without
     from octavo.cli.engines import InProcessEngine
 
-    def tell(word: bytes) -> None:
+    def report(word: bytes) -> None:
         if word == READY:
             notify("READY=1")
 
-    return run(task, Place(listener, tell), InProcessEngine.start)
+    return run(task, Place(listener, report), InProcessEngine.start)
 
 
 def _name(config: Config) -> str:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from octavo.cli.startup import limit_remarks
 from octavo.config import Config
 from octavo.executors.protocol import Capacity
-from octavo.observe.log_lines import tell
+from octavo.observe.log import print_notice
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def reason_of(error: Exception) -> str:
 def say(*lines: str) -> None:
     """Print lines to stderr, as the log is written; stdout is for answers."""
     for line in lines:
-        tell(line)
+        print_notice(line)
 
 
 def warn_limits(config: Config, capacity: Capacity) -> None:

@@ -25,7 +25,7 @@ from octavo.engine.scratch import PAGE_NAME
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import ConfigError, OctavoError
 from octavo.executors.protocol import Capacity
-from octavo.observe.log_lines import num_dropped_lines, set_up_log
+from octavo.observe.log import num_dropped_lines, set_up_log
 
 CONNECT_TIMEOUT_S = 30.0
 EXIT_FAILED = 1  # the engine could not be opened; the parent was told why

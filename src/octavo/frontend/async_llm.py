@@ -73,7 +73,7 @@ class AsyncEngine:
     ) -> RequestOutput:
         """Return the whole answer; options are those of Sessions.submit. Cancelled with the task that awaits it.
 
-        `on_delta` sees every delta as it comes; if it raises, this request ends with an error, and only it.
+        `on_delta` gets every delta; if it raises, this request ends with an error, and only it.
         """
         text, session = await self._open(prompt, sampling_params, options, is_streamed=on_delta is not None)
         try:
@@ -100,7 +100,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt, delta by delta; leaving the loop early (and closing it) cancels the request.
 
-        Choices come interleaved, beams at the end. Raises InvalidRequestError for best_of > n.
+        Choices are interleaved, beams are given at the end. Raises InvalidRequestError for best_of > n.
         """
         _, session = await self._open(prompt, sampling_params, options, is_streamed=True)
         try:

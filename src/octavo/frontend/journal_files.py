@@ -194,7 +194,7 @@ def _checksum(length: int, body: bytes | memoryview) -> int:
 class Contents:
     """A segment as read: its whole records, and where and why reading stopped before the end, if it did.
 
-    `is_torn`: only the last record is incomplete, which is what a sudden end of the writer leaves behind.
+    `is_torn`: only the last record is incomplete, as after a crash of the writer.
     """
 
     records: tuple[Record, ...]

@@ -43,10 +43,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text and ids of one choice. `finish_reason`, stop_reason and error come with the choice's last only.
+    """New text and ids of one choice. `finish_reason`, stop_reason and error are set on the last delta of the choice only.
 
-    Text lags behind the ids while a character or a possible stop string is incomplete. `logprobs` is None or
-    aligned with token_ids. `error` says what went wrong, for reasons other than STOP and LENGTH. `usage` comes with
+    Text is delayed while a character or a possible stop string is incomplete. `logprobs` is None or
+    aligned with token_ids. `error` says what went wrong, for reasons other than STOP and LENGTH. `usage` is set on
     the last delta of the whole request. `cumulative_logprob`, with a choice's last delta, is the sum over all its ids
     where each one's log-probability is known. `prompt_logprobs` are some of the prompt's (first position, entries),
     before any of the answer; `pooled`, with the last delta where requested, is the state after the prompt (float32).
@@ -143,7 +143,7 @@ class CompletionOutput:
     """One choice of an answer. `finish_reason` is "stop", "length", "cancelled", "timeout" or "error".
 
     `stop_reason` is the stop string or stop id that ended it (None for end of sequence); `message` says what
-    went wrong. `logprobs` is aligned with token_ids, or None when not asked for.
+    went wrong. `logprobs` is aligned with token_ids, or None where not requested.
     `cumulative_logprob` is the sum of the tokens' log-probabilities, None where they are not known.
     """
 
@@ -161,7 +161,7 @@ class CompletionOutput:
 class RequestOutput:
     """The answer to one prompt, its choices in order of their index. `prompt` is None for a prompt given as ids.
 
-    `prompt_logprobs` has one entry per prompt token, None for the first, or is None when not asked for.
+    `prompt_logprobs` has one entry per prompt token, None for the first, or is None where not requested.
     """
 
     request_id: str

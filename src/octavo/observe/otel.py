@@ -1,6 +1,6 @@
 """Tracer: sends RequestTraces to an OpenTelemetry collector (the extra `otel`; OTLP over HTTP).
 
-Owns: the package's provider, and what becomes of a trace there. Does not: measure.
+Owns: the package's provider, and the spans made of a trace. Does not: measure.
 Invariant: off, nothing of the package is imported; on, a slow or absent collector costs a bounded queue in another
 thread and never a request. Format: OpenTelemetry Protocol, W3C Trace Context, semantic conventions for generative AI.
 """
@@ -16,12 +16,12 @@ from octavo.errors import ConfigError
 from octavo.observe.request_trace import RequestTrace
 
 _NEEDS = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-CLOSE_S = 3  # for what is still to be sent at the end
+CLOSE_S = 3  # for sending what is left at the end
 _NS = 1_000_000_000
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Refuse an endpoint that is none, or a missing package. Raises ConfigError."""
+    """Refuse an endpoint that is no URL, or a missing package. Raises ConfigError."""
     if endpoint is None:
         return
     parts = urlsplit(endpoint)
@@ -30,11 +30,11 @@ def check_endpoint(endpoint: str | None) -> None:
             f"--otlp-traces-endpoint is {endpoint!r}; give a URL of OTLP over HTTP, such as "
             "http://127.0.0.1:4318/v1/traces"
         )
-    if not all(_is_there(name) for name in _NEEDS):
+    if not all(_is_installed(name) for name in _NEEDS):
         raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry; install it with: pip install 'octavo[otel]'")
 
 
-def _is_there(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of a parent package
@@ -42,7 +42,7 @@ def _is_there(name: str) -> bool:
 
 
 class Tracer:
-    """Takes finished traces. `endpoint` None: it takes none."""
+    """Sends finished traces; with `endpoint` None it drops them."""
 
     def __init__(self, endpoint: str | None) -> None:
         check_endpoint(endpoint)
@@ -68,7 +68,7 @@ class Tracer:
         self._tracer = self._provider.get_tracer("octavo", version)
 
     def send(self, trace: RequestTrace) -> None:
-        """Hand a finished trace over; it is sent later, by another thread."""
+        """Queue a finished trace; another thread sends it."""
         if not self.is_on or trace.end is None:
             return
         api = self._api

@@ -38,7 +38,7 @@ class Timed:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One HTTP request. `parent` are its traceparent and tracestate headers, as they came."""
+    """One HTTP request. `parent` has its traceparent and tracestate headers, as received."""
 
     name: str
     start: float
@@ -51,7 +51,7 @@ class RequestTrace:
     _reasons: list[str] = field(default_factory=list)
 
     def timed(self, times: Timed, reason: str) -> None:
-        """Note the end of one prompt and how it ended."""
+        """Add the spans of one prompt that ended, and how it ended."""
         scheduled, first = times.arrival + times.queue_s, times.arrival + times.ttft_s
         self.spans.append(TraceSpan("queue", times.arrival, scheduled))
         self.spans.append(
@@ -65,7 +65,7 @@ class RequestTrace:
         self._reasons.append(reason)
 
     def finish(self, now: float) -> None:
-        """Everything is known: sum up. The first call counts."""
+        """Set the totals; only the first call has an effect."""
         if self.end is not None:
             return
         self.end = now

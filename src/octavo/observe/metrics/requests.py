@@ -122,7 +122,7 @@ class RequestMetrics:
         self._longest = add(
             "octavo_request_max_num_generation_tokens", "tokens of a request's longest choice", usual=TOKENS
         )
-        self._max_tokens = add("octavo_request_params_max_tokens", "max_tokens asked for", usual=TOKENS)
+        self._max_tokens = add("octavo_request_params_max_tokens", "max_tokens of a request", usual=TOKENS)
         self._n = add("octavo_request_params_n", "choices made for a request", _COUNTS, usual=TOKENS)
 
     def _counter(self, name: str, text: str, *vllm: str, by: str = "") -> prometheus_client.Counter:

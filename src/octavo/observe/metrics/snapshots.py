@@ -185,7 +185,7 @@ class SnapshotMetrics:
                 path = f"{section}.{series.path}" if section else series.path
                 values = list(_find(self._snapshots, path.split(".")))
                 if not values and not any(_find(self._snapshots, path.removesuffix(".*").split("."))):
-                    continue  # else a family without samples yet, whose type is told
+                    continue  # else a family without samples yet, whose type is exported
                 own = {"model_name": self._model} if series.has_model else {}
                 if series.name:
                     yield _family(series, series.name, own, values)

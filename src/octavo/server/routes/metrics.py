@@ -11,7 +11,7 @@ from prometheus_client.exposition import generate_latest
 from starlette.responses import Response
 
 from octavo.errors import EngineError
-from octavo.observe.log_lines import num_dropped_lines
+from octavo.observe.log import num_dropped_lines
 from octavo.observe.metrics.snapshots import SnapshotMetrics, engine_snapshot, retry_snapshot
 from octavo.server.auth import KEY
 from octavo.server.context import context_of
