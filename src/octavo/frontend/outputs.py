@@ -43,7 +43,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text and ids of one choice. `finish_reason`, stop_reason and error are set on the last delta of the choice only.
+    """New text and ids of one choice. Its last delta alone has `finish_reason`, `stop_reason` and `error`.
 
     Text is delayed while a character or a possible stop string is incomplete. `logprobs` is None or
     aligned with token_ids. `error` says what went wrong, for reasons other than STOP and LENGTH. `usage` is set on
