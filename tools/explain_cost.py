@@ -35,7 +35,7 @@ class Load:
 
     def fill(self, num_open: int) -> None:
         """Admit requests up to that number."""
-        while len(self.scheduler._state.requests) < num_open:
+        while self.scheduler.num_running + self.scheduler.num_waiting < num_open:  # each has one sequence
             params = SamplingParams(max_tokens=self._rng.randrange(50, 300), temperature=0.0)
             length = self._rng.randrange(50, 500)
             request = Request(f"r{self.num_requests}", None, params, self.now, num_prompt_tokens=length)
@@ -73,7 +73,7 @@ def main() -> int:
     load.fill(LIMITS.max_sequences + args.waiting)
     load.step()
     load.step()
-    last = load.scheduler._state.waiting.in_order()[-1].name
+    last = f"r{load.num_requests - 1}"
     for what, argument in (("first_ask_ms", last), ("next_ask_ms", last), ("list_all_ms", "")):
         begun = time.thread_time()
         load.explainer.answer(argument)

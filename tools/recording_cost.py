@@ -37,8 +37,9 @@ def loaded(scheduler: Scheduler, rows: int) -> Scheduler:
     for index in range(rows):
         ids = array("i", [(index * 131 + at * 7) % 30_000 for at in range(100 + index % 16)])
         scheduler.admit(Request(f"r{index}", ids, SamplingParams(max_tokens=4000), eos_token_ids=(2,)), 0.0)
-    while any(entry.status == 0 or not entry.is_decoding for entry in scheduler._state.requests.values()):
+    while scheduler.num_running < rows:
         step(scheduler)
+    step(scheduler)  # the rest of a prompt that came in parts
     return scheduler
 
 
