@@ -232,7 +232,7 @@ class Driver:
     def explain(self) -> None:
         for name in self.open_ids()[:3]:
             found = self.run.scheduler.explain(name, self.run.now)
-            assert found is None or found.text()  # None: it has ended, and the event is still to be told
+            assert found is None or found.name == name  # None: it has ended, and its event was not taken yet
 
     def pause(self) -> None:
         if self.run.is_paused:

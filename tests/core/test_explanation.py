@@ -12,11 +12,11 @@ from tests.core.policy.test_order import ALL
 from tests.core.random_driver import Driver
 from tests.core.test_budgets import PROVOKED
 
-from octavo.core.explaining import explain_all
-from octavo.core.explanation import Explanation, Standing
+from octavo.core.explain import Explanation, Standing, explain_all
 from octavo.core.plan import EventKind, StepPlan, WaitReason
 from octavo.core.policy import Policy, create_policy
 from octavo.core.request import RequestState, Status
+from octavo.observe.explain import plain_values, sentence, unit
 
 # No numbers go with these: they are about somebody else, or about a moment.
 WORDLESS = {WaitReason.BEHIND, WaitReason.BARRIER, WaitReason.PAUSED, WaitReason.MODALITY, WaitReason.COMPOSITION,
@@ -36,8 +36,8 @@ def check(run: Run, one: Explanation) -> None:
     """An explanation says what the state is."""
     state = run.scheduler._state
     entry = state.requests[one.name]
-    assert one.text().startswith(f"{one.name} ") and one.name not in one.text(is_named=False).split()
-    json.dumps(one.values())
+    assert sentence(one).startswith(f"{one.name} ") and one.name not in sentence(one, is_named=False).split()
+    json.dumps(plain_values(one))
     if entry.status == Status.RUNNING:
         assert (one.position, one.behind, one.ahead, one.room) == (0, None, (), ())
         assert one.state is (Standing.DECODE if entry.is_decoding else Standing.PREFILL)
@@ -58,7 +58,7 @@ def check(run: Run, one: Explanation) -> None:
         assert one.shortage is not None and one.shortage.reason is one.reason and not one.is_first_short
     shortage = one.shortage
     if shortage is not None and shortage.reason not in WORDLESS:
-        assert shortage.needed > shortage.available >= 0 and shortage.unit
+        assert shortage.needed > shortage.available >= 0 and unit(shortage)
         assert shortage.available <= shortage.limit or not shortage.limit
     for group, room in enumerate(one.room):
         pool = state.cache.pools[group]
@@ -95,7 +95,7 @@ def test_S20_every_reason_is_explained_with_its_numbers(reason: WaitReason) -> N
         for one in explain_all(run.scheduler._state, run.now):
             check(run, one)
             if reason in (one.reason, one.shortage and one.shortage.reason):
-                texts.append(one.text())
+                texts.append(sentence(one))
 
     after_each_plan(run, look)
     if reason is WaitReason.PAUSED:
@@ -137,13 +137,13 @@ def test_S20_lacking_blocks_is_told_with_all_that_counts() -> None:
     assert (first.state, first.position, first.reason) == (Standing.WAITING, 1, WaitReason.HEADROOM)
     (room,) = first.room
     assert (room.total, room.needed, room.free, room.headroom, room.short) == (16, 6, 8, 4, 2)
-    assert first.text() == (
+    assert sentence(first) == (
         "r1 waits at position 1 of 2: headroom: needs 6 blocks, 8 free, 0 evictable, 4 kept as headroom"
     )
     assert (second.position, second.reason, second.behind, second.is_first_short) == (2, WaitReason.BEHIND, "r1", True)
     lacks = "the first in line lacks headroom: needs 10 of 16 blocks, 8 left"
-    assert second.text() == f"r2 waits at position 2 of 2, behind r1: behind; {lacks}"
-    assert "r1" not in second.text(is_named=False)
+    assert sentence(second) == f"r2 waits at position 2 of 2, behind r1: behind; {lacks}"
+    assert "r1" not in sentence(second, is_named=False)
     assert [(ahead.name, ahead.why) for ahead in second.ahead] == [("r1", "arrival 2")]
     run.finish()
 
@@ -152,11 +152,11 @@ def test_S20_an_explanation_of_what_runs() -> None:
     run = Run(limits(max_batch_tokens=8))
     run.admit(prompt(12, 1), 4)
     run.step()
-    assert told(run, "r0").text() == "r0 is prefilling: 8 of 12 known tokens computed, 2 blocks held"
+    assert sentence(told(run, "r0")) == "r0 is prefilling: 8 of 12 known tokens computed, 2 blocks held"
     run.step()
     decoding = told(run, "r0")
     assert (decoding.state, decoding.work.num_outputs, decoding.work.max_tokens) == (Standing.DECODE, 1, 4)
-    assert decoding.text() == "r0 is decoding: 12 of 13 known tokens computed, 3 blocks held"
+    assert sentence(decoding) == "r0 is decoding: 12 of 13 known tokens computed, 3 blocks held"
     run.finish()
     assert run.scheduler.explain("r0") is None
 
@@ -168,7 +168,7 @@ def test_S20_a_preempted_request_says_that_it_was() -> None:
     run.until(lambda: bool(run.records["r1"].of_kind(EventKind.PREEMPTED)))
     one = told(run, "r1")
     assert one.state is Standing.PREEMPTED and one.num_preemptions == 1
-    assert one.text().startswith("r1 waits (preempted once) at position 1 of 1: ")
+    assert sentence(one).startswith("r1 waits (preempted once) at position 1 of 1: ")
     run.finish()
 
 
@@ -181,7 +181,7 @@ def test_S20_a_request_put_back_after_a_failed_step_is_not_called_preempted() ->
     run.fail(plan)
     one = told(run, "r0")
     assert one.num_preemptions == 0
-    assert one.text().startswith("r0 waits (put back after a failure) at position 1 of 1: ")
+    assert sentence(one).startswith("r0 waits (put back after a failure) at position 1 of 1: ")
     figures = run.scheduler.statistics()
     assert (figures.num_preemptions, figures.num_requeued) == (0, 1)
     run.finish()
@@ -192,7 +192,7 @@ def test_S20_whoever_was_not_looked_at_yet_is_told_so() -> None:
     run.admit(prompt(4, 1), 4, deadline=9.0, queue_timeout=2.0)
     one = told(run, "r0")
     assert (one.reason, one.shortage, one.deadline, one.queue_until) == (None, None, 9.0, 2.0)
-    assert one.text() == "r0 waits at position 1 of 1: not looked at yet"
+    assert sentence(one) == "r0 waits at position 1 of 1: not looked at yet"
     run.finish()
 
 
@@ -208,7 +208,7 @@ def test_S20_nobody_passes_the_barrier_and_everybody_is_told_who_that_is() -> No
     barrier, last = told(run, "r1"), told(run, "r3")
     assert (barrier.reason, barrier.num_bypassed, barrier.max_bypass) == (WaitReason.SEQUENCE_CAP, 1, 1)
     assert (last.reason, last.behind, last.is_first_short) == (WaitReason.BARRIER, "r1", True)
-    assert last.text().endswith("needs 3 of 3 sequences, 1 left")
+    assert sentence(last).endswith("needs 3 of 3 sequences, 1 left")
     run.finish()
 
 

@@ -19,8 +19,7 @@ from octavo.core.admit import Admitter
 from octavo.core.branching import add_sequences
 from octavo.core.commit import commit_step
 from octavo.core.drafts import Drafter, add_drafts, allows
-from octavo.core.explaining import explain, explain_all
-from octavo.core.explanation import Explanation
+from octavo.core.explain import Explanation, explain, explain_all
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.queues import rerank

@@ -1,6 +1,6 @@
 """Read-only snapshots of the scheduler's state, for gauges, frames and forecasts.
 
-Owns: the records and how they are read. Does not: change anything, or explain a wait (explaining does).
+Owns: the records and how they are read. Does not: change anything, or explain a wait (explain does).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from array import array
 from typing import NamedTuple
 
 from octavo.core.admit import needed_blocks
-from octavo.core.explaining import find_barrier, reason_of, shortage_of
+from octavo.core.explain import find_barrier, reason_of, shortage_of
 from octavo.core.kv.effects import NO_BLOCK
 from octavo.core.kv.pool import BlockPool
 from octavo.core.plan import WaitReason

@@ -1,6 +1,6 @@
 """Explainer: answers `explain` for one request or all open ones, also for a while after the end.
 
-Owns: the answer as plain JSON values: where a request is (core.explaining), when its next token is expected
+Owns: the answer as plain JSON values: where a request is (core.explain), when its next token is expected
 (forecast), and what happened to it so far (history). Does not: decide, or fold events.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo.core.explanation import Explanation, Standing, shortage_text, times, word
+from octavo.core.explain import Explanation, Standing
 from octavo.core.plan import Event, EventKind
+from octavo.observe.explain import plain_values, reason_name, sentence, shortage_text, times
 from octavo.observe.forecast import NEW_REQUEST, Forecaster
 from octavo.observe.history import PHASES, History, RequestHistory
 
@@ -56,8 +57,8 @@ class Explainer:
         if explanation.state is not Standing.DECODE:
             values["prediction"], text = self._predict(explanation)
             expected = f"; {text}"
-        values["text"] = explanation.text() + expected
-        values["public_text"] = explanation.text(is_named=False) + expected
+        values["text"] = sentence(explanation) + expected
+        values["public_text"] = sentence(explanation, is_named=False) + expected
         return values | _past(history, now)
 
     def _all(self, now: float) -> dict[str, object]:
@@ -72,7 +73,7 @@ class Explainer:
                     "tenant": one.tenant,
                     "state": one.state.value,
                     "position": one.position,
-                    "reason": word(one.reason),
+                    "reason": reason_name(one.reason),
                     "lacks": lacks,
                     "behind": one.behind,
                     "age_s": now - one.arrival,
@@ -119,7 +120,7 @@ def unknown(name: str) -> dict[str, object]:
 
 def _plain(explanation: Explanation, now: float) -> dict[str, object]:
     """Return an explanation's values, with times as seconds from now, and those of `work` beside the rest."""
-    values = explanation.values()
+    values = plain_values(explanation)
     work = values.pop("work")
     assert isinstance(work, dict)
     del values["now"], values["arrival"]

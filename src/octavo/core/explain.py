@@ -1,0 +1,318 @@
+"""Explanations: where a request is, why it waits, and the numbers of that, as typed facts.
+
+Owns: the record and how it is read off the state. Does not: change anything, put it into words (observe.explain does),
+or know what was before (the histories in observe do). For people: O(waiting log waiting), never called by a step.
+Invariants: the room of a waiting request is counted by admission's own measure, so a request that was refused for
+blocks is short of blocks here until one is released. No other request is named but in `behind` and `ahead`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from octavo.core.admit import growth_blocks, needed_blocks, swapped_blocks
+from octavo.core.kv.host_tier import distinct_blocks
+from octavo.core.plan import WaitReason
+from octavo.core.request import RequestState, Status
+from octavo.core.state import State
+
+NUM_AHEAD = 5  # requests named of those ahead
+_BLOCKS = frozenset({WaitReason.KV_BLOCKS, WaitReason.HEADROOM, WaitReason.SWAP_SPACE})
+
+
+class Standing(Enum):
+    """What a request is doing."""
+
+    WAITING = "waiting"  # never ran
+    PREEMPTED = "preempted"  # waits again, and will be computed anew
+    SWAPPED = "swapped"  # waits again, its KV on the host
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What a request was refused for when admission last looked at it, in step `step`.
+
+    `limit` is how much of it there is in all; 0 if that means nothing.
+    """
+
+    reason: WaitReason
+    needed: int = 0
+    available: int = 0
+    limit: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """One group of the KV pool as a waiting request meets it now, in blocks.
+
+    The request needs `needed` beside the `found` that it would share. Of `total`, `free` hold nothing and `evictable`
+    an unused prefix (not this request's). `promised` are for prompts in progress; `headroom` and `growth` stay free for
+    what runs.
+    """
+
+    group: int
+    total: int
+    needed: int
+    found: int
+    free: int
+    evictable: int
+    promised: int
+    headroom: int
+    growth: int
+
+    @property
+    def short(self) -> int:
+        """Blocks that are lacking; 0 or less if the request would fit."""
+        return self.needed + self.promised + self.headroom + self.growth - self.free - self.evictable
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A request before this one in the queue, and what gives it that place."""
+
+    name: str
+    tenant: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The size of a request, over all its sequences; blocks that they share count once.
+
+    `num_computed` of `num_known` tokens (prompt and outputs) are in the KV pool; `cached_tokens` were found there at
+    its first admission. `num_outputs` are out, of at most `max_tokens` for each choice.
+    """
+
+    num_prompt_tokens: int = 0
+    num_known: int = 0
+    num_computed: int = 0
+    num_outputs: int = 0
+    max_tokens: int = 0
+    cached_tokens: int = 0
+    num_blocks: int = 0
+    num_host_blocks: int = 0
+    num_choices: int = 1
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where one request is at `now`. Times are in seconds on the scheduler's clock.
+
+    `position` counts from 1 among `num_waiting`, and is 0 for a request that runs. `reason` is why it waits, None until
+    admission first looked at it; `shortage` has the numbers: its own, or those of the request that it waits behind
+    (`is_first_short`). `behind` is the request right before it, or the barrier that none may pass; `ahead` are the
+    first few in the queue. `why` is its place in the policy's order, which is `rule`. `num_bypassed` counts steps in
+    which a later request was admitted before it; at `max_bypass` none is.
+    """
+
+    name: str
+    tenant: str
+    state: Standing
+    now: float
+    arrival: float
+    position: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    reason: WaitReason | None = None
+    shortage: Shortage | None = None
+    is_first_short: bool = False
+    room: tuple[Room, ...] = ()
+    behind: str | None = None
+    ahead: tuple[Ahead, ...] = ()
+    policy: str = ""
+    rule: str = ""
+    why: str = ""
+    num_bypassed: int = 0
+    max_bypass: int = 0
+    work: Work = field(default_factory=Work)
+    num_preemptions: int = 0
+    deadline: float | None = None
+    queue_until: float | None = None
+
+
+def explain(state: State, request_id: str, now: float) -> Explanation | None:
+    """Explain an open request; None for one that is unknown or has ended."""
+    entry = state.requests.get(request_id)
+    if entry is None:
+        return None
+    if entry.status == Status.RUNNING:
+        return _explain(state, entry, now)
+    order = state.waiting.in_order()
+    return _explain_waiting(state, entry, now, order, order.index(entry))
+
+
+def explain_all(state: State, now: float, most: int | None = None) -> list[Explanation]:
+    """Explain every open request: those that wait, in order, then those that run; `most` of each.
+
+    O(requests log requests), and a look into the cache for each that lacked blocks.
+    """
+    order = state.waiting.in_order()
+    waiting = [_explain_waiting(state, entry, now, order, place) for place, entry in enumerate(order[:most])]
+    return waiting + [_explain(state, entry, now) for entry in state.running.requests[:most]]
+
+
+def shortage_of(state: State, entry: RequestState) -> Shortage | None:
+    """Return what an open request was last refused for, or None. O(1)."""
+    if entry.wait_reason < 0:
+        return None
+    reason = WaitReason(entry.wait_reason)
+    needed, available, step = entry.wait_numbers
+    return Shortage(reason, needed, available, _limit(state, reason), step)
+
+
+def reason_of(state: State, entry: RequestState, barrier: RequestState | None) -> WaitReason:
+    """Return why a waiting request waits now. O(1)."""
+    if state.is_paused:
+        return WaitReason.PAUSED
+    if barrier is not None and barrier is not entry:
+        return WaitReason.BARRIER
+    return WaitReason.BEHIND if entry.wait_reason < 0 else WaitReason(entry.wait_reason)
+
+
+def find_barrier(state: State) -> RequestState | None:
+    """Return the first request that was passed over too often: no other is admitted before it."""
+    bound = state.limits.max_bypass
+    overdue = [one for one in state.overdue if one.status == Status.WAITING and one.num_bypassed >= bound]
+    return min((one for one in overdue if not one.in_flight), key=lambda one: one.rank, default=None)
+
+
+def _explain(state: State, entry: RequestState, now: float) -> Explanation:
+    """Explain a running request, and of a waiting one what both have."""
+    request, shortage = entry.request, shortage_of(state, entry)
+    return Explanation(
+        entry.name,
+        request.tenant,
+        Standing.DECODE if entry.is_decoding else Standing.PREFILL,
+        now,
+        request.arrival,
+        num_waiting=len(state.waiting),
+        num_running=len(state.running),
+        reason=None if shortage is None else shortage.reason,
+        shortage=shortage,
+        policy=state.limits.policy,
+        rule=state.policy.rule(),
+        why=state.policy.why(entry),
+        num_bypassed=entry.num_bypassed,
+        max_bypass=state.limits.max_bypass,
+        work=_work(entry),
+        num_preemptions=entry.num_preemptions,
+        deadline=request.deadline,
+        queue_until=request.queue_until if entry.first_scheduled_at is None else None,
+    )
+
+
+def _explain_waiting(
+    state: State, entry: RequestState, now: float, order: Many[RequestState], place: int
+) -> Explanation:
+    """Explain a waiting request at its place in the queue's order."""
+    common, barrier = _explain(state, entry, now), find_barrier(state)
+    reason, shortage = reason_of(state, entry, barrier), common.shortage
+    before, blocker = (order[place - 1] if place else None), None
+    if reason == WaitReason.PAUSED:
+        shortage = None
+    elif reason == WaitReason.BARRIER:
+        before = blocker = barrier
+    elif reason == WaitReason.BEHIND:
+        blocker = order[0]
+    if blocker is not None:
+        shortage = shortage_of(state, blocker)
+    standing = Standing.WAITING if entry.first_scheduled_at is None else Standing.PREEMPTED
+    return replace(
+        common,
+        state=Standing.SWAPPED if entry.is_swapped else standing,
+        position=place + 1,
+        reason=None if reason == WaitReason.BEHIND and before is None else reason,
+        shortage=shortage,
+        is_first_short=blocker is not None and shortage is not None,
+        room=_rooms(state, entry) if reason in _BLOCKS else (),
+        behind=None if before is None else before.name,
+        ahead=tuple(
+            Ahead(one.name, one.request.tenant, state.policy.why(one)) for one in order[: min(place, NUM_AHEAD)]
+        ),
+    )
+
+
+def _rooms(state: State, entry: RequestState) -> tuple[Room, ...]:
+    """Return the pool as a waiting request meets it, by admission's measure."""
+    cache, root = state.cache, entry.sequences[0]
+    has_company = bool(state.running.requests)
+    found, unreferenced = [0] * cache.num_groups, [0] * cache.num_groups
+    if entry.is_swapped:
+        needed = swapped_blocks(cache, entry, 1 if has_company else 0)
+    else:
+        match = cache.match(root, entry.match_cap(root))
+        found, unreferenced = match.num_held, match.num_unreferenced
+        needed = [max(0, peak - held) for peak, held in zip(needed_blocks(cache, entry), found, strict=True)]
+    promised = _promised(state)
+    keeps = has_company and entry.num_bypassed < state.limits.max_bypass
+    return tuple(
+        Room(
+            group,
+            pool.num_blocks,
+            needed[group],
+            found[group],
+            len(pool.plain),
+            len(pool.cached) - unreferenced[group],
+            promised[group],
+            state.headroom.floors[group] if keeps else 0,
+            growth_blocks(state, entry, group) if keeps else 0,
+        )
+        for group, pool in enumerate(cache.pools)
+    )
+
+
+def _promised(state: State) -> list[int]:
+    """Return the blocks per group that running sequences still need for known tokens (see Step.outstanding)."""
+    cache = state.cache
+    total = [0] * cache.num_groups
+    for request in state.running.requests:
+        for one in request.sequences:
+            if one.num_scheduled >= one.num_committed:
+                continue
+            held, least = cache.held_blocks(one), 0
+            if not one.is_entered:  # a choice that will share its prompt's blocks with the others
+                shared = (one.num_prompt - 1) // cache.block_size if cache.sharing else 0
+                held, least = [shared] * cache.num_groups, 1
+            for group, peak in enumerate(cache.peak_blocks(one.num_known)):
+                total[group] += max(least, peak - held[group])
+    return total
+
+
+def _limit(state: State, reason: WaitReason) -> int:
+    limits = state.limits
+    if reason in _BLOCKS or reason == WaitReason.FORK_BLOCKS:
+        return max(limits.num_blocks)
+    return {
+        WaitReason.TOKEN_BUDGET: state.token_budget.limit,
+        WaitReason.SEQUENCE_CAP: limits.max_sequences,
+        WaitReason.KV_READ_BUDGET: limits.max_kv_read,
+        WaitReason.ENCODER_BUDGET: limits.encoder_budget,
+        WaitReason.ADAPTER_SLOTS: limits.adapter_slots,
+        WaitReason.PARTIAL_PREFILL_CAP: limits.max_partial_prefills,
+    }.get(reason, 0)
+
+
+def _work(entry: RequestState) -> Work:
+    sequences = entry.sequences
+    histories = [one.track for one in sequences if one.track is not None]
+    return Work(
+        num_prompt_tokens=entry.request.num_prompt_tokens,
+        num_known=sum(one.num_known for one in sequences),
+        num_computed=sum(one.num_computed for one in sequences),
+        num_outputs=entry.num_ended_outputs + sum(one.num_outputs for one in sequences),
+        max_tokens=entry.max_tokens,
+        cached_tokens=entry.cached_tokens,
+        num_blocks=len(distinct_blocks([one.tables for one in sequences])),
+        num_host_blocks=len(distinct_blocks([one.host_tables for one in sequences])),
+        num_choices=len(sequences),
+        num_drafted=sum(history.num_drafted for history in histories),
+        num_accepted=sum(history.num_accepted for history in histories),
+    )
