@@ -27,7 +27,7 @@ _NO_CODE = {
 }  # fmt: skip
 # What of octavo.core others may import: the verbs, what crosses them, and the descriptions that others make for them.
 DOOR = {
-    "admission", "explanation", "kv.group", "kv.keys", "limits", "plan", "policy", "repeat", "request",
+    "admission", "explain", "kv.group", "kv.keys", "limits", "plan", "policy", "repeat", "request",
     "sampling_params", "scheduler", "statistics", "tap", "views",
 }  # fmt: skip
 _STATE = {"state", "_state"}
