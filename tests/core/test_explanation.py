@@ -16,7 +16,7 @@ from octavo.core.explain import Explanation, Standing, explain_all
 from octavo.core.plan import EventKind, StepPlan, WaitReason
 from octavo.core.policy import Policy, create_policy
 from octavo.core.request import RequestState, Status
-from octavo.observe.explain import plain_values, sentence, unit
+from octavo.observe.explainer import plain_values, sentence, unit
 
 # No numbers go with these: they are about somebody else, or about a moment.
 WORDLESS = {WaitReason.BEHIND, WaitReason.BARRIER, WaitReason.PAUSED, WaitReason.MODALITY, WaitReason.COMPOSITION,
@@ -37,7 +37,7 @@ def check(run: Run, one: Explanation) -> None:
     state = run.scheduler._state
     entry = state.requests[one.name]
     assert sentence(one).startswith(f"{one.name} ") and one.name not in sentence(one, is_named=False).split()
-    json.dumps(plain_values(one))
+    json.dumps(plain_values(one, run.now))
     if entry.status == Status.RUNNING:
         assert (one.position, one.behind, one.ahead, one.room) == (0, None, (), ())
         assert one.state is (Standing.DECODE if entry.is_decoding else Standing.PREFILL)

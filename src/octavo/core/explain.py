@@ -1,7 +1,7 @@
 """Explanations: where a request is, why it waits, and the numbers of that, as typed facts.
 
-Owns: the record and how it is read off the state. Does not: change anything, put it into words (observe.explain does),
-or know what was before (the histories in observe do). For people: O(waiting log waiting), never called by a step.
+Owns: the record and how it is read off the state. Does not: change anything, put it into words (observe.explainer
+does), or know what was before (observe.history does). For people: O(waiting log waiting), never called by a step.
 Invariants: the room of a waiting request is counted by admission's own measure, so a request that was refused for
 blocks is short of blocks here until one is released. No other request is named but in `behind` and `ahead`.
 """
