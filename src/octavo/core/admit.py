@@ -416,12 +416,8 @@ class Admitter:
             return step.defer(request, WaitReason.PARTIAL_PREFILL_CAP, 1)
         state.waiting.remove(request)
         step.enter_running(request)
-        sequences = [sequence for sequence in request.sequences if sequence.host_tables]
+        sequences = state.swap_in(request)
         num_tokens = sum(sequence.num_scheduled for sequence in sequences)
-        cache.swap_in(sequences)
-        request.is_swapped = False
-        state.num_swapped -= 1
-        state.totals.num_swapped_in_tokens += num_tokens
         for sequence in sequences:
             step.announce_with_table(sequence)
         state.policy.tell("admitted", request, 0)

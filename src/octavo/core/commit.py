@@ -78,7 +78,7 @@ class StepCommit:
         self._deduplicate(flight.published)
         for request in self.searching:
             self._advance(request)
-        if state.encoder.num_references:
+        if state.limits.encoder_budget:
             for sequence in flight.rows:
                 if sequence.request.request.spans:
                     state.encoder.commit(sequence.request.name, sequence.num_computed)

@@ -35,21 +35,24 @@ ANY = Turn()
 
 
 class Composition:
-    """The kind of step that is due."""
+    """The kind of step that is due. `is_mixed`: all kinds of row may share a step."""
 
-    __slots__ = ("_max_prefill_run", "_media_next", "_num_prefills", "_separates_media", "_separates_phases")
+    __slots__ = (
+        "_max_prefill_run",
+        "_media_next",
+        "_num_prefills",
+        "_separates_media",
+        "_separates_phases",
+        "is_mixed",
+    )
 
     def __init__(self, limits: Limits) -> None:
         self._separates_media = limits.separate_modalities
         self._separates_phases = limits.composition == "separate"
+        self.is_mixed = not (self._separates_media or self._separates_phases)
         self._max_prefill_run = limits.max_prefill_run
         self._media_next = False
         self._num_prefills = 0  # steps of prefills since the last one of decodes
-
-    @property
-    def is_mixed(self) -> bool:
-        """Return True if all kinds of row may share a step."""
-        return not (self._separates_media or self._separates_phases)
 
     def turns(self) -> list[Turn]:
         """Return the kinds of step in the order to try them: the first that has a row is planned."""

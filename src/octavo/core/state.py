@@ -92,7 +92,9 @@ class State:
         self.headroom = Headroom(share, limits.num_blocks)
         self.encoder = EncoderCache(limits.encoder_budget, limits.encoder_cache)
         self.adapters = AdapterSlots(limits.adapter_slots)
-        self.gates: tuple[Gate, ...] = (SequenceGate(self.sequence_budget), self.adapters)
+        self.gates: tuple[Gate, ...] = (SequenceGate(self.sequence_budget),)
+        if limits.adapter_slots:
+            self.gates += (self.adapters,)
         self.composition = Composition(limits)
         self.flight: deque[Flight] = deque()
         self.overdue: list[RequestState] = []  # bypassed too often: nothing is admitted before them (S10)
@@ -175,7 +177,8 @@ class State:
         sequence.stale = sequence.in_flight
         sequence.num_pending = 0
         self.cache.release(sequence)
-        self.encoder.release(request.name)  # the other choices take again what they need
+        if request.request.spans:
+            self.encoder.release(request.name)  # the other choices take again what they need
         slot = sequence.slot
         if slot >= 0:
             self._leave_slot(sequence)
@@ -250,6 +253,15 @@ class State:
             self.totals.num_swapped_out_tokens += num_tokens
             self.tell(EventKind.SWAPPED, request, now, num_tokens=num_tokens, by=by)
 
+    def swap_in(self, request: RequestState) -> list[Sequence]:
+        """Move a running request from the host to the device, where there is room; return its sequences."""
+        sequences = [sequence for sequence in request.sequences if sequence.host_tables]
+        self.cache.swap_in(sequences)
+        request.is_swapped = False
+        self.num_swapped -= 1
+        self.totals.num_swapped_in_tokens += sum(sequence.num_scheduled for sequence in sequences)
+        return sequences
+
     def unswap(self, request: RequestState) -> None:
         """Drop what a request has on the host: it will be recomputed, or has ended."""
         if request.is_swapped:
@@ -290,7 +302,8 @@ class State:
             self._leave_slot(sequence)
         self.free_slots.extend(request.spare_slots)
         request.spare_slots = []
-        self.encoder.release(request.name)
+        if request.request.spans:
+            self.encoder.release(request.name)
 
     def _leave_slot(self, sequence: Sequence) -> None:
         """Have the executor drop the sequence with the next plan; what it was still to be told of it is void."""

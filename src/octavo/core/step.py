@@ -59,8 +59,9 @@ class Step:
         self.tokens.renew()
         self.reads = state.read_budget
         self.reads.renew()
-        state.encoder.renew()
         self.limits_reads = bool(state.limits.max_kv_read)
+        if state.limits.encoder_budget:
+            state.encoder.renew()
         self.num_admitted = 0
         self.has_preempted = False
         self.has_cleared = False  # a request was preempted for a waiting one, which is admitted in the next step
@@ -313,6 +314,7 @@ class Step:
         """Return the plan, and enter it in flight unless it is empty."""
         state, effects = self.state, self.effects
         starts, counts = array("i", self.starts), array("i", self.counts)
+        has_encoder = bool(state.limits.encoder_budget)
         plan = StepPlan(
             state.step,
             self.now,
@@ -328,8 +330,8 @@ class Step:
             host_loads=effects.host_loads,
             freed_slots=state.freed_slots,
             id_edits=state.id_edits,
-            encode_jobs=state.encoder.take_jobs(),
-            encoder_frees=state.encoder.take_frees(),
+            encode_jobs=state.encoder.take_jobs() if has_encoder else (),
+            encoder_frees=state.encoder.take_frees() if has_encoder else (),
             new_sequences=tuple(self.new_sequences),
             finished_ids=tuple(state.finished_ids),
             preempted_ids=tuple(state.preempted_ids),
