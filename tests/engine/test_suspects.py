@@ -3,8 +3,16 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.step_limit import FIRST_PAUSE, MAX_PAUSE, MIN_TOKENS, StepLimit
-from octavo.engine.suspects import MAX_CULPRITS, MAX_FAILURES, MEMORY_TRIES, Suspects
+from octavo.engine.suspects import (
+    FIRST_PAUSE,
+    MAX_CULPRITS,
+    MAX_FAILURES,
+    MAX_PAUSE,
+    MEMORY_TRIES,
+    MIN_TOKENS,
+    StepLimit,
+    Suspects,
+)
 
 
 def search(names: list[str], culprits: set[str], max_rows: int) -> tuple[list[str], int]:

@@ -142,13 +142,13 @@ def test_no_field_of_a_core_type_is_forgotten() -> None:
 
 CAPACITY = Capacity((GroupSpec(GroupKind.SLIDING, 8, 64, (0, 2)),), (9,), 16, 4, 128, 97, notes=("a note",))
 SAMPLES: list[wire.ToEngine | wire.FromEngine] = [
-    wire.Cancel(1, ("a", "b"), FinishReason.STOP),
-    wire.Cancel(1, ("a",), FinishReason.STOP, 3),
+    wire.CancelRequests(1, ("a", "b"), FinishReason.STOP),
+    wire.CancelRequests(1, ("a",), FinishReason.STOP, 3),
     wire.Ask(1, 7, "statistics", ""),
     wire.Close(1),
     wire.Ready(1, wire.VERSION, CAPACITY),
     wire.Took(1, "a", 5, True),
-    wire.Failure(1, ErrorKind.ENGINE, "why"),
+    wire.ErrorReply(1, ErrorKind.ENGINE, "why"),
     wire.Answer(1, 7, {"a": [1, 2.5, None, "x"]}),
 ]
 
@@ -167,8 +167,8 @@ def test_every_message_survives_the_wire(message: wire.ToEngine | wire.FromEngin
     ids=lambda error: type(error).__name__,
 )
 def test_errors_keep_their_class_message_and_param(error: Exception) -> None:
-    message = wire.decode_from_engine(body_of(wire.frame(wire.Failure.of(1, error, request_id="a"))))
-    assert isinstance(message, wire.Failure)
+    message = wire.decode_from_engine(body_of(wire.frame(wire.ErrorReply.of(1, error, request_id="a"))))
+    assert isinstance(message, wire.ErrorReply)
     back = message.error()
     assert type(back) is type(error) and str(back) == str(error)
     assert getattr(back, "param", None) == getattr(error, "param", None)
@@ -176,7 +176,7 @@ def test_errors_keep_their_class_message_and_param(error: Exception) -> None:
 
 
 def test_foreign_errors_become_engine_errors() -> None:
-    back = wire.Failure.of(1, ZeroDivisionError("x")).error()
+    back = wire.ErrorReply.of(1, ZeroDivisionError("x")).error()
     assert type(back).__name__ == "EngineError" and str(back) == "ZeroDivisionError: x"
 
 

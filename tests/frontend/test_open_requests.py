@@ -59,7 +59,7 @@ def tokens(name: str, position: int, *ids: int, end: FinishReason | None = None,
 def test_L01_outputs_are_snapshots_and_coalesce() -> None:
     ledger = OpenRequests()
     entry = ledger.add(make_request("a"))
-    assert not entry.has_news
+    assert not entry.take()
     ledger.accept(0, tokens("a", 0, 7))
     (first,) = entry.take()
     for position in range(1, 4):
@@ -125,7 +125,7 @@ def test_logprobs_and_prompt_scores_come_once() -> None:
     marks = [TokenLogprobs(i, -float(i), 1) for i in range(6)]
     ledger.accept(0, Events(1, 0.0, scores=(("a", 1, (marks[0], marks[1])),)))
     ledger.accept(0, Events(1, 0.0, scores=(("a", 3, (marks[2],)),)))
-    assert not entry.has_news
+    assert not entry.take()
     ledger.accept(0, replace_logprobs(tokens("a", 0, 3), [marks[3]]))
     (output,) = entry.take()
     assert output.prompt_logprobs == (1, (marks[0], marks[1], marks[2])) and output.logprobs == (marks[3],)
@@ -186,7 +186,7 @@ def test_P03_each_choice_has_its_own_positions_and_one_end() -> None:
     assert not accepts(ledger, 0, tokens("a", 0, 8, choice=3)) and not accepts(ledger, 0, choice_end(3))
     (ended,) = entry.take()
     assert (ended.choice, ended.finish_reason, ended.stop_token_id) == (2, FinishReason.STOP, 7)
-    assert not ended.is_final and not entry.has_news
+    assert not ended.is_final and not entry.take()
     ledger.accept(0, tokens("a", 2, 8, end=FinishReason.LENGTH))
     rest = entry.take()
     assert [(o.choice, o.finish_reason, o.is_final) for o in rest] == [
@@ -213,7 +213,7 @@ def test_P03_the_last_choice_ends_with_its_request() -> None:
     ledger.accept(0, choice_end(0))
     entry.take()
     ledger.accept(0, choice_end(1))
-    assert not entry.has_news and entry.ended_choices == [0]
+    assert not entry.take() and entry.ended_choices == [0]
     ledger.accept(0, choice_end(1))
     ledger.accept(0, tokens("a", 0, 9, choice=1))
     assert ledger.rejections.late == 2

@@ -42,7 +42,7 @@ def to_engine() -> list[Any]:
         wire.Submit.of(1, make_request("fuzz", max_tokens=4)),
         wire.Submit.of(1, make_request("fuzz2", params=several, wants=Want.SAMPLE | Want.SCORE, deadline=1e9)),
         wire.Submit.of(1, make_request("fuzz3", emitted_token_ids=array("i", [4, 5]), queue_timeout=5.0)),
-        wire.Cancel(1, ("fuzz", "nobody"), FinishReason.STOP, 0),
+        wire.CancelRequests(1, ("fuzz", "nobody"), FinishReason.STOP, 0),
         wire.Ask(1, 7, "explain", "fuzz"),
         wire.Ask(1, 8, "export_statistics", ""),
     ]
@@ -61,8 +61,8 @@ def from_engine() -> list[Any]:
         wire.Outputs.of(1, events),
         wire.Took(1, "r0", 5, False),
         wire.Answer(1, 0, {"a": 1}),
-        wire.Failure(1, ErrorKind.ADMISSION, "no", "prompt", "r5"),
-        wire.Failure(1, ErrorKind.MODEL_FILE, "x: y", None, None, 3),
+        wire.ErrorReply(1, ErrorKind.ADMISSION, "no", "prompt", "r5"),
+        wire.ErrorReply(1, ErrorKind.MODEL_FILE, "x: y", None, None, 3),
         wire.Ready(1, wire.VERSION, open_fake(GatedExecutor(), make_limits())),
     ]
 
@@ -111,7 +111,9 @@ def test_row_30_an_engine_goes_on_whatever_its_client_sends(score: Score, seed: 
                     wire.decode_from_engine(body)
             connection.settimeout(20)
     request = make_request("good", max_tokens=9)
-    connection.sendall(wire.frame(wire.Cancel(1, tuple(e for e in server.loop._outbox.open_ids), FinishReason.STOP)))
+    connection.sendall(
+        wire.frame(wire.CancelRequests(1, tuple(e for e in server.loop._outbox.open_ids), FinishReason.STOP))
+    )
     connection.sendall(wire.frame(wire.Submit.of(1, request)))
     ids: dict[int, int] = {}
     has_ended = False

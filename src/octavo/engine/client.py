@@ -1,4 +1,4 @@
-"""EngineClient: how a front end talks to an engine, in this process or behind a Unix socket.
+"""EngineClient: how a front end talks to an engine, in this process or over a Unix socket.
 
 Owns: the protocol and the output record. Does not: hold text, import torch, or know HTTP.
 Invariants: every choice of an accepted request gets exactly one output with a finish_reason, and nothing after it;
@@ -33,7 +33,7 @@ class TokenOutput:
     `logprobs` is None or aligned.
     `first_at` is when the request's first id came here, on the monotonic clock.
     `prompt_logprobs` arrives once, before or with the first id: (first position, entries). `pooled`, with the last
-    output of a request that wants it, is the state behind the prompt: float32, scaled to length 1.
+    output of a request that wants it, is the state after the prompt: float32, scaled to length 1.
     """
 
     request_id: str

@@ -2,7 +2,7 @@
 
 Owns: their way in (the grammar is built before they are admitted, off the loop), and masks on their way into a step.
 Does not: follow grammars (grammar.bank does) or apply masks (the executor does).
-Invariants: a request is told of once, admitted or refused; one that is cancelled while its grammar is built is
+Invariants: a request is passed on once, to be admitted or refused; one that is cancelled while its grammar is built is
 admitted and ended at once, so that it has its end like any other; rows of a grammar are never sampled without masks.
 """
 
@@ -13,7 +13,6 @@ from concurrent.futures import Future
 
 from octavo.core.plan import Event, Events, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request
-from octavo.engine.replies import ignore
 from octavo.errors import InvalidRequestError, RequestError
 from octavo.executors.protocol import Executor, Ticket
 from octavo.grammar.bank import DeadEnd, GrammarBank
@@ -34,12 +33,12 @@ class Grammars:
         self._bank = bank
         self._preparing: dict[str, FinishReason | None] = {}  # and why it is to end at once
         self._since: dict[str, float] = {}  # when the loop first saw these
-        self.stir: Callable[[], None] = ignore  # has the loop turn; set by it
+        self.stir: Callable[[], object] = bool  # wakes the loop; set by it
 
     def prepare(self, request: Request, then: Prepared) -> None:
         """Call `then` with a request's matcher, None if it has no grammar. From any thread.
 
-        A grammar is built by a thread of its own, which calls: so nobody else's step waits for it.
+        A grammar is built by a thread of its own, which calls: so no step waits for it.
         """
         if not request.params.grammar:
             then(None)
@@ -64,7 +63,7 @@ class Grammars:
         return ends_as
 
     def wake_by(self, until: float | None, now: float) -> float | None:
-        """Until when an idle loop may rest, given until when it would: whoever watches is to see that it lives.
+        """Return until when an idle loop may rest, given until when it would: the watchdog must see that it works.
 
         Not shortened once a grammar has taken MAX_BUILD_S: only a new engine ends a thread that never comes back.
         """

@@ -178,7 +178,7 @@ def _weight(context: int) -> float:
 
 
 class NoHeart:
-    """What a loop has that nobody watches."""
+    """The heartbeat of a loop that is not watched."""
 
     def measured(self, seconds: Mapping[int, float]) -> None:
         """See Heart."""
@@ -253,11 +253,11 @@ class Heart(NoHeart):
         self._beat(_COMMANDS, self._now() + self._allowed + COMMANDS_S)
 
     def rests(self) -> None:
-        """Nothing is to be done."""
+        """There is nothing to do."""
         self._beat(_IDLE, 0.0)
 
     def _write_batch(self, plan: StepPlan) -> None:
-        """Name everybody with a row in this plan or in one still in flight."""
+        """Write the ids of all requests with a row in this plan or in one still in flight."""
         for new in plan.new_sequences:
             self._owners[new.slot] = new.request_id
         self._names = tuple(dict.fromkeys([self._owners[slot] for slot in plan.slots]))

@@ -1,4 +1,4 @@
-"""The step loop: one thread that owns scheduler and executor, and an inbox for everyone else.
+"""The step loop: one thread that owns scheduler and executor, and an inbox for other threads.
 
 Owns: plan -> submit -> collect -> commit -> deliver, up to `depth` plans in flight; recovery from failed steps.
 Does not: decide (scheduler), compute (executor), or know sockets, asyncio and text.
@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
@@ -20,20 +20,34 @@ from octavo.core.request import FinishError, FinishReason, Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted, Verb
 from octavo.engine.clock import Clock, MonotonicClock
-from octavo.engine.flight import Flight
 from octavo.engine.grammars import Built, Grammars, collect, submit
 from octavo.engine.heartbeat import NoHeart
 from octavo.engine.outbox import Outbox
-from octavo.engine.replies import Reply, attempt, ignore
 from octavo.engine.suspects import Suspects
 from octavo.errors import EngineDeadError, EngineError, ErrorKind, QueueFullError, RequestError
-from octavo.executors.protocol import Executor
+from octavo.executors.protocol import Executor, Ticket
 from octavo.observe.guards import Instruments
 from octavo.observe.sink import EventSink
 from octavo.observe.step_times import StepTimes
 
 _LOG = logging.getLogger(__name__)
 MIN_WAIT_S = 0.001  # an empty plan waits at least this long, so that a deadline just missed cannot spin
+Reply = Callable[[object], None]  # called once, in the loop's thread or the caller's: a value or an Exception
+
+
+def ignore(*_: object) -> None:
+    """Drop an answer."""
+
+
+@dataclass(slots=True)
+class PlanInFlight:
+    """A plan, its ticket or why it could not be submitted, seconds spent on scheduling, and when that began."""
+
+    plan: StepPlan
+    ticket: Ticket
+    error: Exception | None
+    schedule_s: float
+    begun: float
 
 
 class EngineLoop:
@@ -60,7 +74,7 @@ class EngineLoop:
         self.sections: dict[str, Callable[[], object]] = {}  # more of the statistics, read in the loop's thread
         self.verbs: dict[str, Callable[[str], object]] = {}  # more of control; both are set before start
         self.closers: list[Callable[[], object]] = [executor.close]  # called in the end
-        self.heart = NoHeart()  # told what the loop does; set before start
+        self.heart = NoHeart()  # notes what the loop does; set before start
         self.warm_up: Callable[[], Mapping[int, float]] = dict  # runs before the first turn; set before start
         self.num_turns = 0
         self.num_discarded = 0
@@ -72,7 +86,7 @@ class EngineLoop:
         self._grammars.stir = partial(self._post, ignore, ignore)
         self._receive: Callable[[Events], None] = ignore
         self._ended: Callable[[], None] = ignore
-        self._flight: deque[Flight] = deque()
+        self._flight: deque[PlanInFlight] = deque()
         self._outbox = Outbox()
         self._suspects = Suspects(scheduler.limit_step)
         self._owners: dict[int, str] = {}  # executor slot -> request, as of the plan last retired
@@ -91,7 +105,7 @@ class EngineLoop:
         self._ended = ended or ignore
 
     def watch(self, sink: EventSink) -> None:
-        """Tell a sink everything that happens. Call before start."""
+        """Give a sink all events. Call before start."""
         self.instruments.add(sink)
 
     def start(self) -> None:
@@ -109,7 +123,7 @@ class EngineLoop:
         return self._failure is None
 
     def stop(self) -> None:
-        """Ask the loop to answer everyone and end. Idempotent; does not wait (see join)."""
+        """Ask the loop to answer all requests and end. Idempotent; does not wait (see join)."""
         with self._condition:
             self._is_stopping = True
             never_started = self._thread is None and not self._has_ended
@@ -168,7 +182,7 @@ class EngineLoop:
             self._is_warm.set()
             while not self._is_stopping:
                 self._turn()
-        except Exception as error:  # the shell: whatever broke, everyone is answered
+        except Exception as error:  # the shell: whatever broke, all are answered
             self._failure = f"{type(error).__name__}: {error}"
             _LOG.exception("the engine died")
         finally:
@@ -180,7 +194,7 @@ class EngineLoop:
         self.num_turns += 1
         if self._inbox:
             self.heart.commands()
-        for _ in range(len(self._inbox)):  # what comes meanwhile waits for a step
+        for _ in range(len(self._inbox)):  # those that come meanwhile wait for a step
             self._run_command(*self._inbox.popleft())
         only = self._suspects.only
         last = self._fill(only)
@@ -194,7 +208,7 @@ class EngineLoop:
     def _run_command(self, command: Callable[[], object], reply: Reply) -> None:
         try:
             command()
-        except Exception as error:  # it kills the engine, but whoever asked hears first
+        except Exception as error:  # it kills the engine, but its caller is answered first
             reply(EngineDeadError(f"the engine died: {type(error).__name__}: {error}"))
             raise
 
@@ -210,7 +224,7 @@ class EngineLoop:
     def _fill(self, only: frozenset[str] | None) -> StepPlan | None:
         """Submit plans up to the depth; returns the empty plan that ended it, if one did."""
         if self._flight and self._flight[-1].error is not None:
-            return None  # nothing may run behind a plan that did not
+            return None  # nothing may run after a plan that did not
         depth = self._depth if only is None else 1
         while len(self._flight) < depth:
             begun = self.clock.now()
@@ -225,14 +239,14 @@ class EngineLoop:
                 break
         return None
 
-    def _submit(self, plan: StepPlan, schedule_s: float, begun: float) -> Flight:
+    def _submit(self, plan: StepPlan, schedule_s: float, begun: float) -> PlanInFlight:
         self.heart.begins(plan)
         try:
-            return Flight(plan, submit(self._executor, plan, self._grammars), None, schedule_s, begun)
+            return PlanInFlight(plan, submit(self._executor, plan, self._grammars), None, schedule_s, begun)
         except EngineDeadError:
             raise
         except Exception as error:  # the executor shell: a step that fails is retried, then bisected
-            return Flight(plan, None, error, schedule_s, begun)
+            return PlanInFlight(plan, None, error, schedule_s, begun)
 
     def _retire(self) -> None:
         """Collect and commit the oldest plan in flight, deliver, and note the times."""
@@ -256,7 +270,7 @@ class EngineLoop:
         else:
             self._recover(plan, outcome)
 
-    def _collect(self, flight: Flight) -> StepResult | StepFailure:
+    def _collect(self, flight: PlanInFlight) -> StepResult | StepFailure:
         error = flight.error
         if error is None:
             try:
@@ -269,7 +283,7 @@ class EngineLoop:
         return StepFailure(f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
 
     def _discard_flight(self) -> None:
-        """Collect what was submitted after a failed plan, for order's sake; its results are void."""
+        """Collect what was submitted after a failed plan, in order; its results are void."""
         while self._flight:
             later = self._flight.popleft()
             self.num_discarded += 1
@@ -304,7 +318,7 @@ class EngineLoop:
             self.instruments.decided(decisions)
 
     def _recover(self, plan: StepPlan, failure: StepFailure) -> None:
-        """After a failed step: retry it, make it smaller, halve it, or end the one request left under suspicion."""
+        """After a failed step: retry it, make it smaller, halve it, or fail the one suspect that is left."""
         names = [self._owners[slot] for slot in plan.slots]
         memory_tokens = plan.num_query_tokens if failure.is_memory else 0
         culprits = self._suspects.failed([name for name in names if name in self._outbox], memory_tokens)
@@ -376,7 +390,7 @@ class EngineLoop:
         return {"scheduler": values, "loop": loop, "steps": self.step_times.summary(), **more}
 
     def _end(self) -> None:
-        """Answer everyone, then release the executor."""
+        """Answer all requests, then release the executor."""
         if self._failure is None:
             self._wind_up()
         reason = FinishReason.CANCELLED if self._failure is None else FinishReason.ERROR
@@ -398,7 +412,7 @@ class EngineLoop:
                 self._retire()
             self._scheduler.cancel(self._outbox.open_ids, self.clock.now(), error=self._end_error())
             self._tell(self._scheduler.take_events())
-        except Exception as error:  # the shell: whatever broke, everyone is answered
+        except Exception as error:  # the shell: whatever broke, all are answered
             self._failure = f"{type(error).__name__}: {error}"
             _LOG.exception("the engine failed while stopping")
 
@@ -407,3 +421,11 @@ class EngineLoop:
 
     def _end_message(self) -> str:
         return f"the engine died: {self._failure}" if self._failure is not None else "the engine was stopped"
+
+
+def attempt(action: Callable[[], object]) -> None:
+    """Do one of the last things; what fails keeps no other from being done."""
+    try:
+        action()
+    except Exception:  # the shell: there is nothing left to answer
+        _LOG.exception("something failed at the engine's end")

@@ -1,6 +1,6 @@
-"""Ending with one's parent.
+"""End this process when its parent ends.
 
-Owns: the watch over stdin, which the parent holds open as long as it lives. Does not: clean up, for nobody is left.
+Owns: the watch over stdin, which the parent holds open while it runs. Does not: clean up.
 Invariant: on Linux the end comes even to a process that is stopped, or whose interpreter is busy.
 """
 

@@ -1,6 +1,6 @@
 """What runs inside the engine process around any executor.
 
-Owns: arguments, the config line, the watch for the parent's death, what is said on a crash or when asked, exit status.
+Owns: arguments, the config line, the end with the parent, stack dumps, the exit status.
 Does not: know which executor; assembly (or a test) says how to open one.
 """
 
@@ -28,7 +28,7 @@ from octavo.executors.protocol import Capacity
 from octavo.observe.log import num_dropped_lines, set_up_log
 
 CONNECT_TIMEOUT_S = 30.0
-EXIT_FAILED = 1  # the engine could not be opened; the parent was told why
+EXIT_FAILED = 1  # the engine could not be opened; the parent knows why
 DUMP_SIGNAL = signal.SIGUSR1  # every thread's stack to stderr; also while a step hangs, for no Python code runs for it
 
 Open = Callable[[Config], tuple[EngineLoop, Capacity]]
@@ -38,7 +38,7 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
     """Serve an engine on a Unix socket until the client or the parent is gone. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m octavo.assembly", description="an engine process")
     parser.add_argument("--socket", type=Path, required=True, help="path to listen on, in a folder of mode 0700")
-    parser.add_argument("--epoch", type=int, default=1, help="number of this engine's life, in every frame")
+    parser.add_argument("--epoch", type=int, default=1, help="number of this engine, in every frame")
     args = parser.parse_args(arguments)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
@@ -56,7 +56,7 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
             server.fail(error)
             return EXIT_FAILED
         page = args.socket.with_name(PAGE_NAME)
-        if page.exists():  # made by whoever watches
+        if page.exists():  # made by the process that watches
             engine.heart = Heart(HeartbeatPage(page), args.epoch)
         engine.sections["log"] = lambda: {"dropped": num_dropped_lines()}
         gc.freeze()  # what exists now lives as long as this process: the collector need not walk it between steps

@@ -47,7 +47,7 @@ class EngineServer:
         self.dropped = Dropped()
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        early = path.with_name(f"{path.name}~")  # whoever sees the name may connect: it comes after listening
+        early = path.with_name(f"{path.name}~")  # a client connects once it sees the name: it comes after listening
         self._listener.bind(str(early))
         self._listener.listen(1)
         early.rename(path)
@@ -57,7 +57,7 @@ class EngineServer:
         self._writer = threading.Thread(target=self._write_all, name="octavo-writer", daemon=True)
 
     def accept(self, timeout_s: float | None = None) -> None:
-        """Wait for the client. Raises TimeoutError; nobody can connect after the first."""
+        """Wait for the client. Raises TimeoutError; no other can connect after the first."""
         self._listener.settimeout(timeout_s)
         try:
             self._connection, _ = self._listener.accept()
@@ -69,7 +69,7 @@ class EngineServer:
 
     def fail(self, error: BaseException) -> None:
         """Tell the client that the engine cannot start."""
-        self._send(wire.Failure.of(self.epoch, error))
+        self._send(wire.ErrorReply.of(self.epoch, error))
 
     def serve(self, engine: EngineLoop, capacity: Capacity) -> None:
         """Announce the engine, attach to it, and act on commands until the connection ends; then stop the engine."""
@@ -117,7 +117,7 @@ class EngineServer:
             except (wire.WireError, ValueError, OverflowError) as error:
                 return self._drop(error)
             engine.submit(request, partial(self._took, request.request_id))
-        elif isinstance(message, wire.Cancel):
+        elif isinstance(message, wire.CancelRequests):
             engine.cancel(message.request_ids, message.reason, message.choice)
         elif isinstance(message, wire.Ask):
             answer = partial(self._answer, message.number)
@@ -134,14 +134,14 @@ class EngineServer:
         return True
 
     def _deliver(self, engine: EngineLoop, events: Events) -> None:
-        """In the engine's thread. A loop that died ends everybody: that is for the client, who may know better."""
+        """In the engine's thread. A loop that died ends all its requests; the client resumes them instead."""
         if engine.failure is None:
             self._send(events)
 
     def _engine_ended(self, engine: EngineLoop) -> None:
         """In the engine's thread: tell the client why, and wake the reader, so that the process ends too."""
         if engine.failure is not None:
-            self._send(wire.Failure.of(self.epoch, EngineDeadError(engine.failure)))
+            self._send(wire.ErrorReply.of(self.epoch, EngineDeadError(engine.failure)))
         assert self._connection is not None
         with contextlib.suppress(OSError):  # the client closed it first
             self._connection.shutdown(socket.SHUT_RD)
@@ -150,11 +150,11 @@ class EngineServer:
         if isinstance(answer, Accepted):
             self._send(wire.Took(self.epoch, request_id, answer.max_tokens, answer.capped))
         elif isinstance(answer, Exception):
-            self._send(wire.Failure.of(self.epoch, answer, request_id=request_id))
+            self._send(wire.ErrorReply.of(self.epoch, answer, request_id=request_id))
 
     def _answer(self, number: int, value: object) -> None:
         if isinstance(value, Exception):
-            self._send(wire.Failure.of(self.epoch, value, number=number))
+            self._send(wire.ErrorReply.of(self.epoch, value, number=number))
         else:
             self._send(wire.Answer(self.epoch, number, value))
 
@@ -191,12 +191,12 @@ class EngineServer:
                 return wire.frame(message)
             except (wire.WireError, TypeError, ValueError, OverflowError) as error:
                 failed = EngineError(f"the answer cannot be sent: {error}")
-                return wire.frame(wire.Failure.of(self.epoch, failed, number=message.number))
+                return wire.frame(wire.ErrorReply.of(self.epoch, failed, number=message.number))
         if not isinstance(message, Events):
             return wire.frame(message)
         try:
             return wire.frame(wire.Outputs.of(self.epoch, message))
-        except wire.WireError as error:  # one step's log-probabilities over the cap: their requests are told
+        except wire.WireError as error:  # one step's log-probabilities over the cap: their requests end
             ids = dict.fromkeys((*message.request_ids, *(name for name, *_ in message.scores)))
             failure = FinishError(ErrorKind.ENGINE, str(error))
             ends = tuple(

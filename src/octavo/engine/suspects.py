@@ -1,11 +1,12 @@
-"""Suspects: finds the one request that makes steps fail, by a retry and then by halves.
+"""After failed steps: find the request that makes them fail, or make steps smaller where memory was short.
 
-A request is ended when it failed alone twice in a row, so a fault that passes ends nobody; for want of memory, when it
-did so MEMORY_TRIES times, and steps that could be smaller are made smaller first (see step_limit).
-
-Owns: the groups on trial. A trial runs a group alone until each member has made progress (a committed
-token, or its end) or a step fails again. Does not: plan, cancel or talk to an executor.
-Invariant: a member with progress is cleared; a group only gets smaller, so a trial ends.
+Suspects finds one request, by a retry and then by halves: a group runs alone until each member has made progress (a
+committed token, or its end) or a step fails again. A request is failed when it failed alone twice in a row, so that a
+fault that passes fails no request; for want of memory, when it did so MEMORY_TRIES times and steps cannot be smaller.
+StepLimit halves the tokens of a step after it ran out of memory, and doubles them again when steps went well.
+Does not: plan, cancel or talk to an executor.
+Invariants: a member with progress is cleared; a group only gets smaller, so a search ends; the limit is never below
+MIN_TOKENS, is lifted in the end, and is tried less and less often where each try fails.
 """
 
 from __future__ import annotations
@@ -13,22 +14,60 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from octavo.core.plan import ROW_BEAM, StepPlan
-from octavo.engine.step_limit import StepLimit
 
-MAX_FAILURES = 128  # steps failed in a row, by anyone, after which all of the failing plan are ended
+MAX_FAILURES = 128  # steps failed in a row, of whatever requests, after which all of the failing plan are ended
 MEMORY_TRIES = 8
 MAX_CULPRITS = 32  # requests ended in a row without one committed token: then the executor is at fault
+MIN_TOKENS = 8
+FIRST_PAUSE = 32  # steps that must go well before the limit is doubled; each failure doubles that
+MAX_PAUSE = 4096
+
+
+class StepLimit:
+    """Tokens in one step at most; None = as configured. `apply` gets each change."""
+
+    def __init__(self, apply: Callable[[int | None], object]) -> None:
+        self.tokens: int | None = None
+        self._apply = apply
+        self._pause = FIRST_PAUSE
+        self._most = 0  # tokens of the largest step that failed
+        self._num_free = MAX_PAUSE  # steps without a limit since the last failure
+        self._left = 0  # steps until the limit is doubled
+
+    def shrink(self, num_tokens: int) -> bool:
+        """A step of so many tokens ran out of memory. False when it was too small for a smaller one to help."""
+        if num_tokens <= MIN_TOKENS:
+            return False
+        self._pause = FIRST_PAUSE if self._num_free >= MAX_PAUSE else min(2 * self._pause, MAX_PAUSE)
+        self._num_free = 0
+        self._most = max(self._most, num_tokens)
+        self._set(max(MIN_TOKENS, num_tokens // 2))
+        return True
+
+    def stepped(self) -> None:
+        """A step went well."""
+        if self.tokens is None:
+            self._num_free += 1
+            return
+        self._left -= 1
+        if self._left <= 0:
+            self._set(2 * self.tokens if 2 * self.tokens <= self._most else None)
+
+    def _set(self, tokens: int | None) -> None:
+        self.tokens, self._left = tokens, self._pause
+        self._most = self._most if tokens else 0
+        self._apply(tokens)
 
 
 class Suspects:
-    """The state of the search. `only` is what the next plan may contain; None means no trial.
+    """The state of the search. `only` is what the next plan may contain; None means no search.
 
-    `limit_step` is told how many tokens a step may have after one ran out of memory.
+    `limit_step` gets the tokens that a step may have after one ran out of memory.
     """
 
     def __init__(self, limit_step: Callable[[int | None], object] = lambda _: None) -> None:
         self.step_limit = StepLimit(limit_step)
-        self._groups: list[list[str]] = []  # the last one is on trial
+        self._groups: list[list[str]] = []  # the last one runs alone
         self._failed_alone: str | None = None  # by the last failed step
         self._num_alone = 0  # steps in a row in which it did
         self._num_failures = 0
@@ -36,12 +75,12 @@ class Suspects:
 
     @property
     def only(self) -> frozenset[str] | None:
-        """Ids of the group on trial, or None."""
+        """Ids of the group that runs alone, or None."""
         return frozenset(self._groups[-1]) if self._groups else None
 
     @property
     def is_executor_broken(self) -> bool:
-        """Whether so much failed without a single token that no request can be at fault."""
+        """Whether so much failed without a token that no request can be at fault."""
         return self._num_culprits >= MAX_CULPRITS or self._num_failures > 2 * MAX_FAILURES
 
     def failed(self, ids: Iterable[str], memory_tokens: int = 0) -> tuple[str, ...]:
@@ -55,7 +94,7 @@ class Suspects:
         self._num_failures += 1
         if self._num_failures > MAX_FAILURES:
             self._groups.clear()
-            return self._convicted(group)
+            return self._blame(group)
         is_first = not self._groups
         if not is_first:
             self._groups.pop()
@@ -63,7 +102,7 @@ class Suspects:
         self._num_alone = self._num_alone + 1 if alone == self._failed_alone and not is_first else 1
         self._failed_alone = alone
         if alone is not None and self._num_alone >= (MEMORY_TRIES if memory_tokens else 2):
-            return self._convicted(group)
+            return self._blame(group)
         if is_first or alone is not None:  # the same requests, or the one, try again
             self._groups += [group] if group else []
         else:
@@ -86,17 +125,17 @@ class Suspects:
                 self.progressed(beams)
 
     def cleared(self, ids: Iterable[str]) -> None:
-        """Take requests off trial, as when they ended."""
+        """Take requests out of the search, as when they ended."""
         if self._groups:
             cleared = set(ids)
             groups = ([i for i in group if i not in cleared] for group in self._groups)
             self._groups = [group for group in groups if group]
 
     def set_aside(self, only: frozenset[str]) -> None:
-        """The group on trial cannot run now (its plan was empty): give it up; the next failure starts again."""
+        """The group that runs alone cannot run now (its plan was empty): give it up; the next failure starts again."""
         if self._groups and frozenset(self._groups[-1]) == only:
             self._groups.pop()
 
-    def _convicted(self, group: list[str]) -> tuple[str, ...]:
+    def _blame(self, group: list[str]) -> tuple[str, ...]:
         self._num_culprits += len(group)
         return tuple(group)

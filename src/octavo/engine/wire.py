@@ -85,7 +85,7 @@ class Submit(_Message):
 _REQUEST_FIELDS: tuple[str, ...] = tuple(name for name in Submit.__struct_fields__ if name != "epoch")
 
 
-class Cancel(_Message):
+class CancelRequests(_Message):
     """End these requests, or one choice of each."""
 
     request_ids: tuple[str, ...]
@@ -102,7 +102,7 @@ class Ask(_Message):
 
 
 class Close(_Message):
-    """Answer everyone and end."""
+    """Answer all requests and end."""
 
 
 class Ready(_Message):
@@ -112,7 +112,7 @@ class Ready(_Message):
     capacity: Capacity
 
 
-class Failure(_Message):
+class ErrorReply(_Message):
     """An error of one submit (request_id), of one question (number), or of the whole engine (neither)."""
 
     kind: ErrorKind
@@ -122,7 +122,9 @@ class Failure(_Message):
     number: int | None = None
 
     @classmethod
-    def of(cls, epoch: int, error: BaseException, request_id: str | None = None, number: int | None = None) -> Failure:
+    def of(
+        cls, epoch: int, error: BaseException, request_id: str | None = None, number: int | None = None
+    ) -> ErrorReply:
         """Pack an error; one that is not Octavo's own becomes an EngineError naming its type."""
         message = str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"
         param = getattr(error, "param", None) or getattr(error, "path", None)
@@ -212,8 +214,8 @@ class Answer(_Message):
     value: Any
 
 
-ToEngine = Submit | Cancel | Ask | Close
-FromEngine = Ready | Failure | Took | Outputs | Answer
+ToEngine = Submit | CancelRequests | Ask | Close
+FromEngine = Ready | ErrorReply | Took | Outputs | Answer
 _T = TypeVar("_T")
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

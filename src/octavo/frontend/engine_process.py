@@ -176,7 +176,7 @@ class EngineProcess:
         self._folder.cleanup()
 
     async def close(self) -> None:
-        """Let it answer everyone, and end it; by force after STOP_TIMEOUT_S. Idempotent."""
+        """Let it answer its requests, and end it; by force after STOP_TIMEOUT_S. Idempotent."""
         client = getattr(self, "client", None)
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):

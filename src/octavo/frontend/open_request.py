@@ -1,4 +1,4 @@
-"""One request of the front end: as sent, a page of ids per choice, its end, and what a later engine is told of it.
+"""One request of the front end: as sent, a page of ids per choice, its end, and the request as a later engine gets it.
 
 Owns: the pages, the reader's place in them, what was given of prompt scores, the request as it resumes.
 Does not: judge epochs or wait (see open_requests).
@@ -99,13 +99,6 @@ class OpenRequest:
         self._has_logprobs = request.params.num_logprobs is not None
         self._scores: list[TokenLogprobs] = []
         self._scores_from = 0
-
-    @property
-    def has_news(self) -> bool:
-        """Whether take() would give anything."""
-        if self.end is not None:
-            return not self.is_read
-        return any(page.has_news for page in self.pages.values())
 
     @property
     def has_several(self) -> bool:
@@ -245,7 +238,7 @@ class OpenRequest:
             outputs[0] = replace(outputs[0], prompt_logprobs=(self._scores_from, tuple(self._scores)))
             self._scores = []
         end = self.end
-        if end is not None:
+        if end is not None and not self.is_read:
             cached_tokens = end.cached_tokens if self.queue_s is None else self.cached_tokens
             outputs[-1] = replace(
                 outputs[-1],

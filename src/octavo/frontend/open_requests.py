@@ -507,14 +507,14 @@ async def _read(requests: OpenRequests, state: OpenRequest, final_only: bool) ->
     state.final_only = final_only
     has_ended = state.is_read
     while not has_ended:
-        if not (state.end is not None or (state.has_news and not final_only)):
+        outputs = state.take() if state.end is not None or not final_only else []
+        if not outputs:
             state.waiter = asyncio.get_running_loop().create_future()
             try:
                 await state.waiter
             finally:
                 state.waiter = None
             continue
-        outputs = state.take()
         has_ended = outputs[-1].is_final
         if has_ended:
             requests.forget_ended(state)

@@ -1,9 +1,9 @@
 """How often a process may be started again, and after how long a wait.
 
-Owns: the count of lives that did nothing useful, the wait before the next one. Does not: start, wait, read a clock or
-draw: `now` (seconds, monotonic) and `draw` (0 to 1) are arguments.
-Invariant: a life that was useful costs nothing; of the others at most `most` end within any `within_s` seconds before
-the budget is spent.
+Owns: the count of processes that were of no use, and the wait before the next one. Does not: start, wait, read a clock
+or draw: `now` (seconds, monotonic) and `draw` (0 to 1) are arguments.
+Invariant: a process that was useful costs nothing; of the others at most `most` end within any `within_s` seconds
+before the budget is spent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 
 
 class RestartBudget:
-    """Counts useless lives. `first_s` is the wait after one of them, doubled by each further one up to `longest_s`."""
+    """Counts useless processes. `first_s` is the wait after one of them, doubled by each further one to `longest_s`."""
 
     def __init__(self, most: int = 5, within_s: float = 60.0, *, first_s: float = 0.2, longest_s: float = 10.0) -> None:
         self.most = most
@@ -22,7 +22,7 @@ class RestartBudget:
         self._useless: deque[float] = deque()
 
     def ended(self, now: float, draw: float, *, was_useful: bool) -> float | None:
-        """Note the end of a life; return the seconds to wait before the next, None when there shall be none.
+        """Note the end of a process; return the seconds to wait before the next, None when there shall be none.
 
         The wait is drawn from the upper half of its range, so that processes that failed together do not return
         together, and is never shorter than that half.
@@ -37,7 +37,7 @@ class RestartBudget:
         return longest * (0.5 + 0.5 * draw)
 
     def num_useless(self, now: float) -> int:
-        """Useless lives that ended within the last `within_s` seconds."""
+        """Processes without use that ended within the last `within_s` seconds."""
         while self._useless and self._useless[0] <= now - self.within_s:
             self._useless.popleft()
         return len(self._useless)

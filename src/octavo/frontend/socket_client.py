@@ -66,7 +66,7 @@ class SocketClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the connection stands."""
+        """Whether the connection is open."""
         return self._end is None
 
     async def ended(self, timeout_s: float | None = None) -> None:
@@ -101,7 +101,7 @@ class SocketClient:
     ) -> None:
         """End requests, or one choice of them, in whatever state, without waiting."""
         if self.is_alive:
-            self._post(wire.frame(wire.Cancel(self.epoch, tuple(request_ids), reason, choice)))
+            self._post(wire.frame(wire.CancelRequests(self.epoch, tuple(request_ids), reason, choice)))
 
     def post_order(self, verb: Verb) -> None:
         """Give an order whose answer says nothing, without waiting."""
@@ -117,7 +117,7 @@ class SocketClient:
         return await self._ask(verb, argument)
 
     async def close(self) -> None:
-        """Let the engine answer everyone, then end the connection. Idempotent."""
+        """Let the engine answer its requests, then end the connection. Idempotent."""
         if not self._is_closing:
             self._is_closing = True
             with contextlib.suppress(EngineDeadError):
@@ -125,7 +125,7 @@ class SocketClient:
         await self.ended()
 
     def abandon(self) -> None:
-        """End the connection at once; open requests end with an error."""
+        """End the connection at once."""
         self._writer.close()
 
     async def _ask(self, verb: str, argument: str) -> object:
@@ -193,14 +193,14 @@ class SocketClient:
             _settle(self._answered(self._submits, message.request_id), message.accepted())
         elif isinstance(message, wire.Answer):
             _settle(self._answered(self._answers, message.number), message.value)
-        elif isinstance(message, wire.Failure):
+        elif isinstance(message, wire.ErrorReply):
             self._fail(message)
         elif isinstance(message, wire.Ready):
             _settle(
                 self._ready, message.capacity if message.version == wire.VERSION else _other_version(message.version)
             )
 
-    def _fail(self, message: wire.Failure) -> None:
+    def _fail(self, message: wire.ErrorReply) -> None:
         if message.request_id is not None:
             _settle(self._answered(self._submits, message.request_id), message.error())
         elif message.number is not None:
@@ -210,10 +210,10 @@ class SocketClient:
         else:
             self._end = message.error()
             _settle(self._ready, self._end)
-            self._ready.exception()  # whoever starts the engine asks; nobody else has to
+            self._ready.exception()  # marked as retrieved: only the one that starts the engine awaits it
 
     def _finish(self, reason: str) -> None:
-        """The end: everyone who waits is answered."""
+        """Answer all that waits: the connection ended."""
         if self._end is None:
             self._end = EngineDeadError(
                 "the engine was stopped" if self._is_closing else f"the engine process ended: {reason}"
@@ -238,7 +238,7 @@ def _frame_of(message: wire.Submit) -> bytes:
 
 
 def _unasked(answer: asyncio.Future[Any] | None) -> None:
-    """Nobody will look at this answer any more: an error in it is no news."""
+    """This answer is no longer awaited: mark an error in it as retrieved."""
     if answer is not None and answer.done() and not answer.cancelled():
         answer.exception()
 

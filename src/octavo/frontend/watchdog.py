@@ -1,8 +1,8 @@
-"""The watchdog: says from the heartbeat, and from what was asked, whether an engine stands still.
+"""The watchdog: says from the heartbeat, and from what was asked, whether an engine stalls.
 
 Owns: the judgement. Does not: read the page, a clock, or end anything.
 Invariants: an engine is accused only after its deadline, or after a question that it let wait while nothing moved; and
-never for time in which this side did not look: who was late itself gives the engine as long again.
+never for time in which this side did not look: after a late look the engine has as long again.
 """
 
 from __future__ import annotations
