@@ -6,7 +6,7 @@ import sys
 
 from tests.source_tree import ROOT, SRC
 
-MAX_FILES = 98
+MAX_FILES = 100
 MAX_FUNCTIONS = 690  # code objects; they vary by a few with how the engine's thread keeps up
 
 
