@@ -1,6 +1,6 @@
-"""Proves that a request can run alone on this engine, or refuses it with the numbers.
+"""Checks that a request can run alone on this engine, or refuses it with the numbers and the remedy.
 
-Owns: every check at submit. Does not: look at what else is running: whatever passes here will finish.
+Owns: every check at submission. Does not: look at what else is running: a request that passes here can finish.
 """
 
 from __future__ import annotations
@@ -16,37 +16,47 @@ from octavo.errors import AdmissionError, InvalidRequestError, PromptTooLongErro
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The request was taken. `max_tokens` is in force; `capped` says that it was unset and cut to what fits."""
+    """An accepted request: the `max_tokens` in force; `capped` if it was unset and is what fits."""
 
     max_tokens: int
     capped: bool
 
 
-def prove(request: Request, limits: Limits) -> Admission:
+def check_feasible(request: Request, limits: Limits) -> Admission:
     """Return the admission of a request that can run alone. Raises InvalidRequestError or AdmissionError."""
     _check_ids(request, limits)
+    _check_keys(request, limits.block_size)
     _check_lengths(request, limits)
     _check_sequences(request, limits)
-    return _fit(request, limits)
+    _check_spans(request, limits)
+    return _check_room(request, limits)
 
 
 def _check_ids(request: Request, limits: Limits) -> None:
-    prompt = request.prompt_token_ids
     if request.num_prompt_tokens < 1:
         raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
-    for name, ids in (("prompt_token_ids", prompt), ("emitted_token_ids", request.emitted_token_ids)):
-        if ids:
-            _check_range(name, (min(ids), max(ids)), limits.vocab_size)
     params = request.params
-    for name in ("stop_token_ids", "allowed_token_ids", "dry_breaker_ids"):
-        _check_range(name, getattr(params, name), limits.vocab_size)
-    _check_range("bad_words_ids", (token for word in params.bad_words_ids for token in word), limits.vocab_size)
-    _check_range("logit_bias", (token for token, _ in params.logit_bias), limits.vocab_size)
-    _check_keys(request, limits.block_size)
+    ids_by_field: dict[str, Iterable[int]] = {
+        "prompt_token_ids": request.prompt_token_ids or (),
+        "emitted_token_ids": request.emitted_token_ids or (),
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids,
+        "dry_breaker_ids": params.dry_breaker_ids,
+        "bad_words_ids": [token for banned in params.bad_words_ids for token in banned],
+        "logit_bias": [token for token, _ in params.logit_bias],
+    }
+    for name, ids in ids_by_field.items():
+        for token in (min(ids), max(ids)) if ids else ():
+            if not 0 <= token < limits.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds the id {token}, outside the vocabulary of {limits.vocab_size}; "
+                    f"use ids 0 to {limits.vocab_size - 1}",
+                    name,
+                )
 
 
 def _check_keys(request: Request, block_size: int) -> None:
-    """No more keys than full blocks; those of a request known by length may go on over what it will generate."""
+    """Refuse more keys than full blocks. A request known by length may have keys for its outputs too."""
     if request.block_keys is None:
         return
     tokens, what = request.num_prompt_tokens, "prompt tokens"
@@ -58,15 +68,6 @@ def _check_keys(request: Request, block_size: int) -> None:
             f"{tokens // block_size} blocks of {block_size}",
             "block_keys",
         )
-
-
-def _check_range(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"{name} holds the id {token}, outside the vocabulary of {vocab_size}; use ids 0 to {vocab_size - 1}",
-                name,
-            )
 
 
 def _check_lengths(request: Request, limits: Limits) -> None:
@@ -88,7 +89,7 @@ def _check_sequences(request: Request, limits: Limits) -> None:
     params = request.params
     count = params.num_sequences
     if count > limits.max_sequences:
-        field = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
+        field = _count_field(request)
         raise AdmissionError(
             f"{field} is {count}, this engine runs {limits.max_sequences} sequences; lower it or raise --max-num-seqs",
             field,
@@ -97,13 +98,18 @@ def _check_sequences(request: Request, limits: Limits) -> None:
         raise InvalidRequestError(f"n is {count}, but nothing is sampled; give n = 1", "n")
     if (count > 1 or params.beam_width) and request.emitted_token_ids:
         raise InvalidRequestError(
-            "emitted_token_ids continue one choice; a request with several choices or beams starts anew",
+            "emitted_token_ids continue one choice; submit a request with several choices or beams without them",
             "emitted_token_ids",
         )
     adapter = request.adapter_id
     if adapter and not limits.adapter_slots:
         raise AdmissionError(f"adapter_id is {adapter}; this engine has no adapters, use 0", "adapter_id")
-    _check_spans(request, limits)
+
+
+def _count_field(request: Request) -> str:
+    """Return the field that sets how many sequences run."""
+    params = request.params
+    return "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
 
 
 def _check_spans(request: Request, limits: Limits) -> None:
@@ -135,27 +141,27 @@ def _check_spans(request: Request, limits: Limits) -> None:
             )
 
 
-def _fit(request: Request, limits: Limits) -> Admission:
-    prompt, asked = request.num_prompt_tokens, request.params.max_tokens
+def _check_room(request: Request, limits: Limits) -> Admission:
+    prompt, max_tokens = request.num_prompt_tokens, request.params.max_tokens
     emitted = len(request.emitted_token_ids or ())
     if not request.wants & Want.SAMPLE:
         _check_pool(request, prompt, limits)
         return Admission(0, capped=False)
-    if asked is None:
+    if max_tokens is None:
         _check_pool(request, prompt + emitted, limits)
         return Admission(_most_tokens(request, limits), capped=True)
-    if emitted >= asked:
+    if emitted >= max_tokens:
         raise InvalidRequestError(
-            f"{emitted} tokens are emitted already, max_tokens is {asked}; nothing is left to do", "max_tokens"
+            f"{emitted} tokens are emitted already, max_tokens is {max_tokens}; raise it to continue", "max_tokens"
         )
     # The last token sampled is never computed, so it takes no position in the pool.
-    worst = min(prompt + asked, limits.max_model_len) - 1
+    worst = min(prompt + max_tokens, limits.max_model_len) - 1
     _check_pool(request, worst, limits)
-    return Admission(asked, capped=False)
+    return Admission(max_tokens, capped=False)
 
 
 def _most_tokens(request: Request, limits: Limits) -> int:
-    """The greatest max_tokens whose worst case fits the pools."""
+    """Return the greatest max_tokens whose worst case fits the pools."""
     low, high = 1, limits.max_model_len - request.num_prompt_tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -168,9 +174,9 @@ def _most_tokens(request: Request, limits: Limits) -> int:
 
 
 def worst_blocks(request: Request, positions: int, limits: Limits) -> list[int]:
-    """Blocks per group that all sequences of a request hold at most when each has so many positions.
+    """Return the most blocks per group that all sequences of a request hold when each has so many positions.
 
-    What their prompts share is counted once where it is sure to be found again after a preemption.
+    What their prompts share counts once if it is sure to be found again after a preemption.
     """
     count, size = request.params.num_sequences, limits.block_size
     shared = (request.num_prompt_tokens - 1) // size if limits.block_sharing and count > 1 else 0
@@ -192,13 +198,13 @@ def _check_pool(request: Request, positions: int, limits: Limits) -> None:
 
 
 def _pool_error(request: Request, positions: int, group: int, limits: Limits) -> AdmissionError:
-    """The refusal of a request that needs more blocks of a group than there are, and the field to change."""
+    """Return the refusal of a request that needs more blocks of a group than there are, with the field to change."""
     params, prompt, have = request.params, request.num_prompt_tokens, limits.num_blocks[group]
     held, most = have * limits.block_size, "enlarge the KV pool (--kv-cache-tokens)"
     if limits.groups[group].peak_blocks(prompt, limits.max_batch_tokens, limits.block_size) > have:
         given = f"the prompt has {prompt}: the KV pool holds no more"
         return PromptTooLongError(too_long_message(held, given, f"shorten it, or {most}"), "prompt")
-    field = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
+    field = _count_field(request)
     cause = f"its prompt of {prompt}"
     if params.max_tokens is not None:
         cause += f" and max_tokens {params.max_tokens}"

@@ -1,6 +1,6 @@
-"""What a scheduler is built with: sizes, budgets, switches and the policy's name.
+"""Limits: the sizes, budgets, switches and policy of one scheduler.
 
-Owns: the frozen numbers. Does not: derive them (config and assembly do) or spend them (budget does).
+Owns: these settings and their ranges. Does not: derive them (config and assembly do) or spend them (budget does).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The scheduler's numbers: tokens, sequences and blocks as named; `headroom` is a share of the pool.
+    """The scheduler's settings, in tokens, sequences and blocks as named; `headroom` is a share of the pool.
 
     `num_blocks` and `host_blocks` have one entry per group (no `host_blocks`: no host tier). 0 means no bound for
-    `max_partial_prefills`, `long_prefill_threshold`, `max_kv_read` (tokens of context read per step), and no such
-    thing for `encoder_budget` (media tokens encoded per step), `encoder_cache` (media tokens kept) and
+    `max_partial_prefills`, `long_prefill_threshold` and `max_kv_read` (tokens of context read per step), and none
+    available for `encoder_budget` (media tokens encoded per step), `encoder_cache` (media tokens kept) and
     `adapter_slots`. `headroom=None` means the policy's own default. `preemption` is auto, recompute or swap.
     `composition` is mixed or separate (steps of prefills only, at most `max_prefill_run` in a row while anything
     decodes, or of decodes only). `tenant_weights` are shares under the fair policy; 1 for those not named.
@@ -61,8 +61,8 @@ class Limits:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "give at least 1")
         for name in _AT_LEAST_ZERO:
             _require(getattr(self, name) >= 0, name, getattr(self, name), "give 0 or more")
-        for name, words in _WORDS.items():
-            _require(getattr(self, name) in words, name, getattr(self, name), f"give one of {', '.join(words)}")
+        for name, choices in _CHOICES.items():
+            _require(getattr(self, name) in choices, name, getattr(self, name), f"give one of {', '.join(choices)}")
         if len(self.num_blocks) != len(self.groups) or min(self.num_blocks) < 1:
             raise ConfigError(
                 f"num_blocks is {self.num_blocks}; give at least 1 block for each of {len(self.groups)} groups"
@@ -84,7 +84,7 @@ _AT_LEAST_ZERO = (
     "max_partial_prefills", "long_prefill_threshold", "max_blocks_per_sequence", "max_kv_read",
     "host_load_min_tokens", "encoder_budget", "encoder_cache", "adapter_slots", "max_draft_tokens", "max_draft_rows",
 )  # fmt: skip
-_WORDS = {"preemption": ("auto", "recompute", "swap"), "composition": ("mixed", "separate")}
+_CHOICES = {"preemption": ("auto", "recompute", "swap"), "composition": ("mixed", "separate")}
 
 
 def _require(ok: bool, name: str, value: object, remedy: str) -> None:

@@ -1,4 +1,4 @@
-"""What was asked (Request, frozen) and where it stands (RequestState, Sequence).
+"""Request (what was submitted, frozen), RequestState and Sequence (how far the scheduler is with it).
 
 Owns: the request's fields and their ranges; the per-sequence counters that the scheduler moves.
 Does not: decide anything, hold text, or know tensors.
@@ -38,7 +38,7 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FinishError:
-    """What went wrong with a request that did not end by itself: a kind for programs, a message for people."""
+    """The error of a request that failed: a kind for programs, a message for people."""
 
     kind: ErrorKind
     message: str
@@ -56,7 +56,7 @@ _SAMPLE, _SCORE, _POOL = (want.value for want in (Want.SAMPLE, Want.SCORE, Want.
 
 
 class Status(IntEnum):
-    """Where a request stands."""
+    """Which queue a request is in."""
 
     WAITING = 0
     RUNNING = 1
@@ -77,9 +77,9 @@ class Request:
     """One prompt with its parameters, as the scheduler sees it.
 
     Carries token ids (`prompt_token_ids`), or only `num_prompt_tokens` and `block_keys` (recordings, simulation,
-    public traces). `block_keys` holds the digest of each full prompt block when the front computed them, else None
-    and they are computed on admission; without ids they may go on over the outputs. `emitted_token_ids` are outputs
-    of an earlier epoch: the request resumes behind them, with the prompt's boundary kept. Times are seconds on the
+    public traces). `block_keys` holds the key of each full prompt block if the frontend computed them, else None: they
+    are computed on admission; without ids they may include the outputs' blocks. `emitted_token_ids` are outputs of an
+    earlier epoch: the request resumes after them, with the prompt's boundary kept. Times are seconds on the
     scheduler's clock: `deadline` is a point in time, `queue_timeout` counts from `arrival` to the first admission.
     `cache_salt` separates tenants in the prefix cache. `score_from` is the first prompt position whose log-
     probability a SCORE request asks for. `ttft_objective` and `tpot_objective` are what the deadline policy aims
@@ -135,10 +135,10 @@ class Sequence:
     """One live continuation of a request: its counters, block tables and executor slot.
 
     `token_ids` holds committed ids (prompt and outputs), or None for a request known by length only.
-    `num_pending` counts ids sampled by plans still in flight, drafts not among them. Positions [0, num_computed) have
+    `num_pending` counts ids sampled by plans still in flight, without drafts. Positions [0, num_computed) have
     committed KV; [num_computed, num_scheduled) are being written by plans in flight. `is_entered`: the executor
     knows it. `host_tables` hold its blocks while it is swapped out. `candidates` wait for a beam's siblings.
-    `num_drafts`: positions behind num_scheduled that drafts in flight write; `track`: how good its drafts were.
+    `num_drafts`: positions after num_scheduled that drafts in flight write; `track`: how many drafts were accepted.
     """
 
     __slots__ = (
@@ -189,13 +189,13 @@ class Sequence:
         return self.num_committed - self.num_prompt
 
     def reset_tables(self) -> None:
-        """It holds no blocks any more, so nothing of it is computed."""
+        """Note that the sequence holds no blocks, so none of its tokens are computed."""
         self.capacity = self.block_end = self.num_published = 0
         self.num_scheduled = self.num_computed = self.num_drafts = 0
         self.first_live = [0] * len(self.tables)
 
     def fork(self, choice: int) -> Sequence:
-        """A sequence of the same request with the same ids, without blocks."""
+        """Return a sequence of the same request with the same ids, without blocks."""
         child = Sequence(self.request, choice, len(self.tables))
         child.token_ids = None if self.token_ids is None else self.token_ids[:]
         child.num_committed = self.num_committed
@@ -205,9 +205,9 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class BlockShortage:
-    """Why a request was not let in for want of room, in numbers: `deficit` blocks in `group`.
+    """Why admission had no room for a request: `deficit` blocks were missing in `group`.
 
-    `freed` is the pool's count of freed blocks then, `kept` the blocks that had to stay free beside it.
+    `freed` is the pool's count of freed blocks at that time, `kept` the blocks that had to stay free.
     """
 
     reason: int
@@ -218,13 +218,14 @@ class BlockShortage:
 
 
 class RequestState:
-    """Where one request stands. `rank` = (the policy's key, order of arrival), unique among live requests.
+    """The scheduler's state of one request. `rank` = (the policy's key, order of arrival), unique among open requests.
 
     `sequences` are those that have not ended, oldest choice first. `num_scored` is the first prompt position whose
-    log-probability is still owed. `seen` is the last match: tokens, the key that ended it, blocks published then;
-    `shortage` is what it lacked: until that can have changed, there is nothing to look at again. `num_bypassed` counts
-    the steps since its last admission in which somebody later was let in past it. `can_run_ahead`: rows may be planned
-    behind one whose id is still in flight; not for beams, and not where a grammar says what may come next.
+    log-probability must still be returned. `seen` is the last match: tokens, the key that ended it, blocks published
+    by then; `shortage` is what it lacked: until that can have changed, admission need not look again.
+    `num_bypassed` counts the steps since its last admission in which a later request was admitted before it.
+    `can_run_ahead`: a row may be planned while the id before it is in flight; not for beams, and not where a grammar
+    decides which ids may follow.
     """
 
     __slots__ = (
@@ -275,19 +276,19 @@ class RequestState:
 
     @property
     def num_slots(self) -> int:
-        """Slots that it takes while it runs: one for each sequence, and for each beam that is still to come."""
+        """Slots that it takes while it runs: one for each sequence, and for each beam that does not exist yet."""
         return max(len(self.sequences), self.request.params.beam_width)
 
     def awaits_id(self, sequence: Sequence) -> bool:
-        """Whether nothing may be granted behind the id in flight.
+        """Return True if no row may follow the id in flight.
 
-        It is the last one (a stop by length is foreseen), or says what may come next.
+        It is the last one (the sequence ends by length), or the next row depends on it.
         """
         is_last = sequence.num_known >= sequence.limit and self.samples
         return is_last or (sequence.num_pending > 0 and not self.can_run_ahead)
 
     def match_cap(self, sequence: Sequence) -> int:
-        """Longest usable prefix match: a score needs the logits in front of the first position that is still owed."""
+        """Return the longest usable prefix match: a score needs the logits before the first position to be scored."""
         if self.scores and self.num_scored < sequence.num_prompt:
             return self.num_scored - 1
         return sequence.num_known

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from octavo.core.admission import Admission, prove
+from octavo.core.admission import Admission, check_feasible
 from octavo.core.admit import Admitter
 from octavo.core.branching import add_sequences
 from octavo.core.commit import commit_step
@@ -69,7 +69,7 @@ class Scheduler:
             raise AdmissionError("the engine is draining and takes no new requests; send it to another engine", None)
         if request.request_id in state.requests:
             raise DuplicateRequestError(f"request_id {request.request_id!r} is in use; choose another", "request_id")
-        admission = prove(request, state.limits)
+        admission = check_feasible(request, state.limits)
         made = RequestState(request, state.next_order)
         state.next_order += 1
         params = request.params
