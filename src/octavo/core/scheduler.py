@@ -37,7 +37,7 @@ from octavo.core.views import (
     WaitingRequest,
     first_waiting,
     gauges,
-    workload,
+    open_work,
 )
 from octavo.errors import AdmissionError, DuplicateRequestError, ErrorKind
 
@@ -256,9 +256,9 @@ class Scheduler:
         """The first that wait, with their reasons. O(most log waiting)."""
         return first_waiting(self._state, most)
 
-    def workload(self) -> OpenWork:
+    def open_work(self) -> OpenWork:
         """What is left to do of every open request, for forecasts. O(requests log requests)."""
-        return workload(self._state)
+        return open_work(self._state)
 
     def block_map(self, max_cells: int, max_read: int) -> BlockMap:
         """A map of the KV pool to look at repeatedly; a look reads `max_read` table entries at most."""

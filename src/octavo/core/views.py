@@ -125,7 +125,7 @@ class OpenWork(NamedTuple):
     num_free_blocks: int  # beside the headroom
 
 
-def workload(state: State) -> OpenWork:
+def open_work(state: State) -> OpenWork:
     """Read what is left to do. O(requests log requests), never part of a step."""
     pools = state.cache.pools
     group = min(range(len(pools)), key=lambda index: pools[index].num_blocks)

@@ -150,7 +150,7 @@ def forecast(scheduler: Scheduler, step_times: StepTimeModel, lengths: AnswerLen
     if fit is None or scheduler.is_paused:
         return {}
     model, answers, rng = WaitModel(*fit, lengths.mean), lengths.sorted(), random.Random(0)
-    work = scheduler.workload()
+    work = scheduler.open_work()
     num_runs = NUM_RUNS if len(work.running) + len(work.waiting) <= MAX_REPEATED else 1
     runs = [_QueueRun(work, model, answers, rng).run() for _ in range(num_runs)]
     found = {}

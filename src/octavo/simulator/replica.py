@@ -93,7 +93,7 @@ class Replica:
             self._end_run(num_committed)
             if num_begun > num_committed:
                 self._make_plans(self.next_at)  # it dies with this plan in flight
-        work = self.scheduler.workload()
+        work = self.scheduler.open_work()
         outputs = {one.name: one.num_outputs for one in (*work.running, *work.waiting)}
         for entry in self._open.values():
             if entry.name in outputs:
