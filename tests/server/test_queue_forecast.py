@@ -68,6 +68,13 @@ def test_the_engines_answer_counts_and_the_model_adds_what_came_since() -> None:
     assert forecast.wait_s(QueuedWork(4, 400, 200), 8) == pytest.approx(forecast._model_s(QueuedWork(4, 400, 200), 8))
 
 
+def test_a_model_that_is_known_later_does_not_count_twice() -> None:
+    forecast = QueueForecast()
+    forecast.update({"new_request_s": 7.0, "model": None}, (QueuedWork(4, 400, 200), 8))
+    forecast._set_model({"model": asdict(WaitModel(0.02, 0.001, 50))})
+    assert forecast.wait_s(QueuedWork(4, 400, 200), 8) == 7.0
+
+
 def test_an_engine_that_has_not_seen_the_last_requests_is_not_believed() -> None:
     forecast = taught(prefill_s=0.0)
     forecast.update({"new_request_s": 0.0}, (QueuedWork(), 4))
