@@ -34,8 +34,8 @@ def bookkeeping(ids: list[int], num_outputs: int, eos: tuple[int, ...], params: 
             num_made = len(beam.ids) - len(ids)
             ranked = candidates(beam.last_cell(), params, num_made, VOCAB_SIZE, eos)
             given.append(([token_id for _, token_id in ranked], [logprob for logprob, _ in ranked]))
-        step = group.advance(given, [array("i", beam.ids[len(ids) :]) for beam in beams])
-        beams = [beams[parent].branch(token_id) for parent, token_id in step.next]
+        chosen = group.advance(given, [array("i", beam.ids[len(ids) :]) for beam in beams])
+        beams = [beams[parent].branch(token_id) for parent, token_id in chosen]
     return [list(kept.token_ids) for kept in group.best(params.n)]
 
 

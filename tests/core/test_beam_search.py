@@ -44,9 +44,9 @@ def search(model: Any, prompt: list[int], rules: BeamRules) -> BeamGroup:
             log_probs_KV[:, sorted(rules.stop_ids)] = -math.inf
         best = log_probs_KV.sort(dim=1, descending=True, stable=True)
         rows = zip(best.indices[:, :size].tolist(), best.values[:, :size].tolist(), strict=True)
-        step = group.advance(list(rows), paths)
-        assert step.is_over == (not step.next) and len(group.scores) == len(step.next) <= rules.width
-        paths = [paths[parent] + array("i", [token]) for parent, token in step.next]
+        beams = group.advance(list(rows), paths)
+        assert group.is_over == (not beams) and len(group.scores) == len(beams) <= rules.width
+        paths = [paths[parent] + array("i", [token]) for parent, token in beams]
     return group
 
 
@@ -89,14 +89,19 @@ def group_of(width: int, *, stop_ids: tuple[int, ...] = (0,), max_length: int = 
     return BeamGroup(BeamRules(width, max_length=max_length, stop_ids=frozenset(stop_ids), **options))
 
 
+def ended(group: BeamGroup) -> list[list[int]]:
+    """The ids of the hypotheses that are kept."""
+    return [one.token_ids.tolist() for one in group.best(9)]
+
+
 def test_P04_only_the_first_width_may_end_and_the_others_fill_up() -> None:
     group = group_of(2)
-    step = group.advance([([1, 2, 0, 3], [-1.0, -2.0, -3.0, -4.0])], [array("i")])
-    assert step.next == [(0, 1), (0, 2)] and step.ended == [] and group.scores == [-1.0, -2.0]
+    beams = group.advance([([1, 2, 0, 3], [-1.0, -2.0, -3.0, -4.0])], [array("i")])
+    assert beams == [(0, 1), (0, 2)] and ended(group) == [] and group.scores == [-1.0, -2.0]
     paths = [array("i", [1]), array("i", [2])]
-    step = group.advance([([0, 4, 5, 6], [-0.5, -2.5, -4.0, -5.0]), ([7, 0, 8, 9], [-0.25, -0.5, -3.0, -6.0])], paths)
-    assert step.ended == [(0, 0)]  # (1, 0), at -2.5, is the third best
-    assert step.next == [(1, 7), (0, 4)] and group.scores == [-2.25, -3.5]
+    beams = group.advance([([0, 4, 5, 6], [-0.5, -2.5, -4.0, -5.0]), ([7, 0, 8, 9], [-0.25, -0.5, -3.0, -6.0])], paths)
+    assert ended(group) == [[1, 0]]  # [2, 0], at -2.5, is the third best
+    assert beams == [(1, 7), (0, 4)] and group.scores == [-2.25, -3.5]
     (kept,) = group.best(2)
     assert kept.token_ids.tolist() == [1, 0] and kept.score == -0.75 and kept.cumulative_logprob == -1.5
     assert kept.stop_token_id == 0 and paths[0].tolist() == [1]
@@ -105,24 +110,24 @@ def test_P04_only_the_first_width_may_end_and_the_others_fill_up() -> None:
 def test_P04_ties_go_to_the_earlier_beam_and_the_better_candidate() -> None:
     group = group_of(2)
     group.advance([([3, 4, 5, 6], [-1.0] * 4)], [array("i")])
-    step = group.advance([([8, 9], [-1.0, -1.0]), ([1, 2], [-1.0, -1.0])], [array("i", [3]), array("i", [4])])
-    assert step.next == [(0, 8), (0, 9)]
+    beams = group.advance([([8, 9], [-1.0, -1.0]), ([1, 2], [-1.0, -1.0])], [array("i", [3]), array("i", [4])])
+    assert beams == [(0, 8), (0, 9)]
 
 
 def test_P04_barred_ids_are_no_continuations() -> None:
     group = group_of(2, max_length=4)
-    step = group.advance([([5, 1, 2, 3], [-1.0, -math.inf, -math.inf, -math.inf])], [array("i")])
-    assert step.next == [(0, 5)] and not step.is_over
-    step = group.advance([([6, 1], [-1.0, -math.inf])], [array("i", [5])])
-    assert step.is_over and step.next == [] and [one.token_ids.tolist() for one in group.best(2)] == [[5, 6]]
+    beams = group.advance([([5, 1, 2, 3], [-1.0, -math.inf, -math.inf, -math.inf])], [array("i")])
+    assert beams == [(0, 5)] and not group.is_over
+    beams = group.advance([([6, 1], [-1.0, -math.inf])], [array("i", [5])])
+    assert group.is_over and beams == [] and ended(group) == [[5, 6]]
     nothing = group_of(2)
-    assert nothing.advance([([1], [-math.inf])], [array("i")]).is_over and nothing.best(2) == []
+    assert nothing.advance([([1], [-math.inf])], [array("i")]) == [] and nothing.is_over and nothing.best(2) == []
 
 
 def test_P04_one_output_and_extreme_penalties() -> None:
     group = group_of(3, max_length=3)
-    step = group.advance([([0, 1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])], [array("i")])
-    assert step.is_over and step.ended == [(0, 0), (0, 1), (0, 2)]
+    beams = group.advance([([0, 1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])], [array("i")])
+    assert group.is_over and beams == [] and ended(group) == [[0], [1], [2]]
     has_stopped = [one.stop_token_id is not None for one in group.best(3)]
     assert has_stopped == [True, False, False]
     for penalty in (100.0, -100.0):
@@ -133,7 +138,6 @@ def test_P04_one_output_and_extreme_penalties() -> None:
 
 def test_P04_a_stop_id_before_min_tokens_ends_nothing() -> None:
     group = group_of(1, max_length=6, min_tokens=1)
-    step = group.advance([([0, 1], [-1.0, -2.0])], [array("i")])
-    assert step.next == [(0, 0)] and step.ended == []
-    step = group.advance([([0, 1], [-1.0, -2.0])], [array("i", [0])])
-    assert step.ended == [(0, 0)] and group.best(1)[0].stop_token_id is not None
+    assert group.advance([([0, 1], [-1.0, -2.0])], [array("i")]) == [(0, 0)] and ended(group) == []
+    group.advance([([0, 1], [-1.0, -2.0])], [array("i", [0])])
+    assert ended(group) == [[0, 0]] and group.best(1)[0].stop_token_id is not None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 def _rounded(value: float) -> float:
@@ -34,19 +34,6 @@ class Hypothesis:
     score: float
     cumulative_logprob: float
     stop_token_id: int | None = None
-
-
-@dataclass(slots=True)
-class BeamStep:
-    """What a step did: (parent, token id) of the beams that stay live, best first, and of those now kept as ended.
-
-    Parents are indices of the beams before the step. `next` is empty when the search is over; it is shorter than the
-    width only where too few ids may follow.
-    """
-
-    next: list[tuple[int, int]] = field(default_factory=list)
-    ended: list[tuple[int, int]] = field(default_factory=list)
-    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,33 +72,34 @@ class BeamGroup:
 
     def advance(
         self, candidates: Sequence[tuple[Sequence[int], Sequence[float]]], paths: Sequence[array[int]]
-    ) -> BeamStep:
-        """Take one more token. For each live beam, in order: its candidates (ids, log-probabilities), best first and
-        at least as many as the step looks at or as there are ids; and its output ids so far, which are copied.
+    ) -> list[tuple[int, int]]:
+        """Take one more token; return the beams that stay live, best first, and none when the search is over.
+
+        Given for each live beam, in order: its candidates (ids, log-probabilities), best first and at least as many as
+        the step looks at or as there are ids; and its output ids so far, which are copied. Returned beams are pairs of
+        a parent (an index among those given) and a token id, fewer than the width only where too few ids may follow.
         """
         assert not self.is_over and len(candidates) == len(paths) == len(self.scores), "one entry per live beam"
         rules = self.rules
-        looked_at = self._best_continuations(candidates)
         self._num_steps += 1
         at_limit = rules.num_prompt + self._num_steps >= rules.max_length
         may_stop = self._num_steps > rules.min_tokens
-        ending: list[tuple[int, int, Hypothesis]] = []
-        going: list[tuple[float, int, int]] = []
-        for rank, (total, parent, token_id) in enumerate(looked_at):
+        ended: list[Hypothesis] = []
+        live: list[tuple[float, int, int]] = []
+        for rank, (total, parent, token_id) in enumerate(self._best_continuations(candidates)):
             stops = may_stop and token_id in rules.stop_ids
             if not stops and not at_limit:
-                going.append((total, parent, token_id))
+                live.append((total, parent, token_id))
             elif rank < rules.width:
-                ending.append((parent, token_id, self._hypothesis(paths[parent], token_id, total, stops)))
-        step = BeamStep(ended=self._keep(ending))
-        del going[rules.width :]
-        self.scores = [total for total, _, _ in going]
-        self.is_over = step.is_over = not going or not self._may_improve()
+                ended.append(self._hypothesis(paths[parent], token_id, total, stops))
+        self._pool = sorted([*self._pool, *ended], key=lambda one: -one.score)[: rules.width]
+        del live[rules.width :]
+        self.scores = [total for total, _, _ in live]
+        self.is_over = not live or not self._may_improve()
         if self.is_over:
             self.scores = []
-        else:
-            step.next = [(parent, token_id) for _, parent, token_id in going]
-        return step
+            return []
+        return [(parent, token_id) for _, parent, token_id in live]
 
     def best(self, num: int) -> list[Hypothesis]:
         """Return the best ended hypotheses, best first; fewer where there are fewer."""
@@ -129,7 +117,7 @@ class BeamGroup:
                 for total, token_id in zip(totals, token_ids, strict=False)
                 if math.isfinite(total)  # a barred id is no continuation
             ]
-        every.sort(key=lambda entry: -entry[0])
+        every.sort(key=lambda one: -one[0])
         return every[:num_looked_at]
 
     def _hypothesis(self, path: array[int], token_id: int, total: float, stops: bool) -> Hypothesis:
@@ -138,17 +126,6 @@ class BeamGroup:
         token_ids.append(token_id)
         score = self.rules.score(total, self._num_steps)
         return Hypothesis(token_ids, score, total, token_id if stops else None)
-
-    def _keep(self, ending: list[tuple[int, int, Hypothesis]]) -> list[tuple[int, int]]:
-        """Merge into the pool; return those of them that are in it now."""
-        if not ending:
-            return []
-        merged: list[tuple[Hypothesis, tuple[int, int] | None]] = [(one, None) for one in self._pool]
-        merged += [(one, (parent, token_id)) for parent, token_id, one in ending]
-        merged.sort(key=lambda entry: -entry[0].score)
-        del merged[self.rules.width :]
-        self._pool = [one for one, _ in merged]
-        return [origin for _, origin in merged if origin is not None]
 
     def _may_improve(self) -> bool:
         """Return True if the best live beam may still enter a full pool.

@@ -139,18 +139,18 @@ def advance_beams(state: State, request: RequestState) -> list[Hypothesis] | Non
     group, parents = request.beams, tuple(request.sequences)
     assert group is not None
     candidates = [beam.candidates for beam in parents if beam.candidates is not None]
-    step = group.advance(candidates, [_outputs(beam) for beam in parents])
+    chosen = group.advance(candidates, [_outputs(beam) for beam in parents])
     for beam in parents:
         beam.candidates = None
-    if step.is_over:
+    if not chosen:
         return group.best(request.request.params.n)
-    beams = _fork_beams(state, parents, step.next)
-    lasting = [parents[index] for index in dict.fromkeys(index for index, _ in step.next)]
+    beams = _fork_beams(state, parents, chosen)
+    lasting = [parents[index] for index in dict.fromkeys(index for index, _ in chosen)]
     for beam in parents:
         if beam not in lasting:
             state.drop_sequence(beam, keep_slot=True)
     request.sequences = beams
-    for choice, (beam, (_, token)) in enumerate(zip(beams, step.next, strict=True)):
+    for choice, (beam, (_, token)) in enumerate(zip(beams, chosen, strict=True)):
         beam.choice = choice
         if beam.slot >= 0:
             state.id_edits.extend((beam.slot, beam.num_committed, token))

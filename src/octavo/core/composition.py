@@ -38,13 +38,8 @@ class Composition:
     """The kind of step that is due. `is_mixed`: all kinds of row may share a step."""
 
     __slots__ = (
-        "_max_prefill_run",
-        "_media_next",
-        "_num_prefills",
-        "_separates_media",
-        "_separates_phases",
-        "is_mixed",
-    )
+        "_max_prefill_run", "_media_next", "_num_prefills", "_separates_media", "_separates_phases", "is_mixed",
+    )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
         self._separates_media = limits.separate_modalities
