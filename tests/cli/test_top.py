@@ -181,7 +181,7 @@ def test_it_follows_a_restart_of_the_engine_and_says_when_the_server_ended(folde
 
 
 def test_a_server_that_does_not_answer_but_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = top.FrameSource("/none", "the server", lambda: True)
+    source = top.WatchedServer("/none", "the server", lambda: True)
     with pytest.raises(AdminError, match="no answer on the admin socket /none"):
         source.look()
     assert source.without("no answer")["server"]["state"] == "no answer"

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     least, most = INTERVALS_S
     if not least <= args.interval <= most:
         raise UsageError(f"--interval is {args.interval:g}; give {least:g} to {most:g} seconds")
-    source = FrameSource.of(named_server(args))
+    source = WatchedServer.of(named_server(args))
     if args.json:
         print(json.dumps(source.look()))
         return 0
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     return _show(source, args.interval)
 
 
-class FrameSource:
+class WatchedServer:
     """One server, asked over its admin socket. `is_there` tells whether a server that gave no answer still runs."""
 
     def __init__(self, path: str, name: str = "", is_there: Callable[[], bool] = lambda: False) -> None:
@@ -60,7 +60,7 @@ class FrameSource:
         self._last: dict[str, Any] = {"status": {}}
 
     @classmethod
-    def of(cls, server: Record) -> FrameSource:
+    def of(cls, server: Record) -> WatchedServer:
         """A server that was found, or one of another user."""
         if not server.pid:
             return cls(server.admin)
@@ -89,7 +89,7 @@ class FrameSource:
             self._figures.read(polled["frames"])
 
 
-def _show(source: FrameSource, interval_s: float) -> int:
+def _show(source: WatchedServer, interval_s: float) -> int:
     from octavo.cli.keyboard import Keyboard  # terminals of this system only
 
     figures, view, console = source.look(), View(), Console(highlight=False)
