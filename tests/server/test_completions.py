@@ -3,7 +3,7 @@
 import asyncio
 import re
 
-from octavo.core.request import FinishReason
+from octavo.core.request import ErrorKind, FinishError, FinishReason
 from tests.server.fakes import EOS, FakeClient, Harness, events
 
 
@@ -41,7 +41,7 @@ async def test_when_one_prompt_fails_the_others_are_cancelled() -> None:
     response = await harness.complete(prompt=[[3], [9_999_999]])
     assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
     assert [reason for _, reason in harness.engine.cancelled] == [FinishReason.CANCELLED]
-    harness.engine.end = (FinishReason.ERROR, "bad row")
+    harness.engine.end = (FinishReason.ERROR, FinishError(ErrorKind.ENGINE, "bad row"))
     response = await harness.complete(prompt=["a", "b"])
     assert response.status_code == 500
     assert harness.context.waiting.num_pending == 0

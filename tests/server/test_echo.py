@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason, Want
+from octavo.core.request import ErrorKind, FinishError, FinishReason, Want
 from octavo.frontend.outputs import slice_tokens
 from octavo.server.answer import LOWEST_LOGPROB
 from octavo.server.bodies.sampling import MAX_PROMPT_SCORES
@@ -155,7 +155,7 @@ def test_an_answer_holds_so_many_prompt_scores() -> None:
 
 async def test_a_failed_request_gives_no_scores() -> None:
     harness = Harness()
-    harness.engine.end = (FinishReason.ERROR, "bad row")
+    harness.engine.end = (FinishReason.ERROR, FinishError(ErrorKind.ENGINE, "bad row"))
     assert (await harness.complete(echo=True, logprobs=1)).status_code == 500
 
 

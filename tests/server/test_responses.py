@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from octavo.config import Config, ResponsesConfig, ServingConfig
-from octavo.core.request import FinishReason
+from octavo.core.request import ErrorKind, FinishError, FinishReason
 from tests.server.fakes import Harness, Wire, keyed
 from tests.server.response_events import check_events, check_model, put_together, read_events
 
@@ -63,7 +63,7 @@ async def test_a_stream_has_typed_events_and_ends_without_done() -> None:
 
 async def test_a_failure_in_mid_stream_is_told_and_not_kept() -> None:
     harness = Harness()
-    harness.engine.end = (FinishReason.ERROR, "the model is not well")
+    harness.engine.end = (FinishReason.ERROR, FinishError(ErrorKind.ENGINE, "the model is not well"))
     events = read_events((await post(harness, stream=True)).text)
     check_events(events)
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]

@@ -5,7 +5,7 @@ from typing import Any
 
 from openai.types.responses import Response
 
-from octavo.core.request import FinishReason
+from octavo.core.request import ErrorKind, FinishError, FinishReason
 from tests.server.fakes import Harness, Wire, keyed
 from tests.server.response_events import check_events, check_model, put_together, read_events
 
@@ -70,7 +70,7 @@ async def test_a_mistake_is_told_at_once() -> None:
 
 async def test_a_failure_is_kept() -> None:
     harness = Harness()
-    harness.engine.end = (FinishReason.ERROR, "the model is not well")
+    harness.engine.end = (FinishReason.ERROR, FinishError(ErrorKind.ENGINE, "the model is not well"))
     response = (await post(harness)).json()
     ended = await until(harness, response["id"], "failed")
     check_model(Response, ended)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from octavo.config import BatchConfig, Config, ResponsesConfig, RetryConfig, ServingConfig
-from octavo.core.request import FinishReason
+from octavo.core.request import ErrorKind, FinishError, FinishReason
 from octavo.server import logins as logins_module
 from octavo.server.auth import POLICIES
 from octavo.server.batches import store as store_module
@@ -381,7 +381,9 @@ async def test_runs_are_counted_right_however_they_end(tmp_path: Path) -> None:
     runs = harness.context.runs
     for _ in range(30):
         harness.engine.is_held = rng.random() < 0.4
-        harness.engine.end = rng.choice((None, None, (FinishReason.ERROR, "no"), (FinishReason.TIMEOUT, "late")))
+        failed = (FinishReason.ERROR, FinishError(ErrorKind.ENGINE, "no"))
+        late = (FinishReason.TIMEOUT, FinishError(ErrorKind.DEADLINE, "late"))
+        harness.engine.end = rng.choice((None, None, failed, late))
         tasks = [
             asyncio.create_task(
                 harness.chat(headers={**rng.choice((ALICE, BOB)), "Idempotency-Key": str(rng.randrange(12))})

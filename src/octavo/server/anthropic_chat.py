@@ -24,7 +24,7 @@ from octavo.server.bodies.anthropic_blocks import (
 from octavo.server.bodies.chat import ChatBody, read_chat
 from octavo.server.bodies.served import ServedFields
 from octavo.server.faults import ApiError, bad_field
-from octavo.server.spelling import Spelling, respelled
+from octavo.server.spelling import Spelling, rename_field
 from octavo.text.dialect import Dialect
 
 Message = dict[str, Any]
@@ -65,7 +65,7 @@ def chat_of(body: MessagesBody, dialect: Dialect) -> ChatBody:
     try:
         return read_chat(fields)
     except ApiError as error:
-        raise respelled(error, SPELLING) from None
+        raise rename_field(error, SPELLING) from None
 
 
 def _system(body: MessagesBody) -> list[Message]:

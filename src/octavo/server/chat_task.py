@@ -16,7 +16,7 @@ from octavo.grammar.answer import AnswerSource, CallSource
 from octavo.server.answer import FORCED_AS, TAIL_IDS, format_fact, format_of, reasoning_of, shown_ids
 from octavo.server.bodies.chat import ChatBody
 from octavo.server.context import Context
-from octavo.server.faults import bad_field, from_exception
+from octavo.server.faults import bad_field, from_exception, with_field
 from octavo.server.grammars import Structure, refusal, structure_of
 from octavo.server.params import read_params
 from octavo.server.reply import Task, answer_facts, wants_usage
@@ -55,8 +55,7 @@ def read_grammar(
             if structure is not None and not body.forced and not (error.param or "").startswith("tools"):
                 raise refusal(error, structure) from None
             param = error.param or "tools"
-            message = str(error) if str(error).startswith(param) else f"{param}: {error}"
-            raise from_exception(type(error)(message, param)) from None
+            raise from_exception(type(error)(with_field(str(error), param, param), param)) from None
 
     return read
 

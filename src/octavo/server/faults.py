@@ -140,6 +140,12 @@ def draining_error() -> ApiError:
     return ApiError(503, "the server is shutting down", code="draining", retry_after_s=RETRY_ENGINE_S)
 
 
+def with_field(message: str, own: str | None, param: str) -> str:
+    """Return the message of a refusal with `param` in front, instead of the name that its maker has for the field."""
+    rest = message.removeprefix(own) if own else message
+    return f"{param}: {message}" if rest == message else param + rest
+
+
 def from_exception(error: Exception, params: Mapping[str, str] | None = None) -> ApiError:
     """Translate one of Octavo's exceptions; `params` renames fields to the client's spelling of them."""
     if isinstance(error, ApiError):
@@ -153,7 +159,7 @@ def from_exception(error: Exception, params: Mapping[str, str] | None = None) ->
         message, param = str(error), error.param
         spelled = (params or {}).get(param or "prompt_token_ids", param)
         if param is not None and spelled is not None:
-            message = message.replace(param, spelled, 1) if message.startswith(param) else message
+            message = with_field(message, param, spelled) if message.startswith(param) else message
         return bad_field(spelled, message, error.code)
     if isinstance(error, StepFailedError):
         return ApiError(500, "the engine failed on this request", code="engine_crash_suspect", is_final=True)

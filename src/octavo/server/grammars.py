@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from octavo.errors import InvalidRequestError, OctavoError
 from octavo.server.bodies.sampling import SamplingBody
 from octavo.server.bodies.structure import given_structures
-from octavo.server.faults import ApiError, bad_field, from_exception
+from octavo.server.faults import ApiError, bad_field, from_exception, with_field
 from octavo.tool.process import ToolProcess
 from octavo.tool.wire import CompileGrammar
 
@@ -149,9 +149,7 @@ def refusal(error: OctavoError, structure: Structure) -> ApiError:
     if not isinstance(error, InvalidRequestError):
         return from_exception(error)
     param = structure.whitespace_param if error.param == "whitespace_pattern" else structure.param
-    message, own = str(error), error.param
-    message = param + message[len(own) :] if own and message.startswith(own) else f"{param}: {message}"
-    return bad_field(param, message, error.code)
+    return bad_field(param, with_field(str(error), error.param, param), error.code)
 
 
 def _size(key: _Key, grammar: str) -> int:

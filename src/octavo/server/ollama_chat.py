@@ -14,7 +14,7 @@ from octavo.server.bodies.completion import CompletionBody, read_completion
 from octavo.server.bodies.ollama import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaMessage, sift_options
 from octavo.server.bodies.served import ServedFields
 from octavo.server.faults import ApiError, bad_field
-from octavo.server.spelling import Spelling, respelled
+from octavo.server.spelling import Spelling, rename_field
 from octavo.text.dialect import Dialect
 
 _LATEST = ":latest"
@@ -54,7 +54,7 @@ def chat_of(body: OllamaChatBody, dialect: Dialect) -> ChatBody:
     try:
         return read_chat(fields)
     except ApiError as error:
-        raise respelled(error, SPELLING) from None
+        raise rename_field(error, SPELLING) from None
 
 
 def generate_of(body: OllamaGenerateBody, dialect: Dialect) -> ChatBody:
@@ -65,7 +65,7 @@ def generate_of(body: OllamaGenerateBody, dialect: Dialect) -> ChatBody:
     try:
         return read_chat(fields)
     except ApiError as error:
-        raise respelled(error, GENERATE_SPELLING) from None
+        raise rename_field(error, GENERATE_SPELLING) from None
 
 
 def raw_of(body: OllamaGenerateBody) -> CompletionBody:
@@ -79,7 +79,7 @@ def raw_of(body: OllamaGenerateBody) -> CompletionBody:
     try:
         return read_completion(fields)
     except ApiError as error:
-        raise respelled(error, GENERATE_SPELLING) from None
+        raise rename_field(error, GENERATE_SPELLING) from None
 
 
 def with_ollama_names(fields: dict[str, object], dialect: Dialect) -> dict[str, object]:

@@ -13,8 +13,8 @@ from octavo.server.faults import ApiError
 Spelling = Sequence[tuple[str, str]]  # (pattern of a part of a field's path, what the client calls it)
 
 
-def respelled(error: ApiError, spelling: Spelling) -> ApiError:
-    """The same refusal under the client's name of the field."""
+def rename_field(error: ApiError, spelling: Spelling) -> ApiError:
+    """Put the client's name of the field into a refusal; return it."""
     if error.param is None:
         return error
     param = error.param

@@ -6,25 +6,26 @@ Does not: check items (bodies.response_items did) or messages (ChatBody does).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from octavo.server.bodies.response_items import Item
 from octavo.server.bodies.responses import LOGPROBS, AllowedTools, FunctionTool, NamedTool, ResponsesBody
 from octavo.server.bodies.sampling import SamplingBody
 from octavo.server.faults import ApiError, bad_field
+from octavo.server.spelling import Spelling
 
 Message = dict[str, Any]
 _SYSTEM = ("system", "developer")
 _OWN = frozenset({"stream_options", "response_format"})  # of SamplingBody's fields, those that are translated
 # What a ChatBody calls it -> what the client called it.
-_SPELLED: Mapping[str, str] = {
-    "max_completion_tokens": "max_output_tokens",
-    "messages": "input",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
+SPELLING: Spelling = (
+    (r"^messages(?=[.\[]|$).*", "input"),
+    (r"^max_completion_tokens$", "max_output_tokens"),
+    (r"^response_format(\.json_schema)?(?=[.\[]|$)", "text.format"),
+    (r"^reasoning_effort$", "reasoning.effort"),
+    (r"^(tools\[\d+\])\.function", r"\1"),
+)
 
 
 def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, object]:
@@ -45,20 +46,6 @@ def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, object]
         fields |= {"tools": [_chat_tool(tool) for tool in tools], "tool_choice": choice}
         fields["parallel_tool_calls"] = body.parallel_tool_calls
     return fields
-
-
-def spelled(error: ApiError) -> ApiError:
-    """The same refusal with the names that this interface has for the fields."""
-    param = error.param
-    for chat, own in _SPELLED.items():
-        if param is not None and (param == chat or param.startswith((chat + ".", chat + "["))):
-            error.param = own + param[len(chat) :] if own != "input" else own
-            error.message = error.message.replace(param, error.param).replace(chat, own)
-            break
-    if param is not None and param.startswith("tools["):
-        error.param = param.replace(".function", "", 1)
-        error.message = error.message.replace(param, error.param)
-    return error
 
 
 def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Message]:

@@ -22,12 +22,13 @@ from octavo.server.faults import ApiError, bad_field
 from octavo.server.limits import OFF_LOOP_BYTES
 from octavo.server.offload import parse_off_loop
 from octavo.server.reply import Task
-from octavo.server.responses.messages import chat_fields, spelled
+from octavo.server.responses.messages import SPELLING, chat_fields
 from octavo.server.responses.store import Given, Link, Stored
 from octavo.server.responses.truncation import fitted
 from octavo.server.shapes.form import Form
 from octavo.server.shapes.responses import ID_PREFIX, ResponseShape
 from octavo.server.shapes.shape import Identity, Shape
+from octavo.server.spelling import rename_field
 
 if TYPE_CHECKING:
     from octavo.server.answer import Json
@@ -70,7 +71,7 @@ async def response_task(context: Context, tenant: str, body: ResponsesBody) -> A
         chat = await fitted(context, conversation.chat) if body.truncation == "auto" else conversation.chat
         task = await chat_task(context, chat, "response", "resp")
     except ApiError as error:
-        raise spelled(error) from None
+        raise rename_field(error, SPELLING) from None
 
     def make_form(identity: Identity, num_prompt_tokens: int) -> Form:
         form = task.make_form(identity, num_prompt_tokens)
@@ -88,8 +89,8 @@ async def response_task(context: Context, tenant: str, body: ResponsesBody) -> A
     answering = replace(
         task,
         prompt_param="input",
-        read_prompts=_respelled(task.read_prompts),
-        read_grammar=None if task.read_grammar is None else _respelled(task.read_grammar),
+        read_prompts=_renaming(task.read_prompts),
+        read_grammar=None if task.read_grammar is None else _renaming(task.read_grammar),
         make_form=make_form,
         on_shape=keep_answer,
         name=response_id,
@@ -126,7 +127,7 @@ async def read_conversation(
         try:
             chat = read_chat(chat_fields(body, before + own))
         except ApiError as error:
-            raise spelled(error) from None
+            raise rename_field(error, SPELLING) from None
         ids = tuple(item["id"] for item in own)
         return Conversation(chat, Given(msgspec.json.encode(own), ids), _echo(body))
 
@@ -157,12 +158,12 @@ def _size(items: Sequence[Item]) -> int:
     return size
 
 
-def _respelled(read: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
+def _renaming(read: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
     async def run() -> T:
         try:
             return await read()
         except ApiError as error:
-            raise spelled(error) from None
+            raise rename_field(error, SPELLING) from None
 
     return run
 

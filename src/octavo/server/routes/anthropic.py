@@ -25,7 +25,7 @@ from octavo.server.limits import read_json
 from octavo.server.reply import RETRY_NOTE, reply
 from octavo.server.routes.posting import add_post
 from octavo.server.shell import REQUEST_ID
-from octavo.server.spelling import respelled
+from octavo.server.spelling import rename_field
 from octavo.text.dialect import Dialect
 
 
@@ -39,7 +39,7 @@ async def messages(request: Request) -> Response:
     try:
         response = await reply(request, await chat_task(context, chat, "anthropic", "msg", facts))
     except ApiError as error:
-        raise respelled(error, SPELLING) from None
+        raise rename_field(error, SPELLING) from None
     response.headers["request-id"] = request.scope[REQUEST_ID]  # where Anthropic's clients look for it
     return response
 
@@ -52,7 +52,7 @@ async def count_tokens(request: Request) -> Response:
     try:
         count = len(await context.prompts.chat(chat))
     except ApiError as error:
-        raise respelled(error, SPELLING) from None
+        raise rename_field(error, SPELLING) from None
     context.admission.charge(request.scope[KEY], count)
     return Response(msgspec.json.encode({"input_tokens": count}), media_type="application/json")
 

@@ -32,7 +32,7 @@ from octavo.server.reply import RETRY_NOTE, Task, reply
 from octavo.server.routes.posting import add_post
 from octavo.server.shapes.form import Form
 from octavo.server.shapes.ollama import head
-from octavo.server.spelling import respelled
+from octavo.server.spelling import rename_field
 from octavo.text.dialect import Dialect
 
 
@@ -46,7 +46,7 @@ async def chat(request: Request) -> Response:
     try:
         return await reply(request, await chat_task(context, asked, "ollama", "chat", {"is_chat": True}))
     except ApiError as error:
-        raise respelled(error, SPELLING) from None
+        raise rename_field(error, SPELLING) from None
 
 
 async def generate(request: Request) -> Response:
@@ -63,7 +63,7 @@ async def generate(request: Request) -> Response:
             task = await chat_task(context, asked, "ollama", "gen", {"is_chat": False})
         return await reply(request, task)
     except ApiError as error:
-        raise respelled(error, GENERATE_SPELLING) from None
+        raise rename_field(error, GENERATE_SPELLING) from None
 
 
 def _chat_asked(fields: dict[str, object], dialect: Dialect) -> tuple[OllamaChatBody, ChatBody | None]:
