@@ -14,11 +14,11 @@ from tests.engine.fakes import (
     make_limits,
     make_request,
 )
+from tests.engine.manual_clock import ManualClock
 
 from octavo.core.plan import EventKind, StepPlan, StepResult
 from octavo.core.request import FinishReason
 from octavo.engine.client import Accepted
-from octavo.engine.clock import ManualClock
 from octavo.engine.loop import EngineLoop
 from octavo.errors import AdmissionError, DuplicateRequestError, EngineDeadError, QueueFullError
 

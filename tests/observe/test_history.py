@@ -14,7 +14,6 @@ from octavo.core.limits import Limits
 from octavo.core.plan import Events, StepFailure, StepPlan, StepResult, StepTimings
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.core.scheduler import Scheduler
-from octavo.engine.clock import ManualClock
 from octavo.errors import EngineError
 from octavo.observe.explainer import Explainer, unknown
 from octavo.observe.forecast import (
@@ -32,6 +31,7 @@ from octavo.simulator.arrival import Arrival
 from octavo.simulator.run import Setup, simulate
 from tests.core.harness import limits
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
+from tests.engine.manual_clock import ManualClock
 from tests.simulator.fakes import ConstantCosts
 
 
