@@ -86,7 +86,7 @@ class WaitingRequest(NamedTuple):
 
 
 def first_waiting(state: State, most: int) -> list[WaitingRequest]:
-    """The first that wait, in order. O(most log waiting)."""
+    """Return the first waiting requests, in order. O(most log waiting)."""
     barrier, found = find_barrier(state), []
     for entry in state.waiting.first(most):
         short, reason = shortage_of(state, entry), reason_of(state, entry, barrier)
@@ -97,10 +97,10 @@ def first_waiting(state: State, most: int) -> list[WaitingRequest]:
 
 
 class RequestWork(NamedTuple):
-    """What is left of one open request.
+    """What is left to do of one open request.
 
-    `num_todo`: tokens to compute before its next one. `num_blocks` of the smallest group: needed where it waits, held
-    where it runs. `max_tokens` is 0 where nothing is sampled.
+    `num_todo`: tokens to compute before its next one. `num_blocks` of the smallest group: needed if it waits, held if
+    it runs. `max_tokens` is 0 if nothing is sampled.
     """
 
     name: str
@@ -115,7 +115,7 @@ class RequestWork(NamedTuple):
 
 
 class OpenWork(NamedTuple):
-    """All open requests in the order of the scheduler, and what is free for them, in the smallest group."""
+    """All open requests in the scheduler's order, and what is free for them in the smallest group."""
 
     running: list[RequestWork]
     waiting: list[RequestWork]
@@ -126,7 +126,7 @@ class OpenWork(NamedTuple):
 
 
 def open_work(state: State) -> OpenWork:
-    """Read what is left to do. O(requests log requests), never part of a step."""
+    """Return what is left to do of every open request. O(requests log requests), never part of a step."""
     pools = state.cache.pools
     group = min(range(len(pools)), key=lambda index: pools[index].num_blocks)
     return OpenWork(
@@ -165,8 +165,8 @@ def _work(state: State, entry: RequestState, group: int) -> RequestWork:
 
 NO_OWNER = 0xFFFF
 FREE, HELD, SHARED, CACHED = range(4)
-# From numbers of references, and from whether there is a key, to what a cell shows: done over all cells at once, by
-# bits, for a list of 4,096 takes a tenth of a millisecond each time it is gone through.
+# Tables from a count of references, and from "has a key", to what a cell shows. They are applied to all cells at once,
+# because one Python loop over 4,096 cells takes a tenth of a millisecond.
 _HELD = bytes([FREE, HELD]) + bytes([SHARED]) * 254
 _UNHELD = bytes([CACHED]) + bytes(255)
 _KEYED = bytes([0, CACHED]) + bytes(254)
@@ -183,10 +183,10 @@ class GroupCells(NamedTuple):
 
 
 class BlockMap:
-    """Draws the pools of one scheduler, in at most `max_cells` cells.
+    """Maps the pools of one scheduler onto at most `max_cells` cells.
 
-    A block's owner is found by reading tables, `max_read` entries a look, and noted; so a large pool's owners are
-    complete after some looks, and blocks that just changed hands may show the old one until then.
+    A block's owner is found by reading tables, `max_read` entries per look, and kept. So the owners of a large pool are
+    complete only after some looks, and a block that changed owners may show the previous one until then.
     """
 
     def __init__(self, state: State, max_cells: int, max_read: int) -> None:
@@ -197,10 +197,10 @@ class BlockMap:
         self._per = [-(-pool.num_blocks // most) for pool in pools]
         self._owners = [array("H", [NO_OWNER]) * pool.num_blocks for pool in pools]
         self._read: list[_Read] = [{} for _ in pools]
-        self._next = 0  # the slot to begin with, so that none is always the last
+        self._next = 0  # the slot to read first, so that none is always the last
 
     def look(self) -> list[GroupCells]:
-        """The pools as they are now, one entry for each group."""
+        """Return the pools as they are now, one entry per group."""
         self._find_owners()
         pools = self._state.cache.pools
         return [
@@ -209,7 +209,7 @@ class BlockMap:
         ]
 
     def _find_owners(self) -> None:
-        """Read what tables have got since the last look, and what of them is not read yet."""
+        """Read the table entries that are new since the last look or not read yet."""
         owners_of, left = self._state.slot_owner, self._max_read
         num_slots = len(owners_of)
         for slot in (*range(self._next, num_slots), *range(self._next)):
@@ -223,11 +223,11 @@ class BlockMap:
                 return
 
     def _read_table(self, sequence: Sequence, group: int, read: _Read, most: int) -> int:
-        """Note the owner of at most so many blocks of a table; return how many were read."""
+        """Note the owner of at most `most` blocks of a table; return how many entries were read."""
         table, owners, slot = sequence.tables[group], self._owners[group], sequence.slot
         known, at, last = read.get(slot, (None, 0, NO_BLOCK))
         if known is not sequence or at > len(table) or (at and table[at - 1] != last):
-            at = sequence.first_live[group]  # another's slot before, or put back and come again
+            at = sequence.first_live[group]  # the slot had another sequence, or this one was preempted and resumed
         end = min(len(table), at + max(0, most))
         for block in table[at:end]:
             if block != NO_BLOCK:

@@ -2,8 +2,8 @@
 
 Owns: the pools, and the block tables of sequences. Does not: decide which request gets blocks.
 Invariants: a match changes nothing until `adopt`; allocation is all-or-nothing over groups. A block that is shared or
-findable is never written: whoever writes to it first copies it. Only a block that is cached for sure replaces a
-duplicate, never one that a plan in flight still writes.
+findable is never written: a sequence that needs to write there gets a copy. Only a block that is cached for sure
+replaces a duplicate, never one that a plan in flight still writes.
 """
 
 from __future__ import annotations

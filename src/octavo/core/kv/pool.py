@@ -49,7 +49,7 @@ class BlockPool:
         return self.num_blocks - len(self.plain)
 
     def is_read_only(self, block: int) -> bool:
-        """Return True if other sequences may read the block: whoever writes to it must copy it first."""
+        """Return True if other sequences may read the block: a sequence must copy it to write there."""
         return self.references[block] > 1 or self.key_of[block] is not None
 
     # --- references ------------------------------------------------------------------------------------
