@@ -141,7 +141,7 @@ class Steps:
         self.scheduler = Scheduler(make_limits())
         self.history = History(self.scheduler)
         self.table = StepTable(size, self.scheduler.gauges(), StepTimes())
-        self.history.add_reader(self.table.add)
+        self.history.add_reader(lambda record: self.table.add(record, self.history.waits.by_reason()))
 
     def add(self, plan: StepPlan, time: float) -> None:
         self.history.stepped(plan, StepResult(None), Events(plan.step, time))

@@ -173,7 +173,6 @@ class StepRecord(NamedTuple):
     freed: array[int]
     moved: tuple[int, int, int]
     gauges: Gauges
-    waiting_by_reason: dict[str, int]
     arrivals: tuple[RequestHistory, ...]
     decisions: tuple[Event, ...]
     failure: str | None
@@ -312,11 +311,6 @@ class History:
         """Give each record to this function from now on."""
         self._readers.append(read)
 
-    @property
-    def has_news(self) -> bool:
-        """Return True if a request arrived or something was decided since the last record."""
-        return bool(self._arrivals or self._decisions)
-
     # --- the fold
 
     def admitted(self, request: Request) -> None:
@@ -372,11 +366,11 @@ class History:
     def flush(self, now: float) -> None:
         """Report what happened since the last step, if anything, as a record without a step."""
         self.last_time = max(self.last_time, now)
-        if self.has_news and self._readers:
+        if self._readers and (self._arrivals or self._decisions):
             none, news = _NO_INTS, (tuple(self._arrivals), tuple(self._decisions))
             record = StepRecord(
                 -1, now, now, 0.0, -1, (0.0, 0.0, 0.0), None, none, none, none, 0, 0, True, 0, (), none, (0, 0, 0),
-                self.scheduler.gauges(), self.waits.by_reason(), *news, None,
+                self.scheduler.gauges(), *news, None,
             )  # fmt: skip
             for read in self._readers:
                 read(record)
@@ -523,7 +517,6 @@ class History:
             plan.freed_slots,
             (len(plan.swap_outs) // 3, len(plan.host_loads) // 3, len(plan.copies) // 3),
             self.scheduler.gauges(),
-            self.waits.by_reason(),
             tuple(self._arrivals),
             tuple(self._decisions),
             failure,

@@ -57,8 +57,8 @@ class StepTable:
     def __len__(self) -> int:
         return min(len(self._ring), self._ring.size - 1)
 
-    def add(self, record: StepRecord) -> None:
-        """Keep a step."""
+    def add(self, record: StepRecord, waiting_by_reason: dict[str, int]) -> None:
+        """Keep a step. The mapping is not changed after."""
         assert record.slots is not None
         gauges, moved = record.gauges, record.moved
         prefill_rows, fork_rows, prefill_tokens = 0, 0, 0
@@ -87,7 +87,7 @@ class StepTable:
             moved[1],
             *_totals(gauges),
         )
-        self._waits[place] = record.waiting_by_reason
+        self._waits[place] = waiting_by_reason
 
     def table(self) -> Table:
         """Return every step kept, oldest first: seconds, counts, and what the totals grew by. None: not known."""
@@ -173,7 +173,7 @@ class Collector:
             return
         now = record.end
         if record.failure is None:
-            self._steps.add(record)
+            self._steps.add(record, self._history.waits.by_reason())
             self._step_tokens.observe(record.num_tokens)
         if self._next_line is None or record.begin - self._last_time >= STATUS_LINE_S:  # the first, or after a rest
             self._next_line = now + STATUS_LINE_S
