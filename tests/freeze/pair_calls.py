@@ -418,10 +418,10 @@ def _sse(text: str) -> list[dict[str, Json]]:
 
 
 def _stream(events: list[dict[str, Json]], drops: tuple[str, ...]) -> Json:
-    """The events of a stream; log-probabilities are put together apart, since they come with any piece of text."""
+    """The events of a stream; ids and log-probabilities are put together apart: they come with any piece of text."""
     numbers = [event["data"].pop("sequence_number") for event in events if _has(event["data"], "sequence_number")]
     ids = [event.get("id") for event in events if event.get("event") != "ping"]
-    scores: dict[int, Json] = {}
+    scores: dict[str, Json] = {}
     prompts = [ids for event in events for ids in _taken(event["data"], "prompt_token_ids")]
     parts = [part for event in events if event.get("event") != "ping" for part in _split(event, scores)]
     found: list[dict[str, Json]] = []
@@ -435,7 +435,7 @@ def _stream(events: list[dict[str, Json]], drops: tuple[str, ...]) -> Json:
             found.append(part)
     told: dict[str, Json] = {"list": _endless_masked(found)}
     if scores:
-        told["logprobs"] = {str(choice): _masked(parts, drops) for choice, parts in sorted(scores.items())}
+        told["tokens"] = {place: _masked(each, drops) for place, each in sorted(scores.items())}
     if prompts:
         told["prompt_token_ids"] = prompts
     if any(ids):
@@ -456,7 +456,7 @@ def _taken(data: Json, key: str) -> list[Json]:
     return [place.pop(key) for place in (data, *data.get("choices", [])) if key in place]
 
 
-def _split(event: dict[str, Json], scores: dict[int, Json]) -> list[dict[str, Json]]:
+def _split(event: dict[str, Json], scores: dict[str, Json]) -> list[dict[str, Json]]:
     """Each piece of text, each part of a call, and the end of a choice as events of their own."""
     data = event["data"]
     if (_has(data, "message") and "done" in data) or (_has(data, "response") and "done" in data):
@@ -466,10 +466,15 @@ def _split(event: dict[str, Json], scores: dict[int, Json]) -> list[dict[str, Js
         return [event]
     choice = dict(choices[0])
     if choice.get("logprobs") is not None:
-        merged = _merged(scores.get(choice["index"]), choice["logprobs"])
-        scores[choice["index"]] = choice["logprobs"] if merged is None else merged
+        place = f"{choice['index']} logprobs"
+        merged = _merged(scores.get(place), choice["logprobs"])
+        scores[place] = choice["logprobs"] if merged is None else merged
     if "logprobs" in choice:
         choice["logprobs"] = "*"
+    if "token_ids" in choice:
+        place = f"{choice['index']} ids"
+        scores[place] = scores.get(place, []) + (choice["token_ids"] or [])
+        choice["token_ids"] = "*"
     end = choice.get("finish_reason")
     name = "text" if "text" in choice else "delta"
     pieces = [choice["text"]] if name == "text" and (choice["text"] or end is None) else []
@@ -480,7 +485,7 @@ def _split(event: dict[str, Json], scores: dict[int, Json]) -> list[dict[str, Js
     said = {key: value for key, value in choice.items() if key != "stop_reason"} | {"finish_reason": None}
     found = [{**event, "data": {**shared, "choices": [{**said, name: piece}]}} for piece in pieces]
     if end is not None:
-        empty = {name: "" if name == "text" else {}} | ({"token_ids": []} if "token_ids" in choice else {})
+        empty = {name: "" if name == "text" else {}}
         found.append({**event, "data": {**data, "choices": [{**choice, **empty}]}})
     return found
 

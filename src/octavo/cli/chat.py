@@ -141,17 +141,17 @@ def _answer(runner: asyncio.Runner, answerer: Answerer, conversation: Conversati
                 sys.stdout.write(text)
                 sys.stdout.flush()
 
-    note = ""
+    note, has_failed = "", False
     try:
         runner.run(answer())
         note = answerer.note
     except KeyboardInterrupt:
         note = "stopped"
     except OctavoError as error:
-        note = f"error: {error}"
+        note, has_failed = f"error: {error}", True
     print()
     conversation.answer("".join(parts))
-    if note and (is_shown or note.startswith("error")):
+    if note and (is_shown or has_failed):
         say(note)
 
 
