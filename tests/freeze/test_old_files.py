@@ -99,3 +99,14 @@ def test_an_old_recording_is_read_or_refused_by_its_format(command: str, tmp_pat
     assert done.returncode == 0, said
     if command == "trace":
         assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_another_format_of_a_recording_is_refused_by_its_number(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "recording", tmp_path / "recording")
+    [segment] = (tmp_path / "recording").glob("*.octrec")
+    data = segment.read_bytes()
+    mark = data.index(struct.pack("<H", 1))
+    segment.write_bytes(data[:mark] + struct.pack("<H", 99) + data[mark + 2 :])
+    words = [sys.executable, "-m", "octavo", "replay", "recording"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "is of format 99, this Octavo reads" in done.stderr
