@@ -52,7 +52,7 @@ def check_cheap(scheduler: Scheduler) -> None:
     """The part of `check` that costs O(sequences running): counts and sums. Raises InvariantError."""
     state = scheduler._state
     used = sum(entry.num_slots for entry in state.running.requests)
-    _require(used == state.sequence_budget.used, f"{used} slots are in use, {state.sequence_budget.used} are counted")
+    _require(used == state.num_sequences, f"{used} slots are in use, {state.num_sequences} are counted")
     _require(used <= state.limits.max_sequences, f"{used} sequences run, the cap is {state.limits.max_sequences}")
     _require(len(state.waiting) + len(state.running) == len(state.requests), "a request is in no queue, or in two")
     for entry in state.running.requests:
@@ -78,7 +78,6 @@ def check_no_leaks(scheduler: Scheduler) -> None:
         len(state.free_slots) == state.limits.max_sequences,
         f"{len(state.free_slots)} of {state.limits.max_sequences} slots are free",
     )
-    _require(state.sequence_budget.used == 0, f"{state.sequence_budget.used} sequences are still counted")
     _require(len(state.waiting) == 0 and len(state.running) == 0, "a queue is not empty")
     _require(state.num_swapped == 0, f"{state.num_swapped} requests count as swapped")
     _require(state.adapters.num_used == 0, f"{state.adapters.num_used} adapter slots are held")
@@ -110,7 +109,7 @@ def _check_requests(state: State) -> None:
         _require(choices == sorted(dict.fromkeys(choices)), f"{entry.name} has the choices {choices}")
     count = sum(len(entry.sequences) + len(entry.spare_slots) for entry in running)
     _require(count <= state.limits.max_sequences, f"{count} sequences run, the cap is {state.limits.max_sequences}")
-    _require(count == state.sequence_budget.used, "running sequences are miscounted")
+    _require(count == state.num_sequences, "running sequences are miscounted")
 
 
 def _check_waiting(entry: RequestState) -> None:

@@ -74,7 +74,7 @@ def growth_blocks(state: State, request: RequestState, group: int) -> int:
     A block each, and two after the second preemption, or it would be preempted again at once; after MAX_RETURNS
     preemptions also all blocks that the request may still need itself, since it is then the last to be preempted.
     """
-    blocks = min(request.num_preemptions, 2) * state.sequence_budget.used
+    blocks = min(request.num_preemptions, 2) * state.num_sequences
     if request.num_preemptions < MAX_RETURNS:
         return blocks
     peaks = state.cache.peak_blocks
@@ -99,13 +99,13 @@ def _kept_free(state: State, outstanding: list[int], request: RequestState, reas
 
 def _floors(state: State, request: RequestState) -> list[int]:
     """Return the blocks of each group that the admission of a request leaves free (S05)."""
-    return [floor + growth_blocks(state, request, group) for group, floor in enumerate(state.headroom.floors)]
+    return [floor + growth_blocks(state, request, group) for group, floor in enumerate(state.headroom)]
 
 
 def _fits_without(step: Step, request: RequestState, victims: list[RequestState], floors: list[int]) -> bool:
     """Return True if a waiting request would fit beside the floors if these running requests were preempted."""
     state, cache = step.state, step.state.cache
-    if state.sequence_budget.left + sum(victim.num_slots for victim in victims) < request.num_slots:
+    if len(state.free_slots) + sum(victim.num_slots for victim in victims) < request.num_slots:
         return False
     needed = needed_blocks(cache, request)
     match = None if request.is_swapped else cache.match(request.sequences[0], request.match_cap(request.sequences[0]))
@@ -156,7 +156,7 @@ class Admitter:
         elif step.turn.is_decoding:
             step.count_waiting(WaitReason.COMPOSITION, num_waiting)
         elif self._admit_overdue():
-            if state.policy.lookahead > 1 and step.tokens.left and state.sequence_budget.left:
+            if state.policy.lookahead > 1 and step.tokens.left and state.free_slots:
                 self._consider_all(self._preferred())
             else:
                 self._consider_queue()
@@ -231,7 +231,7 @@ class Admitter:
         if is_overdue or has_cleared:
             return False
         self.passed.append((request, reason))
-        if not step.tokens.left or not state.sequence_budget.left:
+        if not step.tokens.left or not state.free_slots:
             return False
         return reason in _SKIPPED or (state.policy.skip_ahead and reason in _ROOM)
 
@@ -286,9 +286,11 @@ class Admitter:
 
     def _refusal(self, request: RequestState) -> WaitReason | None:
         """Return a reason to wait that needs no look at the cache."""
-        step = self.step
+        step, num_free = self.step, len(self.state.free_slots)
         if request.in_flight:
             return step.defer(request, WaitReason.UNCOMMITTED, request.in_flight)
+        if request.num_slots > num_free:
+            return step.defer(request, WaitReason.SEQUENCE_CAP, request.num_slots, num_free)
         for gate in self.state.gates:
             lack = gate.lack(request)
             if lack is not None:
@@ -332,7 +334,7 @@ class Admitter:
         count = step.chunk(todo)
         if count < todo and not self.state.limits.chunked_prefill and todo <= step.tokens.limit:
             return 0, step.defer(request, WaitReason.TOKEN_BUDGET, todo, step.tokens.left)
-        if count < todo and not self.state.partial_budget.left:
+        if count < todo and not step.num_partial_left:
             return 0, step.defer(request, WaitReason.PARTIAL_PREFILL_CAP, 1)
         cost = step.reads.cost(match.num_tokens, count)
         if step.limits_reads and not step.reads.fits(cost):
@@ -347,7 +349,7 @@ class Admitter:
         if granted == count:
             return count, None
         is_whole = not state.limits.chunked_prefill and todo <= self.step.tokens.limit
-        if granted and not is_whole and state.partial_budget.left:
+        if granted and not is_whole and self.step.num_partial_left:
             return granted, None
         state.encoder.release(request.name)
         reason = WaitReason.PARTIAL_PREFILL_CAP if granted and not is_whole else WaitReason.ENCODER_BUDGET
@@ -412,7 +414,7 @@ class Admitter:
         if reason is not None:
             return reason
         todo = max(sequence.num_known - sequence.num_scheduled for sequence in request.sequences)
-        if step.chunk(todo) < todo and not state.partial_budget.left:
+        if step.chunk(todo) < todo and not step.num_partial_left:
             return step.defer(request, WaitReason.PARTIAL_PREFILL_CAP, 1)
         state.waiting.remove(request)
         step.enter_running(request)

@@ -6,8 +6,6 @@ Invariant: 0 <= left <= limit.
 
 from __future__ import annotations
 
-from math import ceil
-
 from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.errors import InvariantError
 
@@ -15,7 +13,7 @@ UNBOUNDED = 2**62
 
 
 class Budget:
-    """A limit in units of one resource (tokens, sequences, partial prefills). `renew` starts a step."""
+    """A limit in units of one resource (tokens). `renew` starts a step."""
 
     __slots__ = ("left", "limit")
 
@@ -79,12 +77,3 @@ class ReadBudget(Budget):
     def give_back(self, amount: int) -> None:
         """Return `amount`, or all that was used."""
         self.left = min(self.limit, self.left + amount)
-
-
-class Headroom:
-    """Blocks that an admission must leave free in each group (S05)."""
-
-    __slots__ = ("floors",)
-
-    def __init__(self, share: float, num_blocks: tuple[int, ...]) -> None:
-        self.floors = [ceil(share * count - 1e-9) for count in num_blocks]  # 0.07 * 100 is 7.000000000000001

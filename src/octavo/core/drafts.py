@@ -61,7 +61,7 @@ def may_wait(state: State) -> bool:
 
 def must_wait(state: State, request: RequestState) -> bool:
     """Return True if a request's next row waits for a commit: of its drafts, or of the id that drafts would follow."""
-    is_quiet = state.sequence_budget.used <= state.limits.max_draft_rows
+    is_quiet = state.num_sequences <= state.limits.max_draft_rows
     for sequence in request.sequences:
         if sequence.num_drafts:
             return True
@@ -105,8 +105,8 @@ def _num_that_fit(step: Step, sequence: Sequence) -> int:
     count = min(step.tokens.left, sequence.limit - sequence.num_known)
     if step.limits_reads:
         count = min(count, step.reads.left)
-    for pool, kept, floor in zip(state.cache.pools, step.outstanding, state.headroom.floors, strict=True):
-        spare = pool.num_free - kept - floor - state.sequence_budget.used
+    for pool, kept, floor in zip(state.cache.pools, step.outstanding, state.headroom, strict=True):
+        spare = pool.num_free - kept - floor - state.num_sequences
         count = min(count, sequence.capacity - end + max(0, spare) * state.cache.block_size)
     return count
 

@@ -262,7 +262,7 @@ def _rooms(state: State, entry: RequestState) -> tuple[Room, ...]:
             len(pool.plain),
             len(pool.cached) - unreferenced[group],
             promised[group],
-            state.headroom.floors[group] if keeps else 0,
+            state.headroom[group] if keeps else 0,
             growth_blocks(state, entry, group) if keeps else 0,
         )
         for group, pool in enumerate(cache.pools)

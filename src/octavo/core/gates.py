@@ -1,6 +1,7 @@
 """Gates: what a request needs to run beside tokens and blocks, and holds while it runs.
 
-Owns: one small object for each such thing. Does not: order requests, or look at the cache.
+Owns: one small object for each such thing. Does not: order requests, look at the cache, or own the executor's slots
+(`State.free_slots`), which every request needs and which admission looks at first.
 To add one: a class with these four members, and its place in `State.gates`.
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from octavo.core.budget import Budget
 from octavo.core.plan import WaitReason
 from octavo.core.request import RequestState
 from octavo.errors import InvariantError
@@ -30,27 +30,6 @@ class Gate(Protocol):
     def give_back(self, request: RequestState) -> None:
         """Give back the share of a request that no longer runs."""
         ...
-
-
-class SequenceGate:
-    """The cap on sequences: a request takes one for each choice or beam (S03)."""
-
-    reason = WaitReason.SEQUENCE_CAP
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-
-    def lack(self, request: RequestState) -> tuple[int, int] | None:
-        """Return needed and free slots, where they are too few."""
-        return None if self._budget.fits(request.num_slots) else (request.num_slots, self._budget.left)
-
-    def take(self, request: RequestState) -> None:
-        """Take all slots of the request, also those of future beams."""
-        self._budget.take(request.num_slots)
-
-    def give_back(self, request: RequestState) -> None:
-        """Give back the slots of its live choices; those of ended ones were given back then."""
-        self._budget.give_back(request.num_slots)
 
 
 class AdapterSlots:

@@ -144,7 +144,7 @@ def _is_stuck(state: State) -> bool:
     head = waiting.peek()
     if head is None or head.in_flight or head.num_bypassed >= state.limits.max_bypass:
         return False
-    if not state.sequence_budget.left:
+    if not state.free_slots:
         return head.wait_reason == WaitReason.SEQUENCE_CAP
     if policy.lookahead > 1 or policy.skip_ahead or len(state.running) >= state.token_budget.limit:
         return False
@@ -152,6 +152,7 @@ def _is_stuck(state: State) -> bool:
         return False
     return (
         head.wait_reason in (WaitReason.KV_BLOCKS, WaitReason.HEADROOM)
+        and head.num_slots <= len(state.free_slots)
         and all(gate.lack(head) is None for gate in state.gates)
         and is_still_short(state, [0] * state.cache.num_groups, head, head.shortage)
     )
@@ -208,7 +209,7 @@ def repeat(state: State, num_steps: int, planned: float) -> None:
 
 def _note_shortage(state: State) -> None:
     """Note what the first waiting request lacked in the last step, where each step looked at it (see admit)."""
-    if not len(state.waiting) or state.is_paused or state.sequence_budget.left:
+    if not len(state.waiting) or state.is_paused or state.free_slots:
         return
     head = state.waiting.peek()
     if head is not None:
@@ -221,7 +222,6 @@ def _count(state: State, rows: list[Sequence], num_steps: int) -> None:
     state.token_budget.renew()
     state.token_budget.take(len(rows))
     state.read_budget.renew()
-    state.partial_budget.renew()
     totals = state.totals
     totals.num_steps += num_steps
     totals.num_computed_tokens += num_tokens

@@ -220,7 +220,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that run."""
-        return self._state.sequence_budget.used
+        return self._state.num_sequences
 
     @property
     def has_work(self) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
-from octavo.core.budget import UNBOUNDED, Budget, Headroom, ReadBudget
+from octavo.core.budget import Budget, ReadBudget
 from octavo.core.composition import Composition
 from octavo.core.encoder import EncoderCache
-from octavo.core.gates import AdapterSlots, Gate, SequenceGate
+from octavo.core.gates import AdapterSlots, Gate
 from octavo.core.kv.cache import KVCache
 from octavo.core.kv.effects import Publication
 from octavo.core.limits import Limits
@@ -71,9 +72,8 @@ class State:
     __slots__ = (
         "adapters", "announced", "cache", "composition", "deadlines", "encoder", "ended", "events", "finished_ids",
         "flight", "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining", "is_paused", "limits",
-        "next_order", "num_swapped", "overdue", "partial_budget", "policy", "preempted_ids", "read_budget", "requests",
-        "running", "sequence_budget", "slot_owner", "step", "swapped_now", "table_edits", "token_budget", "totals",
-        "waiting",
+        "next_order", "num_swapped", "overdue", "policy", "preempted_ids", "read_budget", "requests", "running",
+        "slot_owner", "step", "swapped_now", "table_edits", "token_budget", "totals", "waiting",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
@@ -85,16 +85,13 @@ class State:
         self.running = RunningList()
         self.deadlines = Deadlines()
         self.token_budget = Budget(limits.max_batch_tokens)
-        self.sequence_budget = Budget(limits.max_sequences)
-        self.partial_budget = Budget(limits.max_partial_prefills or UNBOUNDED)
         self.read_budget = ReadBudget(limits.max_kv_read, limits.groups)
         share = self.policy.headroom if limits.headroom is None else limits.headroom
-        self.headroom = Headroom(share, limits.num_blocks)
+        # Blocks of each group that an admission leaves free (S05); 0.07 * 100 is 7.000000000000001.
+        self.headroom = [ceil(share * count - 1e-9) for count in limits.num_blocks]
         self.encoder = EncoderCache(limits.encoder_budget, limits.encoder_cache)
         self.adapters = AdapterSlots(limits.adapter_slots)
-        self.gates: tuple[Gate, ...] = (SequenceGate(self.sequence_budget),)
-        if limits.adapter_slots:
-            self.gates += (self.adapters,)
+        self.gates: tuple[Gate, ...] = (self.adapters,) if limits.adapter_slots else ()
         self.composition = Composition(limits)
         self.flight: deque[Flight] = deque()
         self.overdue: list[RequestState] = []  # bypassed too often: nothing is admitted before them (S10)
@@ -115,6 +112,11 @@ class State:
         self.next_order = 0
         self.is_paused = False
         self.is_draining = False
+
+    @property
+    def num_sequences(self) -> int:
+        """Slots in use: running sequences, and beams of running requests that do not exist yet."""
+        return self.limits.max_sequences - len(self.free_slots)
 
     def tell(self, kind: EventKind, request: RequestState, now: float, **fields: Any) -> None:
         """Log a decision."""
@@ -186,7 +188,6 @@ class State:
                 request.spare_slots.append(slot)
             else:
                 self.free_slots.append(slot)
-                self.sequence_budget.give_back(1)
 
     # --- running -------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ def read_statistics(state: State) -> Statistics:
     return Statistics(
         **asdict(state.totals),
         step=state.step,
-        num_running=state.sequence_budget.used,
+        num_running=state.num_sequences,
         num_waiting=len(state.waiting),
         waiting_by_reason=_waiting_by_reason(state),
         num_swapped=state.num_swapped,

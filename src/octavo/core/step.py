@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+from octavo.core.budget import UNBOUNDED
 from octavo.core.composition import Turn
 from octavo.core.kv.effects import NO_BLOCK, Effects, Publication
 from octavo.core.kv.matching import Match
@@ -40,8 +41,8 @@ class Step:
 
     __slots__ = (
         "counts", "draft_ids", "effects", "flags", "has_cleared", "has_preempted", "held", "kept", "limits_reads",
-        "moved", "new_sequences", "now", "num_admitted", "num_drafts", "only", "outstanding", "published", "reads",
-        "rows", "starts", "state", "tokens", "turn", "waits",
+        "moved", "new_sequences", "now", "num_admitted", "num_drafts", "num_partial_left", "only", "outstanding",
+        "published", "reads", "rows", "starts", "state", "tokens", "turn", "waits",
     )  # fmt: skip
 
     def __init__(self, state: State, now: float, only: frozenset[str] | None) -> None:
@@ -80,7 +81,7 @@ class Step:
         self.held: dict[WaitReason, int] = {}
         self.outstanding = [0] * self.state.cache.num_groups
         self.kept: dict[str, list[int]] = {}
-        self.state.partial_budget.renew()
+        self.num_partial_left = self.state.limits.max_partial_prefills or UNBOUNDED
 
     # --- requests that are left out ---------------------------------------------------------------------
 
@@ -237,8 +238,7 @@ class Step:
     def keep_rest(self, sequence: Sequence) -> None:
         """Keep a place and blocks for the known tokens of a sequence that this plan does not reach."""
         if sequence.num_scheduled < sequence.num_committed:
-            if self.state.partial_budget.left:
-                self.state.partial_budget.take(1)
+            self.num_partial_left = max(0, self.num_partial_left - 1)
             held = self.state.cache.held_blocks(sequence)
             peaks = self.state.cache.peak_blocks(sequence.num_known)
             self.keep(sequence.request, [max(0, peak - have) for peak, have in zip(peaks, held, strict=True)])

@@ -52,7 +52,7 @@ def gauges(state: State) -> Gauges:
     for pool in cache.host.pools:
         host_used += pool.num_blocks - len(pool.plain)
     return Gauges(
-        state.sequence_budget.used,
+        state.num_sequences,
         len(state.running),
         len(state.waiting),
         state.num_swapped,
@@ -134,8 +134,8 @@ def open_work(state: State) -> OpenWork:
         [_work(state, entry, group) for entry in state.waiting.in_order()],
         state.cache.block_size,
         state.token_budget.limit,
-        state.sequence_budget.left,
-        pools[group].num_free - state.headroom.floors[group],
+        len(state.free_slots),
+        pools[group].num_free - state.headroom[group],
     )
 
 
