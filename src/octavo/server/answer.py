@@ -56,15 +56,22 @@ def timings_json(usages: Iterable[Usage | None]) -> Json:
 
     While it was preempted, a request neither prefilled nor decoded.
     """
-    known = [usage for usage in usages if usage is not None]
-    if not known:
+    last: Usage | None = None
+    computed = decoded = 0
+    for usage in usages:
+        if usage is not None:
+            computed += usage.prompt_tokens - usage.cached_tokens
+            decoded += max(0, usage.completion_tokens - 1)
+            if last is None or usage.e2e_s > last.e2e_s:
+                last = usage
+    if last is None:
         return {}
-    last = max(known, key=lambda usage: usage.e2e_s)
-    out_before, out_after = _preempted_s(last, 0.0, last.ttft_s), _preempted_s(last, last.ttft_s, last.e2e_s)
+    out_before = out_after = 0.0  # seconds that it was out of the batch, before its first token and after it
+    for out, back in last.preempted:
+        out_before += max(0.0, min(back, last.ttft_s) - max(out, 0.0))
+        out_after += max(0.0, min(back, last.e2e_s) - max(out, last.ttft_s))
     prefill_s = max(0.0, last.ttft_s - last.queue_s - out_before)
     decode_s = max(0.0, last.e2e_s - last.ttft_s - out_after)
-    computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in known)
-    decoded = sum(max(0, usage.completion_tokens - 1) for usage in known)
     return {
         "queue_s": round(last.queue_s, 6),
         "prefill_s": round(prefill_s, 6),
@@ -74,11 +81,6 @@ def timings_json(usages: Iterable[Usage | None]) -> Json:
         "prompt_tokens_per_s": round(computed / prefill_s, 2) if prefill_s > 0 else None,
         "tokens_per_s": round(decoded / decode_s, 2) if decode_s > 0 and decoded else None,
     }
-
-
-def _preempted_s(usage: Usage, start: float, end: float) -> float:
-    """Seconds within [start, end) that a request was out of the batch."""
-    return sum(max(0.0, min(back, end) - max(out, start)) for out, back in usage.preempted)
 
 
 def last_usage(deltas: Sequence[TextDelta]) -> Usage | None:
@@ -135,15 +137,15 @@ TAIL_IDS = 32  # of a prompt: tags and blank space at its end are spelled with f
 
 def format_of(dialect: Dialect, body: ChatBody, prompt_end: str) -> AnswerFormat | None:
     """How the answer to a body is told apart, None when all of it is content; `prompt_end` is the prompt's end."""
-    tools = body.usable_tools
+    tools = body.usable_tools if body.tools else []
     calls = dialect.calls if tools else None
     reasoning, starts_inside = reasoning_of(dialect, prompt_end)
-    if calls is None and reasoning is None:
-        return None
+    if calls is None:
+        return None if reasoning is None else AnswerFormat(reasoning, starts_inside)
     return AnswerFormat(
         reasoning=reasoning,
         starts_inside=starts_inside,
-        calls=FORCED_AS.get(calls or "", calls) if body.forced or given_structures(body) else calls,
+        calls=FORCED_AS.get(calls, calls) if body.forced or given_structures(body) else calls,
         forced=body.forced,
         names=tuple(tool.function.name for tool in tools),
         texts=tuple(text for tool in tools for text in _texts(tool)) if calls == "qwen3_coder" else (),
@@ -159,9 +161,9 @@ def reasoning_of(dialect: Dialect, prompt_end: str) -> tuple[Tags | None, bool]:
     return tags, end.endswith(tags[0])
 
 
-def shown_ids(dialect: Dialect, body: ChatBody, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Special tokens that are shown all the same: those that tell the parts of this answer apart."""
-    ids = [tokenizer.backend.token_to_id(marker) for marker in dialect.markers(bool(body.usable_tools))]
+def shown_ids(dialect: Dialect, has_tools: bool, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Special tokens that are shown all the same: those that tell the parts of an answer apart."""
+    ids = [tokenizer.backend.token_to_id(marker) for marker in dialect.markers(has_tools)]
     return tuple(sorted({token_id for token_id in ids if token_id in tokenizer.special_ids}))
 
 

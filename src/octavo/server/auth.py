@@ -165,12 +165,10 @@ class AuthMiddleware:
         """Decide on the raw path, before any routing."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] != "http":
+            return
+        if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
-        else:
-            await self._decide(scope, receive, send)
-
-    async def _decide(self, scope: Scope, receive: Receive, send: Send) -> None:
+            return
         # The first: called from inside (batches.inner_call); a client cannot set it.
         error = None if isinstance(scope.get(KEY), KeyInfo) else self._check(scope)
         if JUDGED in scope:  # it came over a connection
@@ -184,7 +182,7 @@ class AuthMiddleware:
 
     def _check(self, scope: Scope) -> ApiError | None:
         """Decide, and note in the scope whose request it is: NOBODY's where no key is needed and none was valid."""
-        policy = Access.OPEN if self._keys.is_empty else open_policy(scope)
+        policy = open_policy(scope) if self._keys.keys else Access.OPEN
         error = None if policy is Access.OPEN else self._identify(scope)
         if error is not None or policy is Access.OPEN:
             scope[KEY] = NOBODY

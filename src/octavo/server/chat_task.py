@@ -6,15 +6,14 @@ Owns: the task of a ChatBody. Does not: know how the answer looks (its form's ki
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from octavo.errors import RequestError
 from octavo.grammar.answer import AnswerSource, CallSource
-from octavo.server.answer import FORCED_AS, TAIL_IDS, format_fact, format_of, reasoning_of, shown_ids
+from octavo.server.answer import FORCED_AS, TAIL_IDS, format_fact, format_of, reasoning_of
 from octavo.server.bodies.chat import ChatBody
+from octavo.server.bodies.structure import STRUCTURE_FIELDS
 from octavo.server.context import Context
 from octavo.server.faults import bad_field, from_exception, with_field
 from octavo.server.grammars import Structure, refusal, structure_of
@@ -23,10 +22,6 @@ from octavo.server.reply import Task, answer_facts, wants_usage
 from octavo.server.shapes.form import Form
 from octavo.server.shapes.shape import Identity
 
-if TYPE_CHECKING:
-    from octavo.server.bodies.chat import ChatBody
-    from octavo.server.context import Context
-
 MAX_FORCED_CALLS = 16  # of one answer that a grammar holds to calls
 
 
@@ -34,6 +29,8 @@ def read_grammar(
     context: Context, body: ChatBody, prompt_end: Callable[[], str]
 ) -> Callable[[], Awaitable[str]] | None:
     """The `read_grammar` of a conversation's task; `prompt_end` is asked once the prompt is known. Raises ApiError."""
+    if not body.tools and STRUCTURE_FIELDS.isdisjoint(body.model_fields_set):
+        return None
     structure = structure_of(body)
     dialect = context.dialect
     has_calls = bool(body.usable_tools) and dialect.calls is not None
@@ -123,14 +120,12 @@ async def chat_task(
         return Form(form, identity, wants_usage(body), facts=own)
 
     params = await read_params(body, context.params.chat)
-    shown = shown_ids(context.dialect, body, tokenizer)
     return Task(
         kind=id_prefix,
         body=body,
-        params=replace(params, shown_special_ids=shown) if shown else params,
+        params=params,
         num_prompts=1,
-        num_characters=sum(message.num_characters for message in body.messages)
-        + sum(tool.num_characters for tool in body.usable_tools),
+        num_characters=body.num_characters,
         num_ids=0,
         prompt_param="messages",
         read_prompts=read_prompts,

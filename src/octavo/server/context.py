@@ -18,6 +18,7 @@ from octavo.observe.metrics.requests import RequestMetrics
 from octavo.observe.metrics.snapshots import cache_info
 from octavo.observe.otel import Tracer
 from octavo.server.admission import AdmissionControl
+from octavo.server.answer import shown_ids
 from octavo.server.batches.service import BatchService
 from octavo.server.directory import Directory
 from octavo.server.faults import ApiError
@@ -146,7 +147,12 @@ def build_context(
         directory=Directory(config.statistics.explain_kept),
         tool=tool,
         prompts=PromptReader(text, max_len, tool, dialect),
-        params=ParamsReader(sampling_defaults(text.spec.generation), text.tokenizer, limits.max_choices),
+        params=ParamsReader(
+            sampling_defaults(text.spec.generation),
+            text.tokenizer,
+            limits.max_choices,
+            (shown_ids(dialect, False, text.tokenizer), shown_ids(dialect, True, text.tokenizer)),
+        ),
         dialect=dialect,
         responses=ResponseStore(config.responses),
         background=Background(runs, lifecycle),

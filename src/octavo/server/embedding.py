@@ -30,7 +30,7 @@ from octavo.server.inputs import Inputs, read_inputs
 from octavo.server.lifecycle import ClientGoneError, ServerStoppingError
 from octavo.server.offload import off_loop
 from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
-from octavo.server.terms import Served, max_wait_s, terms_of
+from octavo.server.terms import Served, shorter, terms_of
 
 if TYPE_CHECKING:
     from octavo.frontend.sessions import Terms
@@ -77,7 +77,7 @@ async def _begin(
 ) -> Generation:
     """Submit the texts. Raises ApiError; then nothing of it is left."""
     key = request.scope[KEY]
-    terms: Terms = {**terms_of(request.scope, context, body), "wants": Want.POOL}
+    terms: Terms = {**terms_of(key, context, body), "wants": Want.POOL}
     wish = Wish(
         key=key,
         priority=terms["priority"],
@@ -85,7 +85,7 @@ async def _begin(
         max_tokens=0,
         num_characters=inputs.num_characters,
         num_ids=inputs.num_ids,
-        max_wait_s=max_wait_s(body),
+        max_wait_s=shorter(body.queue_timeout, body.timeout),
     )
     name, own = names
     with ExitStack() as undo:

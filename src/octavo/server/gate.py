@@ -9,8 +9,6 @@ Measured: a refusal here takes a third of the time that one in a route does, and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -70,9 +68,10 @@ class GateMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        tenant = scope[KEY].tenant if CUT in scope else None  # requests of batches have no connection
         try:
-            if CUT in scope:  # requests of batches have no connection
-                self._check_connections(scope[KEY].tenant)
+            if tenant is not None:
+                self._check_connections(tenant)
             if is_counted(scope):
                 self._check(scope)
         except (ApiError, BusyError) as error:
@@ -80,18 +79,12 @@ class GateMiddleware:
             self._context.metrics.failed(refusal.code)
             await refusal.response()(scope, receive, send)
             return
-        with self._opened(scope):
+        if tenant is None:
             await self._app(scope, receive, send)
-
-    @contextmanager
-    def _opened(self, scope: Scope) -> Iterator[None]:
-        if CUT not in scope:
-            yield
             return
-        tenant = scope[KEY].tenant
         self._open[tenant] += 1
         try:
-            yield
+            await self._app(scope, receive, send)
         finally:
             self._open[tenant] -= 1
             if not self._open[tenant]:
@@ -110,12 +103,13 @@ class GateMiddleware:
         context = self._context
         is_gated = scope["path"] in GATED
         if is_gated:
-            context.check_admitting()
+            refusal = context.lifecycle.refusal()
+            if refusal is not None:
+                raise refusal
         key = scope[KEY]
         scope[METER] = context.admission.meter(key)
         if not is_gated:
             context.admission.count(key)
             return
         # What is asked again may be running or done: whether it is new is seen when its key is looked up.
-        is_retry = any(name == _RETRY_HEADER for name, _ in scope["headers"])
-        context.admission.glance(key, may_be_known=is_retry)
+        context.admission.glance(key, may_be_known=_RETRY_HEADER in dict(scope["headers"]))

@@ -58,7 +58,7 @@ class KeyRing:
     def __init__(self, keys: Iterable[KeyInfo] = ()) -> None:
         self._secret = secrets.token_bytes(32)
         self._serving: ServingConfig | None = None
-        self._keys = _checked(keys)
+        self.keys = _checked(keys)  # empty: no key is asked for
 
     @classmethod
     def of(cls, serving: ServingConfig) -> KeyRing:
@@ -67,48 +67,38 @@ class KeyRing:
         ring._serving = serving
         return ring
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no key is asked for."""
-        return not self._keys
-
-    @property
-    def keys(self) -> tuple[KeyInfo, ...]:
-        """Everyone who may come in."""
-        return self._keys
-
     def find(self, key: bytes) -> KeyInfo | None:
         """The key's holder, or None; an empty key has none."""
         if not key:
             return None
         given = hashlib.sha256(key).digest()
         found = None
-        for info in self._keys:
+        for info in self.keys:
             if hmac.compare_digest(info.digest, given):
                 found = info
         return found
 
     def holder_of(self, digest: bytes) -> KeyInfo | None:
         """Who holds the key with a SHA-256 that is no secret here, or None."""
-        return next((info for info in self._keys if info.digest == digest), None)
+        return next((info for info in self.keys if info.digest == digest), None)
 
     def may_watch(self, info: KeyInfo) -> bool:
         """Whether a holder may see what the engine does for everyone: a right of its key, where there are several."""
-        return len(self._keys) < 2 or info.dashboard
+        return len(self.keys) < 2 or info.dashboard
 
     def may_measure(self, info: KeyInfo) -> bool:
         """Return True if a holder may read /metrics and the details of /health: a right like `may_watch`."""
-        return len(self._keys) < 2 or info.metrics
+        return len(self.keys) < 2 or info.metrics
 
     @property
     def tenants(self) -> frozenset[str]:
         """The tenants of all keys."""
-        return frozenset(info.tenant for info in self._keys)
+        return frozenset(info.tenant for info in self.keys)
 
     def salt(self, tenant: str, given: str | None) -> bytes:
         """Prefix-cache salt: with keys, tenants never share; a client's own salt only narrows."""
         asked = (given or "").encode()
-        if not self._keys:
+        if not self.keys:
             return asked
         return hmac.digest(self._secret, tenant.encode() + b"\0" + asked, "sha256")
 
@@ -120,9 +110,9 @@ class KeyRing:
         if self._serving is None or self._serving.api_key_file is None:
             raise ConfigError("there is no --api-key-file to read again")
         fresh = _checked(_configured(self._serving))
-        old, new = ({info.digest: info for info in keys} for keys in (self._keys, fresh))
+        old, new = ({info.digest: info for info in keys} for keys in (self.keys, fresh))
         num_changed = sum(digest in old and old[digest] != info for digest, info in new.items())
-        self._keys = fresh
+        self.keys = fresh
         return (
             f"{len(new)} keys: {len(new.keys() - old.keys())} added, {len(old.keys() - new.keys())} removed, "
             f"{num_changed} changed"

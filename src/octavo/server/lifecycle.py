@@ -130,7 +130,9 @@ class Lifecycle:
             await asyncio.wait((task, gone, stop), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 result = task.result()
-                self._note_answer()
+                if self._on_answered is not None:
+                    self._on_answered()
+                    self._on_answered = None
                 return result
             raise ServerStoppingError if stop.done() else ClientGoneError
         finally:
@@ -138,11 +140,6 @@ class Lifecycle:
             for each in (task, gone, stop):
                 each.cancel()
             await asyncio.gather(task, gone, stop, return_exceptions=True)
-
-    def _note_answer(self) -> None:
-        if self._on_answered is not None:
-            self._on_answered()
-            self._on_answered = None
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -67,7 +67,8 @@ async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[
     Where a browser sent it, its content type must say that it is JSON: other types are sent across sites unasked.
     A long body is parsed and checked on another thread. Fields that are ignored are noted in the request's scope.
     """
-    _check_content_type(request)
+    if "origin" in request.headers or "sec-fetch-site" in request.headers:
+        _check_content_type(request)
     body = await read_body(request, limits, limits.max_body_bytes)
 
     def read() -> T:
@@ -79,7 +80,8 @@ async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[
 
 async def read_body(request: Request, limits: HttpLimits, max_bytes: int) -> bytes:
     """Read a body of at most `max_bytes`. Raises ApiError."""
-    check_coding(request)
+    if "content-encoding" in request.headers:
+        check_coding(request)
     declared = request.headers.get("content-length", "0")
     if not (declared.isascii() and declared.isdigit()) or int(declared[:19]) > max_bytes:
         raise _too_large(max_bytes)
@@ -103,10 +105,7 @@ async def read_body(request: Request, limits: HttpLimits, max_bytes: int) -> byt
 
 def _check_content_type(request: Request) -> None:
     """Refuse a browser's body that is not declared as JSON; programs such as curl need not declare it."""
-    headers = request.headers
-    if "origin" not in headers and "sec-fetch-site" not in headers:
-        return
-    given = ", ".join(headers.getlist("content-type"))
+    given = ", ".join(request.headers.getlist("content-type"))
     if not _JSON_TYPE.fullmatch(given.partition(";")[0].strip()):
         message = f"Content-Type is {given[:128]!r}; send the body as application/json"
         raise ApiError(415, message, code="unsupported_media_type")
@@ -126,12 +125,3 @@ def check_coding(request: Request) -> None:
 def _too_large(max_bytes: int) -> ApiError:
     message = f"the body is larger than {max_bytes} bytes, the most this server takes"
     return ApiError(413, message, code="body_too_large")
-
-
-def check_headers(headers: list[tuple[bytes, bytes]], limits: HttpLimits) -> ApiError | None:
-    """Give the refusal of too many or too large headers, or None."""
-    size = sum(len(name) + len(value) for name, value in headers)
-    if len(headers) <= limits.max_headers and size <= limits.max_header_bytes:
-        return None
-    message = f"more than {limits.max_headers} headers or {limits.max_header_bytes} bytes of them"
-    return ApiError(431, message, code="headers_too_large")

@@ -22,7 +22,7 @@ _SAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "presenc
 _ALWAYS = ("stream", *ServedFields.model_fields)
 _ANY_LENGTH = (-1, -2)  # without end, and to the end of the context: both mean as many as fit
 _EFFORTS: dict[bool | str, str] = {True: "medium", False: "none", "max": "xhigh"}
-_SENT_NAMES = ("num_predict", "repeat_penalty", "think", "options")  # of Ollama's, on a chat completion
+SENT_NAMES = ("num_predict", "repeat_penalty", "think", "options")  # of Ollama's, on a chat completion
 _OWN_NAMES = {  # its own name, and others for it
     "num_predict": ("max_tokens", "max_completion_tokens"),
     "repeat_penalty": ("repetition_penalty",),
@@ -87,16 +87,14 @@ def with_ollama_names(fields: dict[str, object], dialect: Dialect) -> dict[str, 
 
     A field in its own name wins; what has no meaning here is ignored and told. Raises ApiError.
     """
-    if fields.keys().isdisjoint(_SENT_NAMES):
-        return fields
-    made = {name: value for name, value in fields.items() if name not in _SENT_NAMES}
+    made = {name: value for name, value in fields.items() if name not in SENT_NAMES}
     options = sift_options(fields.get("options"))
     given: dict[str, object] = {}
     if isinstance(options, dict):
         given = {f"options.{name}": value for name, value in options.items()}
     elif options is not None:
         ignore("options", is_known=True)
-    given |= {name: fields[name] for name in _SENT_NAMES if name != "options" and fields.get(name) is not None}
+    given |= {name: fields[name] for name in SENT_NAMES if name != "options" and fields.get(name) is not None}
     for path, value in given.items():
         name = path.removeprefix("options.")
         translated = _translated(name, value, dialect)

@@ -48,9 +48,9 @@ async def read_params(body: B, read: Callable[[B], SamplingParams]) -> SamplingP
     return read(body) if is_short else await off_loop(lambda: read(body))
 
 
-def check_scores(num_tokens: int, num_top: int | None) -> None:
+def check_scores(num_tokens: int, num_top: int) -> None:
     """Refuse more log-probabilities of prompts than an answer may hold. Raises ApiError."""
-    if num_top is not None and num_tokens * (1 + num_top) > MAX_PROMPT_SCORES:
+    if num_tokens * (1 + num_top) > MAX_PROMPT_SCORES:
         message = f"prompt_logprobs are {num_top} beside each of {num_tokens} prompt tokens; an answer holds "
         raise bad_field("prompt_logprobs", f"{message}{MAX_PROMPT_SCORES} of them, so give fewer or shorter prompts")
 
@@ -60,12 +60,22 @@ def _of_n_predict(count: int) -> int | None:
 
 
 class ParamsReader:
-    """Makes sampling parameters for one model. `max_choices` bounds n and best_of."""
+    """Makes sampling parameters for one model. `max_choices` bounds n and best_of.
 
-    def __init__(self, defaults: Mapping[str, Any], tokenizer: TextEncoder, max_choices: int) -> None:
+    `shown_ids` are the special tokens that a chat shows all the same, without tools and with them.
+    """
+
+    def __init__(
+        self,
+        defaults: Mapping[str, Any],
+        tokenizer: TextEncoder,
+        max_choices: int,
+        shown_ids: tuple[tuple[int, ...], tuple[int, ...]],
+    ) -> None:
         self._defaults = defaults
         self._tokenizer = tokenizer
         self._max_choices = max_choices
+        self._shown_ids = shown_ids
 
     def chat(self, body: ChatBody) -> SamplingParams:
         """Sampling parameters of a chat completion. Raises ApiError naming the field."""
@@ -82,9 +92,13 @@ class ParamsReader:
             logprobs, renamed["logprobs"] = body.top_logprobs or 0, "top_logprobs"
         elif body.top_logprobs:
             raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true")
-        scored = body.prompt_logprobs
-        choices = self._choices(body, None)
-        asked = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": scored, **choices}
+        asked = {
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "prompt_logprobs": body.prompt_logprobs,
+            "shown_special_ids": self._shown_ids[bool(body.tools and body.usable_tools)],
+            **self._choices(body, None),
+        }
         return self._params(body, asked, renamed)
 
     def completion(self, body: CompletionBody) -> SamplingParams:
@@ -122,15 +136,21 @@ class ParamsReader:
         return {"n": n, "best_of": best_of}
 
     def _params(self, body: SamplingBody, asked: Mapping[str, Any], renamed: Mapping[str, str]) -> SamplingParams:
-        given = {name: value for name in _AS_ASKED if (value := getattr(body, name)) is not None}
-        biases = tuple((int(token), float(bias)) for token, bias in body.logit_bias.items())
+        given = dict(self._defaults)
+        for name in _AS_ASKED:
+            value = getattr(body, name)
+            if value is not None:
+                given[name] = value
+        breakers = body.dry_sequence_breakers
+        if breakers is None and body.dry_multiplier:
+            breakers = list(DRY_BREAKERS)
         try:
             params = SamplingParams(
-                **{**self._defaults, **given, **asked},
-                logit_bias=biases,
-                bad_words_ids=bad_word_ids(self._tokenizer, body.bad_words),
+                **{**given, **asked},
+                logit_bias=tuple(zip(map(int, body.logit_bias), map(float, body.logit_bias.values()), strict=True)),
+                bad_words_ids=bad_word_ids(self._tokenizer, body.bad_words) if body.bad_words else (),
                 allowed_token_ids=tuple(body.allowed_token_ids),
-                dry_breaker_ids=self._breakers(body),
+                dry_breaker_ids=breaker_ids(self._tokenizer, breakers) if breakers else (),
                 stop=tuple(body.stop),
                 stop_token_ids=tuple(body.stop_token_ids),
                 include_stop_str_in_output=body.include_stop_str_in_output,
@@ -142,12 +162,6 @@ class ParamsReader:
         except InvalidRequestError as error:
             raise from_exception(error, {**spellings(body), **renamed}) from None
         return params
-
-    def _breakers(self, body: SamplingBody) -> tuple[int, ...]:
-        texts = body.dry_sequence_breakers
-        if texts is None:
-            texts = list(DRY_BREAKERS) if body.dry_multiplier else []
-        return breaker_ids(self._tokenizer, texts)
 
 
 DRY_BREAKERS = ("\n", ":", '"', "*")  # where DRY is on and none are given; those that its author proposed

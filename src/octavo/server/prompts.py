@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import OctavoError, RequestError, TooComplexError
 from octavo.server.bodies.chat import ChatBody, Message
@@ -23,6 +23,7 @@ from octavo.server.faults import bad_field, from_exception, too_long
 from octavo.server.offload import off_loop
 from octavo.text.dialect import Dialect
 from octavo.text.length import num_tokens_if_over
+from octavo.text.messages import cut_at_continuation
 from octavo.tool.process import RENDER
 from octavo.tool.wire import RenderChat
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from octavo.tool.process import ToolProcess
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 HERE_CHARS = 4096  # a text of this length is tokenized in 2 ms
 HERE_JSON = 65_536  # characters of JSON that are parsed in under a millisecond
 HERE_WORK = 16_384  # of a conversation, as `_work_of` counts it: a millisecond or two
@@ -63,35 +63,34 @@ class PromptReader:
         if body.continue_final_message and body.add_generation_prompt:
             message = "continue_final_message goes on with the last message; leave add_generation_prompt out"
             raise bad_field("add_generation_prompt", message)
-        tools = body.usable_tools
-        num_in_json = sum(tool.num_characters for tool in tools)
-        num_in_json += sum(len(call.function.arguments) for message in body.messages for call in message.tool_calls)
-        size = sum(message.num_characters + len(message.name or "") for message in body.messages)
-        size += sum(tool.num_characters for tool in tools)
+        tools = body.usable_tools if body.tools else []
+        size = body.num_characters
+        for each in body.messages:
+            size += len(each.name or "")
         begins_answer = (
             not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         )
-        variables = {
-            **effort_variables(self._dialect, body),
-            **self._documents(body),
-            **body.chat_template_kwargs,
-        }
+        variables = effort_variables(self._dialect, body) if self._dialect.effort_variables else {}
+        if body.documents:
+            variables["documents"] = self._documents(body)
+        variables |= body.chat_template_kwargs
 
         def conversation() -> Conversation:
             return self._text.conversation(
-                [_shown(message) for message in body.messages],
+                list(map(_shown, body.messages)),
                 add_generation_prompt=begins_answer,
                 continue_final_message=body.continue_final_message,
-                tools=[tool.shown() for tool in tools] or None,
+                tools=[tool.shown() for tool in tools] if tools else None,
                 variables=variables,
             )
 
         try:
             if size > HERE_CHARS and num_kept is None:
                 await off_loop(lambda: self._check_size("messages", size))
-            is_small = num_in_json <= HERE_JSON and size <= HERE_JSON
-            asked = conversation() if is_small else await off_loop(conversation)
-            prompt = asked.finish(await self._render(asked, _work_of(size, asked)))
+            asked = conversation() if size <= HERE_JSON else await off_loop(conversation)
+            prompt = await self._render(asked, _work_of(size, asked))
+            if asked.is_continued:
+                prompt = cut_at_continuation(prompt)
             ids = await self._encode("messages", prompt, body.add_special_tokens, num_kept, asked.mark)
         except RequestError as error:
             error.param = _INDEX.sub(r"messages[\1]", error.param or "messages")  # as it is spelled elsewhere here
@@ -100,15 +99,13 @@ class PromptReader:
             raise bad_field("messages", "messages make an empty prompt")
         return ids
 
-    def _documents(self, body: ChatBody) -> dict[str, object]:
-        """The template's variable that shows documents. Raises ApiError where the template has none."""
-        if not body.documents:
-            return {}
+    def _documents(self, body: ChatBody) -> object:
+        """Return the template's variable that shows documents. Raises ApiError where the template has none."""
         template = self._text.chat_template
         if template is None or "documents" not in template.source:
             message = "documents: the chat template of this model shows none; give their text in a message"
             raise bad_field("documents", message, "unsupported_field")
-        return {"documents": body.documents}
+        return body.documents
 
     async def _render(self, asked: Conversation, work: int) -> str:
         template = self._text.chat_template
@@ -178,25 +175,23 @@ class PromptReader:
             return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
 
         num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
-        return await self._run(texts, num_ids)
+        return texts() if num_ids <= HERE_CHARS else await off_loop(texts, num_ids)
 
     async def _encode(
         self, param: str, text: str, add_special_tokens: bool, num_kept: int | None, mark: str | None
     ) -> list[int]:
+        if len(text) <= HERE_CHARS:
+            return self._text.encode_prompt(text, mark, add_special_tokens, num_kept)
+
         def encode() -> list[int]:
             if num_kept is None:
                 self._check_size(param, len(text), text)
             return self._text.encode_prompt(text, mark, add_special_tokens, num_kept)
 
-        return await self._run(encode, len(text))
-
-    async def _run(self, work: Callable[[], T], size: int) -> T:
-        return work() if size <= HERE_CHARS else await off_loop(work, size)
+        return await off_loop(encode, len(text))
 
     def _check_size(self, param: str, num_characters: int, text: str | None = None) -> None:
         """Refuse a text that cannot fit, by its length or by the tokens of its first parts. Raises ApiError."""
-        if num_characters <= HERE_CHARS:
-            return
         tokenizer = self._text.tokenizer
         if text is None:
             least: int | None = num_characters // tokenizer.longest_piece
@@ -210,8 +205,10 @@ class PromptReader:
 def _work_of(size: int, asked: Conversation) -> int:
     """About how much there is to render, in characters."""
     work = size + _PER_MESSAGE * len(asked.messages)
-    pending: list[Any] = [asked.variables, *(message.get("tool_calls") for message in asked.messages)]
-    pending += asked.tools or ()
+    pending: list[Any] = [asked.variables, *(asked.tools or ())]
+    for message in asked.messages:
+        if message.get("tool_calls"):
+            pending.append(message["tool_calls"])
     while pending and work <= THREAD_WORK:
         value = pending.pop()
         work += _PER_VALUE + (len(value) if isinstance(value, str) else 0)

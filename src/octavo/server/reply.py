@@ -41,7 +41,7 @@ from octavo.server.shapes.registry import shape_of
 from octavo.server.shapes.shape import Identity, Shape
 from octavo.server.shell import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
 from octavo.server.stream import EventStream
-from octavo.server.terms import max_wait_s, priority_of, terms_of
+from octavo.server.terms import shorter, terms_of
 
 RETRY_NOTE = (
     "With a header `Idempotency-Key` the request runs once, however often it is asked for; `Last-Event-ID` beside it "
@@ -83,7 +83,8 @@ def wants_usage(body: SamplingBody) -> bool:
 def answer_facts(body: SamplingBody, prompts: Sequence[Sequence[int]]) -> dict[str, object]:
     """What a form's facts hold of the fields that both kinds of completion share (see shapes.chunks, registry)."""
     facts: dict[str, object] = {}
-    if wants_usage(body) and body.stream_options is not None and body.stream_options.continuous_usage_stats:
+    options = body.stream_options
+    if options is not None and options.include_usage and options.continuous_usage_stats:
         facts["num_prompt_tokens_each"] = [len(ids) for ids in prompts]
     if body.return_token_ids:
         facts["prompt_token_ids"] = [list(ids) for ids in prompts]
@@ -95,23 +96,24 @@ def answer_facts(body: SamplingBody, prompts: Sequence[Sequence[int]]) -> dict[s
 async def reply(request: Request, task: Task) -> Response:
     """Answer: submit the prompts, or read what runs or is kept under the same Idempotency-Key. Raises ApiError."""
     context = context_of(request)
+    source: Generation | Replay
+    shape: Shape
+    if "idempotency-key" in request.headers or "last-event-id" in request.headers:
+        source = shape = await _replay(request, context, task)
+    else:
+        source, form = await _begin(request, context, task)
+        shape = shape_of(form, context.text.tokenizer)
+        if task.on_shape is not None:
+            task.on_shape(shape)
+    if task.body.stream:
+        return EventStream(source, shape, context.lifecycle, context.limits, context.metrics)
+    return await _whole(request, context, source, shape)
+
+
+async def _replay(request: Request, context: Context, task: Task) -> Replay:
+    """Read the run of the request's Idempotency-Key, which goes on without this connection. Raises ApiError."""
     key, event = key_of(request)
-    if key is not None:
-        return await _replied(request, context, task, (key, event))
-    generation, form = await _begin(request, context, task)
-    shape = shape_of(form, context.text.tokenizer)
-    _tell(task, shape)
-    return await _answer(request, context, task, generation, shape)
-
-
-def _tell(task: Task, shape: Shape) -> None:
-    if task.on_shape is not None:
-        task.on_shape(shape)
-
-
-async def _replied(request: Request, context: Context, task: Task, asked: tuple[str, str | None]) -> Response:
-    """Answer from a run, which goes on without this connection."""
-    key, event = asked
+    assert key is not None  # an event alone is refused
     if task.params.prompt_logprobs is not None:
         message = "answers with log-probabilities of the prompt are not kept; leave Idempotency-Key or those out"
         raise bad_field("Idempotency-Key", message)
@@ -120,9 +122,7 @@ async def _replied(request: Request, context: Context, task: Task, asked: tuple[
     if event is not None and not task.can_continue:
         raise bad_field("Last-Event-ID", "streams of this endpoint cannot be continued; leave Last-Event-ID out")
     holder: KeyInfo = request.scope[KEY]
-    retry = RetryKey(holder.tenant, key, await body_hash(task), event)
-    replay = await open_run(request, context, task, retry)
-    return await _answer(request, context, task, replay, replay)
+    return await open_run(request, context, task, RetryKey(holder.tenant, key, await body_hash(task), event))
 
 
 async def open_run(request: Request, context: Context, task: Task, retry: RetryKey) -> Replay:
@@ -133,7 +133,8 @@ async def open_run(request: Request, context: Context, task: Task, retry: RetryK
         return Begun(generation, form, generation.num_choices)
 
     replay = await context.runs.replay(retry, begin)
-    _tell(task, replay.shape)
+    if task.on_shape is not None:
+        task.on_shape(replay.shape)
     return replay
 
 
@@ -151,62 +152,51 @@ async def body_hash(task: Task) -> bytes:
 
 async def _begin(request: Request, context: Context, task: Task, run: Run | None = None) -> tuple[Generation, Form]:
     """Submit the prompts. Raises ApiError; then nothing of it is left."""
-    given = request.scope[GIVEN_ID]
-    name = given or task.name or f"{task.kind}-{request.scope[REQUEST_ID]}"
-    wish = _wish(request, task)
-    model = context.check_model(task.body.model)
+    scope, body, params = request.scope, task.body, task.params
+    key: KeyInfo = scope[KEY]
+    given = scope[GIVEN_ID]
+    name = given or task.name or f"{task.kind}-{scope[REQUEST_ID]}"
+    terms = terms_of(key, context, body)
+    wish = Wish(
+        key=key,
+        priority=terms["priority"],
+        num_prompts=task.num_prompts,
+        width=params.num_sequences,
+        max_tokens=params.max_tokens,
+        num_characters=task.num_characters,
+        num_ids=task.num_ids,
+        max_wait_s=shorter(body.queue_timeout, body.timeout),
+    )
+    model = context.check_model(body.model)
     with ExitStack() as undo:
-        trace = open_trace(request, context, name, task.params)
-        send_at_end(trace, context, undo)
+        trace = open_trace(request, context, name, params) if context.tracer.is_on else None
+        if trace is not None:
+            send_at_end(trace, context, undo)
         try:
             lease = context.admission.enter(wish)
             undo.callback(lease.leave)
-            prompts = [array("i", ids) for ids in await task.read_prompts()]  # a ninth of the memory of a list
-            num_tokens = sum(map(len, prompts))
+            prompts: list[array[int]] = []
+            num_tokens = 0
+            for ids in await task.read_prompts():
+                prompts.append(array("i", ids))  # a ninth of the memory of a list
+                num_tokens += len(ids)
             lease.settle(num_tokens)
-            check_scores(num_tokens, task.params.prompt_logprobs)
-            asked = replace(_asked(request, context, task, engine_id(given, name), prompts), trace=trace)
+            if params.prompt_logprobs is not None:
+                check_scores(num_tokens, params.prompt_logprobs)
             if task.read_grammar is not None:
-                asked = replace(asked, params=replace(asked.params, grammar=await task.read_grammar()))
-            form = task.make_form((name, int(time.time()), model), sum(map(len, prompts)))
-            undo.callback(context.directory.add(wish.key.tenant, name, asked.session_ids))
+                params = replace(params, grammar=await task.read_grammar())
+            asked = Asked(engine_id(given, name), prompts, params, scope[ARRIVAL], terms, trace)
+            form = task.make_form((name, int(time.time()), model), num_tokens)
+            undo.callback(context.directory.add(key.tenant, name, asked.session_ids))
             if run is not None:
                 context.runs.announce(run, form, asked.session_ids)
             sessions = context.sessions if run is None else context.fine_sessions
             opened = await open_sessions(sessions, asked)
         except OctavoError as error:
             names = {name: task.prompt_param for name in ("prompt_token_ids", "prompt", "messages")}
-            raise from_exception(error, {**spellings(task.body), **names}) from None
+            raise from_exception(error, {**spellings(body), **names}) from None
         closing = undo.pop_all()
     return Generation(asked, opened, context.metrics, lease, closing), form
-
-
-async def _answer(
-    request: Request, context: Context, task: Task, source: Generation | Replay, shape: Shape
-) -> Response:
-    if task.body.stream:
-        return EventStream(source, shape, context.lifecycle, context.limits, context.metrics)
-    return await _whole(request, context, source, shape)
-
-
-def _wish(request: Request, task: Task) -> Wish:
-    """What admission looks at. Raises ApiError when the key may not have this priority."""
-    key: KeyInfo = request.scope[KEY]
-    return Wish(
-        key=key,
-        priority=priority_of(task.body.priority, key),
-        num_prompts=task.num_prompts,
-        width=task.params.num_sequences,
-        max_tokens=task.params.max_tokens,
-        num_characters=task.num_characters,
-        num_ids=task.num_ids,
-        max_wait_s=max_wait_s(task.body),
-    )
-
-
-def _asked(request: Request, context: Context, task: Task, request_id: str, prompts: Sequence[Sequence[int]]) -> Asked:
-    terms = terms_of(request.scope, context, task.body)
-    return Asked(request_id, prompts, task.params, request.scope[ARRIVAL], terms)
 
 
 async def _whole(request: Request, context: Context, source: Generation | Replay, shape: Shape) -> Response:
@@ -242,10 +232,8 @@ _PARENT = ("traceparent", "tracestate")
 _MAX_HEADER = 512  # of each; the standard's own bound on what must be taken
 
 
-def open_trace(request: Request, context: Context, answer_id: str, params: SamplingParams) -> RequestTrace | None:
-    """Begin a request's trace; None while traces are off."""
-    if not context.tracer.is_on:
-        return None
+def open_trace(request: Request, context: Context, answer_id: str, params: SamplingParams) -> RequestTrace:
+    """Begin a request's trace."""
     operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
     given_parent = {name: request.headers.get(name, "") for name in _PARENT}
     parent = {name: value for name, value in given_parent.items() if 0 < len(value) <= _MAX_HEADER}
@@ -268,10 +256,8 @@ def open_trace(request: Request, context: Context, answer_id: str, params: Sampl
     return RequestTrace(f"{operation} {context.model}", request.scope[ARRIVAL], parent, attributes)
 
 
-def send_at_end(trace: RequestTrace | None, context: Context, closing: ExitStack) -> None:
+def send_at_end(trace: RequestTrace, context: Context, closing: ExitStack) -> None:
     """Send it when the stack is left; with the code of the error where one left it."""
-    if trace is None:
-        return
 
     def leave(kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:

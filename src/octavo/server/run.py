@@ -66,7 +66,7 @@ class HttpServer:
         web: WebConfig | None = None,
     ) -> None:
         context = app.state.context
-        connection_class = bounded(context.limits, context.metrics.failed, lambda: not context.keys.is_empty)
+        connection_class = bounded(context.limits, context.metrics.failed, lambda: bool(context.keys.keys))
         config = uvicorn.Config(
             app,
             http=connection_class,

@@ -17,7 +17,7 @@ from octavo.observe.metrics.requests import RequestMetrics
 from octavo.server.bodies.checks import HEADER, IGNORED_FIELDS, IgnoredFields
 from octavo.server.faults import ApiError, bad_field, disk_full_error, internal_error, is_disk_full
 from octavo.server.lifecycle import Lifecycle
-from octavo.server.limits import HttpLimits, check_headers
+from octavo.server.limits import HttpLimits
 
 ARRIVAL = "octavo.arrival"
 REQUEST_ID = "octavo.request_id"
@@ -54,25 +54,22 @@ class ShellMiddleware:
             return
         scope[ARRIVAL] = time.monotonic()
         ignored = scope[IGNORED_FIELDS] = IgnoredFields(self._has_strict_fields)
-        refusal = _name(scope) or check_headers(scope["headers"], self._limits)
-        has_started = False
-        client = _Client(send)
+        refusal = _read_headers(scope, self._limits)
+        has_started = has_left = False
         status = CLIENT_CLOSED_REQUEST  # of a client that left before there was any
 
         async def watched(message: Message) -> None:
-            nonlocal has_started, status
+            nonlocal has_started, has_left, status
             if message["type"] == "http.response.start":
                 has_started = True
                 status = message["status"]
                 self._metrics.response_started(status)
-                message["headers"] = [*message["headers"], (b"x-request-id", scope[REQUEST_ID].encode())]
-                meter = scope.get(METER)
-                if meter is not None:
-                    message["headers"] += meter.headers(time.monotonic())
-                if ignored.paths:
-                    message["headers"].append((HEADER.lower().encode(), ", ".join(ignored.paths).encode()))
-                    self._tell(ignored)
-            await client.send(message)
+                message["headers"] = [*message["headers"], *self._headers(scope, ignored)]
+            try:
+                await send(message)
+            except OSError:
+                has_left = True
+                raise
 
         with self._lifecycle.opened():
             try:
@@ -81,7 +78,7 @@ class ShellMiddleware:
                 else:
                     await self._app(scope, receive, watched)
             except Exception as error:  # the shell of every route
-                if client.has_left:
+                if has_left:
                     _log.debug("client left request %s", scope[REQUEST_ID])
                 else:
                     failure = _logged(error, scope)
@@ -91,28 +88,23 @@ class ShellMiddleware:
                 seconds = time.monotonic() - scope[ARRIVAL]
                 self._metrics.response_ended(_handler(scope), scope["method"], status, seconds)
 
-    def _tell(self, ignored: IgnoredFields) -> None:
+    def _headers(self, scope: Scope, ignored: IgnoredFields) -> list[tuple[bytes, bytes]]:
+        """Return the headers that every answer has: the id, the key's rates, which fields were ignored."""
+        headers = [(b"x-request-id", scope[REQUEST_ID].encode())]
+        meter = scope.get(METER)
+        if meter is not None:
+            headers += meter.headers(time.monotonic())
+        if ignored.paths:
+            headers.append((HEADER.lower().encode(), ", ".join(ignored.paths).encode()))
+            self._note_ignored(ignored)
+        return headers
+
+    def _note_ignored(self, ignored: IgnoredFields) -> None:
         for path, label in zip(ignored.paths, ignored.labels, strict=True):
             self._metrics.ignored_field(label)
             if path not in self._logged and len(self._logged) < MAX_LOGGED_FIELDS:
                 self._logged.add(path)
                 _log.warning("field %s of a request was ignored: this server does not know it (logged once)", path)
-
-
-class _Client:
-    """Where messages are sent; notes that it left."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.has_left = False
-
-    async def send(self, message: Message) -> None:
-        """Send a message. Raises OSError when the client has left."""
-        try:
-            await self._send(message)
-        except OSError:
-            self.has_left = True
-            raise
 
 
 def _logged(error: Exception, scope: Scope) -> ApiError:
@@ -131,16 +123,24 @@ def _handler(scope: Scope) -> str:
     return str(getattr(scope.get("route"), "path", "none"))
 
 
-def _name(scope: Scope) -> ApiError | None:
-    """Give the request its id: the client's X-Request-Id or a new one. Give a refusal of a malformed one."""
-    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+def _read_headers(scope: Scope, limits: HttpLimits) -> ApiError | None:
+    """Give the request its id: the client's X-Request-Id or a new one. Return the refusal of headers, or None."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    given: list[bytes] = []
+    num_bytes = 0
+    for name, value in headers:
+        num_bytes += len(name) + len(value)
+        if name == b"x-request-id":
+            given.append(value)
     scope[REQUEST_ID] = uuid.uuid4().hex
     scope[GIVEN_ID] = None
-    if not given:
-        return None
-    if len(given) > 1 or not _ID.fullmatch(given[0]):
+    if given and (len(given) > 1 or not _ID.fullmatch(given[0])):
         return bad_field(
             "X-Request-Id", "X-Request-Id: give one id of 1 to 128 letters, digits, dots, colons, dashes or underscores"
         )
-    scope[REQUEST_ID] = scope[GIVEN_ID] = given[0].decode()
+    if given:
+        scope[REQUEST_ID] = scope[GIVEN_ID] = given[0].decode()
+    if len(headers) > limits.max_headers or num_bytes > limits.max_header_bytes:
+        message = f"more than {limits.max_headers} headers or {limits.max_header_bytes} bytes of them"
+        return ApiError(431, message, code="headers_too_large")
     return None

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from starlette.types import Scope
-
-from octavo.server.auth import KEY
 from octavo.server.faults import ApiError
 from octavo.server.keys import KeyInfo
 
@@ -52,31 +49,25 @@ class Served(Protocol):
         ...
 
 
-def terms_of(scope: Scope, context: Context, body: Served) -> Terms:
-    """How a request is served. Raises ApiError when its key may not have this priority."""
-    key: KeyInfo = scope[KEY]
-    waits = [limit for limit in (body.queue_timeout, context.admission.config.max_queue_time_s) if limit is not None]
+def terms_of(key: KeyInfo, context: Context, body: Served) -> Terms:
+    """Return how a request is served. Raises ApiError when its key may not have this priority."""
+    priority = key.priority if body.priority is None else body.priority
+    if body.priority is not None and key.max_priority is not None and priority < key.max_priority:
+        message = f"priority is {priority}; the most urgent that key {key.name!r} may ask for is {key.max_priority}"
+        raise ApiError(403, message, code="priority_not_allowed", param="priority")
     return {
-        "priority": priority_of(body.priority, key),
+        "priority": priority,
         "tenant": key.tenant,
         "cache_salt": context.keys.salt(key.tenant, body.cache_salt),
         "timeout_s": body.timeout,
-        "queue_timeout_s": min(waits, default=None),
+        "queue_timeout_s": shorter(body.queue_timeout, context.admission.config.max_queue_time_s),
         "ttft_objective": body.ttft_objective,
         "tpot_objective": body.tpot_objective,
     }
 
 
-def max_wait_s(body: Served) -> float | None:
-    """How long it may wait at most."""
-    return min((limit for limit in (body.queue_timeout, body.timeout) if limit is not None), default=None)
-
-
-def priority_of(asked: int | None, key: KeyInfo) -> int:
-    """The request's priority, or the key's own. Raises ApiError where the key may not ask for it."""
-    if asked is None:
-        return key.priority
-    if key.max_priority is not None and asked < key.max_priority:
-        message = f"priority is {asked}; the most urgent that key {key.name!r} may ask for is {key.max_priority}"
-        raise ApiError(403, message, code="priority_not_allowed", param="priority")
-    return asked
+def shorter(one: float | None, other: float | None) -> float | None:
+    """Return the shorter of two bounds in seconds, each of which may be absent."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)

@@ -51,7 +51,8 @@ class TrustedHosts:
         hosts = Headers(scope=scope).getlist("host")
         if self._is_any_host:
             return None
-        if len(hosts) == 1 and len(hosts[0]) <= _MAX_HOST and self._is_own(hosts[0], _local_address(scope)):
+        local = str(scope["server"][0]) if scope.get("server") else ""
+        if len(hosts) == 1 and len(hosts[0]) <= _MAX_HOST and self._is_own(hosts[0], local):
             return None
         message = (
             f"Host is {' and '.join(hosts)[:MAX_SHOWN]!r}, which is neither an address of this machine nor listed; "
@@ -107,7 +108,11 @@ class TrustedHostMiddleware:
         if scope["type"] != "http" or isinstance(scope.get(KEY), KeyInfo):  # a call from inside has no Host
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
+        refusal = None
+        if not self._keys.keys:
+            refusal = self._trusted.host_refusal(scope) or self._trusted.site_refusal(scope)
+        elif self._trusted.has_listed:
+            refusal = self._trusted.host_refusal(scope)
         if refusal is not None and _is_probe(scope):
             scope[UNTRUSTED] = True
             refusal = None
@@ -116,11 +121,6 @@ class TrustedHostMiddleware:
         else:
             self._note(refusal.code)
             await refusal.response()(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        if not self._keys.is_empty:
-            return self._trusted.host_refusal(scope) if self._trusted.has_listed else None
-        return self._trusted.host_refusal(scope) or self._trusted.site_refusal(scope)
 
 
 def _is_probe(scope: Scope) -> bool:
@@ -132,11 +132,6 @@ def _is_same_origin(origin: str, headers: Headers, scope: Scope) -> bool:
     scheme, _, host = origin.partition("://")
     schemes = ("https",) if scope["scheme"] == "https" else ("http", "https")
     return scheme in schemes and host.lower() == headers.get("host", "").lower()
-
-
-def _local_address(scope: Scope) -> str:
-    server = scope.get("server")
-    return str(server[0]) if server else ""
 
 
 def _normal(name: str) -> str:

@@ -39,13 +39,6 @@ class Conversation:
     is_continued: bool
     mark: str | None = None
 
-    def finish(self, prompt: str) -> str:
-        """Return the prompt to be used, marks included, from the one that the template made.
-
-        Raises InvalidRequestError.
-        """
-        return cut_at_continuation(prompt) if self.is_continued else prompt
-
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
@@ -117,7 +110,7 @@ class TextModel:
     def _rendered(self, asked: Conversation) -> str:
         assert self.chat_template is not None
         made = self.chat_template.render(asked.messages, asked.add_generation_prompt, asked.tools, **asked.variables)
-        return asked.finish(made)
+        return cut_at_continuation(made) if asked.is_continued else made
 
     def conversation(
         self,

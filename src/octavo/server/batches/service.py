@@ -229,7 +229,7 @@ class BatchService:
         """The key as it is now, behind interactive requests; None when its tenant has no key any more."""
         known = {info.name: info for info in self._keys.keys if info.tenant == batch.tenant}
         info = known.get(batch.holder) or next(iter(known.values()), None)
-        if info is None and self._keys.is_empty:
+        if info is None and not self._keys.keys:
             info = replace(NOBODY, tenant=batch.tenant)
         return None if info is None else replace(info, priority=max(info.priority, BATCH_PRIORITY))
 

@@ -109,13 +109,9 @@ class Message(Body):
     @property
     def text(self) -> str:
         """The text parts, one below the other."""
+        if len(self.content) == 1:
+            return self.content[0].text
         return "\n".join(part.text for part in self.content)
-
-    @property
-    def num_characters(self) -> int:
-        """Characters of all that is shown of it."""
-        calls = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls)
-        return sum(len(part.text) for part in self.content) + calls + len(self.reasoning or "")
 
 
 class ChatBody(SamplingBody, ToolFields):
@@ -140,6 +136,20 @@ class ChatBody(SamplingBody, ToolFields):
     thinking: ThinkingOptions | None = Field(None, description="whether the model reasons, as DeepSeek has it")
 
     @property
+    def num_characters(self) -> int:
+        """Characters of all that is shown of the messages and tools, but for names of messages."""
+        total = 0
+        for message in self.messages:
+            total += len(message.reasoning or "")
+            for part in message.content:
+                total += len(part.text)
+            for call in message.tool_calls:
+                total += len(call.function.name) + len(call.function.arguments)
+        if self.tools:
+            total += sum(tool.num_characters for tool in self.usable_tools)
+        return total
+
+    @property
     def effort(self) -> str | None:
         """How much the model is to reason, whichever field says it."""
         effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
@@ -157,18 +167,26 @@ class ChatBody(SamplingBody, ToolFields):
 
 def read_chat(fields: dict[str, object]) -> ChatBody:
     """Check a chat body. Raises ApiError naming the field."""
-    fields = sift_tools(sift_stream_options(sift(fields, REFUSED_CHAT, ChatBody)))
+    fields = sift(fields, REFUSED_CHAT, ChatBody)
+    if "stream_options" in fields:
+        fields = sift_stream_options(fields)
+    if "tools" in fields:
+        fields = sift_tools(fields)
     messages = fields.get("messages")
     if isinstance(messages, list):
-        fields["messages"] = [
-            _sift_message(m, f"messages[{i}].") if isinstance(m, dict) else m
-            for i, m in enumerate(messages[: MAX_MESSAGES + 1])
-        ]
-    fields["reasoning"] = sift_if_object(fields.get("reasoning"), {}, ReasoningOptions, "reasoning.")
-    body = validate(ChatBody, {name: value for name, value in fields.items() if value is not None})
-    check_tools(body)
+        sifted = messages[: MAX_MESSAGES + 1]
+        for index, message in enumerate(sifted):
+            if isinstance(message, dict):
+                sifted[index] = _sift_message(message, f"messages[{index}].")
+        fields["messages"] = sifted
+    if "reasoning" in fields:
+        fields["reasoning"] = sift_if_object(fields["reasoning"], {}, ReasoningOptions, "reasoning.")
+    body = validate(ChatBody, fields)
+    if body.tools or body.tool_choice is not None:
+        check_tools(body)
     for index, message in enumerate(body.messages):
-        _check_message(message, f"messages[{index}].")
+        if message.model_fields_set != _PLAIN or message.role == "tool":
+            _check_message(message, f"messages[{index}].")
     return body
 
 
@@ -176,7 +194,9 @@ def _sift_message(message: dict[str, object], where: str) -> dict[str, object]:
     """The message with checked calls, and with its reasoning under one name."""
     if "reasoning" in message or "reasoning_content" in message:
         message = _with_reasoning(message, where)
-    kept = sift(_with_refusal(message, where), {}, Message, where, IGNORED_IN_MESSAGES)
+    if message.get("refusal"):
+        message = _with_refusal(message, where)
+    kept = sift(message, {}, Message, where, IGNORED_IN_MESSAGES)
     content = kept.get("content")
     if content is not None and not isinstance(content, str | list):
         raise bad_field(
@@ -204,10 +224,8 @@ def _sift_part(part: object, where: str) -> object:
 
 
 def _with_refusal(message: dict[str, object], where: str) -> dict[str, object]:
-    """The message with its refusal as a part of its content, where it was not said there."""
-    refusal, content = message.get("refusal"), message.get("content")
-    if refusal is None or refusal == "":
-        return message
+    """The message with its refusal as a part of its content."""
+    refusal, content = message["refusal"], message.get("content")
     if not isinstance(refusal, str):
         raise bad_field(f"{where}refusal", f"{where}refusal is {shown_value(refusal)}; give a string")
     if message.get("role") != "assistant":
@@ -231,8 +249,6 @@ def _with_reasoning(message: dict[str, object], where: str) -> dict[str, object]
 
 
 def _check_message(message: Message, where: str) -> None:
-    if message.model_fields_set == _PLAIN and message.role != "tool":
-        return
     for name, role in _OF_ROLES.items():
         if getattr(message, name) and message.role != role:
             raise bad_field(where + name, f"{where}{name} belongs to messages of the role {role!r}")

@@ -33,26 +33,21 @@ _NAME = re.compile(r"[A-Za-z0-9_]+")
 class IgnoredFields:
     """Of one request. `is_strict`: such fields are refused instead (--strict-fields)."""
 
-    __slots__ = ("_paths", "is_strict")
+    __slots__ = ("is_strict", "paths")
 
     def __init__(self, is_strict: bool = False) -> None:
         self.is_strict = is_strict
-        self._paths: dict[str, None] = {}
+        self.paths: dict[str, None] = {}  # in the order in which they were met
 
     def add(self, path: str) -> None:
         """Note a field; beyond MAX_PATHS of them, only that there are more."""
         path = _UNSAFE.sub("_", _INDEX.sub("[]", path[: 4 * MAX_PATH_CHARACTERS]))[:MAX_PATH_CHARACTERS]
-        self._paths[path if path in self._paths or len(self._paths) < MAX_PATHS else "..."] = None
-
-    @property
-    def paths(self) -> list[str]:
-        """The fields in the order in which they were met, each once."""
-        return list(self._paths)
+        self.paths[path if path in self.paths or len(self.paths) < MAX_PATHS else "..."] = None
 
     @property
     def labels(self) -> list[str]:
         """Their names as a metric may have them: known ones, or OTHER."""
-        names = (_NAME.findall(path) for path in self._paths)
+        names = (_NAME.findall(path) for path in self.paths)
         return [found[-1] if found and found[-1] in KNOWN_NAMES else OTHER for found in names]
 
 

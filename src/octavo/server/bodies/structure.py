@@ -124,6 +124,9 @@ class StructureFields(Body):
     guided_whitespace_pattern: Whitespace | None = Field(None, description="as structured_outputs.whitespace_pattern")
 
 
+STRUCTURE_FIELDS = frozenset(StructureFields.model_fields)
+
+
 def given_structures(body: StructureFields) -> list[tuple[str, str, Any]]:
     """What a body asks for, one by one: the field, the kind of grammar, and its source as that kind has it."""
     found: list[tuple[str, str, Any]] = []

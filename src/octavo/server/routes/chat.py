@@ -10,7 +10,7 @@ from octavo.server.bodies.checks import IGNORED_FIELDS, IgnoredFields, field_not
 from octavo.server.chat_task import chat_task
 from octavo.server.context import context_of
 from octavo.server.limits import read_json
-from octavo.server.ollama_chat import with_ollama_names
+from octavo.server.ollama_chat import SENT_NAMES, with_ollama_names
 from octavo.server.reply import RETRY_NOTE, reply
 from octavo.server.routes.posting import add_post
 
@@ -18,9 +18,12 @@ from octavo.server.routes.posting import add_post
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    body = await read_json(
-        request, context.limits, lambda fields: read_chat(with_ollama_names(fields, context.dialect))
-    )
+
+    def read(fields: dict[str, object]) -> ChatBody:
+        is_plain = fields.keys().isdisjoint(SENT_NAMES)
+        return read_chat(fields if is_plain else with_ollama_names(fields, context.dialect))
+
+    body = await read_json(request, context.limits, read)
     context.check_model(body.model)
     if not context.dialect.effort_variables and body.effort_field is not None:
         ignored: IgnoredFields = request.scope[IGNORED_FIELDS]

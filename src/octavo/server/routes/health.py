@@ -38,7 +38,7 @@ async def health(request: Request) -> Response:
     """
     context = context_of(request)
     holder: KeyInfo = request.scope[KEY]
-    is_allowed = context.keys.is_empty or (holder is not NOBODY and context.keys.may_measure(holder))
+    is_allowed = not context.keys.keys or (holder is not NOBODY and context.keys.may_measure(holder))
     has_details = is_allowed and UNTRUSTED not in request.scope
     try:
         await _check_ready(context)

@@ -24,7 +24,7 @@ _NO_KEY = "this is no valid key"
 
 async def form(request: Request) -> Response:
     """Show the form; without keys there is nothing to ask for."""
-    if context_of(request).keys.is_empty:
+    if not context_of(request).keys.keys:
         return _away("./")
     return login_form(200, "", _next(request.query_params.get("next", "")))
 
@@ -35,7 +35,7 @@ async def log_in(request: Request) -> Response:
     _check_own(request)
     fields = await _fields(request, context)
     next_page = _next(fields.get("next", ""))
-    if context.keys.is_empty:
+    if not context.keys.keys:
         return _away(next_page or "./") if is_page else Response(status_code=204)
     session_id = context.logins.log_in(fields.get("key", "").strip().encode("utf-8", "surrogatepass"))
     if session_id is None:
