@@ -1,4 +1,5 @@
 import random
+from types import SimpleNamespace
 
 import pytest
 from tests.text.tiny_tokenizers import KINDS, random_text, tiny_tokenizer
@@ -86,23 +87,36 @@ def test_L02_the_first_space_of_sentencepiece_is_cut_once():
         assert tokenizer.backend.decode([1, *ids]) == shown
 
 
+class CountedPieces:
+    """A tokenizer's pieces, which count how often they are asked for one."""
+
+    strip_start = 0
+
+    def __init__(self, pieces):
+        self._pieces = pieces
+        self.num = 0
+
+    def __getitem__(self, token_id):
+        self.num += 1
+        return self._pieces[token_id]
+
+    def at_start(self, token_id):
+        self.num += 1
+        return self._pieces.at_start(token_id)
+
+
 def test_row_23_the_32000th_token_costs_what_the_first_did():
     """The state is at most three bytes, and each id is looked at once, whether or not it ever makes valid UTF-8."""
     tokenizer = tiny_tokenizer("byte_level")
     continuation = tokenizer.backend.token_to_id("Ģ")  # byte 0x80, which can begin nothing
     mixed = tokenizer.encode("the cat 猫 🙂 ")
     for ids in ([continuation] * 32_000, (mixed * (32_000 // len(mixed) + 1))[:32_000]):
-        lookups = []
-        stream = Detokenizer(tokenizer)
-        original = tokenizer.pieces.of
-        tokenizer.pieces.of = lambda token_id, of=original, seen=lookups: seen.append(token_id) or of(token_id)
-        try:
-            for count, token_id in enumerate(ids, 1):
-                stream.push([token_id])
-                assert len(lookups) == count
-                assert stream.num_held_bytes <= 3
-        finally:
-            tokenizer.pieces.of = original
+        lookups = CountedPieces(tokenizer.pieces)
+        stream = Detokenizer(SimpleNamespace(pieces=lookups, special_ids=tokenizer.special_ids))
+        for count, token_id in enumerate(ids, 1):
+            stream.push([token_id])
+            assert lookups.num == count
+            assert stream.num_held_bytes <= 3
         assert set(Detokenizer.__slots__) == {"_begun", "_pieces", "_skipped_ids", "_strip", "_utf8"}
 
 

@@ -28,39 +28,40 @@ class ReasoningReader:
         self._held = ""
         self._begun = False  # some reasoning has been given
 
-    def push(self, text: str) -> list[Reasoning | Text]:
+    def push(self, text: str) -> list[Part]:
         """Return the parts that this text makes certain."""
         if self._state == _AFTER:
             return [Text(text)] if text else []
         self._held += text
-        parts: list[Reasoning | Text] = []
+        parts: list[Part] = []
         if self._state == _BEFORE:
-            parts += self._before()
+            self._before()
         if self._state == _OPENED:
             self._opened()
         if self._state == _INSIDE:
             parts += self._inside()
         if self._state == _BEHIND:
             self._held = self._held.lstrip()
-            if self._held:
-                parts += self._rest()
+            self._state = _AFTER if self._held else _BEHIND
+        if self._state == _AFTER and self._held:
+            parts.append(Text(self._held))
+            self._held = ""
         return parts
 
-    def finish(self) -> list[Reasoning | Text]:
+    def finish(self) -> list[Part]:
         """Return what was held back: the answer has ended."""
         held, self._held = self._held, ""
         if not held or self._state == _BEHIND:
             return []
         return [Text(held)] if self._state == _BEFORE else [Reasoning(held)]
 
-    def _before(self) -> list[Reasoning | Text]:
+    def _before(self) -> None:
         begun = self._held.lstrip()
         if begun.startswith(self._open):
             self._held = begun[len(self._open) :]
             self._state = _INSIDE
         elif not self._open.startswith(begun):
-            return self._rest()
-        return []
+            self._state = _AFTER
 
     def _opened(self) -> None:
         """Drop an opening tag that the prompt holds already: models repeat it."""
@@ -81,11 +82,6 @@ class ReasoningReader:
             thought, self._held = safe, self._held[len(safe) :]
         self._begun |= bool(thought)
         return [Reasoning(thought)] if thought else []
-
-    def _rest(self) -> list[Reasoning | Text]:
-        self._state = _AFTER
-        held, self._held = self._held, ""
-        return [Text(held)] if held else []
 
 
 class AnswerReader:
@@ -109,25 +105,25 @@ class AnswerReader:
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that this text makes certain; of a call, its arguments as they come."""
-        if self._reasoning is None:
-            return self._read(text)
-        return self._behind(self._reasoning.push(text))
+        if self._reasoning is not None:
+            parts = self._reasoning.push(text)
+        else:
+            parts = [Text(text)] if text else []
+        return parts if self._calls is None else self._with_calls(self._calls, parts)
 
     def finish(self) -> list[Part]:
         """Return what was held back: the answer has ended."""
-        parts = self._behind(self._reasoning.finish()) if self._reasoning is not None else []
-        return parts + (self._counted(self._calls.finish()) if self._calls is not None else [])
+        parts = self._reasoning.finish() if self._reasoning is not None else []
+        if self._calls is None:
+            return parts
+        return self._with_calls(self._calls, parts) + self._counted(self._calls.finish())
 
-    def _behind(self, split: list[Reasoning | Text]) -> list[Part]:
+    def _with_calls(self, reader: CallReader, split: list[Part]) -> list[Part]:
+        """Return the parts with the calls that their content holds."""
         parts: list[Part] = []
         for part in split:
-            parts += [part] if isinstance(part, Reasoning) else self._read(part.text)
+            parts += self._counted(reader.push(part.text)) if isinstance(part, Text) else [part]
         return parts
-
-    def _read(self, text: str) -> list[Part]:
-        if self._calls is not None:
-            return self._counted(self._calls.push(text))
-        return [Text(text)] if text else []
 
     def _counted(self, parts: list[Part]) -> list[Part]:
         """The parts that count where only one call is wanted: those up to its end."""

@@ -59,12 +59,6 @@ class RenderBudget:
         if self.steps < 0 or (self.steps & 255 == 0 and time.monotonic() > self.deadline):
             raise SecurityError("the template runs for too long")
 
-    def write(self, num_chars: int) -> None:
-        """Count text written."""
-        self.written_chars -= num_chars
-        if self.written_chars < 0:
-            raise SecurityError("the template's output is too long")
-
     def make(self, num_chars: int) -> None:
         """Count text, list items or digits about to be made."""
         self.made_chars -= num_chars
@@ -73,18 +67,6 @@ class RenderBudget:
 
 
 current: ContextVar[RenderBudget] = ContextVar("octavo_template_budget")
-
-
-def render_within(budget: RenderBudget, render: Callable[[], str]) -> str:
-    """Call `render` under a budget."""
-    token = current.set(budget)
-    try:
-        text = render()
-    finally:
-        current.reset(token)
-    if len(text) > budget.max_chars:
-        raise SecurityError("the template's output is too long")
-    return text
 
 
 def measure(value: Any) -> int:
@@ -164,13 +146,13 @@ _TEXT_FILTERS = ("capitalize", "e", "escape", "forceescape", "join", "lower", "r
                  "title", "trim", "upper")  # fmt: skip
 
 
-class _Items:
-    """A sequence whose iteration counts steps."""
+class _CountedItems:
+    """What a loop goes through: its iteration counts steps."""
 
     __slots__ = ("_items",)
 
-    def __init__(self, items: Sequence[Any]) -> None:
-        self._items = items
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items: Sequence[Any] = items if isinstance(items, (list, tuple)) else list(items)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -182,10 +164,6 @@ class _Items:
             yield item
 
 
-def _counted(iterable: Any) -> _Items:
-    return _Items(iterable if isinstance(iterable, (list, tuple)) else list(iterable))
-
-
 def _concatenate(parts: Sequence[Any]) -> str:
     current.get().make(sum(map(measure, parts)))
     return "".join(map(str, parts))
@@ -193,7 +171,10 @@ def _concatenate(parts: Sequence[Any]) -> str:
 
 @pass_context
 def _finalize(context: Context, value: Any) -> Any:
-    current.get().write(measure(value))
+    budget = current.get()
+    budget.written_chars -= len(value) if isinstance(value, str) else measure(value)
+    if budget.written_chars < 0:
+        raise SecurityError("the template's output is too long")
     return value
 
 
@@ -309,7 +290,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             del self.filters[name]
         for name in _TEXT_FILTERS:
             self.filters[name] = _guard_text_filter(name, self.filters[name])
-        own = {"tojson": _tojson, "indent": _indent, "_counted": _counted, "_concatenate": _concatenate}
+        own = {"tojson": _tojson, "indent": _indent, "_counted": _CountedItems, "_concatenate": _concatenate}
         self.filters.update(own)
         del self.globals["lipsum"]
         self.globals.update(
@@ -409,7 +390,8 @@ class ChatTemplate:
 
         Raises InvalidRequestError when the template refuses the messages, fails on them, or exceeds its limits.
         """
-        check_variables(kwargs)
+        if kwargs:
+            check_variables(kwargs)
         variables = {
             "documents": None,
             **self.tokens,
@@ -418,12 +400,18 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
+        token = current.set(RenderBudget(self._max_output_chars))
         try:
-            return render_within(RenderBudget(self._max_output_chars), lambda: self._template.render(variables))
+            text = self._template.render(variables)
+            if len(text) > self._max_output_chars:
+                raise SecurityError("the template's output is too long")
         except (*_DATA_ERRORS, *_SIZE_ERRORS) as error:
             raise InvalidRequestError(
                 f"the chat template does not take these messages: {_reason(error)}", "messages"
             ) from error
+        finally:
+            current.reset(token)
+        return text
 
 
 def check_variables(names: Iterable[str]) -> None:

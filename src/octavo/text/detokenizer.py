@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,8 +29,11 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-class Pieces:
-    """Bytes per id, computed on first use. `strip_start` spaces are cut from the start of a text."""
+class Pieces(dict[int, bytes]):
+    """The bytes of each id inside a text, computed on first use: none for an id that the tokenizer does not know.
+
+    `strip_start` spaces are cut from the start of a text.
+    """
 
     def __init__(self, backend: Backend, path: Path) -> None:
         """Read the decoder. Raises ModelFileError when it is of a kind whose text depends on more than each id."""
@@ -38,16 +41,11 @@ class Pieces:
         self.strip_start = 0
         self._byte_level = self._byte_fallback = self._space_mark = self._drop_first_marks = self._joined = False
         self._alphabet = byte_alphabet()
-        self._cache: dict[int, bytes] = {}
         self._read_decoder(path)
 
-    def of(self, token_id: int) -> bytes:
-        """The bytes of an id inside a text; none for an id that the tokenizer does not know."""
-        piece = self._cache.get(token_id)
-        if piece is None:
-            token = self.backend.id_to_token(token_id)
-            piece = b"" if token is None else self._bytes(token)
-            self._cache[token_id] = piece
+    def __missing__(self, token_id: int) -> bytes:
+        token = self.backend.id_to_token(token_id)
+        piece = self[token_id] = b"" if token is None else self._bytes(token)
         return piece
 
     def at_start(self, token_id: int) -> bytes:
@@ -55,7 +53,7 @@ class Pieces:
         if self._drop_first_marks:
             token = self.backend.id_to_token(token_id)
             return b"" if token is None else _utf8(token.replace(_SPACE_MARK, ""))
-        return self.of(token_id).removeprefix(b" ") if self._joined else self.of(token_id)
+        return self[token_id].removeprefix(b" ") if self._joined else self[token_id]
 
     def _bytes(self, token: str) -> bytes:
         if self._byte_level:
@@ -144,20 +142,25 @@ class Detokenizer:
         self._begun = False
         self._utf8 = _Utf8Decoder("replace")
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         """Return the characters that these ids complete."""
-        kept = [token_id for token_id in ids if token_id not in self._skipped_ids]
-        if not kept:
+        if not self._skipped_ids.isdisjoint(ids):
+            ids = [token_id for token_id in ids if token_id not in self._skipped_ids]
+        if not ids:
             return ""
-        of = self._pieces.of
+        pieces = self._pieces
         if self._begun:
-            return self._cut_start(self._utf8.decode(b"".join(map(of, kept))))
-        self._begun = True
-        return self._cut_start(self._utf8.decode(self._pieces.at_start(kept[0]) + b"".join(map(of, kept[1:]))))
+            data = b"".join(map(pieces.__getitem__, ids))
+        else:
+            self._begun = True
+            data = pieces.at_start(ids[0]) + b"".join(map(pieces.__getitem__, ids[1:]))
+        text = self._utf8.decode(data)
+        return self._cut_start(text) if self._strip else text
 
     def flush(self) -> str:
         """Return what is left at the end: U+FFFD for an unfinished character, else nothing."""
-        return self._cut_start(self._utf8.decode(b"", True))
+        text = self._utf8.decode(b"", True)
+        return self._cut_start(text) if self._strip else text
 
     @property
     def num_held_bytes(self) -> int:

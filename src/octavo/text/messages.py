@@ -23,17 +23,20 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """
     if not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list of at least one message", "messages")
-    return [_plain_message(message, index) for index, message in enumerate(messages)]
+    return list(map(_plain_message, messages, range(len(messages))))
 
 
 def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"message {index} must be an object with a role", f"messages.{index}")
     plain = dict(message)
-    plain["content"] = _plain_content(message.get("content"), index)
-    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
-    if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    content = message.get("content")
+    plain["content"] = content if isinstance(content, str) else _plain_content(content, index)
+    for name in _REASONING_FIELDS:
+        reasoning = message.get(name)
+        if reasoning is not None:
+            plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+            break
     calls = message.get("tool_calls") or []
     if not isinstance(calls, Sequence):
         raise InvalidRequestError(f"the tool_calls of message {index} must be a list", f"messages.{index}.tool_calls")
@@ -45,8 +48,6 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 def _plain_content(content: object, index: int) -> str:
     if content is None:
         return ""
-    if isinstance(content, str):
-        return content
     param = f"messages.{index}.content"
     if not isinstance(content, Sequence):
         raise InvalidRequestError(f"the content of message {index} must be a string or a list of parts", param)

@@ -61,12 +61,14 @@ class SpecialTextGuard:
         Looked at are the messages that are not the assistant's, the tools, and the variable `documents`.
         """
         marking = _Marking(self)
-        shown = [
-            message
-            if message["role"] == "assistant"
-            else {key: value if key == "role" else marking.of(value, True) for key, value in message.items()}
-            for message in messages
-        ]
+        shown: list[dict[str, Any]] = []
+        for message in messages:
+            if message["role"] != "assistant":
+                message = dict(message)
+                for key, value in message.items():
+                    if key != "role":
+                        message[key] = marking.of(value, True)
+            shown.append(message)
         shown_tools = tools if tools is None else [marking.of(tool, False) for tool in tools]
         documents = {"documents": marking.of(variables["documents"], False)} if variables.get("documents") else {}
         if not marking.is_used:
@@ -196,19 +198,16 @@ class _Marking:
     def of(self, value: Any, has_edges: bool) -> Any:
         """Return a copy of a value with marks in all its texts, the names of its fields too."""
         if isinstance(value, str):
-            return self._marked(value, has_edges)
+            places = self._guard.places(value, has_edges)
+            if not places:
+                return value
+            self.is_used = True
+            return self.mark.join(value[i:j] for i, j in zip([0, *places], [*places, len(value)], strict=True))
         if isinstance(value, Mapping):
             return {self.of(key, False): self.of(inner, has_edges) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.of(inner, has_edges) for inner in value]
         return value
-
-    def _marked(self, text: str, has_edges: bool) -> str:
-        places = self._guard.places(text, has_edges)
-        if not places:
-            return text
-        self.is_used = True
-        return self.mark.join(text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True))
 
 
 def _is_marker(token: str, template: str) -> bool:

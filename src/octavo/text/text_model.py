@@ -130,7 +130,8 @@ class TextModel:
             raise InvalidRequestError(reason, "messages")
         plain = plain_messages(messages)
         variables, mark = dict(variables or {}), None
-        check_variables(variables)
+        if variables:
+            check_variables(variables)
         if not self.special_tokens_in_text:  # before Octavo's own words are put among the messages
             plain, tools, variables, mark = self.guard.mark(plain, tools, variables)
         if takes_tools(self.chat_template.source):

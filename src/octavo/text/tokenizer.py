@@ -83,7 +83,8 @@ class Tokenizer:
         its batch calls let it go, and the fast one leaves out offsets.
         Raises InvalidRequestError for a text with lone surrogates, which no UTF-8 can hold.
         """
-        check_text(text)
+        if not text.isascii():
+            check_text(text)
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -101,7 +102,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids; ids without a token add nothing. Raises InvalidRequestError for no possible id."""
         ids = list(ids)
-        if any(not 0 <= token_id < _MAX_ID for token_id in ids):
+        if ids and not 0 <= min(ids) <= max(ids) < _MAX_ID:
             raise InvalidRequestError("token ids must be whole numbers from 0 to 2147483647", "tokens")
         stream = Detokenizer(self, skip_special_tokens)
         return stream.push(ids) + stream.flush()
@@ -113,7 +114,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that an id adds inside a text; they may be part of a character."""
-        return self.pieces.of(token_id)
+        return self.pieces[token_id]
 
 
 def check_text(text: str) -> None:

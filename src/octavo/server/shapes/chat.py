@@ -6,8 +6,8 @@ Invariant: beside a choice's beginning and end, a delta makes at most one event.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from msgspec.json import encode
 
@@ -33,9 +33,10 @@ class ChatShape:
 
     def __init__(self, form: Form, pieces: Pieces) -> None:
         self._pieces = pieces
-        self._facts: Mapping[str, Any] = form.facts
         self._stream = ChunkStream("chat.completion.chunk", form.identity, form.include_usage, form.facts)
         self._format = read_format(form.facts)
+        ids = form.facts.get("prompt_token_ids")
+        self._prompt_member: Json = {} if ids is None else {"prompt_token_ids": ids[0]}
         self._num_characters = 0
         self._num_reasoning_characters = 0
         self._readers: dict[int, AnswerReader] = {}
@@ -50,17 +51,14 @@ class ChatShape:
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
             "usage": usage_json(usages, self._reasoning_share()),
             "timings": timings_json(usages),
-            **self._prompt_member(),
+            **self._prompt_member,
         }
-
-    def _prompt_member(self) -> Json:
-        """The ids of the prompt, where they are given."""
-        ids = self._facts.get("prompt_token_ids")
-        return {} if ids is None else {"prompt_token_ids": ids[0]}
 
     def _note(self, text: str, parts: Sequence[Part]) -> None:
         self._num_characters += len(text)
-        self._num_reasoning_characters += sum(len(part.text) for part in parts if isinstance(part, Reasoning))
+        for part in parts:
+            if isinstance(part, Reasoning):
+                self._num_reasoning_characters += len(part.text)
 
     def _reasoning_share(self) -> float:
         return self._num_reasoning_characters / max(1, self._num_characters)
@@ -77,7 +75,7 @@ class ChatShape:
             "logprobs": chat_logprobs(choice.deltas, self._pieces),
             "finish_reason": self._reason(reader, end.finish_reason) if end.finish_reason is not None else None,
             "stop_reason": end.stop_reason,
-            **({"token_ids": ids} if "prompt_token_ids" in self._facts else {}),
+            **({"token_ids": ids} if self._prompt_member else {}),
         }
 
     def first(self) -> bytes:
@@ -113,7 +111,7 @@ class ChatShape:
 
     def _begin(self, index: int) -> bytes:
         """The first chunk of a choice, with its role; the answer's first has the prompt's ids, where they are given."""
-        prompt = b"" if self._begun else encode(self._prompt_member())[1:-1]
+        prompt = b"" if self._begun else encode(self._prompt_member)[1:-1]
         self._begun.add(index)
         self._stream.count(index, ())
         begin = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
@@ -121,7 +119,7 @@ class ChatShape:
 
     def last(self) -> bytes:
         """The usage chunk."""
-        return self._stream.usage_event(self._reasoning_share())
+        return self._stream.usage_event(self._reasoning_share()) if self._stream.include_usage else b""
 
     def _reader(self, index: int) -> AnswerReader:
         """The reader of a choice; ids of calls are made from the answer's id and the choice."""
@@ -132,7 +130,8 @@ class ChatShape:
 
     def _reason(self, reader: AnswerReader, reason: FinishReason) -> str:
         """OpenAI's word for the end: calls end an answer as such, unless the client named the function."""
-        if reader.has_calls and reason is FinishReason.STOP and self._format and self._format.forced != "named":
+        may_call = self._format is not None and self._format.calls is not None and self._format.forced != "named"
+        if may_call and reason is FinishReason.STOP and reader.has_calls:
             return CALLED
         return REASONS[reason]
 
@@ -168,13 +167,15 @@ def _fields(parts: Sequence[Part]) -> bytes:
     if not parts:
         return b""
     delta: Json = {}
+    has_calls = False
     for part in parts:
         if isinstance(part, Text):
             delta["content"] = delta.get("content", "") + part.text
         elif isinstance(part, Reasoning):
             thought = delta.get("reasoning", "") + part.text
             delta |= {"reasoning": thought, "reasoning_content": thought}
-    calls = _calls(parts)
-    if calls:
-        delta["tool_calls"] = calls
+        else:
+            has_calls = True
+    if has_calls:
+        delta["tool_calls"] = _calls(parts)
     return encode(delta)[1:-1]

@@ -71,9 +71,7 @@ class ChunkStream:
         return b',"timings":' + encode(timings_json(self.usages))
 
     def usage_event(self, reasoning_share: float | None = None) -> bytes:
-        """The chunk without choices that carries the usage; b"" when it was not asked for."""
-        if not self.include_usage:
-            return b""
+        """The chunk without choices that carries the usage."""
         usage = encode(usage_json(self.usages, reasoning_share))
         return b"".join((self.head, b'],"usage":', usage, b',"timings":', encode(timings_json(self.usages)), b"}\n\n"))
 

@@ -130,4 +130,4 @@ class CompletionShape:
 
     def last(self) -> bytes:
         """The usage chunk."""
-        return self._stream.usage_event()
+        return self._stream.usage_event() if self._stream.include_usage else b""
