@@ -15,7 +15,7 @@ from octavo.core.kv.effects import NO_BLOCK
 from octavo.core.kv.matching import Match
 from octavo.core.plan import EventKind, WaitReason
 from octavo.core.request import MAX_RETURNS, BlockShortage, RequestState, Status
-from octavo.core.run import grant_swapped_in
+from octavo.core.run import grant_row
 from octavo.core.state import State
 from octavo.core.step import Step
 
@@ -316,7 +316,6 @@ class Admitter:
         if reason is None and request.request.spans:
             count, reason = self._encode(request, match, count)
         if reason is None:
-            state.waiting.remove(request)
             self._start(request, match, count)
         return reason
 
@@ -380,7 +379,8 @@ class Admitter:
     def _start(self, request: RequestState, match: Match, count: int) -> None:
         """Admit a request whose first row has `count` tokens."""
         state, step, root = self.state, self.step, request.sequences[0]
-        is_resumed = step.enter_running(request)
+        is_resumed = state.enter_running(request, step.now)
+        step.num_admitted += 1
         if not is_resumed:
             request.cached_tokens = match.num_tokens
         step.enter_match(root, match)
@@ -416,13 +416,15 @@ class Admitter:
         todo = max(sequence.num_known - sequence.num_scheduled for sequence in request.sequences)
         if step.chunk(todo) < todo and not step.num_partial_left:
             return step.defer(request, WaitReason.PARTIAL_PREFILL_CAP, 1)
-        state.waiting.remove(request)
-        step.enter_running(request)
+        state.enter_running(request, step.now)
+        step.num_admitted += 1
         sequences = state.swap_in(request)
         num_tokens = sum(sequence.num_scheduled for sequence in sequences)
         for sequence in sequences:
             step.announce_with_table(sequence)
         state.policy.tell("admitted", request, 0)
         step.event(EventKind.RESUMED, request, cached_tokens=num_tokens)
-        grant_swapped_in(step, request, sequences)
+        for sequence in sequences:
+            if sequence.num_known > sequence.num_scheduled and grant_row(step, request, sequence):
+                break  # the other choices have their rows
         return None

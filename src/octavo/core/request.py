@@ -245,14 +245,15 @@ class RequestState:
         self.sequences: list[Sequence] = []
         self.beams: BeamGroup | None = None
         self.spare_slots: list[int] = []  # slots of beams that do not exist yet, or no longer
-        self.has_several = request.params.num_sequences > 1 or request.params.beam_width > 0
+        params = request.params
+        self.has_several = params.num_sequences > 1 or params.beam_width > 0
         # Looked at for every row, and a flag of an enum costs ten times as much.
         wants = int(request.wants)
         self.samples = bool(wants & _SAMPLE)
         self.scores = bool(wants & _SCORE)
         self.pools = bool(wants & _POOL)
-        self.stop_ids: frozenset[int] = frozenset()
-        self.can_run_ahead = True
+        self.stop_ids = frozenset((*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids))
+        self.can_run_ahead = not (params.grammar or params.beam_width)
         self.may_draft = False
         self.is_decoding = False
         self.is_swapped = False
@@ -261,11 +262,15 @@ class RequestState:
         self.num_scored = request.score_from
         self.cached_tokens = 0
         self.num_preemptions = 0
-        self.num_bypassed = 0
         self.num_ended_outputs = 0  # of choices that ended
         self.first_scheduled_at: float | None = None
-        self.wait_reason = -1
         self.wait_numbers = (0, 0, 0)  # needed, available, step: as of the last look
+        self.forget_waiting()
+
+    def forget_waiting(self) -> None:
+        """Reset what concerns one stay in the waiting queue: it starts, or ends."""
+        self.num_bypassed = 0
+        self.wait_reason = -1
         self.seen: tuple[int, bytes | None, int] | None = None
         self.shortage: BlockShortage | None = None
 

@@ -20,7 +20,7 @@ def grant_running(step: Step) -> None:
     """Give the running requests their rows, in rank order.
 
     The hot path: a row that decodes inside its last block is added to the columns right here, because a call for
-    each would cost more than the rest of the step. All other rows take `_grant`.
+    each would cost more than the rest of the step. All other rows take `grant_row`.
     """
     state, tokens, limits_reads = step.state, step.tokens, step.limits_reads
     may_skip = step.only is not None or step.turn is not ANY or drafts.may_wait(state)
@@ -58,18 +58,11 @@ def grant_running(step: Step) -> None:
                 left -= 1
             elif todo > 0:
                 tokens.left = left
-                has_forked = _grant(step, request, sequence)
+                has_forked = grant_row(step, request, sequence)
                 left = tokens.left
                 if has_forked:
                     break  # the other choices have their rows
     tokens.left = left
-
-
-def grant_swapped_in(step: Step, request: RequestState, sequences: list[Sequence]) -> None:
-    """Give rows to a request that has just been swapped in."""
-    for sequence in sequences:
-        if sequence.num_known > sequence.num_scheduled and _grant(step, request, sequence):
-            return
 
 
 def _in_order(step: Step) -> list[RequestState]:
@@ -102,7 +95,7 @@ def _take_read(step: Step, request: RequestState, start: int) -> bool:
     return True
 
 
-def _grant(step: Step, request: RequestState, sequence: Sequence) -> bool:
+def grant_row(step: Step, request: RequestState, sequence: Sequence) -> bool:
     """Grant a row that needs a block, or has several tokens, or other conditions. Return True if it forked."""
     if request.status != Status.RUNNING or not step.tokens.left or request.awaits_id(sequence):
         return False

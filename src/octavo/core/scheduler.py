@@ -72,11 +72,7 @@ class Scheduler:
         admission = check_feasible(request, state.limits)
         made = RequestState(request, state.next_order)
         state.next_order += 1
-        params = request.params
-        eos = () if params.ignore_eos else request.eos_token_ids
-        made.stop_ids = frozenset((*eos, *params.stop_token_ids))
         made.max_tokens = admission.max_tokens
-        made.can_run_ahead = not (params.grammar or params.beam_width)
         made.may_draft = bool(state.limits.max_draft_tokens) and allows(request) and self._drafter.knows(request)
         root = Sequence(made, 0, state.cache.num_groups)
         root.limit = root.num_prompt + 1

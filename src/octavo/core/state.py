@@ -191,9 +191,11 @@ class State:
 
     # --- running -------------------------------------------------------------------------------------
 
-    def enter_running(self, request: RequestState) -> None:
-        """Give a request's sequences their slots, and the request its place in the running list."""
+    def enter_running(self, request: RequestState, now: float) -> bool:
+        """Move a waiting request to the running list, with slots; return True if it has run before."""
+        self.waiting.remove(request)
         request.status = Status.RUNNING
+        request.forget_waiting()
         for gate in self.gates:
             gate.take(request)
         slots = [self.free_slots.pop() for _ in range(request.num_slots)]
@@ -202,6 +204,12 @@ class State:
         request.spare_slots = slots[len(request.sequences) :]
         rerank(request, self.policy)
         self.running.add(request)
+        if request.first_scheduled_at is not None:
+            return True
+        request.first_scheduled_at = now
+        self.totals.num_admitted += 1
+        self.totals.num_prompt_tokens += request.request.num_prompt_tokens
+        return False
 
     def take_slot(self, sequence: Sequence, slot: int) -> None:
         """Give a sequence its slot."""
@@ -232,9 +240,7 @@ class State:
         request.is_decoding = False
         request.is_swapped = is_swapped
         request.num_preemptions += by is not None
-        request.num_bypassed = 0
-        request.shortage = request.seen = None
-        request.wait_reason = -1
+        request.forget_waiting()
         for sequence in request.sequences:
             sequence.candidates = None
             if not request.can_run_ahead:  # its rows in flight would give results of a choice that is made again

@@ -112,20 +112,6 @@ class Step:
 
     # --- rows ---------------------------------------------------------------------------------------------
 
-    def enter_running(self, request: RequestState) -> bool:
-        """Move a request that has left the queue to the running list; return True if it has run before."""
-        is_resumed = request.first_scheduled_at is not None
-        self.state.enter_running(request)
-        self.num_admitted += 1
-        request.num_bypassed = 0
-        request.wait_reason = -1
-        request.shortage = request.seen = None
-        if not is_resumed:
-            request.first_scheduled_at = self.now
-            self.state.totals.num_admitted += 1
-            self.state.totals.num_prompt_tokens += request.request.num_prompt_tokens
-        return is_resumed
-
     def chunk(self, todo: int) -> int:
         """Return how many of `todo` tokens may be granted: the rest of the budget, under the threshold for prompts."""
         limits = self.state.limits
