@@ -139,22 +139,22 @@ class Admitter:
 
     def run(self) -> None:
         """Admit waiting requests in the policy's order while they fit (S05, S08, S10, S23)."""
-        step, state, num_waiting = self.step, self.state, len(self.state.waiting)
-        if not num_waiting:
+        step, state = self.step, self.state
+        if not len(state.waiting):
             return
         if step.has_preempted and (step.rows or step.has_cleared):
             head = state.waiting.peek()
-            if head is not None:
-                step.defer(head, WaitReason.PREEMPTED_THIS_STEP)
-            step.count_waiting(WaitReason.PREEMPTED_THIS_STEP, num_waiting - 1)
+            assert head is not None
+            step.defer(head, WaitReason.PREEMPTED_THIS_STEP)
+            step.count_rest(WaitReason.PREEMPTED_THIS_STEP)
         elif state.is_paused:
-            step.count_waiting(WaitReason.PAUSED, num_waiting)
+            step.count_rest(WaitReason.PAUSED)
         elif step.only is not None:
             named = self._named(step.only)
-            step.count_waiting(WaitReason.EXCLUDED, num_waiting - len(named))
+            step.count_waiting(WaitReason.EXCLUDED, len(state.waiting) - len(named))
             self._consider_all(named)
         elif step.turn.is_decoding:
-            step.count_waiting(WaitReason.COMPOSITION, num_waiting)
+            step.count_rest(WaitReason.COMPOSITION)
         elif self._admit_overdue():
             if state.policy.lookahead > 1 and step.tokens.left and state.free_slots:
                 self._consider_all(self._preferred())
@@ -189,14 +189,9 @@ class Admitter:
 
     def _preferred(self) -> list[RequestState]:
         """Return the first candidates in the order that the policy prefers, knowing what is cached of each."""
-        waiting, policy, cache = self.state.waiting, self.state.policy, self.state.cache
-        candidates: list[RequestState] = []
-        while len(candidates) < min(policy.lookahead, MAX_CANDIDATES) and waiting.peek() is not None:
-            candidates.append(waiting.pop())
-        for request in candidates:
-            waiting.add(request)
+        policy, cache = self.state.policy, self.state.cache
         ranked = []
-        for request in candidates:
+        for request in self.state.waiting.first(min(policy.lookahead, MAX_CANDIDATES)):
             seen = request.seen
             if request.is_swapped:
                 cached = 0
@@ -227,7 +222,7 @@ class Admitter:
             if has_cleared and not step.rows and self._try_admit(request) is None:
                 self._count_bypasses()
         if is_overdue and request.status == Status.WAITING:
-            step.count_waiting(WaitReason.BARRIER, len(state.waiting) - sum(step.waits.values()))
+            step.count_rest(WaitReason.BARRIER)
         if is_overdue or has_cleared:
             return False
         self.passed.append((request, reason))

@@ -192,15 +192,15 @@ class StepCommit:
 
     def _take_late(self, sequence: Sequence, count: int, token: int, logprobs: TokenLogprobs | None) -> None:
         """Take a row whose sequence no longer runs: the token of one that was preempted in flight is kept."""
-        if self._is_void(sequence):
+        if self._drop_void(sequence):
             return
         if sequence.request.is_swapped:  # what it wrote was copied to the host after it
             sequence.num_computed += count
         self._append(sequence, token, logprobs)
 
     @staticmethod
-    def _is_void(sequence: Sequence) -> bool:
-        """Return True if the result of a row is no longer wanted, and count it as dropped."""
+    def _drop_void(sequence: Sequence) -> bool:
+        """Drop the result of a row if it is no longer wanted; return True if it was dropped."""
         if sequence.stale:
             sequence.stale -= 1
             return True
@@ -212,7 +212,7 @@ class StepCommit:
         """Take the result of a row of any kind."""
         request, plan, flags = sequence.request, self.flight.plan, self.flight.plan.flags[index]
         sequence.in_flight -= 1
-        if self._is_void(sequence):
+        if self._drop_void(sequence):
             return
         if flags & ROW_SAMPLE and not ids:
             recover.discard(self.state, sequence, self.now)  # to be sampled again: its logits no longer exist

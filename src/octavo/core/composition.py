@@ -37,15 +37,11 @@ ANY = Turn()
 class Composition:
     """The kind of step that is due. `is_mixed`: all kinds of row may share a step."""
 
-    __slots__ = (
-        "_max_prefill_run", "_media_next", "_num_prefills", "_separates_media", "_separates_phases", "is_mixed",
-    )  # fmt: skip
+    __slots__ = ("_limits", "_media_next", "_num_prefills", "is_mixed")
 
     def __init__(self, limits: Limits) -> None:
-        self._separates_media = limits.separate_modalities
-        self._separates_phases = limits.composition == "separate"
-        self.is_mixed = not (self._separates_media or self._separates_phases)
-        self._max_prefill_run = limits.max_prefill_run
+        self._limits = limits
+        self.is_mixed = not limits.separate_modalities and limits.composition == "mixed"
         self._media_next = False
         self._num_prefills = 0  # steps of prefills since the last one of decodes
 
@@ -53,9 +49,9 @@ class Composition:
         """Return the kinds of step in the order to try them: the first that has a row is planned."""
         if self.is_mixed:
             return [ANY]
-        media = (self._media_next, not self._media_next) if self._separates_media else (None,)
-        decode_first = self._num_prefills >= self._max_prefill_run
-        phases = (decode_first, not decode_first) if self._separates_phases else (None,)
+        media = (self._media_next, not self._media_next) if self._limits.separate_modalities else (None,)
+        decode_first = self._num_prefills >= self._limits.max_prefill_run
+        phases = (decode_first, not decode_first) if self._limits.composition == "separate" else (None,)
         return [Turn(has_media, is_decoding) for is_decoding in phases for has_media in media]
 
     def count(self, turn: Turn) -> None:

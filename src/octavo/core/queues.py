@@ -136,7 +136,7 @@ class WaitingQueue:
         line.note_dead()
 
     def first(self, count: int) -> list[RequestState]:
-        """Return the first `count` waiting requests in order. For people: O(lines + count log count)."""
+        """Return the first `count` waiting requests in order. O(lines + count log count)."""
         found: list[RequestState] = []
         for line in self._in_order():
             if len(found) >= count:

@@ -8,8 +8,6 @@ computed again; what the executor was told by a failed plan is told again.
 
 from __future__ import annotations
 
-from array import array
-
 from octavo.core.plan import ROW_FORK, StepResult
 from octavo.core.request import FinishError, FinishReason, RequestState, Sequence, Status
 from octavo.core.state import Flight, State
@@ -161,27 +159,19 @@ def undo_steps(state: State, first: Flight, now: float) -> None:
     flights = [first, *state.flight]
     state.flight.clear()
     state.totals.num_failed_steps += 1
-    finished: list[str] = []
-    preempted: list[str] = []
-    freed: array[int] = array("i")
     for flight in flights:
-        plan = flight.plan
-        state.cache.unpublish(flight.published, plan.step)
-        state.cache.host.unpublish(flight.saved, plan.step)
+        state.cache.unpublish(flight.published, flight.plan.step)
+        state.cache.host.unpublish(flight.saved, flight.plan.step)
         release_blocks(state, flight)
-        finished.extend(plan.finished_ids)
-        preempted.extend(plan.preempted_ids)
-        freed.extend(plan.freed_slots)
         for request in flight.swapped:
             state.unswap(request)
-    for flight in reversed(flights):
-        state.encoder.void(flight.plan.encode_jobs, flight.plan.encoder_frees)
-    state.finished_ids[:0] = finished
-    state.preempted_ids[:0] = preempted
-    state.freed_slots = freed + state.freed_slots
-    for flight in flights:
         for sequence in flight.rows:
             sequence.in_flight = sequence.stale = sequence.num_pending = 0
+    for plan in [flight.plan for flight in reversed(flights)]:  # what they told is told before what is new
+        state.encoder.void(plan.encode_jobs, plan.encoder_frees)
+        state.finished_ids[:0] = plan.finished_ids
+        state.preempted_ids[:0] = plan.preempted_ids
+        state.freed_slots = plan.freed_slots + state.freed_slots
     for request in _touched(state, flights):
         state.preempt(request, now, None, None)
 

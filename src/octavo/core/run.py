@@ -76,7 +76,7 @@ def _skips(step: Step, request: RequestState) -> bool:
     if step.only is not None and request.name not in step.only:
         return True
     reason = step.turn.refusal(request, request.is_decoding)
-    if request.may_draft and drafts.may_wait(step.state) and drafts.must_wait(step.state, request):
+    if request.may_draft and drafts.must_wait(step.state, request):
         reason = WaitReason.UNCOMMITTED
     elif not request.is_decoding:
         return False

@@ -18,7 +18,7 @@ from octavo.core.composition import Composition
 from octavo.core.encoder import EncoderCache
 from octavo.core.gates import AdapterSlots, Gate
 from octavo.core.kv.cache import KVCache
-from octavo.core.kv.effects import Publication
+from octavo.core.kv.effects import Publication, without_slots
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
 from octavo.core.policy import PolicyGuard, create_policy
@@ -321,13 +321,7 @@ class State:
         sequence.is_entered = False
         if sequence in self.announced:
             self.announced.remove(sequence)
-        if self.id_edits:
-            self.id_edits = _without(self.id_edits, 3, slot)
-        if self.table_edits:
-            self.table_edits = _without(self.table_edits, 4, slot)
-
-
-def _without(flat: array[int], width: int, slot: int) -> array[int]:
-    """Return a flat column of records without those whose first number is `slot`."""
-    kept = [i for i in range(0, len(flat), width) if flat[i] != slot]
-    return array("i", [flat[i + k] for i in kept for k in range(width)])
+        if self.id_edits or self.table_edits:
+            no_longer = frozenset((slot,))
+            self.id_edits = without_slots(self.id_edits, 3, no_longer)
+            self.table_edits = without_slots(self.table_edits, 4, no_longer)

@@ -90,6 +90,10 @@ class Step:
         if count > 0:
             self.waits[reason] = self.waits.get(reason, 0) + count
 
+    def count_rest(self, reason: WaitReason) -> None:
+        """Count all waiting requests that are left out and not counted yet, for `reason`."""
+        self.count_waiting(reason, len(self.state.waiting) - sum(self.waits.values()))
+
     def hold(self, reason: WaitReason) -> None:
         """Count a running request, or a choice of one, that is left out for `reason`."""
         self.held[reason] = self.held.get(reason, 0) + 1
@@ -350,7 +354,7 @@ class Step:
 
     def _reasons(self) -> tuple[tuple[WaitReason, int], ...]:
         """Return why the plan is empty: reasons, and how many requests each holds."""
-        self.count_waiting(WaitReason.BEHIND, len(self.state.waiting) - sum(self.waits.values()))
+        self.count_rest(WaitReason.BEHIND)
         for reason, count in self.held.items():
             self.count_waiting(reason, count)
         if not self.waits:

@@ -56,11 +56,15 @@ class Effects:
 
     def drop(self, slots: frozenset[int]) -> None:
         """Take out the edits, copies and loads of sequences that are preempted before the plan is made."""
-        flat = self.edits
-        kept = [i for i in range(0, len(flat), 4) if flat[i] not in slots]
-        self.edits = array("i", [flat[i + k] for i in kept for k in range(4)])
+        self.edits = without_slots(self.edits, 4, slots)
         self.copies, self.copy_slots = _without(self.copies, self.copy_slots, slots)
         self.host_loads, self.load_slots = _without(self.host_loads, self.load_slots, slots)
+
+
+def without_slots(flat: array[int], width: int, slots: frozenset[int]) -> array[int]:
+    """Return a flat column of records without those whose first number is one of `slots`."""
+    kept = [i for i in range(0, len(flat), width) if flat[i] not in slots]
+    return array("i", [flat[i + k] for i in kept for k in range(width)])
 
 
 def _without(flat: array[int], owners: list[int], slots: frozenset[int]) -> tuple[array[int], list[int]]:
