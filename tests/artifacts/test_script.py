@@ -9,7 +9,7 @@ import pytest
 
 from octavo.artifacts.model_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
-from octavo.artifacts.script import Asked, Script, read_script
+from octavo.artifacts.script import Script, ScriptedRequest, read_script
 from octavo.errors import ModelFileError, UnknownModelError
 
 
@@ -79,7 +79,7 @@ rules:
     )
 
     def said(last: str, role: str = "user", prompt: str = "") -> str:
-        asked = Asked(prompt or last, last, role)
+        asked = ScriptedRequest(prompt or last, last, role)
         return script.rule_for(asked).answer(asked)
 
     assert said("the cat", "tool") == "a tool's cat"
@@ -91,7 +91,7 @@ rules:
 
 def test_thoughts_text_and_calls_are_said_in_this_order(tmp_path: Path) -> None:
     rule = {"think": "hm", "say": ["one", "two"], "call": [{"name": "f", "arguments": {"é": 1}}, {"name": "g"}]}
-    asked = Asked("x", "x")
+    asked = ScriptedRequest("x", "x")
     script = read_script(written(tmp_path, json.dumps([rule]), "s.json"))
     said = script.rule_for(asked).answer(asked, choice=3)
     assert said == (

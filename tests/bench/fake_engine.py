@@ -22,3 +22,6 @@ class Engine:
             time.sleep(60)
         counts = [request["max_tokens"] - (fails == "short") for request in requests]
         return [[0.1, 0.1 + 0.01 * (count - 1), count] for count in counts[fails == "fewer" :]]
+
+
+ENGINE = Engine

@@ -18,10 +18,10 @@ from tests.tiny_models import make_tiny_model
 
 from octavo import cli
 from octavo.bench import peers
-from octavo.bench.comparison import Comparison, Task, make_comparison_report
+from octavo.bench.comparison import Comparison, ComparisonTask, make_comparison_report
 from octavo.bench.peers import llama_peer, mistralrs_peer, transformers_peer, vllm_peer
 from octavo.bench.peers.engine_peer import EnginePeer
-from octavo.bench.peers.peer import PeerRun, Setup
+from octavo.bench.peers.peer import PeerRun, PeerSetup
 from octavo.bench.peers.server_peer import ServerPeer
 from octavo.bench.workload import draw_workload
 from octavo.cli.bench_compare import add_arguments, make_peers, read_task, show_comparison
@@ -29,7 +29,7 @@ from octavo.cli.flags import Parser
 from octavo.errors import ConfigError, EngineError
 
 FAKE = str(Path(__file__).with_name("fake_engine.py").resolve())
-SETUP = Setup(2, 32, 1024)
+SETUP = PeerSetup(2, 32, 1024)
 
 
 class FakePeer:
@@ -60,7 +60,7 @@ class FakePeer:
 
 
 def _compare(peers, rounds=2):
-    tasks = [Task(draw_workload(5, 6, 4, 90, 0), 3)]
+    tasks = [ComparisonTask(draw_workload(5, 6, 4, 90, 0), 3)]
     comparison = Comparison(peers, tasks, rounds)
     told = []
     asyncio.run(comparison.run(told.append))
@@ -259,7 +259,7 @@ def test_peers_are_those_whose_places_are_given(tmp_path) -> None:
         "--threads",
         "3",
     ]
-    tasks = [Task(draw_workload(2, 10, 10, 90, 0), 4)]
+    tasks = [ComparisonTask(draw_workload(2, 10, 10, 90, 0), 4)]
     made = make_peers(_arguments(*words), tasks)
     assert [peer.name for peer in made] == ["octavo", "vllm", "octavo server", "llama.cpp"]
     assert json.loads(made[1]._command[3]) == {

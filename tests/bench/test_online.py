@@ -21,7 +21,7 @@ from octavo.bench.arrivals import Arrivals
 from octavo.bench.completion_client import CompletionClient, CompletionResult, Target
 from octavo.bench.event_parser import EventParser, ProtocolError
 from octavo.bench.goodput import Objectives
-from octavo.bench.online import Load, OnlineRun, run_online
+from octavo.bench.online import OnlineLoad, OnlineRun, run_online
 from octavo.bench.online_report import OnlineMeasured, make_online_report, show_online_report
 from octavo.bench.prompts import read_texts, salted
 from octavo.bench.server_facts import first_model, read_step_totals, step_split
@@ -97,7 +97,7 @@ async def _run(behaviour="stream", *, num=5, load=None, timeout_s=5.0, num_outpu
     async with FakeServer(behaviour) as server:
         client = CompletionClient(Target(server.url, "tiny", timeout_s=timeout_s))
         bodies = [client.body(array("i", [number, 2, 3]), num_output) for number in range(num)]
-        return await run_online(client, bodies, load or Load(Arrivals())), server
+        return await run_online(client, bodies, load or OnlineLoad(Arrivals())), server
 
 
 def test_every_request_is_timed() -> None:
@@ -130,7 +130,7 @@ def test_failures_are_counted_by_kind(behaviour, kind, words) -> None:
     run, _ = asyncio.run(_run(behaviour, num=2, timeout_s=0.2 if behaviour == "silent" else 5.0))
     assert run.failures() == {kind: 2}
     assert all(words in answer.error for answer in run.answers)
-    report = make_online_report(OnlineMeasured("s", "w", Load(Arrivals()), Objectives.read([]), run))
+    report = make_online_report(OnlineMeasured("s", "w", OnlineLoad(Arrivals()), Objectives.read([]), run))
     assert (report["requests_failed"], report["requests_done"], report["output_tokens"]) == (2, 0, 0)
 
 
@@ -147,12 +147,12 @@ def test_a_server_that_is_not_there_refuses() -> None:
 
 
 def test_concurrency_is_bounded() -> None:
-    run, server = asyncio.run(_run(num=9, load=Load(Arrivals(), max_concurrency=2)))
+    run, server = asyncio.run(_run(num=9, load=OnlineLoad(Arrivals(), max_concurrency=2)))
     assert server.max_open <= 2 and run.max_open <= 2 and len(run.done) == 9
 
 
 def test_sending_ends_with_the_duration() -> None:
-    load = Load(Arrivals(rate=100.0, kind="fixed"), duration_s=0.035)
+    load = OnlineLoad(Arrivals(rate=100.0, kind="fixed"), duration_s=0.035)
     run, _ = asyncio.run(_run(num=50, load=load))
     assert len(run.answers) + run.num_not_sent == 50
     assert 1 <= len(run.answers) <= 4
@@ -164,7 +164,7 @@ def test_open_loop_counts_from_the_arrival_and_says_how_late_it_was() -> None:
     assert (run.ttft_s(), run.late_s(), run.e2e_s()) == ([1.0], [0.5], [2.5])
     assert run.tpot_s() == [0.5]
     assert run.between_chunks_s() == [0.5, 1.0]
-    report = make_online_report(OnlineMeasured("s", "w", Load(Arrivals(2.0)), Objectives.read(["ttft:900"]), run))
+    report = make_online_report(OnlineMeasured("s", "w", OnlineLoad(Arrivals(2.0)), Objectives.read(["ttft:900"]), run))
     assert (report["goodput_share"], report["output_tokens_per_s"]) == (0, 2.0)
 
 
@@ -283,7 +283,7 @@ def test_the_tables_say_what_failed() -> None:
     answer = CompletionResult(1.0, kind="lost", error="x")
     run = OnlineRun([answer], [1.0], duration_s=1.0)
     facts = {"model": "m", "dtype": "f", "startup_s": 1.0, "peak_memory_bytes": 2**30}
-    measured = OnlineMeasured("started here", "w", Load(Arrivals()), Objectives.read(["ttft:5"]), run, facts)
+    measured = OnlineMeasured("started here", "w", OnlineLoad(Arrivals()), Objectives.read(["ttft:5"]), run, facts)
     out = io.StringIO()
     show_online_report(Console(file=out, width=120), make_online_report(measured))
     assert "0 of 1, 1 lost" in out.getvalue() and "goodput" in out.getvalue()

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ET
 import pytest
 from tests.bench.test_offline import _engine
 
-from octavo.bench.chart import Line, Panel, draw
+from octavo.bench.chart import ChartLine, Panel, draw
 from octavo.bench.floor import Rates, StepFloor
 from octavo.bench.offline import OfflineBench
-from octavo.bench.points import COLUMNS, Shape, make_point, measure_point
+from octavo.bench.points import COLUMNS, LoadShape, make_point, measure_point
 from octavo.bench.steps import StepRecorder
 
 FLOOR = StepFloor(Rates(1e9, 1e9), 10**6, 10**5, 1)
@@ -32,7 +32,7 @@ def _points(shapes, runs=2):
 
 
 def test_a_point_is_the_median_run_beside_its_floor() -> None:
-    points, num_told = _points([Shape(1, 20, 6), Shape(4, 8, 6)])
+    points, num_told = _points([LoadShape(1, 20, 6), LoadShape(4, 8, 6)])
     assert num_told == 2 * (6 + 24)
     for point, rows in zip(points, (1, 4), strict=True):
         assert point.at_once == rows
@@ -44,21 +44,23 @@ def test_a_point_is_the_median_run_beside_its_floor() -> None:
 
 
 def test_the_floor_of_the_first_token_counts_steps_and_their_arithmetic() -> None:
-    points, _ = _points([Shape(1, 20, 2), Shape(3, 20, 2)], runs=1)
+    points, _ = _points([LoadShape(1, 20, 2), LoadShape(3, 20, 2)], runs=1)
     assert points[0].ttft_floor_ms == pytest.approx(2.0), "20 tokens at 0.1 ms each"
     assert points[1].ttft_floor_ms == pytest.approx(4.2), "40 tokens until the median one: 32, then 8"
 
 
 def test_one_token_requests_have_no_decode_steps() -> None:
-    (point,), _ = _points([Shape(1, 5, 1)], runs=1)
+    (point,), _ = _points([LoadShape(1, 5, 1)], runs=1)
     assert point.step_ms is None and point.row()[-1] == ""
 
 
 def test_a_chart_is_well_formed_and_depends_on_its_numbers_alone() -> None:
     panels = [
-        Panel("a < b", "x", "y", [Line("one", [(1, 2.0), (64, 5.0)]), Line("floor", [(1, 1.0)], is_dashed=True)]),
+        Panel(
+            "a < b", "x", "y", [ChartLine("one", [(1, 2.0), (64, 5.0)]), ChartLine("floor", [(1, 1.0)], is_dashed=True)]
+        ),
         Panel("empty", "x", "y", []),
-        Panel("flat", "x", "y", [Line("zero", [(3, 0.0)])]),
+        Panel("flat", "x", "y", [ChartLine("zero", [(3, 0.0)])]),
     ]
     text = draw(panels)
     root = ET.fromstring(text)

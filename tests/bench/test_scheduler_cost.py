@@ -14,15 +14,15 @@ from tests.bench import fake_vllm
 from octavo import cli
 from octavo.bench import vllm_scheduler
 from octavo.bench.scheduler_cost import WARM_UP, BareLoop, measure
-from octavo.bench.scheduler_loads import CHUNK, LOADS, Setting, StepTime, Trial, make_ids
+from octavo.bench.scheduler_loads import CHUNK, LOADS, LoadSetting, StepTime, Trial, make_ids
 from octavo.bench.scheduler_profile import profile
 from octavo.core.plan import StepPlan
 from octavo.core.policy import POLICIES
 from octavo.errors import ConfigError
 
 
-def setting(load: str = "decode", running: int = 4, waiting: int = 0, **fields: object) -> Setting:
-    return Setting(LOADS[load], running, waiting, **{"steps": 5, **fields})
+def setting(load: str = "decode", running: int = 4, waiting: int = 0, **fields: object) -> LoadSetting:
+    return LoadSetting(LOADS[load], running, waiting, **{"steps": 5, **fields})
 
 
 def typical_plans(trial: Trial, count: int) -> list[StepPlan]:
@@ -99,7 +99,7 @@ def test_every_policy_decodes(policy: str) -> None:
 class Fixed:
     """A scheduler whose steps take what they are told."""
 
-    def __init__(self, name: str, one: Setting, times: list[float], turns: list[str]) -> None:
+    def __init__(self, name: str, one: LoadSetting, times: list[float], turns: list[str]) -> None:
         self.name, self.setting, self.times, self.turns = name, one, times, turns
         self.admit_s = [1e-5, 2e-5, 9e-5]
         self.num_steps = 0

@@ -14,7 +14,7 @@ from tests.fake_server import FakeServer
 
 from octavo.cli import chat, main
 from octavo.cli.answerers import RemoteAnswerer
-from octavo.cli.conversation import NUMBERS, CommandError, Conversation
+from octavo.cli.conversation import NUMBERS, ChatSession, CommandError
 from octavo.errors import OctavoError
 
 
@@ -53,7 +53,7 @@ def test_a_failure_is_told_and_the_conversation_goes_on(monkeypatch: Any, script
 
 
 def test_commands_change_the_conversation(tmp_path: Path) -> None:
-    talk = Conversation()
+    talk = ChatSession()
     talk.say("one")
     talk.answer("1")
     talk.say("two")
@@ -63,7 +63,7 @@ def test_commands_change_the_conversation(tmp_path: Path) -> None:
     assert talk.command("/params temperature=0.5 max-tokens=7") == "temperature=0.5, max_tokens=7"
     talk.command("/system be brief")
     talk.command(f"/save {path}")
-    other = Conversation()
+    other = ChatSession()
     assert "2 messages" in other.command(f"/load {path}")
     assert (other.asked(), other.params) == (talk.asked(), talk.params)
     assert other.asked()[0] == {"role": "system", "content": "be brief"}
@@ -93,7 +93,7 @@ def test_commands_change_the_conversation(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_told_and_change_nothing(line: str, said: str) -> None:
-    talk = Conversation(params={"top_k": 3})
+    talk = ChatSession(params={"top_k": 3})
     with pytest.raises(OctavoError, match=said):
         talk.command(line)
     assert talk.params == {"top_k": 3} and not talk.messages
@@ -106,7 +106,7 @@ def test_a_file_that_holds_no_conversation_is_refused(tmp_path: Path, kept: str)
     path = tmp_path / "kept.json"
     path.write_text(kept)
     with pytest.raises(CommandError):
-        Conversation().command(f"/load {path}")
+        ChatSession().command(f"/load {path}")
 
 
 def test_every_parameter_is_one_of_sampling() -> None:
@@ -136,7 +136,7 @@ class Interrupted:
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(capsys: Any) -> None:
-    talk, answerer = Conversation(), Interrupted()
+    talk, answerer = ChatSession(), Interrupted()
     talk.say("go on")
     with asyncio.Runner() as runner:
         chat._answer(runner, answerer, talk, True)

@@ -18,7 +18,7 @@ from tests.tiny_models import make_tiny_model
 
 from octavo import cli
 from octavo.cli.chat import _turn
-from octavo.cli.conversation import Conversation
+from octavo.cli.conversation import ChatSession
 from octavo.cli.flags import RENAMED_FLAGS, UNSUPPORTED_FLAGS, Parser, UsageError, add_settings, check_output
 from octavo.cli.servers import Record, own_home
 from octavo.config import ServingConfig
@@ -136,13 +136,13 @@ def test_every_foreign_flag_has_one_answer() -> None:
 
 @pytest.mark.parametrize("line", ["/bye", "/exit", "/quit", "exit", "quit", " exit "])
 def test_a_conversation_is_left_in_every_usual_way(line: str) -> None:
-    conversation = Conversation()
+    conversation = ChatSession()
     _turn(None, None, conversation, line)  # type: ignore[arg-type]
     assert conversation.is_over and not conversation.messages
 
 
 def test_an_unknown_command_of_a_conversation_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
-    conversation = Conversation()
+    conversation = ChatSession()
     _turn(None, None, conversation, "/clear")  # type: ignore[arg-type]
     told = capsys.readouterr().err
     assert "unknown command '/clear'; give one of /help, /reset, /system" in told and "/bye" in told

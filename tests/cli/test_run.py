@@ -15,7 +15,7 @@ from octavo import cli
 from octavo.artifacts.resolve import find_wheel_model
 from octavo.cli.answer_flags import sampling_params
 from octavo.cli.flags import UsageError
-from octavo.cli.run import Asked, closing_line, prompt_ids, read_words, stream
+from octavo.cli.run import RunRequest, closing_line, prompt_ids, read_words, stream
 from octavo.core.request import FinishError, FinishReason, SamplingParams
 from octavo.errors import EngineError, ErrorKind, InvalidRequestError
 from octavo.frontend.sessions import TextDelta, Usage
@@ -63,14 +63,14 @@ def _words(words, stdin, *, raw=False, system=None, is_named=False):
 
 
 def test_one_word_is_the_prompt_two_are_model_and_prompt() -> None:
-    assert _words(["Hi"], Terminal()) == Asked("Hi", None, False, None)
-    assert _words(["m", "Hi"], Terminal(), raw=True) == Asked("Hi", "m", True, None)
+    assert _words(["Hi"], Terminal()) == RunRequest("Hi", None, False, None)
+    assert _words(["m", "Hi"], Terminal(), raw=True) == RunRequest("Hi", "m", True, None)
 
 
 def test_a_pipe_is_the_prompt() -> None:
     assert _words([], io.StringIO("Hi\n")).prompt == "Hi\n"
     assert _words(["m", "-"], io.StringIO("Hi")).model == "m"
-    assert _words(["smollm2"], io.StringIO("Hi")) == Asked("Hi", "smollm2", False, None)
+    assert _words(["smollm2"], io.StringIO("Hi")) == RunRequest("Hi", "smollm2", False, None)
 
 
 @pytest.fixture
@@ -90,9 +90,9 @@ def here(tmp_path, monkeypatch):
     ["smollm2", "smollm2:135m", "qwen3:0.6b", "tiny.gguf", "folder", "owner/name", "owner/name:Q8_0", "scripted:a"],
 )
 def test_a_model_alone_is_talked_with_and_a_pipe_is_its_prompt(here, word) -> None:
-    assert _words([word], Terminal()) == Asked(None, word, False, None)
-    assert _words([word], io.StringIO("Hi")) == Asked("Hi", word, False, None)
-    assert _words([word], Terminal(), is_named=True) == Asked(word, None, False, None)
+    assert _words([word], Terminal()) == RunRequest(None, word, False, None)
+    assert _words([word], io.StringIO("Hi")) == RunRequest("Hi", word, False, None)
+    assert _words([word], Terminal(), is_named=True) == RunRequest(word, None, False, None)
     told = f'{word} is a model, and the prompt is missing: octavo run {word} "Hello"'
     for stdin, raw in ((io.StringIO(""), False), (Terminal(), True)):
         with pytest.raises(UsageError, match=told):
@@ -101,7 +101,7 @@ def test_a_model_alone_is_talked_with_and_a_pipe_is_its_prompt(here, word) -> No
 
 @pytest.mark.parametrize("word", ["Hello", "and/or", "Why is the sky blue?", "smollm", "x" * 5000, "a\0b"])
 def test_any_other_word_is_the_prompt(here, word) -> None:
-    assert _words([word], Terminal()) == Asked(word, None, False, None)
+    assert _words([word], Terminal()) == RunRequest(word, None, False, None)
 
 
 @pytest.mark.parametrize("words", [["hi"], []])
@@ -158,13 +158,13 @@ def test_system_needs_a_template() -> None:
     with pytest.raises(UsageError, match="leave out --raw"):
         _words(["Hi"], Terminal(), raw=True, system="Be brief.")
     with pytest.raises(UsageError, match="no chat template"):
-        prompt_ids(_text(template=False), Asked("Hi", None, False, "Be brief."))
+        prompt_ids(_text(template=False), RunRequest("Hi", None, False, "Be brief."))
 
 
 def test_prompts_go_through_the_template_unless_raw() -> None:
-    assert prompt_ids(_text(), Asked("Hi", None, False, "S")) == [("system", "S"), ("user", "Hi")]
-    assert prompt_ids(_text(), Asked("Hi", None, True, None)) == [2]
-    assert prompt_ids(_text(template=False), Asked("Hi", None, False, None)) == [2]
+    assert prompt_ids(_text(), RunRequest("Hi", None, False, "S")) == [("system", "S"), ("user", "Hi")]
+    assert prompt_ids(_text(), RunRequest("Hi", None, True, None)) == [2]
+    assert prompt_ids(_text(template=False), RunRequest("Hi", None, False, None)) == [2]
 
 
 def _args(**given):

@@ -28,7 +28,7 @@ from octavo.models import families
 from octavo.models.native_weights import NativeWeights, load_native_weights
 from octavo.nn.packed_weight import PackedWeight, WeightKind
 from octavo.nn.weight_cache import _PREAMBLE, WeightCache
-from octavo.nn.weight_runs import Wanted, pack_runs, plan_runs
+from octavo.nn.weight_runs import WantedTensor, pack_runs, plan_runs
 from octavo.nn.weights import Weights, open_weights
 from octavo.ops import cpu
 from tests.tiny_gguf import make_tiny_gguf
@@ -336,7 +336,7 @@ def test_more_rows_than_one_piece(kind: str, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     expected = torch.from_numpy(np.array(quants.dequantize(raw, qtype)))
     for quantization, tolerance in (("auto", 2e-3 if kind.endswith("K") else 0.0), ("none", 0.0)):
-        runs = plan_runs(weights, {name: rows}, columns, Wanted(quantization, WeightKind.FLOAT32))
+        runs = plan_runs(weights, {name: rows}, columns, WantedTensor(quantization, WeightKind.FLOAT32))
         (buffer,) = pack_runs(weights, runs, 2)
         found = PackedWeight(runs[0].shape, buffer).dequantize()
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))

@@ -21,7 +21,7 @@ import pytest
 from octavo.artifacts.cache_folder import cache_folder, used_bytes
 from octavo.config import ModelConfig
 from octavo.nn import weight_cache
-from octavo.nn.weight_cache import _PREAMBLE, Bytes, CacheKey, Stored, WeightCache
+from octavo.nn.weight_cache import _PREAMBLE, Bytes, CacheKey, StoredWeights, WeightCache
 
 ABOUT = {"notes": ["a", "b"], "shapes": {"x": [1, 2]}}
 
@@ -44,13 +44,13 @@ def arrays(seed: int = 0) -> dict[str, Bytes]:
     return {name: rng.integers(0, 256, size, dtype=np.uint8) for name, size in sizes.items()}
 
 
-def write(cache: WeightCache, key: CacheKey, seed: int = 0) -> Stored | None:
+def write(cache: WeightCache, key: CacheKey, seed: int = 0) -> StoredWeights | None:
     made = arrays(seed)
     sizes = {name: array.nbytes for name, array in made.items()}
     return cache.write(key, ABOUT, sizes, lambda: (array for array in made.values()))
 
 
-def check(stored: Stored | None, seed: int = 0) -> None:
+def check(stored: StoredWeights | None, seed: int = 0) -> None:
     assert stored is not None and stored.about == ABOUT
     for name, array in arrays(seed).items():
         found = stored.sections[name]
@@ -297,7 +297,7 @@ def test_files_of_others_neither_count_nor_leave(cache: WeightCache, source: Pat
 
 def test_writers_at_once_all_get_whole_files(cache: WeightCache, source: Path) -> None:
     key, barrier = CacheKey.of([source]), threading.Barrier(4)
-    results: list[Stored | None] = []
+    results: list[StoredWeights | None] = []
 
     def run() -> None:
         def make() -> Generator[Bytes, None, None]:

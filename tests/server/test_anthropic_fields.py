@@ -12,12 +12,12 @@ from octavo.core.request import Request
 from octavo.server.bodies.anthropic import (
     IGNORED_MESSAGES,
     REFUSED_MESSAGES,
+    AnthropicTool,
+    AnthropicToolChoice,
     CountBody,
     MessagesBody,
     OutputConfig,
     Thinking,
-    Tool,
-    ToolChoice,
 )
 from octavo.server.bodies.anthropic_blocks import IGNORED_BLOCK
 from octavo.server.bodies.field_table import HINTS
@@ -129,8 +129,8 @@ def test_the_parts_know_their_fields() -> None:
     from octavo.server.bodies import anthropic as ours
     from octavo.server.bodies import anthropic_blocks as blocks
 
-    assert keys(tool_param.ToolParam) - set(HINTS) == set(Tool.model_fields) | set(ours._IGNORED_TOOL)
-    assert keys(tool_choice_tool_param.ToolChoiceToolParam) == set(ToolChoice.model_fields)
+    assert keys(tool_param.ToolParam) - set(HINTS) == set(AnthropicTool.model_fields) | set(ours._IGNORED_TOOL)
+    assert keys(tool_choice_tool_param.ToolChoiceToolParam) == set(AnthropicToolChoice.model_fields)
     thinking = keys(thinking_config_enabled_param.ThinkingConfigEnabledParam)
     assert thinking == set(Thinking.model_fields) | set(ours._IGNORED_THINKING)
     assert keys(output_config_param.OutputConfigParam) == set(OutputConfig.model_fields)

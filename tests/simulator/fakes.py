@@ -12,7 +12,7 @@ from octavo.core.request import Request
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.cost_model import StepShape
 from octavo.simulator.outcomes import Outcomes
-from octavo.simulator.run import Run
+from octavo.simulator.run import SimulatedRun
 
 
 def limits(**changes: Any) -> Limits:
@@ -108,7 +108,7 @@ def columns(outcomes: Outcomes) -> list[Sequence[float]]:
     ]  # fmt: skip
 
 
-def check_whole(run: Run, arrivals: Sequence[Arrival]) -> None:
+def check_whole(run: SimulatedRun, arrivals: Sequence[Arrival]) -> None:
     """Each request ended exactly once, with all that it asked for, in the order of its times."""
     out = run.outcomes
     assert sorted(out.indices) == list(range(len(arrivals)))

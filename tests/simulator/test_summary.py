@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from octavo.core.request import FinishReason
 from octavo.simulator import series
 from octavo.simulator.outcomes import NEVER, Outcomes
-from octavo.simulator.run import ReplicaTotals, Run
+from octavo.simulator.run import ReplicaTotals, SimulatedRun
 from octavo.simulator.summary import Columns, jain, spread, summarise
 
 
@@ -54,9 +54,9 @@ def random_outcomes(seed: int, count: int) -> Outcomes:
     return outcomes(*rows, tenants=tuple(f"t{rng.randrange(3)}" for _ in rows))
 
 
-def run_of(out: Outcomes, **totals: Any) -> Run:
+def run_of(out: Outcomes, **totals: Any) -> SimulatedRun:
     """A run of one replica."""
-    return Run(out, [ReplicaTotals(**totals)], max(out.ends))
+    return SimulatedRun(out, [ReplicaTotals(**totals)], max(out.ends))
 
 
 def slow_percentile(values: list[float], point: float) -> float:

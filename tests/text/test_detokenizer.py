@@ -6,7 +6,7 @@ from tests.text.tiny_tokenizers import KINDS, random_text, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
 from octavo.errors import ModelFileError
-from octavo.text.detokenizer import Detokenizer, Pieces
+from octavo.text.detokenizer import Detokenizer, TokenBytes
 
 
 def chunks(rng, items):
@@ -145,4 +145,4 @@ def test_decoders_that_cannot_stream_exactly_are_refused(decoder, tmp_path):
     backend = Tokenizer(models.BPE({"a": 0}, []))
     backend.decoder = decoder
     with pytest.raises(ModelFileError, match=r"decoder .* is not supported"):
-        Pieces(backend, tmp_path / "tokenizer.json")
+        TokenBytes(backend, tmp_path / "tokenizer.json")

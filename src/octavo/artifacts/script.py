@@ -32,7 +32,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 Logprob = Annotated[float, Meta(ge=-100.0, le=0.0)]
 
 
-class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A call of a function, said in the format of the model's template."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -56,7 +56,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     say: Text | Annotated[list[Text], Meta(min_length=1, max_length=64)] | None = None
     echo: bool = False
     think: Text | None = None
-    call: Call | Annotated[list[Call], Meta(max_length=64)] | None = None
+    call: ScriptedCall | Annotated[list[ScriptedCall], Meta(max_length=64)] | None = None
     finish: Literal["stop", "length"] = "stop"
     first_delay_ms: Delay = 0.0
     delay_ms: Delay = 0.0
@@ -64,7 +64,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fail_after: Count | None = None
     crash_after: Count | None = None
 
-    def matches(self, asked: Asked) -> bool:
+    def matches(self, asked: ScriptedRequest) -> bool:
         """Whether a prompt meets it."""
         text = asked.last if self.where == "last" else asked.prompt
         return (
@@ -74,7 +74,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             and (self.regex is None or re.search(self.regex, text) is not None)
         )
 
-    def answer(self, asked: Asked, choice: int = 0) -> str:
+    def answer(self, asked: ScriptedRequest, choice: int = 0) -> str:
         """What is said to a prompt: thoughts, then text, then calls."""
         says = self.say if isinstance(self.say, list) else [self.say or ""]
         text = asked.last if self.echo else says[choice % len(says)]
@@ -84,7 +84,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ScriptedRequest:
     """A prompt as rules see it: all of its text, its last message and whose that is (a plain prompt: all, "user")."""
 
     prompt: str
@@ -100,7 +100,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprob: Logprob = -0.125
     max_model_len: Annotated[int, Meta(ge=16, le=1 << 20)] = 32_768
 
-    def rule_for(self, asked: Asked) -> Rule:
+    def rule_for(self, asked: ScriptedRequest) -> Rule:
         """The first rule that the prompt meets."""
         return next((rule for rule in self.rules if rule.matches(asked)), _ECHO)
 

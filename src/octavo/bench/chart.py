@@ -16,7 +16,7 @@ WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 420, 300, 62, 34, 18, 58
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """A named run of (x, y) with x above 0; a floor or a bound is dashed."""
 
     name: str
@@ -31,7 +31,7 @@ class Panel:
     title: str
     x_name: str
     y_name: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
 
 
 def draw(panels: Sequence[Panel]) -> str:

@@ -23,7 +23,7 @@ WARM_UP_REQUESTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ComparisonTask:
     """A workload, and how many of its requests are open at a time."""
 
     workload: BenchWorkload
@@ -48,7 +48,7 @@ class PeerFigures:
 class Comparison:
     """Runs the tasks on every peer, `rounds` times."""
 
-    def __init__(self, peers: Sequence[Peer], tasks: Sequence[Task], rounds: int) -> None:
+    def __init__(self, peers: Sequence[Peer], tasks: Sequence[ComparisonTask], rounds: int) -> None:
         self.standings = [PeerFigures(peer) for peer in peers]
         self._tasks = tasks
         self._rounds = rounds
@@ -85,7 +85,7 @@ class Comparison:
             self._drop(standing, error)
         standing.peer.freeze()
 
-    async def _turn(self, standing: PeerFigures, task: Task) -> None:
+    async def _turn(self, standing: PeerFigures, task: ComparisonTask) -> None:
         if standing.error:
             return
         standing.peer.thaw()
@@ -105,7 +105,7 @@ class Comparison:
         standing.peak_memory_bytes = standing.peer.end()
 
 
-def make_comparison_report(standings: Sequence[PeerFigures], tasks: Sequence[Task]) -> dict[str, Any]:
+def make_comparison_report(standings: Sequence[PeerFigures], tasks: Sequence[ComparisonTask]) -> dict[str, Any]:
     """Per peer and task the medians, and this engine's ratios to it: above 1 this engine is ahead."""
     peers = []
     for standing in standings:

@@ -27,7 +27,7 @@ BUDGET_S = 0.6  # of one case
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AttentionCase:
     """Rows of a step: contexts and tokens of each, and how many first positions are the same blocks."""
 
     name: str
@@ -37,7 +37,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AttentionShape:
     """Heads of a model."""
 
     name: str
@@ -55,21 +55,21 @@ class MachineLimits:
 
 
 CASES = (
-    Case("32 decodes x 200", (200,) * 32, (1,) * 32),
-    Case("32 decodes x 1000", (1000,) * 32, (1,) * 32),
-    Case("1 decode x 4096", (4096,), (1,)),
-    Case("prompt of 512", (512,), (512,)),
-    Case("last 512 of 4096", (4096,), (512,)),
-    Case("32 decodes x 500, 384 shared", (500,) * 32, (1,) * 32, 384),
+    AttentionCase("32 decodes x 200", (200,) * 32, (1,) * 32),
+    AttentionCase("32 decodes x 1000", (1000,) * 32, (1,) * 32),
+    AttentionCase("1 decode x 4096", (4096,), (1,)),
+    AttentionCase("prompt of 512", (512,), (512,)),
+    AttentionCase("last 512 of 4096", (4096,), (512,)),
+    AttentionCase("32 decodes x 500, 384 shared", (500,) * 32, (1,) * 32, 384),
 )
-SHAPES = (Shape("9/3 x 64", 9, 3, 64), Shape("16/8 x 128", 16, 8, 128))
+SHAPES = (AttentionShape("9/3 x 64", 9, 3, 64), AttentionShape("16/8 x 128", 16, 8, 128))
 
 
 def measure(
     limits: MachineLimits,
-    shapes: Sequence[Shape] = SHAPES,
+    shapes: Sequence[AttentionShape] = SHAPES,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
-    cases: Sequence[Case] = CASES,
+    cases: Sequence[AttentionCase] = CASES,
 ) -> list[tuple[object, ...]]:
     """Give rows of COLUMNS; with the threads that torch has now. Empty without the library."""
     rows: list[tuple[object, ...]] = []
@@ -81,7 +81,7 @@ def measure(
     return rows
 
 
-def batch_of(case: Case) -> AttentionBatch:
+def batch_of(case: AttentionCase) -> AttentionBatch:
     """Give the case as a step; shared positions are the first row's blocks."""
     contexts, counts = np.array(case.contexts), np.array(case.counts)
     widths = -(-contexts // BLOCK)
@@ -108,7 +108,7 @@ def batch_of(case: Case) -> AttentionBatch:
     )
 
 
-def work_of(case: Case, shape: Shape, itemsize: int) -> tuple[int, int]:
+def work_of(case: AttentionCase, shape: AttentionShape, itemsize: int) -> tuple[int, int]:
     """Bytes of keys and values that one layer must read at least, and its multiply-adds, times two."""
     positions = sum(case.contexts) - (len(case.contexts) - 1) * case.shared
     seen = sum(
@@ -118,7 +118,9 @@ def work_of(case: Case, shape: Shape, itemsize: int) -> tuple[int, int]:
     return num_bytes, 4 * seen * shape.num_heads * shape.head_dim
 
 
-def _measure_case(limits: MachineLimits, shape: Shape, dtype: torch.dtype, case: Case) -> tuple[object, ...] | None:
+def _measure_case(
+    limits: MachineLimits, shape: AttentionShape, dtype: torch.dtype, case: AttentionCase
+) -> tuple[object, ...] | None:
     blocks = sum(-(-context // BLOCK) for context in case.contexts)
     pool = KVPool(PoolShape(LAYERS, blocks, BLOCK, shape.num_kv_heads, shape.head_dim, dtype), torch.device("cpu"))
     if not has_kernel(pool, shape.num_heads):
@@ -135,7 +137,7 @@ def _measure_case(limits: MachineLimits, shape: Shape, dtype: torch.dtype, case:
     )  # fmt: skip
 
 
-def _best_of_each(backends: Sequence[AttentionBackend], batch: AttentionBatch, shape: Shape) -> list[float]:
+def _best_of_each(backends: Sequence[AttentionBackend], batch: AttentionBatch, shape: AttentionShape) -> list[float]:
     """Seconds of one layer, by backend; they take turns."""
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (

@@ -17,7 +17,7 @@ from octavo.bench.completion_client import CompletionClient, CompletionResult
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OnlineLoad:
     """How requests come: arrivals, how many may be open at once (0: no bound), and when sending ends."""
 
     arrivals: Arrivals
@@ -94,7 +94,7 @@ class OnlineRun:
 async def run_online(
     client: CompletionClient,
     bodies: Sequence[bytes],
-    load: Load,
+    load: OnlineLoad,
     advance: Callable[[int], object] = lambda tokens: None,
 ) -> OnlineRun:
     """Send the bodies and wait for their ends; `advance` is told of each new chunk with a token."""

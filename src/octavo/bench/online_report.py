@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from octavo.bench.goodput import Objectives
-from octavo.bench.online import Load, OnlineRun
+from octavo.bench.online import OnlineLoad, OnlineRun
 from octavo.bench.percentiles import spread_ms
 from octavo.bench.table import show_facts, show_rows
 
@@ -30,7 +30,7 @@ class OnlineMeasured:
 
     server: str
     workload: str
-    load: Load
+    load: OnlineLoad
     objectives: Objectives
     run: OnlineRun
     facts: dict[str, Any] = field(default_factory=dict)

@@ -23,7 +23,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LoadShape:
     """Requests at once, tokens of each prompt, tokens produced for each."""
 
     at_once: int
@@ -60,7 +60,7 @@ class Point:
 
 
 async def measure_point(
-    bench: OfflineBench, shape: Shape, capacity: Capacity, runs: int, advance: Callable[[int], object]
+    bench: OfflineBench, shape: LoadShape, capacity: Capacity, runs: int, advance: Callable[[int], object]
 ) -> list[tuple[RunRecord, StepCounts]]:
     """Run a shape `runs` times, each with prompts of its own, all requests open at once."""
     seen = []
@@ -73,7 +73,7 @@ async def measure_point(
 
 
 def make_point(
-    shape: Shape, seen: list[tuple[RunRecord, StepCounts]], floor: StepFloor, max_batch_tokens: int
+    shape: LoadShape, seen: list[tuple[RunRecord, StepCounts]], floor: StepFloor, max_batch_tokens: int
 ) -> Point:
     """The median run (by throughput) of a shape."""
     record, counts = sorted(seen, key=lambda pair: pair[0].output_tokens_per_s)[len(seen) // 2]
@@ -94,7 +94,7 @@ def make_point(
     )
 
 
-def _prompts_floor_s(shape: Shape, floor: StepFloor, max_batch_tokens: int) -> float:
+def _prompts_floor_s(shape: LoadShape, floor: StepFloor, max_batch_tokens: int) -> float:
     """The floor of the steps until half of the prompts, entered in order, are computed (the median first token)."""
     left, seconds = (shape.at_once + 1) // 2 * shape.num_prompt, 0.0
     while left > 0:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from octavo.bench.scheduler_loads import SPARE_STEPS, Setting, StepTime
+from octavo.bench.scheduler_loads import SPARE_STEPS, LoadSetting, StepTime
 from octavo.errors import ConfigError
 
 RUNNING = (32, 256, 1024)
@@ -27,7 +27,7 @@ class Subject(Protocol):
     """A scheduler under a load."""
 
     name: str
-    setting: Setting
+    setting: LoadSetting
     admit_s: list[float]
 
     def step(self) -> StepTime:

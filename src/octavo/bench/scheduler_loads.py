@@ -36,7 +36,7 @@ _IDS = array("i", range(40_000))
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SchedulerLoad:
     """What a step of it holds besides plain decodes.
 
     `num_choices`: sequences per request. `num_lengths`: how many lengths prompts have. `window`: tokens of a second,
@@ -61,21 +61,25 @@ class Load:
 LOADS = {
     load.name: load
     for load in (
-        Load("decode", "each sequence decodes; all reach the edge of a block together, every 16th step"),
-        Load("edges", "each sequence decodes, in every step one of 16 at the edge of a block", num_lengths=BLOCK_SIZE),
-        Load("mixed", f"beside the decodes {CHUNK} tokens of a prompt of 4,096", num_fed=4096),
-        Load("prefix", "beside the decodes a prompt enters behind 4,096 cached tokens", num_fed=4112, num_shared=4096),
-        Load("choices", "each four decode the choices of one request", num_choices=4),
-        Load("windows", "two cache groups, one with a window of 128 tokens", window=128),
+        SchedulerLoad("decode", "each sequence decodes; all reach the edge of a block together, every 16th step"),
+        SchedulerLoad(
+            "edges", "each sequence decodes, in every step one of 16 at the edge of a block", num_lengths=BLOCK_SIZE
+        ),
+        SchedulerLoad("mixed", f"beside the decodes {CHUNK} tokens of a prompt of 4,096", num_fed=4096),
+        SchedulerLoad(
+            "prefix", "beside the decodes a prompt enters behind 4,096 cached tokens", num_fed=4112, num_shared=4096
+        ),
+        SchedulerLoad("choices", "each four decode the choices of one request", num_choices=4),
+        SchedulerLoad("windows", "two cache groups, one with a window of 128 tokens", window=128),
     )
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class LoadSetting:
     """What is measured: a load with so many sequences that run and requests that wait, for `steps` steps."""
 
-    load: Load
+    load: SchedulerLoad
     running: int
     waiting: int
     steps: int
@@ -106,7 +110,7 @@ class Trial:
 
     name = "octavo"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: LoadSetting) -> None:
         self.setting = setting
         self.now = 1.0
         self.scheduler = Scheduler(_limits(setting))
@@ -177,7 +181,7 @@ def make_ids(index: int, count: int) -> array[int]:
     return (_IDS + _IDS[:count])[first : first + count] if first + count > len(_IDS) else _IDS[first : first + count]
 
 
-def num_blocks(setting: Setting) -> int:
+def num_blocks(setting: LoadSetting) -> int:
     """Blocks for all positions that the load reaches, so that nobody is preempted or refused."""
     load, rows, batch_tokens = setting.load, setting.num_rows, _batch_tokens(setting)
     fill_steps = rows * NUM_PROMPT // (batch_tokens - min(rows, batch_tokens // 2)) + SPARE_STEPS
@@ -186,11 +190,11 @@ def num_blocks(setting: Setting) -> int:
     return max(rows * per_sequence, worst) + 4 * load.num_fed // BLOCK_SIZE + 100
 
 
-def _batch_tokens(setting: Setting) -> int:
+def _batch_tokens(setting: LoadSetting) -> int:
     return setting.num_rows + CHUNK if setting.load.num_fed else BATCH_TOKENS
 
 
-def _limits(setting: Setting) -> Limits:
+def _limits(setting: LoadSetting) -> Limits:
     load = setting.load
     groups = (GroupSpec(), GroupSpec(GroupKind.SLIDING, load.window)) if load.window else (GroupSpec(),)
     return Limits(

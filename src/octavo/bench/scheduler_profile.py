@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.scheduler_cost import WARM_UP
-from octavo.bench.scheduler_loads import Setting, Trial
+from octavo.bench.scheduler_loads import LoadSetting, Trial
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -31,7 +31,7 @@ class Spent:
         return asdict(self)
 
 
-def profile(setting: Setting, most: int = 12) -> list[Spent]:
+def profile(setting: LoadSetting, most: int = 12) -> list[Spent]:
     """Profile a scheduler of its own under this setting; the `most` costly functions, the dearest first."""
     trial = Trial(setting)
     for _ in range(WARM_UP):

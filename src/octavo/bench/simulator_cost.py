@@ -18,7 +18,7 @@ from octavo.core.limits import Limits
 from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.costs import Hardware, cost_model
-from octavo.simulator.run import Run, Setup, simulate
+from octavo.simulator.run import Setup, SimulatedRun, simulate
 from octavo.simulator.workloads import Shaping, open_workload
 
 MODEL, DEVICE, LENGTHS = "llama-3.1-8b", "h100", "azure_conv"
@@ -128,7 +128,7 @@ def _setup(setting: SimulatorSetting) -> Setup:
     )
 
 
-def _digest(run: Run) -> str:
+def _digest(run: SimulatedRun) -> str:
     out, digest = run.outcomes, blake2b(digest_size=8)
     for column in (out.indices, out.starts, out.first_tokens, out.ends, out.cached, out.preemptions, out.replicas):
         digest.update(column.tobytes())

@@ -20,7 +20,7 @@ from octavo.bench.scheduler_loads import (
     MAX_FILL_STEPS,
     NUM_OUTPUT,
     NUM_PROMPT,
-    Setting,
+    LoadSetting,
     StepTime,
     make_ids,
     num_blocks,
@@ -52,7 +52,7 @@ class VllmTrial:
 
     name = "vllm"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: LoadSetting) -> None:
         if setting.load.name != "decode":
             raise ConfigError(f"vLLM's scheduler is measured under load decode only, not {setting.load.name}")
         self.setting = setting

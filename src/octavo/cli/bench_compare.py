@@ -15,9 +15,9 @@ from typing import Any
 from rich.console import Console
 
 from octavo.assembly import find_files
-from octavo.bench.comparison import Comparison, Task, make_comparison_report
+from octavo.bench.comparison import Comparison, ComparisonTask, make_comparison_report
 from octavo.bench.peers import llama_peer, mistralrs_peer, octavo_peer, transformers_peer, vllm_peer
-from octavo.bench.peers.peer import Peer, Setup
+from octavo.bench.peers.peer import Peer, PeerSetup
 from octavo.bench.process_tree import ending_with_this
 from octavo.bench.table import show_rows
 from octavo.bench.workload import BenchWorkload, read_workload
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(standing.error for standing in comparison.standings) else 0
 
 
-def read_task(word: str, max_requests: int | None, max_groups: int | None) -> Task:
+def read_task(word: str, max_requests: int | None, max_groups: int | None) -> ComparisonTask:
     """Read FILE or FILE@N, cut to size. Raises ConfigError."""
     name, at, number = word.rpartition("@")
     if at and not (number.isdigit() and int(number) > 0):
@@ -88,17 +88,19 @@ def read_task(word: str, max_requests: int | None, max_groups: int | None) -> Ta
             raise UsageError(f"{flag} is {given}; give at least 1")
     workload = read_workload(Path(name if at else word))
     groups = tuple(group[:max_requests] for group in workload.groups[:max_groups])
-    return Task(BenchWorkload(workload.name, groups), int(number) if at else 32)
+    return ComparisonTask(BenchWorkload(workload.name, groups), int(number) if at else 32)
 
 
-def make_peers(args: argparse.Namespace, tasks: list[Task]) -> list[Peer]:
+def make_peers(args: argparse.Namespace, tasks: list[ComparisonTask]) -> list[Peer]:
     """This engine first, then every peer whose place is given. Raises ConfigError for what is missing."""
     config = config_from(args, model=args.model)
     files = find_files(config)
     at_once = max(task.at_once for task in tasks)
     longest = max(task.workload.max_len for task in tasks)
     # A round number with room for the one position that some engines keep for themselves.
-    setup = Setup(config.execution.threads or usable_cores(), at_once, -(-(longest + 1) // 64) * 64, args.peer_dtype)
+    setup = PeerSetup(
+        config.execution.threads or usable_cores(), at_once, -(-(longest + 1) // 64) * 64, args.peer_dtype
+    )
     setup = replace(setup, timeout_s=args.peer_timeout)
     peers: list[Peer] = [octavo_peer.engine(config.model.model, _own_settings(args), setup)]
     gguf = args.gguf or (str(files.weights[0]) if files.kind == "gguf" else "")

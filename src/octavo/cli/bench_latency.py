@@ -28,7 +28,7 @@ from octavo.bench.engine_facts import (
 )
 from octavo.bench.floor import StepFloor
 from octavo.bench.offline import OfflineBench
-from octavo.bench.points import COLUMNS, Point, Shape, make_point, measure_point
+from octavo.bench.points import COLUMNS, LoadShape, Point, make_point, measure_point
 from octavo.bench.steps import StepRecorder
 from octavo.bench.table import show_facts, show_rows
 from octavo.bench.workload import draw_workload
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, and print a table or one JSON object."""
     check_at_least(args, 1, "rows", "input_len", "output_len", "runs")
-    shapes = [Shape(rows, args.input_len, args.output_len) for rows in args.rows]
+    shapes = [LoadShape(rows, args.input_len, args.output_len) for rows in args.rows]
     opened = open_for(args, shapes)
     points = measure_all(opened, shapes, args.runs)
     if not args.json:
@@ -76,7 +76,7 @@ class BenchEngine:
     peak_memory_bytes: int = 0
 
 
-def open_for(args: argparse.Namespace, shapes: Sequence[Shape]) -> BenchEngine:
+def open_for(args: argparse.Namespace, shapes: Sequence[LoadShape]) -> BenchEngine:
     """Open an engine with room for the shapes. Raises UsageError when they do not fit."""
     most = max(shape.at_once for shape in shapes)
     extra = {} if "max_sequences" in settings_given(args) else {"max_sequences": most}
@@ -102,7 +102,7 @@ def open_for(args: argparse.Namespace, shapes: Sequence[Shape]) -> BenchEngine:
     return BenchEngine(config, engine, steps, batch_tokens, startup_s)
 
 
-def measure_all(opened: BenchEngine, shapes: Sequence[Shape], runs: int) -> list[Point]:
+def measure_all(opened: BenchEngine, shapes: Sequence[LoadShape], runs: int) -> list[Point]:
     """Measure every shape on the engine, close it, probe the machine, and make the points."""
     seen = asyncio.run(_measure_all(opened, shapes, runs))
     opened.peak_memory_bytes = peak_memory_bytes()
@@ -111,7 +111,7 @@ def measure_all(opened: BenchEngine, shapes: Sequence[Shape], runs: int) -> list
     return [make_point(shape, one, floor, tokens) for shape, one in zip(shapes, seen, strict=True)]
 
 
-async def _measure_all(opened: BenchEngine, shapes: Sequence[Shape], runs: int) -> list[Any]:
+async def _measure_all(opened: BenchEngine, shapes: Sequence[LoadShape], runs: int) -> list[Any]:
     capacity, client = opened.engine.capacity, opened.engine.client
     bench = OfflineBench(client, opened.steps, capacity.num_slots)
     try:

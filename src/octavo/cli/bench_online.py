@@ -23,7 +23,7 @@ from rich.console import Console
 from octavo.bench.arrivals import KINDS, Arrivals
 from octavo.bench.completion_client import CompletionClient, Target
 from octavo.bench.goodput import Objectives
-from octavo.bench.online import Load, OnlineRun, run_online
+from octavo.bench.online import OnlineLoad, OnlineRun, run_online
 from octavo.bench.online_report import OnlineMeasured, make_online_report, show_online_report
 from octavo.bench.process_tree import ending_with_this
 from octavo.bench.prompts import Prompts, of_workload, read_texts
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     given = settings_given(args).get("seed", 0)
     seed = int(str(given)) if str(given).isdigit() else 0
     arrivals = Arrivals(args.request_rate, args.arrivals, args.burstiness, seed)
-    load = Load(arrivals, args.max_concurrency, args.duration)
+    load = OnlineLoad(arrivals, args.max_concurrency, args.duration)
     objectives, prompts = Objectives.read(args.goodput), _prompts(args, seed)
     with ending_with_this() if threading.current_thread() is threading.main_thread() else nullcontext():
         measured = asyncio.run(_measure(args, url, prompts, (load, objectives)))
@@ -104,7 +104,7 @@ def _prompts(args: argparse.Namespace, seed: int) -> Prompts:
 
 
 async def _measure(
-    args: argparse.Namespace, url: str, prompts: Prompts, how: tuple[Load, Objectives]
+    args: argparse.Namespace, url: str, prompts: Prompts, how: tuple[OnlineLoad, Objectives]
 ) -> OnlineMeasured:
     target = Target(url, args.served_model or "", _key(), _extra(args), args.request_timeout)
     load, objectives = how
@@ -129,7 +129,7 @@ async def _measure(
 
 
 async def _drive(
-    args: argparse.Namespace, target: Target, prompts: Prompts, load: Load
+    args: argparse.Namespace, target: Target, prompts: Prompts, load: OnlineLoad
 ) -> tuple[OnlineRun, dict[str, Any]]:
     """Warm up, run, and see what steps the server made meanwhile."""
     model = target.model or await first_model(CompletionClient(target))

@@ -17,7 +17,7 @@ from rich.progress import track
 
 from octavo.bench import vllm_scheduler
 from octavo.bench.scheduler_cost import ADMIT_TARGET_US, RUNNING, TARGET_US, WAITING, Cost, Subject, measure
-from octavo.bench.scheduler_loads import LOADS, MAX_STEPS, Setting, Trial
+from octavo.bench.scheduler_loads import LOADS, MAX_STEPS, LoadSetting, Trial
 from octavo.bench.scheduler_profile import Spent, profile
 from octavo.bench.table import show_rows
 from octavo.bench.vllm_scheduler import VllmTrial
@@ -96,7 +96,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--steps is {args.steps}; give at most {MAX_STEPS}, or sequences end while they are measured")
 
 
-def _settings(args: argparse.Namespace) -> Iterable[tuple[str, Setting]]:
+def _settings(args: argparse.Namespace) -> Iterable[tuple[str, LoadSetting]]:
     """The table that each setting goes to, and the setting."""
     for name in args.load:
         is_policies = name == ALL_POLICIES
@@ -105,7 +105,7 @@ def _settings(args: argparse.Namespace) -> Iterable[tuple[str, Setting]]:
         for policy in POLICIES if is_policies else (args.policy,):
             for running in sizes:
                 for waiting in args.waiting:
-                    yield name, Setting(load, running, waiting, args.steps, policy)
+                    yield name, LoadSetting(load, running, waiting, args.steps, policy)
 
 
 def _shown(things: Sequence[_T], text: str) -> Iterable[_T]:
@@ -129,7 +129,7 @@ def _show_costs(table: str, costs: Sequence[Cost]) -> None:
     console.print()
 
 
-def _show_profile(setting: Setting, spent: Sequence[Spent]) -> None:
+def _show_profile(setting: LoadSetting, spent: Sequence[Spent]) -> None:
     console, load = _console(), setting.load.name
     where = f"{setting.num_rows:,} running, {setting.waiting:,} waiting"
     console.print(
@@ -159,7 +159,7 @@ def _head(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     }
 
 
-def _profiles(profiles: Sequence[tuple[Setting, Sequence[Spent]]]) -> dict[str, Any]:
+def _profiles(profiles: Sequence[tuple[LoadSetting, Sequence[Spent]]]) -> dict[str, Any]:
     if not profiles:
         return {}
     return {

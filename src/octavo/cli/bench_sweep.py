@@ -10,8 +10,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from octavo.bench.chart import Line, Panel, draw
-from octavo.bench.points import Point, Shape
+from octavo.bench.chart import ChartLine, Panel, draw
+from octavo.bench.points import LoadShape, Point
 from octavo.cli.bench_arguments import check_at_least
 from octavo.cli.bench_latency import measure_all, open_for, report_head, show_points
 from octavo.cli.flags import add_settings, check_output
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "concurrency", "input_len", "output_len", "contexts", "rows", "runs")
     check_at_least(args, 2, "steps")
     check_output("--svg", args.svg)
-    over_rows = [Shape(rows, args.input_len, args.output_len) for rows in sorted(set(args.concurrency))]
-    over_context = [Shape(args.rows, context, args.steps) for context in sorted(set(args.contexts))]
+    over_rows = [LoadShape(rows, args.input_len, args.output_len) for rows in sorted(set(args.concurrency))]
+    over_context = [LoadShape(args.rows, context, args.steps) for context in sorted(set(args.contexts))]
     opened = open_for(args, [*over_rows, *over_context])
     points = measure_all(opened, [*over_rows, *over_context], args.runs)
     first, second = points[: len(over_rows)], points[len(over_rows) :]
@@ -69,13 +69,13 @@ def picture(over_rows: Sequence[Point], over_context: Sequence[Point]) -> str:
                 f"Output tokens/s ({lengths})",
                 "requests at once",
                 "tokens/s",
-                [Line("measured, prompts included", speeds), Line("floor of decode steps", bounds, True)],
+                [ChartLine("measured, prompts included", speeds), ChartLine("floor of decode steps", bounds, True)],
             ),
             Panel(
                 f"Decode step, {over_context[0].at_once} rows",
                 "tokens of context",
                 "ms",
-                [Line("measured", steps), Line("memory floor", floors, True)],
+                [ChartLine("measured", steps), ChartLine("memory floor", floors, True)],
             ),
         ]
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from octavo.cli.answer_flags import add_answer_arguments, sampling_params
 from octavo.cli.answerers import Answerer, LocalAnswerer, RemoteAnswerer
-from octavo.cli.conversation import Conversation
+from octavo.cli.conversation import ChatSession
 from octavo.cli.flags import UsageError, add_settings, config_from, settings_given
 from octavo.cli.servers import add_server_arguments, named_url
 from octavo.cli.terminal import loading, say, warn_limits
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the end of the input, or /exit."""
-    conversation = Conversation(system=args.system)
+    conversation = ChatSession(system=args.system)
     if args.load:
         say(conversation.command(f"/load {args.load}"))
     url = named_url(args)
@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def converse(args: argparse.Namespace, config: Config, conversation: Conversation | None = None) -> int:
+def converse(args: argparse.Namespace, config: Config, conversation: ChatSession | None = None) -> int:
     """Load a model here and talk with it until the end of the input, or /exit."""
     with asyncio.Runner() as runner:
         answerer = _open_model(args, config, runner)
-        _talk(runner, answerer, conversation or Conversation(system=args.system), is_quiet=args.quiet)
+        _talk(runner, answerer, conversation or ChatSession(system=args.system), is_quiet=args.quiet)
     return 0
 
 
@@ -85,7 +85,7 @@ def _open_model(args: argparse.Namespace, config: Config, runner: asyncio.Runner
     return LocalAnswerer(engine, sampling_params(args, engine.text.spec.generation), engine.text.name)
 
 
-def _talk(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation, *, is_quiet: bool) -> None:
+def _talk(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSession, *, is_quiet: bool) -> None:
     """Read messages and print answers until the end; then close the answerer."""
     try:
         _take_turns(runner, answerer, conversation, is_shown=sys.stdin.isatty() and not is_quiet)
@@ -93,7 +93,7 @@ def _talk(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation
         runner.run(answerer.close())
 
 
-def _take_turns(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation, *, is_shown: bool) -> None:
+def _take_turns(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSession, *, is_shown: bool) -> None:
     if is_shown:
         say(f"{answerer.name}: type a message, or /help")
     with _editing(sys.stdin.isatty()):
@@ -112,7 +112,7 @@ def _take_turns(runner: asyncio.Runner, answerer: Answerer, conversation: Conver
                 _answer(runner, answerer, conversation, is_shown)
 
 
-def _turn(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation, text: str) -> None:
+def _turn(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSession, text: str) -> None:
     """Take one message, or do one command."""
     if not text.strip():
         return
@@ -130,7 +130,7 @@ def _turn(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation
         say(told)
 
 
-def _answer(runner: asyncio.Runner, answerer: Answerer, conversation: Conversation, is_shown: bool) -> None:
+def _answer(runner: asyncio.Runner, answerer: Answerer, conversation: ChatSession, is_shown: bool) -> None:
     """Print an answer as it comes; Ctrl-C keeps what there is of it."""
     parts: list[str] = []
 

@@ -45,7 +45,7 @@ class CommandError(OctavoError):
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatSession:
     """Messages in OpenAI's form, and parameters that differ from what the answerer would take."""
 
     system: str | None = None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RunRequest:
     """What the command line asks for. `model` None means the configured one, `prompt` None a conversation."""
 
     prompt: str | None
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return asyncio.run(_answer(engine, asked, args, time.perf_counter() - begun))
 
 
-async def _answer(engine: LocalEngine, asked: Asked, args: argparse.Namespace, start_s: float) -> int:
+async def _answer(engine: LocalEngine, asked: RunRequest, args: argparse.Namespace, start_s: float) -> int:
     try:
         params = sampling_params(args, engine.text.spec.generation)
         session = await engine.sessions.submit(prompt_ids(engine.text, asked), params)
@@ -83,7 +83,7 @@ async def _answer(engine: LocalEngine, asked: Asked, args: argparse.Namespace, s
     return 0
 
 
-def read_words(words: Sequence[str], args: argparse.Namespace, stdin: TextIO, *, is_named: bool = False) -> Asked:
+def read_words(words: Sequence[str], args: argparse.Namespace, stdin: TextIO, *, is_named: bool = False) -> RunRequest:
     """Tell model and prompt apart: two words are both, one is the model where it names one, else the prompt.
 
     A model alone is talked with on a terminal; elsewhere the prompt is read from stdin. `is_named`: --model is given.
@@ -100,7 +100,7 @@ def read_words(words: Sequence[str], args: argparse.Namespace, stdin: TextIO, *,
         model, prompt = prompt, "-"
         check_here(model)
         if stdin.isatty() and not args.raw:
-            return Asked(None, model, False, args.system)
+            return RunRequest(None, model, False, args.system)
     if prompt == "-":
         prompt = "" if stdin.isatty() else stdin.read()
         if not prompt.strip() and model is not None:
@@ -109,7 +109,7 @@ def read_words(words: Sequence[str], args: argparse.Namespace, stdin: TextIO, *,
             raise UsageError('the prompt is missing: octavo run "Why is the sky blue?"')
     if not prompt.strip():
         raise UsageError("the prompt is empty; give some text")
-    return Asked(prompt, model, args.raw, args.system)
+    return RunRequest(prompt, model, args.raw, args.system)
 
 
 def _lookalike(prompt: str) -> Iterator[str]:
@@ -121,7 +121,7 @@ def _lookalike(prompt: str) -> Iterator[str]:
         yield f"note: {prompt!r} is taken as the prompt; octavo chat {prompt} downloads that model and talks with it"
 
 
-def prompt_ids(text: TextModel, asked: Asked) -> Sequence[int]:
+def prompt_ids(text: TextModel, asked: RunRequest) -> Sequence[int]:
     """The prompt through the chat template, or as it is when raw or when the model has none."""
     if asked.raw or text.chat_template is None:
         if asked.system is not None:

@@ -31,7 +31,7 @@ from octavo.simulator.costs.fitted import Fitted, fit_recording
 from octavo.simulator.goals import Goals, read_goals
 from octavo.simulator.report import Case, page
 from octavo.simulator.routers import ROUTERS
-from octavo.simulator.run import ReplicaFailure, Run, Setup, simulate
+from octavo.simulator.run import ReplicaFailure, Setup, SimulatedRun, simulate
 from octavo.simulator.summary import summarise
 from octavo.simulator.workloads import Shaping, SimulatedWorkload, open_workload
 from octavo.simulator.workloads.shaping import TOO_LONG
@@ -169,7 +169,7 @@ def _fit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _misses(args: argparse.Namespace, goals: Goals, done: Run, label: str, told: list[str]) -> bool:
+def _misses(args: argparse.Namespace, goals: Goals, done: SimulatedRun, label: str, told: list[str]) -> bool:
     """Whether a run misses objectives of all requests together; said either way. Each one's alone are only counted."""
     if not goals.goals and "goodput" not in args.objective:
         return False
@@ -256,7 +256,7 @@ def _remaker(args: argparse.Namespace, plan: SimulationPlan) -> Callable[[Limits
     return remake
 
 
-def _simulate(workload: SimulatedWorkload, setup: Setup, label: str) -> Run:
+def _simulate(workload: SimulatedWorkload, setup: Setup, label: str) -> SimulatedRun:
     """Run, with a line that tells how far it is where somebody looks."""
     arrivals = workload.arrivals()
     if not sys.stderr.isatty() or isinstance(arrivals, list):

@@ -12,7 +12,7 @@ from octavo.core.request import FinishReason
 from octavo.errors import ConfigError
 from octavo.simulator.outcomes import NEVER
 from octavo.simulator.report import Case, figures, seconds
-from octavo.simulator.run import Run
+from octavo.simulator.run import SimulatedRun
 from octavo.simulator.summary import METRICS
 from octavo.simulator.workloads import KINDS
 
@@ -81,7 +81,7 @@ def workload_help() -> Iterator[str]:
     yield "all         tenant=NAME, tenants=N, zipf=X, priority=N, ttft=S, tpot=S (objectives); traces: sort=yes"
 
 
-def write_requests(path: str, run: Run) -> None:
+def write_requests(path: str, run: SimulatedRun) -> None:
     """A CSV line for each request, in order of arrival; times in seconds, empty where one did not come."""
     out = run.outcomes
     order = sorted(range(len(out)), key=lambda place: (out.arrivals[place], out.indices[place]))

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from octavo.artifacts.script import END_ID, HIDDEN_SIZE, VOCAB_SIZE, Asked, Rule, Script
+from octavo.artifacts.script import END_ID, HIDDEN_SIZE, VOCAB_SIZE, Rule, Script, ScriptedRequest
 from octavo.core.kv.group import GroupSpec
 from octavo.core.plan import (
     ROW_BEAM,
@@ -54,7 +54,7 @@ class Coder(Protocol):
         """The ids of an answer."""
         ...
 
-    def read(self, ids: Sequence[int]) -> Asked:
+    def read(self, ids: Sequence[int]) -> ScriptedRequest:
         """A prompt from its ids."""
         ...
 

@@ -22,7 +22,7 @@ from octavo.executors.batch_inputs import StepInputs
 from octavo.executors.columns import to_packed
 from octavo.executors.slots import Slots
 from octavo.sampling.columns import Ints
-from octavo.sampling.logprobs import LogprobColumns, RawDistribution
+from octavo.sampling.logprobs import RawDistribution, SampledLogprobs
 from octavo.sampling.sampler import Sampled
 from octavo.sampling.upload import upload
 
@@ -36,7 +36,7 @@ NOTHING_LEFT = FinishError(
 )
 NO_STATE = "the model's hidden state is not finite"
 
-Score = tuple[int, int, list[LogprobColumns]]
+Score = tuple[int, int, list[SampledLogprobs]]
 
 
 @dataclass(slots=True)

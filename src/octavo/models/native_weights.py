@@ -27,8 +27,8 @@ from octavo.models.families import FAMILIES
 from octavo.nn.packed_weight import ALIGNMENT, Bytes, PackedWeight, WeightKind, WeightShape
 from octavo.nn.quantize import coded_kinds
 from octavo.nn.safetensors_weights import INDEX_FILE
-from octavo.nn.weight_cache import CacheKey, Stored, UnfitError, WeightCache
-from octavo.nn.weight_runs import NoCodesError, Run, Wanted, pack_runs, packing_version, plan_runs
+from octavo.nn.weight_cache import CacheKey, StoredWeights, UnfitError, WeightCache
+from octavo.nn.weight_runs import NoCodesError, WantedTensor, WeightRun, pack_runs, packing_version, plan_runs
 from octavo.nn.weights import open_weights
 
 Vector = npt.NDArray[np.float32]
@@ -116,11 +116,11 @@ def native_weight_bytes(files: ModelFiles, spec: ModelSpec, quantization: str, d
     return _Packer(files, spec, _wanted(quantization, dtype)).num_bytes()
 
 
-def _wanted(quantization: str, dtype: torch.dtype) -> Wanted:
-    return Wanted(quantization, WeightKind.BFLOAT16 if dtype == torch.bfloat16 else WeightKind.FLOAT32)
+def _wanted(quantization: str, dtype: torch.dtype) -> WantedTensor:
+    return WantedTensor(quantization, WeightKind.BFLOAT16 if dtype == torch.bfloat16 else WeightKind.FLOAT32)
 
 
-def _cache_key(files: ModelFiles, spec: ModelSpec, wanted: Wanted) -> CacheKey:
+def _cache_key(files: ModelFiles, spec: ModelSpec, wanted: WantedTensor) -> CacheKey:
     """Make the key from the files and from all of the specification that says something about tensors."""
     facts = [(entry.name, getattr(spec, entry.name)) for entry in fields(spec) if entry.name not in _NOT_OF_WEIGHTS]
     paths = [*files.weights, *(files.root.glob(INDEX_FILE) if files.kind == "hf" else ())]
@@ -134,7 +134,7 @@ def _section(name: str, index: int) -> str:
     return f"{name}.{index}"
 
 
-def _from_stored(spec: ModelSpec, stored: Stored, notes: tuple[str, ...]) -> NativeWeights:
+def _from_stored(spec: ModelSpec, stored: StoredWeights, notes: tuple[str, ...]) -> NativeWeights:
     """Take the weights from a mapped file. Nothing is copied. Raises UnfitError for what is not this model's."""
     matrices, sizes = _layout(spec)
     match stored.about:
@@ -149,7 +149,9 @@ def _from_stored(spec: ModelSpec, stored: Stored, notes: tuple[str, ...]) -> Nat
     return _assemble(spec, packed, vectors, (*map(str, kept), *notes))
 
 
-def _matrix(stored: Stored, name: str, entries: object, size: tuple[int, int]) -> list[tuple[WeightShape, Bytes]]:
+def _matrix(
+    stored: StoredWeights, name: str, entries: object, size: tuple[int, int]
+) -> list[tuple[WeightShape, Bytes]]:
     """Take one multiplication of `size` rows and inputs from a file. Raises UnfitError."""
     found: list[tuple[WeightShape, Bytes]] = []
     rows = 0
@@ -177,7 +179,7 @@ def _is_kind(kind: int, inputs: int, group: int) -> bool:
     return (kind, group) in coded_kinds() and inputs % group == 0
 
 
-def _aligned(stored: Stored, name: str, nbytes: int) -> Bytes:
+def _aligned(stored: StoredWeights, name: str, nbytes: int) -> Bytes:
     """Take a section of that size, at an address where kernels can read it. Raises UnfitError."""
     section = stored.sections.get(name)
     if section is None or len(section) != nbytes or section.ctypes.data % ALIGNMENT:
@@ -239,7 +241,7 @@ def _assemble(
 class _Plan:
     """What will be packed: runs by the multiplication's name, in the order of packing; and every vector, read."""
 
-    runs: dict[str, tuple[Run, ...]]
+    runs: dict[str, tuple[WeightRun, ...]]
     vectors: dict[str, Vector]
     notes: tuple[str, ...] = ()
 
@@ -247,7 +249,7 @@ class _Plan:
 class _Packer:
     """The way from open files to packed weights."""
 
-    def __init__(self, files: ModelFiles, spec: ModelSpec, wanted: Wanted) -> None:
+    def __init__(self, files: ModelFiles, spec: ModelSpec, wanted: WantedTensor) -> None:
         self._spec = spec
         self._family = FAMILIES[spec.family]
         self._weights = open_weights(files, spec)

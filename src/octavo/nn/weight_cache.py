@@ -69,7 +69,7 @@ class CacheKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredWeights:
     """A mapped file: its sections, read-only, and what the writer said about them."""
 
     sections: Sections
@@ -103,7 +103,7 @@ class WeightCache:
         """Where the file of this key is, if it is."""
         return self.folder / (key.place + SUFFIX)
 
-    def open(self, key: CacheKey) -> Stored | None:
+    def open(self, key: CacheKey) -> StoredWeights | None:
         """Map the file of this key; None where there is none that fits."""
         path = self.path(key)
         try:
@@ -125,7 +125,7 @@ class WeightCache:
 
     def write(
         self, key: CacheKey, about: Any, sizes: Mapping[str, int], make: Callable[[], Generator[Bytes, None, None]]
-    ) -> Stored | None:
+    ) -> StoredWeights | None:
         """Write the sections that `make` gives, in the order of `sizes`, and map them; None where that failed.
 
         Each array is written when it comes and not kept; the generator is closed. What it raises passes through.
@@ -240,7 +240,7 @@ def _sample(path: Path, num_blocks: int) -> str:
     return digest.hexdigest()
 
 
-def _map(path: Path, identity: str) -> Stored:
+def _map(path: Path, identity: str) -> StoredWeights:
     """Map a file and check it. Raises OSError and UnfitError."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -262,7 +262,7 @@ def _map(path: Path, identity: str) -> Stored:
     for name, section in sections.items():
         if _edges(name, section) != header["sections"][name][2]:
             raise UnfitError(f"section {name} is damaged")
-    return Stored(sections, header["about"])
+    return StoredWeights(sections, header["about"])
 
 
 def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:

@@ -33,7 +33,7 @@ _CONVERSIONS = 1  # raise it when the codes of GGUF blocks change
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedTensor:
     """What the user wants of matrices: "auto", "none", "int8" or "int4", and the kind of what stays float."""
 
     quantization: str
@@ -51,7 +51,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class WeightRun:
     """Consecutive output rows of one multiplication, of one kind."""
 
     shape: WeightShape
@@ -66,7 +66,7 @@ class NoCodesError(Exception):
         self.name = name
 
 
-def plan_runs(weights: Weights, rows: dict[str, int], inputs: int, wanted: Wanted) -> tuple[Run, ...]:
+def plan_runs(weights: Weights, rows: dict[str, int], inputs: int, wanted: WantedTensor) -> tuple[WeightRun, ...]:
     """Choose a kind for each tensor of one multiplication; neighbours of one kind become one run."""
     chosen = []
     for name, num_rows in rows.items():
@@ -76,11 +76,11 @@ def plan_runs(weights: Weights, rows: dict[str, int], inputs: int, wanted: Wante
     runs = []
     for (kind, group), entries in itertools.groupby(chosen, key=lambda entry: entry[0]):
         parts = tuple(part for _, part in entries)
-        runs.append(Run(WeightShape(kind, sum(part.num_rows for part in parts), inputs, group), parts))
+        runs.append(WeightRun(WeightShape(kind, sum(part.num_rows for part in parts), inputs, group), parts))
     return tuple(runs)
 
 
-def _choose(weights: Weights, name: str, inputs: int, wanted: Wanted) -> tuple[tuple[WeightKind, int], bool]:
+def _choose(weights: Weights, name: str, inputs: int, wanted: WantedTensor) -> tuple[tuple[WeightKind, int], bool]:
     """Give kind and group, and whether the file's own blocks are taken. Codes are never made of finer ones."""
     plain = ((wanted.float_kind, 0), False)
     if wanted.quantization == "none" or name in wanted.float_names:
@@ -95,7 +95,7 @@ def _choose(weights: Weights, name: str, inputs: int, wanted: Wanted) -> tuple[t
     return ((kind, GROUP), False) if inputs % GROUP == 0 else plain
 
 
-def pack_runs(weights: Weights, runs: Iterable[Run], num_threads: int) -> Generator[Bytes, None, None]:
+def pack_runs(weights: Weights, runs: Iterable[WeightRun], num_threads: int) -> Generator[Bytes, None, None]:
     """Pack the runs in order, giving each one's buffer. Close it: it has threads. Raises NoCodesError."""
     with _one_torch_thread(), ThreadPoolExecutor(num_threads, "octavo-pack") as pool:
         begun: deque[tuple[Bytes, list[Future[None]]]] = deque()
@@ -131,7 +131,7 @@ def _finished(buffer: Bytes, jobs: list[Future[None]]) -> Bytes:
     return buffer
 
 
-def _jobs(weights: Weights, run: Run, buffer: Bytes) -> Iterator[Callable[[], None]]:
+def _jobs(weights: Weights, run: WeightRun, buffer: Bytes) -> Iterator[Callable[[], None]]:
     """Cut a run into pieces of rows. What must be read by torch is read here, by the caller's thread."""
     shape, start = run.shape, 0
     step = max(1, _PIECE // shape.inputs)

@@ -26,7 +26,7 @@ class RawDistribution:
     log_probs_RV: Tensor
     num_top: Ints
 
-    def columns(self, token_ids_R: Tensor) -> LogprobColumns:
+    def columns(self, token_ids_R: Tensor) -> SampledLogprobs:
         """Give what is wanted about these tokens; stays on the device."""
         own_R1 = self.log_probs_RV.gather(1, token_ids_R[:, None])
         ranks_R = _ranks(self.log_probs_RV, own_R1, token_ids_R)
@@ -35,7 +35,7 @@ class RawDistribution:
             values_RK, best_RK = sorted_candidates(self.log_probs_RV, min(most, self.log_probs_RV.shape[1]))
         else:
             values_RK, best_RK = own_R1[:, :0], token_ids_R[:, None][:, :0]
-        return LogprobColumns(token_ids_R, own_R1[:, 0], ranks_R, best_RK[:, :most], values_RK[:, :most], self.num_top)
+        return SampledLogprobs(token_ids_R, own_R1[:, 0], ranks_R, best_RK[:, :most], values_RK[:, :most], self.num_top)
 
 
 def _ranks(log_probs_RV: Tensor, own_R1: Tensor, token_ids_R: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def _ranks(log_probs_RV: Tensor, own_R1: Tensor, token_ids_R: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class LogprobColumns:
+class SampledLogprobs:
     """One entry per row, on the device until `entries` fetches them."""
 
     token_ids_R: Tensor

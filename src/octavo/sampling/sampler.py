@@ -18,7 +18,7 @@ from octavo.ops import sample_kernel
 from octavo.ops.sample_kernel import SampleColumns, SampleKernel
 from octavo.sampling.columns import NO_LOGPROBS, Ints, SamplingColumns, SamplingRows
 from octavo.sampling.draws import uniforms
-from octavo.sampling.logprobs import LogprobColumns, RawDistribution
+from octavo.sampling.logprobs import RawDistribution, SampledLogprobs
 from octavo.sampling.processors import LogitsProcessors
 from octavo.sampling.selection import Cuts, draw, sorted_candidates
 from octavo.sampling.token_masks import TokenMasks
@@ -37,7 +37,7 @@ class Sampled:
     ids_R: Tensor
     best_R: Tensor
     logprob_rows: Ints
-    logprobs: LogprobColumns | None
+    logprobs: SampledLogprobs | None
 
 
 class Sampler:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from octavo.server.bodies.anthropic import MessagesBody, ToolChoice
+from octavo.server.bodies.anthropic import AnthropicToolChoice, MessagesBody
 from octavo.server.bodies.anthropic_blocks import (
     Block,
     RedactedBlock,
@@ -158,7 +158,7 @@ def _effort(body: MessagesBody) -> str | None:
     return "xhigh" if asked == "max" else asked
 
 
-def _tool_choice(choice: ToolChoice, has_tools: bool) -> dict[str, object]:
+def _tool_choice(choice: AnthropicToolChoice, has_tools: bool) -> dict[str, object]:
     if choice.type == "tool":
         if choice.name is None:
             raise bad_field("tool_choice.name", "tool_choice.name is missing; name one of the tools", "missing_field")

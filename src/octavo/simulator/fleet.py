@@ -21,7 +21,7 @@ from octavo.simulator.replica import Replica
 from octavo.simulator.routers import create_router
 from octavo.simulator.setup import Setup
 from octavo.simulator.tally import Open, Tally
-from octavo.simulator.totals import Run, Samples
+from octavo.simulator.totals import Samples, SimulatedRun
 
 LOOK_EVERY = 1024  # events between two looks at whether to give up
 _FAILURE, _ARRIVAL, _REPLICA = 0, 1, 2
@@ -49,7 +49,7 @@ class Fleet:
         self._is_whole = isinstance(workload, Sequence)
         self._stream: Iterator[tuple[int, Arrival]] = self._timed(workload)
 
-    def run(self) -> Run:
+    def run(self) -> SimulatedRun:
         """Serve everything."""
         for number, failure in enumerate(self._setup.failures):
             heappush(self._heap, (failure.time, _FAILURE, number))
@@ -78,7 +78,7 @@ class Fleet:
         for entry in ended:
             self._ended(entry)
 
-    def _close(self) -> Run:
+    def _close(self) -> SimulatedRun:
         for entry in () if self._gave_up else list(self._tally.open.values()):  # all replicas died for good
             self._tally.end(entry, max(self._now, entry.at), FinishReason.ERROR, entry.emitted)
         if self._followers and not self._gave_up:
@@ -86,7 +86,7 @@ class Fleet:
             raise ConfigError(f"arrival {min(names)} of the workload follows one that never came")
         for replica in self._replicas:
             replica.close()
-        return Run(
+        return SimulatedRun(
             self._tally.outcomes,
             [one.totals for one in self._replicas],
             self._tally.last_end,

@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 from octavo.simulator.outcomes import NEVER, Outcomes
 from octavo.simulator.summary import METRICS, OBJECTIVES, POINTS, Facts, summarise
 from octavo.simulator.tally import Open, Tally
-from octavo.simulator.totals import Run
+from octavo.simulator.totals import SimulatedRun
 
 STATISTICS = ("mean", *(f"p{point}" for point in POINTS), "max")
 DEFAULT_SHARE = 0.99  # of requests that meet the bounds on each, where no goodput is said
@@ -47,7 +47,7 @@ class Goals:
     bounds: dict[str, float] = field(default_factory=dict)
     share: float = DEFAULT_SHARE
 
-    def judge(self, run: Run, price_per_hour: float = 0.0) -> Verdict:
+    def judge(self, run: SimulatedRun, price_per_hour: float = 0.0) -> Verdict:
         """Whether a run reaches them, with its figures."""
         facts = summarise(run, self.bounds, price_per_hour)
         values: list[tuple[str, float | None, float]] = []

@@ -20,7 +20,7 @@ from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival, choice_lengths
 from octavo.simulator.cost_model import StepShape
 from octavo.simulator.outcomes import NEVER, Outcomes
-from octavo.simulator.totals import ReplicaTotals, Run
+from octavo.simulator.totals import ReplicaTotals, SimulatedRun
 
 GRID = 2.0**20  # points in a second
 
@@ -35,7 +35,7 @@ def need_policy(name: str) -> None:
         raise ConfigError(f"the engine ran under a policy that is not here: {error}; install its plug-in") from None
 
 
-def recorded_run(recording: Recording) -> Run:
+def recorded_run(recording: Recording) -> SimulatedRun:
     """What a recording tells, as a Run of one replica. Raises what arrivals raises."""
     totals = ReplicaTotals()
 
@@ -58,7 +58,7 @@ def recorded_run(recording: Recording) -> Run:
         if step.next_plan is not None:
             totals.host_s += step.next_plan - end
     outcomes = _outcomes(requests)
-    return Run(outcomes, [totals], max(outcomes.ends, default=0.0))
+    return SimulatedRun(outcomes, [totals], max(outcomes.ends, default=0.0))
 
 
 def merged(requests: Iterable[RecordedRequest]) -> list[RecordedRequest]:

@@ -15,7 +15,7 @@ from octavo.simulator import plots, series
 from octavo.simulator.plots import DARK, LIGHT, RULES, Chart, Line, palette
 from octavo.simulator.series import Points
 from octavo.simulator.summary import METRICS, Columns, Facts
-from octavo.simulator.totals import ReplicaTotals, Run
+from octavo.simulator.totals import ReplicaTotals, SimulatedRun
 
 MAX_TENANT_LINES = 8
 MAX_ROWS = 64
@@ -34,7 +34,7 @@ class Case:
     duration: float = 0.0
 
     @staticmethod
-    def of(label: str, run: Run, facts: Facts) -> Case:
+    def of(label: str, run: SimulatedRun, facts: Facts) -> Case:
         """Reduce a run."""
         columns, span = Columns.of(run.outcomes), run.duration
         curves = {f"cdf {name}": series.distribution(columns.latency(name)) for name in METRICS}

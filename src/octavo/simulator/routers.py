@@ -23,7 +23,7 @@ LOAD_BOUND = 1.25  # times the mean load that a replica may have and still be pr
 FEW_REQUESTS = 1  # with no more than so many, a replica is preferred whatever the mean is
 
 
-class Target(Protocol):
+class RouterTarget(Protocol):
     """A replica as a router sees it."""
 
     number: int
@@ -31,13 +31,13 @@ class Target(Protocol):
     num_open: int
 
 
-_load: Callable[[Target], int] = attrgetter("load")
+_load: Callable[[RouterTarget], int] = attrgetter("load")
 
 
 class Router(Protocol):
     """Chooses among the replicas that are up, of which there is at least one."""
 
-    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
         """The replica for a request."""
         ...
 
@@ -48,7 +48,7 @@ class Spread:
     def __init__(self) -> None:
         self._given: dict[int, int] = {}
 
-    def choose(self, targets: Sequence[Target], amount: int) -> Target:
+    def choose(self, targets: Sequence[RouterTarget], amount: int) -> RouterTarget:
         """Choose one for an amount of whatever is to be spread."""
         chosen = min(targets, key=lambda target: (target.load, self._given.get(target.number, 0)))
         self._given[chosen.number] = self._given.get(chosen.number, 0) + amount
@@ -61,7 +61,7 @@ class RoundRobin:
     def __init__(self, seed: int = 0) -> None:
         self._next = 0
 
-    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
         """The next one by number, after the one chosen last."""
         chosen = next((target for target in targets if target.number >= self._next), targets[0])
         self._next = chosen.number + 1
@@ -74,7 +74,7 @@ class Random:
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
 
-    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
         """A drawn one."""
         return targets[self._rng.randrange(len(targets))]
 
@@ -85,7 +85,7 @@ class PowerOfTwo:
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
 
-    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
         """The first drawn where both have the same load."""
         first = targets[self._rng.randrange(len(targets))]
         second = targets[self._rng.randrange(len(targets))]
@@ -98,7 +98,7 @@ class LeastLoaded:
     def __init__(self, seed: int = 0) -> None:
         pass
 
-    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
         """The least loaded one."""
         return least_loaded(targets)
 
@@ -109,7 +109,7 @@ class LeastRequests:
     def __init__(self, seed: int = 0) -> None:
         pass
 
-    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
         """The one with the fewest."""
         return min(targets, key=lambda target: target.num_open)
 
@@ -125,7 +125,7 @@ class SessionRouter:
         self._homes: OrderedDict[str, int] = OrderedDict()
         self._spread = Spread()
 
-    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
         """The session's own."""
         name = f"s{arrival.session}" if arrival.session else f"t{arrival.tenant}" if arrival.tenant else ""
         if not name:
@@ -149,7 +149,7 @@ class PrefixAffinityRouter:
         self._homes: OrderedDict[int | bytes, int] = OrderedDict()
         self._spread = Spread()
 
-    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
         """The one with the longest prefix within the bound."""
         homes = self._homes
         by_number = {target.number: target for target in targets}
@@ -178,7 +178,7 @@ class PrefixHash:
     def __init__(self, seed: int = 0) -> None:
         self._salt = seed.to_bytes(8, "little", signed=True)
 
-    def choose(self, arrival: Arrival, targets: Sequence[Target]) -> Target:
+    def choose(self, arrival: Arrival, targets: Sequence[RouterTarget]) -> RouterTarget:
         """The first in the key's order that is within the bound."""
         name = repr((list(arrival.keys[: self.num_keys]) or arrival.session or arrival.tenant,)).encode()
         bound = _bound(arrival, targets)
@@ -192,12 +192,12 @@ class PrefixHash:
         return blake2b(name + number.to_bytes(4, "little"), digest_size=8, salt=self._salt).digest()
 
 
-def _bound(arrival: Arrival, targets: Sequence[Target]) -> float:
+def _bound(arrival: Arrival, targets: Sequence[RouterTarget]) -> float:
     """The load that a preferred replica may have: LOAD_BOUND times the mean, this request included."""
     return LOAD_BOUND * (sum(target.load for target in targets) + arrival.prompt_tokens) / len(targets)
 
 
-def least_loaded(targets: Sequence[Target]) -> Target:
+def least_loaded(targets: Sequence[RouterTarget]) -> RouterTarget:
     """The one with the fewest tokens; ties go to the lower number."""
     return min(targets, key=_load)
 

@@ -2,7 +2,7 @@
 
 Owns: the one call, and how rarely garbage is looked for meanwhile. Does not: move time (fleet, replica), judge the
 outcome (summary) or know a device (costs).
-Invariant: equal workload and setup give an equal Run, with fast_forward or without.
+Invariant: equal workload and setup give an equal SimulatedRun, with fast_forward or without.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.fleet import Fleet
 from octavo.simulator.setup import ReplicaFailure, ReplicaSetup, Setup
-from octavo.simulator.totals import ReplicaTotals, Run, Samples
+from octavo.simulator.totals import ReplicaTotals, Samples, SimulatedRun
 
-__all__ = ["ReplicaFailure", "ReplicaSetup", "ReplicaTotals", "Run", "Samples", "Setup", "simulate"]
+__all__ = ["ReplicaFailure", "ReplicaSetup", "ReplicaTotals", "Samples", "Setup", "SimulatedRun", "simulate"]
 
 _YOUNG = 100_000  # objects made until the collector looks; Python's own 700 made a simulation a fifth slower
 
 
-def simulate(workload: Iterable[Arrival] | Sequence[Arrival], setup: Setup) -> Run:
+def simulate(workload: Iterable[Arrival] | Sequence[Arrival], setup: Setup) -> SimulatedRun:
     """Serve a workload to its end.
 
     `workload` is in order of time. Requests that follow another have their place anywhere in a sequence; in an iterator

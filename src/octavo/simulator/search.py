@@ -25,7 +25,7 @@ KNOBS = ("max_sequences", "max_batch_tokens", "policy", "router")
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SearchTrial:
     """One simulation: the settings in words, how many replicas, and what came of it."""
 
     label: str
@@ -46,7 +46,7 @@ class Found:
     label: str = ""
     verdict: Verdict | None = None
     cost: float = 0.0
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[SearchTrial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -174,7 +174,7 @@ class _Search:
         verdict = ask.goals.judge(run, ask.price)
         if run.gave_up:
             verdict = replace(verdict, told=f"given up after {len(run.outcomes)} ends: {verdict.told}")
-        trial = Trial(label, setup.replicas, verdict)
+        trial = SearchTrial(label, setup.replicas, verdict)
         self._found.trials.append(trial)
         ask.tell(trial.line())
         return verdict

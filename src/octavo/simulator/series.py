@@ -12,7 +12,7 @@ import numpy as np
 
 from octavo.simulator.outcomes import NEVER
 from octavo.simulator.summary import Columns
-from octavo.simulator.totals import Run
+from octavo.simulator.totals import SimulatedRun
 
 NUM_BUCKETS = 160
 NUM_QUANTILES = 200
@@ -72,7 +72,7 @@ def prompt_rate(columns: Columns, span: float) -> Points:
     return _points((edges[1:] + edges[:-1]) / 2, counts * NUM_BUCKETS / (span or 1.0))
 
 
-def memory(run: Run, span: float) -> Points:
+def memory(run: SimulatedRun, span: float) -> Points:
     """Share of the KV pool that running requests hold, in per cent, the mean of all replicas' samples."""
     blocks = max((one.num_blocks for one in run.replicas), default=0)
     if not len(run.samples) or not blocks:
@@ -85,7 +85,7 @@ def memory(run: Run, span: float) -> Points:
     return _points(at[seen], 100 * sums[seen] / counts[seen] / blocks)
 
 
-def batch(run: Run, span: float) -> Points:
+def batch(run: SimulatedRun, span: float) -> Points:
     """Tokens computed in a step, the mean over all replicas' steps between samples."""
     tokens, steps = np.zeros(NUM_BUCKETS), np.zeros(NUM_BUCKETS)
     numbers = np.asarray(run.samples.replicas)

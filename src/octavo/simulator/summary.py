@@ -17,7 +17,7 @@ import numpy as np
 
 from octavo.core.request import FinishReason
 from octavo.simulator.outcomes import NEVER, Outcomes
-from octavo.simulator.totals import Run
+from octavo.simulator.totals import SimulatedRun
 
 POINTS = (50, 90, 95, 99)
 METRICS = ("ttft", "tpot", "e2e", "queue")
@@ -72,7 +72,7 @@ class Columns:
         return np.where(has_pace, (self.ends - self.firsts) / np.maximum(self.longest - 1, 1), np.nan)
 
 
-def summarise(run: Run, objectives: Mapping[str, float] | None = None, price_per_hour: float = 0.0) -> Facts:
+def summarise(run: SimulatedRun, objectives: Mapping[str, float] | None = None, price_per_hour: float = 0.0) -> Facts:
     """All figures of a run as plain values. `price_per_hour` is one replica's; objectives are seconds by name."""
     columns = Columns.of(run.outcomes)
     span = run.duration - float(columns.arrivals[0]) if len(columns.arrivals) else 0.0
@@ -139,7 +139,7 @@ def _throughput(columns: Columns, span: float) -> Facts:
     }  # fmt: skip
 
 
-def _replicas(run: Run, span: float) -> Facts:
+def _replicas(run: SimulatedRun, span: float) -> Facts:
     """Use of the machines: shares of the span in which devices computed, and of the pool that was held."""
     totals = run.replicas
     busy = [one.busy_s / span if span > 0 else 0.0 for one in totals]
@@ -158,7 +158,7 @@ def _replicas(run: Run, span: float) -> Facts:
     }  # fmt: skip
 
 
-def _cache(run: Run) -> Facts:
+def _cache(run: SimulatedRun) -> Facts:
     queried, hit = sum(one.queried_tokens for one in run.replicas), sum(one.hit_tokens for one in run.replicas)
     return {"queried_tokens": queried, "hit_tokens": hit, "hit_rate": hit / queried if queried else 0.0}
 
@@ -187,7 +187,7 @@ def _tenants(outcomes: Outcomes, columns: Columns) -> Facts:
     return {"count": len(names), "jain_service": jain(service), "by_name": listed}
 
 
-def _cost(run: Run, columns: Columns, span: float, price_per_hour: float) -> Facts:
+def _cost(run: SimulatedRun, columns: Columns, span: float, price_per_hour: float) -> Facts:
     total = price_per_hour * len(run.replicas) * span / 3600
     served, output = int(columns.served.sum()), int(columns.outputs.sum())
     tokens = output + int(columns.prompts[columns.served].sum())

@@ -59,7 +59,7 @@ class Samples:
 
 
 @dataclass(slots=True)
-class Run:
+class SimulatedRun:
     """What came of a simulation: each request's outcome, each replica's totals, the time of the last end (seconds).
 
     With `gave_up` the requests that were open, and those to come, are not among the outcomes.

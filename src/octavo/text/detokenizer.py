@@ -29,7 +29,7 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-class Pieces(dict[int, bytes]):
+class TokenBytes(dict[int, bytes]):
     """The bytes of each id inside a text, computed on first use: none for an id that the tokenizer does not know.
 
     `strip_start` spaces are cut from the start of a text.
@@ -115,7 +115,7 @@ class Decodable(Protocol):
     """What a Detokenizer reads of a tokenizer."""
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> TokenBytes:
         """The bytes of each id."""
         ...
 

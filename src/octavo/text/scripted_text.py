@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from octavo.artifacts.script import END_ID, VOCAB_SIZE, Asked
+from octavo.artifacts.script import END_ID, VOCAB_SIZE, ScriptedRequest
 from octavo.text.detokenizer import byte_alphabet
 from octavo.text.tokenizer import Tokenizer
 
@@ -75,11 +75,11 @@ class ScriptedText:
         """The ids of an answer."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def read(self, ids: Sequence[int]) -> Asked:
+    def read(self, ids: Sequence[int]) -> ScriptedRequest:
         """A prompt from its ids: its last message, if the template made it, else all of it."""
         prompt = self._tokenizer.decode(ids, skip_special_tokens=False)
         *_, last = ["", *(part for part in prompt.split(_START)[1:] if _END in part)]
         role, is_message, content = last.partition("\n")
         if not is_message:
-            return Asked(prompt, prompt)
-        return Asked(prompt, content.rpartition(_END)[0], role)
+            return ScriptedRequest(prompt, prompt)
+        return ScriptedRequest(prompt, content.rpartition(_END)[0], role)

@@ -19,7 +19,7 @@ from octavo.artifacts.gguf_file import GGUFFile
 from octavo.artifacts.json_file import read_json
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import InvalidRequestError, ModelFileError
-from octavo.text.detokenizer import Detokenizer, Pieces
+from octavo.text.detokenizer import Detokenizer, TokenBytes
 from octavo.text.gguf_tokenizer import GGUFVocabulary, build_gguf_backend
 
 _NAMED = ("bos", "eos", "unk", "pad")
@@ -41,7 +41,7 @@ class Tokenizer:
         self.bos_token_id: int | None = backend.token_to_id(self.special_tokens.get("bos_token", ""))
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self.pieces = Pieces(backend, path)
+        self.pieces = TokenBytes(backend, path)
 
     @classmethod
     def from_files(cls, files: ModelFiles) -> Tokenizer:

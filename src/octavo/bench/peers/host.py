@@ -1,6 +1,6 @@
 """Runs one engine inside its own environment, and times requests there. Stand-alone: imports nothing of Octavo.
 
-Usage: PYTHON host.py ENGINE_FILE OPTIONS_JSON. ENGINE_FILE is a file beside this one with a class Engine(options):
+Usage: PYTHON host.py ENGINE_FILE OPTIONS_JSON. ENGINE_FILE is a file beside this one. Its class ENGINE(options) has
 `facts` and run(requests, at_once), which gives [seconds to the first token, seconds to the last, tokens] a request.
 Owns: the lines of JSON on stdin (requests) and stdout (answers); what an engine itself prints goes to stderr.
 Invariant: an engine that fails is told in a line with `error`, and ends the process.
@@ -18,14 +18,14 @@ from typing import Any
 
 
 def load_engine(path: Path) -> Any:
-    """The class Engine of a file."""
+    """Return the class that a file names ENGINE."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    return module.Engine
+    return module.ENGINE
 
 
 def main() -> None:

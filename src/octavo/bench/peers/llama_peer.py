@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from octavo.bench.peers.peer import Setup
+from octavo.bench.peers.peer import PeerSetup
 from octavo.bench.peers.server_peer import ServerPeer
 
 _SPARE_HTTP_THREADS = 4
 
 
-def make(binary: str, gguf: str, setup: Setup) -> ServerPeer:
+def make(binary: str, gguf: str, setup: PeerSetup) -> ServerPeer:
     """`binary` is its llama-server, `gguf` the weights. Its context is shared out evenly among the slots."""
     threads, slots = str(setup.threads), setup.at_once
     command = [binary, "-m", gguf, "-t", threads, "-tb", threads, "-np", str(slots), "-c", str(setup.max_len * slots)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo.bench.peers.engine_peer import EnginePeer
-from octavo.bench.peers.peer import Setup
+from octavo.bench.peers.peer import PeerSetup
 
 
-def make(python: str, weights: str, setup: Setup) -> EnginePeer:
+def make(python: str, weights: str, setup: PeerSetup) -> EnginePeer:
     """`weights` is a GGUF file, or a folder of safetensors."""
     options = {"model": str(Path(weights).absolute()), "threads": setup.threads, "at_once": setup.at_once}
     return EnginePeer("mistral.rs", python, "mistralrs_engine.py", options, timeout_s=setup.timeout_s)

@@ -6,19 +6,19 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from octavo.bench.peers.engine_peer import EnginePeer
-from octavo.bench.peers.peer import Setup
+from octavo.bench.peers.peer import PeerSetup
 from octavo.bench.peers.server_peer import ServerPeer
 
 ENGINE, SERVER = "octavo", "octavo server"
 
 
-def engine(model: str, settings: Mapping[str, object], setup: Setup) -> EnginePeer:
+def engine(model: str, settings: Mapping[str, object], setup: PeerSetup) -> EnginePeer:
     """Without a server: what vLLM's and transformers' engines are compared with."""
     options = {"model": model, "at_once": setup.at_once, "settings": {"threads": setup.threads, **settings}}
     return EnginePeer(ENGINE, sys.executable, "octavo_engine.py", options, timeout_s=setup.timeout_s)
 
 
-def server(model: str, words: Sequence[str], setup: Setup) -> ServerPeer:
+def server(model: str, words: Sequence[str], setup: PeerSetup) -> ServerPeer:
     """With it: what servers are compared with. `words` are further flags of serve."""
     command = [sys.executable, "-m", "octavo", "serve", model, "--host", "127.0.0.1", "--port", "{port}"]
     command += ["--threads", str(setup.threads), "--max-num-seqs", str(setup.at_once), *words]

@@ -14,7 +14,7 @@ from octavo.bench.workload import Item
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class PeerSetup:
     """The same for every peer: threads, requests at once and the longest at most, type of float weights, patience."""
 
     threads: int

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.bench.arrivals import Arrivals
 from octavo.bench.completion_client import CompletionClient, Target
-from octavo.bench.online import Load, run_online
+from octavo.bench.online import OnlineLoad, run_online
 from octavo.bench.peers.peer import PeerRun
 from octavo.bench.server_facts import first_model
 from octavo.bench.server_process import ServerProcess
@@ -53,7 +53,7 @@ class ServerPeer:
     async def run(self, items: Sequence[Item], at_once: int) -> PeerRun:
         """Send them, `at_once` open at a time. Raises EngineError for the first that failed or came short."""
         bodies = [self._client.body(item.prompt_token_ids, item.max_tokens) for item in items]
-        run = await run_online(self._client, bodies, Load(Arrivals(), max_concurrency=at_once))
+        run = await run_online(self._client, bodies, OnlineLoad(Arrivals(), max_concurrency=at_once))
         for answer, item in zip(run.answers, items, strict=True):
             if answer.has_failed:
                 raise EngineError(f"{self.name}: a request failed ({answer.kind}): {answer.error}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo.bench.peers.engine_peer import EnginePeer
-from octavo.bench.peers.peer import Setup
+from octavo.bench.peers.peer import PeerSetup
 
 
-def make(python: str, weights: str, setup: Setup) -> EnginePeer:
+def make(python: str, weights: str, setup: PeerSetup) -> EnginePeer:
     """`weights` is a folder of safetensors, or a GGUF file."""
     options = {
         "model": str(Path(weights).absolute()),

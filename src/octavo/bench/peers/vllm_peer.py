@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from octavo.bench.peers.engine_peer import EnginePeer
-from octavo.bench.peers.peer import Setup
+from octavo.bench.peers.peer import PeerSetup
 
 _TCMALLOC = (
     "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
@@ -14,7 +14,7 @@ _TCMALLOC = (
 )
 
 
-def make(python: str, weights: str, setup: Setup) -> EnginePeer:
+def make(python: str, weights: str, setup: PeerSetup) -> EnginePeer:
     """`python` is that of an environment with vLLM, `weights` a folder of safetensors."""
     environment = Path(python).absolute().parent.parent
     found = [path for path in _TCMALLOC if Path(path).exists()][:1]

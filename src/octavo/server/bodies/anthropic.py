@@ -48,7 +48,7 @@ _IGNORED_THINKING: Mapping[str, str] = {
 }
 
 
-class Tool(Body):
+class AnthropicTool(Body):
     """A function that the model may call."""
 
     type: Literal["custom"] = "custom"
@@ -58,7 +58,7 @@ class Tool(Body):
     strict: bool | None = None
 
 
-class ToolChoice(Body):
+class AnthropicToolChoice(Body):
     """Whether and which tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -105,8 +105,8 @@ class MessagesBody(ServedFields):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    tools: list[Tool] = Field([])
-    tool_choice: ToolChoice | None = None
+    tools: list[AnthropicTool] = Field([])
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     min_p: float | None = Field(None, description=_OUR_OWN)
@@ -136,13 +136,13 @@ def _sifted(fields: dict[str, object], body: type[MessagesBody]) -> dict[str, ob
     if isinstance(tools, list):
         mode = "required" if isinstance(choice, dict) and choice.get("type") == "any" else choice
         usable = without_hosted(tools, "custom", mode)
-        kept["tools"] = [sift_if_object(tool, {}, Tool, f"tools[{i}].", _IGNORED_TOOL) for i, tool in usable]
+        kept["tools"] = [sift_if_object(tool, {}, AnthropicTool, f"tools[{i}].", _IGNORED_TOOL) for i, tool in usable]
     if isinstance(thinking, dict):
         kept["thinking"] = sift(thinking, {}, Thinking, "thinking.", _IGNORED_THINKING)
     if isinstance(output, dict):
         kept["output_config"] = sift(output, {}, OutputConfig, "output_config.")
     if isinstance(choice, dict):
-        kept["tool_choice"] = sift(choice, {}, ToolChoice, "tool_choice.")
+        kept["tool_choice"] = sift(choice, {}, AnthropicToolChoice, "tool_choice.")
     return kept
 
 

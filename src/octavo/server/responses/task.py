@@ -39,7 +39,7 @@ _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "fun
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ResponseConversation:
     """What is to be answered: the chat that asks for it, what is kept of it with the answer, and what the answer
     repeats of the request (JSON by field, for it may be long and is told several times)."""
 
@@ -49,7 +49,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponseRequest:
     """What answers a body. `keep` puts a response into the store; of one in the background, whoever runs it does."""
 
     task: Task
@@ -57,7 +57,7 @@ class Asked:
     keep: Callable[[Json], None]
 
 
-async def response_task(context: Context, tenant: str, body: ResponsesBody) -> Asked:
+async def response_task(context: Context, tenant: str, body: ResponsesBody) -> ResponseRequest:
     """What answers a Responses body. Raises ApiError."""
     if body.store and "store" in body.model_fields_set and not context.responses.is_on:
         raise bad_field("store", "store is true, but this server is set up to keep no responses; leave it out")
@@ -95,7 +95,7 @@ async def response_task(context: Context, tenant: str, body: ResponsesBody) -> A
         on_shape=keep_answer,
         name=response_id,
     )
-    return Asked(answering, response_id, keep)
+    return ResponseRequest(answering, response_id, keep)
 
 
 def previous_of(context: Context, tenant: str, body: ResponsesBody) -> Stored | None:
@@ -113,13 +113,13 @@ def previous_of(context: Context, tenant: str, body: ResponsesBody) -> Stored | 
 
 async def read_conversation(
     context: Context, tenant: str, body: ResponsesBody, previous: Stored | None, seed: str
-) -> Conversation:
+) -> ResponseConversation:
     """Put together all items up to and with the input; `seed` makes the ids of those without one. Raises ApiError."""
     wanted = {item["id"] for item in body.items if item["type"] == "item_reference"}
     history = previous.history() if previous is not None else ()
     links = context.responses.links(tenant, wanted)
 
-    def read() -> Conversation:
+    def read() -> ResponseConversation:
         before: list[Item] = [item for items in history for item in msgspec.json.decode(items)]
         known = _found(links, wanted)
         own = [known[item["id"]] if item["type"] == "item_reference" else item for item in body.items]
@@ -129,7 +129,7 @@ async def read_conversation(
         except ApiError as error:
             raise rename_field(error, SPELLING) from None
         ids = tuple(item["id"] for item in own)
-        return Conversation(chat, Given(msgspec.json.encode(own), ids), _echo(body))
+        return ResponseConversation(chat, Given(msgspec.json.encode(own), ids), _echo(body))
 
     size = _size(body.items) + sum(map(len, history)) + sum(link.num_bytes for link in links)
     size += len(body.instructions or "")

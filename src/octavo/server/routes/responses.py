@@ -27,7 +27,7 @@ from octavo.server.limits import OFF_LOOP_BYTES, read_json
 from octavo.server.offload import parse_off_loop
 from octavo.server.reply import body_hash, open_run, reply
 from octavo.server.responses.store import Stored
-from octavo.server.responses.task import Asked, response_task
+from octavo.server.responses.task import ResponseRequest, response_task
 from octavo.server.routes.posting import add_post
 from octavo.server.shapes.responses import ResponseShape
 from octavo.server.stream import EventStream
@@ -53,7 +53,7 @@ async def create(request: Request) -> Response:
     return await _in_background(request, asked) if body.background else await reply(request, asked.task)
 
 
-async def _in_background(request: Request, asked: Asked) -> Response:
+async def _in_background(request: Request, asked: ResponseRequest) -> Response:
     """Begin a response that runs on by itself; give it as it begins, or its events."""
     context, tenant, task = context_of(request), _tenant(request), asked.task
     key, event = key_of(request)
