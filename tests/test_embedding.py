@@ -13,9 +13,9 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.core.plan import Events
 from octavo.core.request import FinishReason, Request, Want
+from octavo.engine.outbox import finished
 from octavo.engine.wire import Outputs
 from octavo.errors import InvalidRequestError, OctavoError
-from octavo.frontend.open_request import finished
 from octavo.frontend.open_requests import OpenRequests
 from tests.tiny_models import make_tiny_model
 

@@ -260,7 +260,7 @@ def test_P06_a_request_cancelled_while_its_grammar_is_built_ends(engine: Engine)
     assert engine.bank.reached.wait(WAIT_S)
     engine.loop.cancel(["a"])
     seen = threading.Event()
-    engine.loop.statistics(lambda _: seen.set())  # the loop has taken the cancellation
+    engine.loop.control("statistics", "", lambda _: seen.set())  # the loop has taken the cancellation
     assert seen.wait(WAIT_S)
     engine.bank.gate.set()
     assert isinstance(engine.answer("a"), Accepted)

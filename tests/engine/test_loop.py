@@ -129,7 +129,7 @@ def test_L04_start_stop_join_are_idempotent() -> None:
             harness.loop.stop()
             assert harness.loop.join(20)
         assert isinstance(harness.ask(harness.loop.submit, make_request("b")), EngineDeadError)
-        assert isinstance(harness.ask(harness.loop.statistics), EngineDeadError)
+        assert isinstance(harness.ask(harness.loop.control, "statistics", ""), EngineDeadError)
         harness.loop.cancel(["a"])
         with pytest.raises(EngineDeadError, match="stopped"):
             harness.loop.start()
@@ -150,9 +150,9 @@ def test_L04_bug_12_bug_36_idle_takes_no_turns() -> None:
     with Harness() as harness:
         harness.submit(make_request("a"))
         harness.end("a")
-        before = harness.ask(harness.loop.statistics)["loop"]["turns"]
+        before = harness.ask(harness.loop.control, "statistics", "")["loop"]["turns"]
         threading.Event().wait(0.3)  # a loop that polled even each 10 ms would turn 30 times
-        assert harness.ask(harness.loop.statistics)["loop"]["turns"] <= before + 2
+        assert harness.ask(harness.loop.control, "statistics", "")["loop"]["turns"] <= before + 2
 
 
 def test_S21_queue_timeout_wakes_an_idle_loop_once() -> None:
@@ -161,21 +161,21 @@ def test_S21_queue_timeout_wakes_an_idle_loop_once() -> None:
         harness.ask(harness.loop.control, "pause", "")
         harness.submit(make_request("a", arrival=100.0, queue_timeout=5.0))
         harness.submit(make_request("b", arrival=100.0, deadline=107.0))
-        turns = harness.ask(harness.loop.statistics)["loop"]["turns"]
+        turns = harness.ask(harness.loop.control, "statistics", "")["loop"]["turns"]
         clock.advance(6.0)
         assert harness.end("a").finish_reason is FinishReason.TIMEOUT
         assert not harness.inbox("b").ends
         clock.advance(6.0)
         end = harness.end("b")
         assert end.finish_reason is FinishReason.TIMEOUT and "deadline" in (end.message or "")
-        assert harness.ask(harness.loop.statistics)["loop"]["turns"] <= turns + 6
+        assert harness.ask(harness.loop.control, "statistics", "")["loop"]["turns"] <= turns + 6
 
 
 def test_S19_pause_resume_drain() -> None:
     with Harness() as harness:
         assert harness.ask(harness.loop.control, "pause", "") is True
         harness.submit(make_request("a"))
-        assert harness.ask(harness.loop.statistics)["scheduler"]["num_waiting"] == 1
+        assert harness.ask(harness.loop.control, "statistics", "")["scheduler"]["num_waiting"] == 1
         assert harness.ask(harness.loop.control, "explain", "a")["reason"] == "paused"
         assert harness.ask(harness.loop.control, "drain", "") is True
         assert isinstance(harness.submit(make_request("b")), QueueFullError)
@@ -224,7 +224,7 @@ def test_step_times_are_split_and_bounded() -> None:
     with Harness() as harness:
         harness.submit_all([make_request(f"r{i}", max_tokens=9) for i in range(3)])
         harness.ends()
-        steps = harness.ask(harness.loop.statistics)["steps"]
+        steps = harness.ask(harness.loop.control, "statistics", "")["steps"]
         assert steps["num_steps"] >= 9
         assert set(steps["total_s"]) == {"schedule", "prepare", "forward", "sample", "emit", "step"}
         assert steps["total_s"]["schedule"] > 0
@@ -319,7 +319,7 @@ def test_row_19_steps_without_memory_are_halved_and_grow_again() -> None:
     executor = GatedExecutor()
     executor.fail = fail
     with Harness(executor) as harness:
-        assert harness.ask(harness.loop.statistics)["loop"]["max_step_tokens"] is None
+        assert harness.ask(harness.loop.control, "statistics", "")["loop"]["max_step_tokens"] is None
         requests = [make_request(f"r{i}", length=30, max_tokens=20) for i in range(8)]
         harness.submit_all(requests)
         harness.ends()
@@ -329,7 +329,7 @@ def test_row_19_steps_without_memory_are_halved_and_grow_again() -> None:
         for turn in range(8):  # each failure before doubled the steps that it takes
             harness.submit_all([make_request(f"s{turn}-{i}", max_tokens=100) for i in range(8)])
             harness.ends()
-        assert harness.ask(harness.loop.statistics)["loop"]["max_step_tokens"] is None
+        assert harness.ask(harness.loop.control, "statistics", "")["loop"]["max_step_tokens"] is None
 
 
 def test_bug_26_bug_33_a_bad_row_ends_alone() -> None:
@@ -403,9 +403,9 @@ def test_commands_without_end_do_not_keep_steps_from_being_made() -> None:
             nonlocal num_asked
             num_asked += 1
             if not harness.inbox("a").ends and num_asked < 100_000:
-                harness.loop.statistics(ask_again)
+                harness.loop.control("statistics", "", ask_again)
 
-        harness.loop.statistics(ask_again)
+        harness.loop.control("statistics", "", ask_again)
         harness.post(make_request("a", max_tokens=30))
         harness.end("a")
         assert num_asked < 200

@@ -110,7 +110,7 @@ def test_S19_pause_keeps_running_choices_and_resume_lets_the_others_in(depth: in
         harness.loop.control("pause", "", lambda _: None)
         executor.gate.set()
         harness.end("a")
-        assert harness.ask(harness.loop.statistics)["scheduler"]["num_waiting"] == 1
+        assert harness.ask(harness.loop.control, "statistics", "")["scheduler"]["num_waiting"] == 1
         assert not harness.inbox("b").ids
         harness.ask(harness.loop.control, "resume", "")
         harness.end("b")

@@ -14,6 +14,7 @@ from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs, WaitReason
 from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine import wire
+from octavo.engine.client import Accepted
 from octavo.errors import ErrorKind, ModelFileError, RequestError, error_of
 from octavo.executors.protocol import Capacity
 
@@ -147,7 +148,7 @@ SAMPLES: list[wire.ToEngine | wire.FromEngine] = [
     wire.Ask(1, 7, "statistics", ""),
     wire.Close(1),
     wire.Ready(1, wire.VERSION, CAPACITY),
-    wire.Took(1, "a", 5, True),
+    wire.Took(1, Accepted("a", 5, True)),
     wire.ErrorReply(1, ErrorKind.ENGINE, "why"),
     wire.Answer(1, 7, {"a": [1, 2.5, None, "x"]}),
 ]
@@ -246,4 +247,4 @@ def test_an_impossible_length_is_refused_before_memory_is_spent() -> None:
 def test_a_message_over_the_cap_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 10)
     with pytest.raises(wire.WireError, match="hold 10"):
-        wire.frame(wire.Took(1, "a" * 100, 5, True))
+        wire.frame(wire.Took(1, Accepted("a" * 100, 5, True)))

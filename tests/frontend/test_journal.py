@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams
+from octavo.engine.outbox import finished
 from octavo.engine.wire import Submit
 from octavo.errors import ConfigError, EngineDeadError, EngineError
 from octavo.frontend import journal as journal_module
 from octavo.frontend.journal import Journal
 from octavo.frontend.journal_files import Appended, Began, BootClock, Disk, Head, Opened, numbered, packed
 from octavo.frontend.journal_state import JournalState, recover
-from octavo.frontend.open_request import finished
 from octavo.frontend.open_requests import OpenRequests
 
 HASH = b"h" * 32

@@ -11,8 +11,9 @@ from tests.engine.fakes import make_request
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import TokenOutput
+from octavo.engine.outbox import finished
 from octavo.errors import DuplicateRequestError, EngineError, ErrorKind, InvalidRequestError
-from octavo.frontend.open_request import OpenRequest, finished
+from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.open_requests import OpenRequests
 
 WHY = FinishError(ErrorKind.ENGINE, "why")

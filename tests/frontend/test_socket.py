@@ -352,7 +352,7 @@ async def test_reliability_30_fuzzed_frames_at_the_client_are_dropped() -> None:
         path, done = Path(folder) / "s", asyncio.Event()
 
         async def hostile(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            good = wire.frame(wire.Took(1, "a", 5, True))[4:]
+            good = wire.frame(wire.Took(1, Accepted("a", 5, True)))[4:]
             for _ in range(200):
                 body = bytearray(good)
                 body[rng.randrange(len(body))] = rng.randrange(256)

@@ -49,7 +49,7 @@ class Watched(Harness):
         self.wait(lambda: all(self.inbox(request.request_id).ends for request in requests))
 
     def figures(self) -> Any:
-        return self.ask(self.loop.statistics)
+        return self.ask(self.loop.control, "statistics", "")
 
     def tables(self) -> Any:
         return self.ask(self.loop.control, "export_statistics", "")

@@ -114,7 +114,7 @@ def test_row_07_aborts_in_any_state_leave_nothing_in_the_engine(score: Score) ->
                     count += 1
                 harness.loop.control("explain", "r0", lambda _: None)
                 for _ in range(rng.randrange(6)):  # let some steps pass
-                    harness.ask(harness.loop.statistics)
+                    harness.ask(harness.loop.control, "statistics", "")
                 open_names = [name for name in harness.requests if not harness.inbox(name).ends]
                 names = rng.choice((open_names, open_names[:6], open_names[:12]))  # the first ones are running
                 names = rng.sample(names, min(len(names), rng.choice((1, 1, 2, 6))))
@@ -133,9 +133,9 @@ def test_row_07_aborts_in_any_state_leave_nothing_in_the_engine(score: Score) ->
             harness.ask(harness.loop.control, "drain", "")
             harness.ask(harness.loop.control, "cancel_all", "")
             harness.ends()
-            harness.ask(harness.loop.statistics)
+            harness.ask(harness.loop.control, "statistics", "")
             num_unanswered += sum(len(harness.inbox(name).ends) != 1 for name in harness.requests)
-            statistics: Any = harness.ask(harness.loop.statistics)
+            statistics: Any = harness.ask(harness.loop.control, "statistics", "")
             num_held += statistics["scheduler"]["num_blocks_used"] + statistics["scheduler"]["num_swapped"]
             num_open += statistics["loop"]["open_requests"]
             num_again += scheduler.num_again

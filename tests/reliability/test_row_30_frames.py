@@ -23,8 +23,9 @@ import pytest
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishReason, SamplingParams, Want
 from octavo.engine import wire
+from octavo.engine.client import Accepted
+from octavo.engine.outbox import finished
 from octavo.errors import EngineError, ErrorKind
-from octavo.frontend.open_request import finished
 from octavo.frontend.open_requests import OpenRequests
 from octavo.frontend.socket_client import SocketClient
 from tests.engine.fakes import GatedExecutor, expected, make_limits, make_request, open_fake
@@ -59,7 +60,7 @@ def from_engine() -> list[Any]:
     )  # fmt: skip
     return [
         wire.Outputs.of(1, events),
-        wire.Took(1, "r0", 5, False),
+        wire.Took(1, Accepted("r0", 5, False)),
         wire.Answer(1, 0, {"a": 1}),
         wire.ErrorReply(1, ErrorKind.ADMISSION, "no", "prompt", "r5"),
         wire.ErrorReply(1, ErrorKind.MODEL_FILE, "x: y", None, None, 3),

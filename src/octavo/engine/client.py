@@ -16,8 +16,8 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, Request
 
 Verb = Literal[
-    "pause", "resume", "drain", "cancel_all", "reset_prefix_cache", "explain", "reset_statistics", "export_statistics",
-    "frames", "forecast",
+    "statistics", "pause", "resume", "drain", "cancel_all", "reset_prefix_cache", "explain", "reset_statistics",
+    "export_statistics", "frames", "forecast",
 ]  # fmt: skip
 
 
@@ -92,9 +92,9 @@ class EngineClient(Protocol):
         ...
 
     async def control(self, verb: Verb, argument: str = "") -> object:
-        """Pause, resume, drain, cancel every request (-> how many), reset the prefix cache (-> bool), explain a request
-        or, without one, all (-> see observe.explainer), reset the statistics (-> bool), export them (-> tables by
-        name, see metrics.export), frames behind a cursor (-> see docs/frames.md)."""
+        """Return the statistics; pause, resume, drain, cancel every request (-> how many), reset the prefix cache
+        (-> bool), explain a request or, without one, all (-> see observe.explainer), reset the statistics (-> bool),
+        export them (-> tables by name, see metrics.export), frames behind a cursor (-> see docs/frames.md)."""
         ...
 
     async def close(self) -> None:

@@ -160,10 +160,6 @@ class EngineLoop:
         """End requests in whatever state, or only one choice of them; unknown and finished ones are ignored."""
         self._post(partial(self._do_cancel, tuple(request_ids), reason, choice), ignore)
 
-    def statistics(self, reply: Reply) -> None:
-        """Answers counters and gauges as plain JSON values."""
-        self._post(lambda: reply(self._statistics()), reply)
-
     def control(self, verb: Verb | str, argument: str, reply: Reply) -> None:
         """Answers the verb's value (see EngineClient.control), or an EngineError."""
         self._post(lambda: reply(self._do_control(verb, argument)), reply)
@@ -360,6 +356,8 @@ class EngineLoop:
     def _do_control(self, verb: str, argument: str) -> object:
         if verb in self.verbs:
             return self.verbs[verb](argument)
+        if verb == "statistics":
+            return self._statistics()
         if verb == "reset_prefix_cache":
             return self._scheduler.reset_prefix_cache()
         if verb == "cancel_all":
@@ -372,7 +370,7 @@ class EngineLoop:
         elif verb == "drain":
             self._is_draining = True
         else:
-            known = ("pause", "resume", "drain", "cancel_all", "reset_prefix_cache", *self.verbs)
+            known = ("statistics", "pause", "resume", "drain", "cancel_all", "reset_prefix_cache", *self.verbs)
             return EngineError(f"no verb {verb!r}; known are {', '.join(known)}")
         return True
 

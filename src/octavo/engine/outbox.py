@@ -13,8 +13,24 @@ from dataclasses import replace
 from octavo.core.plan import Event, EventKind, Events
 from octavo.core.request import FinishError, FinishReason
 
-_ENDS = frozenset({EventKind.FINISHED, EventKind.CHOICE_FINISHED})
-_SENT = _ENDS | {EventKind.ADMITTED, EventKind.PREEMPTED, EventKind.RESUMED}
+ENDS = frozenset({EventKind.FINISHED, EventKind.CHOICE_FINISHED})
+_SENT = ENDS | {EventKind.ADMITTED, EventKind.PREEMPTED, EventKind.RESUMED}
+
+
+def finished(
+    request_id: str,
+    reason: FinishReason,
+    error: FinishError | None = None,
+    *,
+    choice: int | None = None,
+    stop_token_id: int | None = None,
+    time: float = 0.0,
+) -> Event:
+    """Return the end of a request, or of one choice of it, that no scheduler decided."""
+    kind = EventKind.FINISHED if choice is None else EventKind.CHOICE_FINISHED
+    return Event(
+        kind, request_id, time, 0, finish_reason=reason, stop_token_id=stop_token_id, error=error, choice=choice or 0
+    )
 
 
 class Outbox:
@@ -54,10 +70,7 @@ class Outbox:
 
     def end_all(self, now: float, reason: FinishReason, error: FinishError) -> Events:
         """End every open request here, whatever the scheduler knows."""
-        ends = tuple(
-            Event(EventKind.FINISHED, request_id, now, 0, finish_reason=reason, error=error)
-            for request_id in self._open
-        )
+        ends = tuple(finished(request_id, reason, error, time=now) for request_id in self._open)
         self._open.clear()
         return Events(0, now, decisions=self._release() + ends)
 
@@ -68,7 +81,7 @@ class Outbox:
             if event.kind not in _SENT or event.request_id not in self._open:
                 continue
             self._held.append(event)
-            has_end |= event.kind in _ENDS
+            has_end |= event.kind in ENDS
             if event.kind == EventKind.FINISHED:
                 del self._open[event.request_id]
         return has_end

@@ -11,16 +11,17 @@ import contextlib
 import logging
 import socket
 import threading
-from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
-from octavo.core.plan import Event, EventKind, Events
+from octavo.core.plan import Events
 from octavo.core.request import FinishError, FinishReason
 from octavo.engine import wire
 from octavo.engine.client import Accepted
 from octavo.engine.loop import EngineLoop
+from octavo.engine.outbox import finished
 from octavo.errors import EngineDeadError, EngineError, ErrorKind, RequestError
 from octavo.executors.protocol import Capacity
 
@@ -52,8 +53,7 @@ class EngineServer:
         self._listener.listen(1)
         early.rename(path)
         self._connection: socket.socket | None = None
-        self._condition = threading.Condition()
-        self._outgoing: deque[wire.FromEngine | Events | None] = deque()  # None ends the writer
+        self._outgoing: SimpleQueue[wire.FromEngine | Events | None] = SimpleQueue()  # None ends the writer
         self._writer = threading.Thread(target=self._write_all, name="octavo-writer", daemon=True)
 
     def accept(self, timeout_s: float | None = None) -> None:
@@ -120,11 +120,7 @@ class EngineServer:
         elif isinstance(message, wire.CancelRequests):
             engine.cancel(message.request_ids, message.reason, message.choice)
         elif isinstance(message, wire.Ask):
-            answer = partial(self._answer, message.number)
-            if message.verb == "statistics":
-                engine.statistics(answer)
-            else:
-                engine.control(message.verb, message.argument, answer)
+            engine.control(message.verb, message.argument, partial(self._answer, message.number))
         return not isinstance(message, wire.Close)
 
     def _drop(self, error: Exception) -> bool:
@@ -148,7 +144,7 @@ class EngineServer:
 
     def _took(self, request_id: str, answer: object) -> None:
         if isinstance(answer, Accepted):
-            self._send(wire.Took(self.epoch, request_id, answer.max_tokens, answer.capped))
+            self._send(wire.Took(self.epoch, answer))
         elif isinstance(answer, Exception):
             self._send(wire.ErrorReply.of(self.epoch, answer, request_id=request_id))
 
@@ -160,20 +156,12 @@ class EngineServer:
 
     def _send(self, message: wire.FromEngine | Events | None) -> None:
         """Queue for the writer, from any thread. What waits here is bounded by what the open requests may make."""
-        with self._condition:
-            self._outgoing.append(message)
-            self._condition.notify()
+        self._outgoing.put(message)
 
     def _write_all(self) -> None:
         connection = self._connection
         assert connection is not None
-        while True:
-            with self._condition:
-                while not self._outgoing:
-                    self._condition.wait()
-                message = self._outgoing.popleft()
-            if message is None:
-                break
+        while (message := self._outgoing.get()) is not None:
             try:
                 connection.sendall(self._encode(message))
             except OSError as error:  # the client is gone; the reader sees the same and stops the engine
@@ -199,16 +187,6 @@ class EngineServer:
         except wire.WireError as error:  # one step's log-probabilities over the cap: their requests end
             ids = dict.fromkeys((*message.request_ids, *(name for name, *_ in message.scores)))
             failure = FinishError(ErrorKind.ENGINE, str(error))
-            ends = tuple(
-                Event(
-                    EventKind.FINISHED,
-                    name,
-                    message.time,
-                    message.step,
-                    finish_reason=FinishReason.ERROR,
-                    error=failure,
-                )
-                for name in ids
-            )
+            ends = tuple(finished(name, FinishReason.ERROR, failure, time=message.time) for name in ids)
             known = tuple(event for event in message.decisions if event.request_id not in ids)
             return wire.frame(wire.Outputs.of(self.epoch, Events(message.step, message.time, decisions=known + ends)))

@@ -16,16 +16,16 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from octavo.core.kv.keys import KEY_BYTES
-from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
+from octavo.core.plan import Event, Events, TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Span, Want
 from octavo.engine.client import Accepted, Verb
+from octavo.engine.outbox import ENDS
 from octavo.errors import EngineError, ErrorKind, OctavoError, RequestError, error_of, kind_of
 from octavo.executors.protocol import Capacity
 
-VERSION = 5
+VERSION = 6
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
-_ENDS = (EventKind.FINISHED, EventKind.CHOICE_FINISHED)
 
 
 class WireError(EngineError):
@@ -138,13 +138,7 @@ class ErrorReply(_Message):
 class Took(_Message):
     """The request was taken."""
 
-    request_id: str
-    max_tokens: int
-    capped: bool
-
-    def accepted(self) -> Accepted:
-        """As the client gives it."""
-        return Accepted(self.request_id, self.max_tokens, self.capped)
+    accepted: Accepted
 
 
 class Outputs(_Message):
@@ -191,7 +185,7 @@ class Outputs(_Message):
         lengths = set(map(len, columns))
         if len(lengths) != 1:
             raise WireError(f"columns of {sorted(lengths)} entries in one message")
-        if any(event.kind in _ENDS and event.finish_reason is None for event in self.decisions):
+        if any(event.kind in ENDS and event.finish_reason is None for event in self.decisions):
             raise WireError("an end without a reason")
         return Events(
             self.step,

@@ -20,6 +20,7 @@ import msgspec
 
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
 from octavo.core.request import FinishReason, Request
+from octavo.engine.outbox import finished
 from octavo.engine.wire import Submit, WireError
 from octavo.errors import ErrorKind, RequestError
 from octavo.frontend.journal_files import (
@@ -40,7 +41,7 @@ from octavo.frontend.journal_files import (
     packed_logprobs,
     read_segment,
 )
-from octavo.frontend.open_request import OpenRequest, finished, num_choices
+from octavo.frontend.open_request import OpenRequest, num_choices
 
 _UNFINISHED = re.compile(r"journal-\d{8}\.tmp")
 _SNAPSHOT_TOKENS = 4096  # of one record: with 20 log-probabilities each it is far below the size cap

@@ -16,7 +16,7 @@ from octavo.core.request import FinishReason, Request
 from octavo.engine.client import Accepted, TokenOutput, Verb
 from octavo.engine.loop import EngineLoop
 from octavo.frontend.loop_wakeup import LoopWakeup
-from octavo.frontend.open_requests import OpenRequests
+from octavo.frontend.open_requests import OpenRequests, settle
 
 JOIN_POLL_S = 0.005
 _EPOCH = 1  # an engine in this process has no successor
@@ -63,8 +63,7 @@ class LocalClient:
 
     async def statistics(self) -> Mapping[str, object]:
         """Engine counters and gauges as plain JSON values."""
-        self._bind()
-        return cast(Mapping[str, object], await self._ask(self._engine.statistics))
+        return cast(Mapping[str, object], await self.control("statistics"))
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """See EngineClient."""
@@ -93,7 +92,7 @@ class LocalClient:
 
     def _ask(self, ask: Callable[[Callable[[object], None]], None]) -> asyncio.Future[object]:
         answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        ask(lambda value: self._hand_over(partial(_settle, answer, value)))
+        ask(lambda value: self._hand_over(partial(settle, answer, value)))
         return answer
 
     def _hand_over(self, action: Callable[[], None]) -> None:
@@ -113,12 +112,3 @@ class LocalClient:
         self._is_woken = False
         while self._pending:
             self._pending.popleft()()
-
-
-def _settle(answer: asyncio.Future[object], value: object) -> None:
-    if answer.done():
-        return
-    if isinstance(value, Exception):
-        answer.set_exception(value)
-    else:
-        answer.set_result(value)

@@ -13,8 +13,9 @@ from asyncio import Future
 from dataclasses import replace
 
 from octavo.core.plan import Event, EventKind, TokenLogprobs
-from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Want
+from octavo.core.request import FinishReason, Request, SamplingParams, Want
 from octavo.engine.client import TokenOutput
+from octavo.engine.outbox import finished
 
 MAX_PREEMPTIONS_TOLD = 32  # of one request, with their times
 
@@ -22,22 +23,6 @@ MAX_PREEMPTIONS_TOLD = 32  # of one request, with their times
 def num_choices(params: SamplingParams) -> int:
     """Return the choices that the engine gives: of a beam search those asked for, else all that are made."""
     return params.n if params.beam_width else params.num_sequences
-
-
-def finished(
-    request_id: str,
-    reason: FinishReason,
-    error: FinishError | None = None,
-    *,
-    choice: int | None = None,
-    stop_token_id: int | None = None,
-    time: float = 0.0,
-) -> Event:
-    """Return the end of a request, or of one choice of it, that no engine gives."""
-    kind = EventKind.FINISHED if choice is None else EventKind.CHOICE_FINISHED
-    return Event(
-        kind, request_id, time, 0, finish_reason=reason, stop_token_id=stop_token_id, error=error, choice=choice or 0
-    )
 
 
 class Page:

@@ -18,11 +18,12 @@ from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from octavo.core.plan import Event, EventKind, Events
 from octavo.core.request import FinishError, FinishReason, Request
 from octavo.engine.client import Accepted, TokenOutput
+from octavo.engine.outbox import ENDS, finished
 from octavo.errors import (
     DuplicateRequestError,
     EngineDeadError,
@@ -33,7 +34,7 @@ from octavo.errors import (
     kind_of,
 )
 from octavo.frontend.crash_suspects import MAX_CRASHES, CrashSuspects
-from octavo.frontend.open_request import OpenRequest, finished
+from octavo.frontend.open_request import OpenRequest
 
 _LOG = logging.getLogger(__name__)
 MAX_UNREAD = 1024  # ended requests that were not read to the end; the oldest is dropped beyond
@@ -304,14 +305,14 @@ class OpenRequests:
         _wake(state)
         name = end.request_id
         accepted = Accepted(name, state.max_tokens or state.request.params.max_tokens or 1, capped=False)
-        _settle(self._answers.get(name), accepted)
+        settle(self._answers.get(name), accepted)
         self._clear(name)
 
     def end_all(self, reason: FinishReason, refusal: OctavoError) -> None:
         """End every open request here, and refuse submits that were never answered: there will be no engine."""
         self.engine = None
         for answer in self._answers.values():
-            _settle(answer, refusal)
+            settle(answer, refusal)
         for state in self:
             self.end(state.request.request_id, reason, FinishError(kind_of(refusal), str(refusal)))
 
@@ -396,7 +397,7 @@ class OpenRequests:
         accepted, state = answer.result(), self._open.get(name)
         if state is not None:
             state.max_tokens = accepted.max_tokens
-        _settle(self._answers.get(name), accepted)
+        settle(self._answers.get(name), accepted)
 
     def _refused(self, name: str, error: BaseException) -> None:
         if self._resumes and isinstance(error, EngineDeadError):
@@ -455,7 +456,7 @@ class OpenRequests:
         kept = []
         for event in decisions:
             state = self._open.get(event.request_id)
-            is_end = event.kind in (EventKind.FINISHED, EventKind.CHOICE_FINISHED)
+            is_end = event.kind in ENDS
             if state is None:
                 self.rejections.unknown += is_end
                 continue
@@ -522,10 +523,11 @@ async def _read(requests: OpenRequests, state: OpenRequest, final_only: bool) ->
             yield output
 
 
-def _settle(answer: asyncio.Future[Accepted] | None, value: Accepted | OctavoError) -> None:
+def settle(answer: asyncio.Future[Any] | None, value: object) -> None:
+    """Give a future that waits its value or its exception; one that is done keeps what it has."""
     if answer is None or answer.done():
         return
-    if isinstance(value, OctavoError):
+    if isinstance(value, Exception):
         answer.set_exception(value)
     else:
         answer.set_result(value)

@@ -22,6 +22,7 @@ from octavo.engine import wire
 from octavo.engine.client import Accepted, Verb
 from octavo.errors import EngineDeadError, EngineError, InvalidRequestError, OctavoError
 from octavo.executors.protocol import Capacity
+from octavo.frontend.open_requests import settle
 
 _READ_BYTES = 1 << 18
 
@@ -110,11 +111,19 @@ class SocketClient:
 
     async def statistics(self) -> Mapping[str, object]:
         """Engine counters and gauges as plain JSON values."""
-        return cast(Mapping[str, object], await self._ask("statistics", ""))
+        return cast(Mapping[str, object], await self.control("statistics"))
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """See EngineClient."""
-        return await self._ask(verb, argument)
+        number = next(self._numbers)
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        self._asked_at[number] = time.monotonic()
+        try:
+            await self._write(wire.frame(wire.Ask(self.epoch, number, verb, argument)))
+            return await answer
+        finally:
+            _unasked(self._answered(self._answers, number))
 
     async def close(self) -> None:
         """Let the engine answer its requests, then end the connection. Idempotent."""
@@ -127,17 +136,6 @@ class SocketClient:
     def abandon(self) -> None:
         """End the connection at once."""
         self._writer.close()
-
-    async def _ask(self, verb: str, argument: str) -> object:
-        number = next(self._numbers)
-        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
-        self._asked_at[number] = time.monotonic()
-        try:
-            await self._write(wire.frame(wire.Ask(self.epoch, number, verb, argument)))
-            return await answer
-        finally:
-            _unasked(self._answered(self._answers, number))
 
     def _answered(self, waiting: dict[Any, asyncio.Future[Any]], key: str | int) -> asyncio.Future[Any] | None:
         """Nothing is awaited under this key any more; the future that was."""
@@ -190,26 +188,26 @@ class SocketClient:
         elif events is not None:
             self._receive(message.epoch, events)
         elif isinstance(message, wire.Took):
-            _settle(self._answered(self._submits, message.request_id), message.accepted())
+            settle(self._answered(self._submits, message.accepted.request_id), message.accepted)
         elif isinstance(message, wire.Answer):
-            _settle(self._answered(self._answers, message.number), message.value)
+            settle(self._answered(self._answers, message.number), message.value)
         elif isinstance(message, wire.ErrorReply):
             self._fail(message)
         elif isinstance(message, wire.Ready):
-            _settle(
+            settle(
                 self._ready, message.capacity if message.version == wire.VERSION else _other_version(message.version)
             )
 
     def _fail(self, message: wire.ErrorReply) -> None:
         if message.request_id is not None:
-            _settle(self._answered(self._submits, message.request_id), message.error())
+            settle(self._answered(self._submits, message.request_id), message.error())
         elif message.number is not None:
-            _settle(self._answered(self._answers, message.number), message.error())
+            settle(self._answered(self._answers, message.number), message.error())
         elif self._ready.done():
             self._finish(message.message)
         else:
             self._end = message.error()
-            _settle(self._ready, self._end)
+            settle(self._ready, self._end)
             self._ready.exception()  # marked as retrieved: only the one that starts the engine awaits it
 
     def _finish(self, reason: str) -> None:
@@ -220,7 +218,7 @@ class SocketClient:
             )
         waiting: tuple[asyncio.Future[Any], ...] = (self._ready, *self._submits.values(), *self._answers.values())
         for answer in waiting:
-            _settle(answer, self._end)
+            settle(answer, self._end)
         self._asked_at.clear()
         if not self._ready.cancelled():
             self._ready.exception()
@@ -241,12 +239,3 @@ def _unasked(answer: asyncio.Future[Any] | None) -> None:
     """This answer is no longer awaited: mark an error in it as retrieved."""
     if answer is not None and answer.done() and not answer.cancelled():
         answer.exception()
-
-
-def _settle(answer: asyncio.Future[Any] | None, value: object) -> None:
-    if answer is None or answer.done():
-        return
-    if isinstance(value, Exception):
-        answer.set_exception(value)
-    else:
-        answer.set_result(value)
