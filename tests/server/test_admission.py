@@ -214,6 +214,15 @@ def test_a_wait_that_cannot_be_met_is_refused_with_the_numbers() -> None:
         bounded.enter(Wish())
 
 
+def test_a_request_waits_for_a_full_engine_although_none_waits_before_it() -> None:
+    admission = made(slots=4, bound=100, forecast=taught())
+    running(admission, 4)
+    assert admission.room.num_waiting == 0
+    with pytest.raises(WaitTooLongError):
+        admission.enter(Wish(max_wait_s=0.01))
+    admission.enter(Wish(max_wait_s=60.0))
+
+
 def test_urgent_requests_wait_for_those_before_them_only() -> None:
     admission = made(slots=4, bound=100, forecast=taught(), is_by_priority=True)
     running(admission, 4)

@@ -10,8 +10,8 @@ Invariant: a refusal takes nothing and costs no more than some counting; every l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -72,11 +72,13 @@ class Lease:
         """Look again now that all prompts' tokens are counted, and charge them. Raises BusyError."""
         admission, wish = self._admission, self._wish
         admission.text_tokenized(wish.num_characters, num_tokens - wish.num_ids)
-        self.seat.expect(0, 0)
-        admission.check_tokens(wish, num_tokens)
-        self.seat.expect(num_tokens, admission.forecast.output_tokens(wish.max_tokens))
+        if admission.room.num_pending > self.seat.num_waiting * self.seat.width:  # others wait too
+            self.seat.expect(0, 0)
+            admission.check_tokens(wish.key, num_tokens)
         if self._meter is not None:
+            self._meter.check_tokens(admission.now(), num_tokens)
             self._meter.use_tokens(num_tokens, admission.now())
+        self.seat.expect(num_tokens, admission.forecast.output_tokens(wish.max_tokens))
 
     def generated(self, num_tokens: int) -> None:
         """Charge tokens that were generated."""
@@ -142,8 +144,7 @@ class AdmissionControl:
     @property
     def load(self) -> Load:
         """How full the queue is."""
-        share = self._share(self.room.num_waiting, self.room.num_waiting_tokens)
-        return Load(sum(share >= bound for bound in _BOUNDS))
+        return Load(bisect_right(_BOUNDS, self._share(self.room.num_waiting, self.room.num_waiting_tokens)))
 
     def glance(self, key: KeyInfo, *, may_be_known: bool = False) -> None:
         """Before the body is read: count the request, or refuse it at a full queue or its key's limit (BusyError).
@@ -151,20 +152,18 @@ class AdmissionControl:
         `may_be_known`: it may ask for something that is here already, and so needs no room.
         """
         meter = self._current_meter(key)
-        with _counted(meter):
+        if not may_be_known and self.room.num_pending:
+            self._check_full(key, 1)
+        if meter is not None:
             if not may_be_known:
-                self._check_full(key, 1)
-            if meter is not None:
-                if not may_be_known:
-                    self._check_concurrent(meter)
-                meter.begin(self.now())
+                self._check_concurrent(meter)
+            meter.begin(self.now())
 
     def count(self, key: KeyInfo) -> None:
         """Count a request that needs no place in the queue, or refuse it at its key's limit (BusyError)."""
         meter = self._current_meter(key)
-        with _counted(meter):
-            if meter is not None:
-                meter.begin(self.now())
+        if meter is not None:
+            meter.begin(self.now())
 
     def charge(self, key: KeyInfo, num_tokens: int) -> None:
         """Charge a key for tokens that were counted or decoded for it, and not generated."""
@@ -175,16 +174,20 @@ class AdmissionControl:
     def enter(self, wish: Wish) -> Lease:
         """Take a seat for a checked body. Raises BusyError."""
         meter = self.meter(wish.key)
-        num_sequences = wish.num_prompts * wish.width
         num_tokens = wish.num_ids + self.tokens_of(wish.num_characters)
-        with _counted(meter):
+        if self.room.num_pending:  # else nothing waits
+            num_sequences = wish.num_prompts * wish.width
             self._check_full(wish.key, num_sequences)
             self._check_load(wish)
             self._check_share(wish.key, num_sequences, num_tokens)
+        if wish.max_wait_s is not None or self.config.max_queue_time_s is not None:
             self._check_wait(wish)
-            if meter is not None:
-                self._check_concurrent(meter)
-        self.check_tokens(wish, num_tokens)
+        if meter is not None:
+            self._check_concurrent(meter)
+        if self.room.num_pending:
+            self.check_tokens(wish.key, num_tokens)
+        if meter is not None:
+            meter.check_tokens(self.now(), num_tokens)
         seat = self.room.enter(wish.key.name, wish.priority, wish.num_prompts, wish.width)
         seat.expect(num_tokens, self.forecast.output_tokens(wish.max_tokens))
         self.forecast.refresh(self._queue)
@@ -200,18 +203,15 @@ class AdmissionControl:
         mean = self._tokens_per_character.value
         return round(num_characters * (_FIRST_TOKENS_PER_CHARACTER if mean is None else mean))
 
-    def check_tokens(self, wish: Wish, num_tokens: int) -> None:
-        """Refuse more tokens than the queue or the key has left. Raises BusyError."""
-        meter, room, most = self.meter(wish.key), self.room, self.config.max_waiting_tokens
-        with _counted(meter):
-            others = room.num_waiting_tokens
-            if others and others + num_tokens > most:
-                wait_s = self._tokens_room_s(others + num_tokens - most)
-                told = "how long is not known yet" if wait_s is None else f"there will be room in about {wait_s:.1f} s"
-                text = f"requests with {others} prompt tokens wait for their first token, {most} may, and this one has"
-                raise QueueFullError(f"the queue is full: {text} {num_tokens}; {told}", retry_after_s=wait_s)
-            if meter is not None:
-                meter.check_tokens(self.now(), num_tokens)
+    def check_tokens(self, key: KeyInfo, num_tokens: int) -> None:
+        """Refuse more tokens than the queue has left beside those of others. Raises BusyError."""
+        others, most = self.room.num_waiting_tokens, self.config.max_waiting_tokens
+        if others and others + num_tokens > most:
+            wait_s = self._tokens_room_s(others + num_tokens - most)
+            told = "how long is not known yet" if wait_s is None else f"there will be room in about {wait_s:.1f} s"
+            text = f"requests with {others} prompt tokens wait for their first token, {most} may, and this one has"
+            message = f"the queue is full: {text} {num_tokens}; {told}"
+            raise self._counted(key, QueueFullError(message, retry_after_s=wait_s))
 
     def snapshot(self) -> dict[str, object]:
         """The figures of now, for metrics."""
@@ -264,57 +264,65 @@ class AdmissionControl:
             kept = f" ({self.config.max_waiting - most} more places are for keys of which nothing waits)"
         if waiting and waiting + num_sequences > most:
             asked = "" if num_sequences == 1 else f", and this request has {num_sequences}"
-            raise QueueFullError(
-                f"the queue is full: {waiting} sequences wait, {most} may{kept}{asked}; {self._told()}",
-                retry_after_s=self._room_s(waiting + num_sequences - most),
-            )
+            message = f"the queue is full: {waiting} sequences wait, {most} may{kept}{asked}; {self._told()}"
+            wait_s = self._room_s(waiting + num_sequences - most)
+            raise self._counted(key, QueueFullError(message, retry_after_s=wait_s))
 
     def _check_load(self, wish: Wish) -> None:
+        if wish.priority <= DEFAULT_PRIORITY:
+            return
         load = self.load
-        if wish.priority <= DEFAULT_PRIORITY or load < Load.BUSY:
+        if load < Load.BUSY:
             return
         if load >= Load.CROWDED or wish.width > 1:
             kind = "requests" if load >= Load.CROWDED else "requests of several choices"
             text = f"the queue is {load.name.lower()} and {kind} of priority {wish.priority} are refused"
-            raise LoadShedError(
-                f"{text}: {self.room.num_waiting} sequences wait, {self.config.max_waiting} may; {self._told()}",
-                retry_after_s=self._room_s(self.room.num_waiting - self.config.max_waiting / 2),
-            )
+            message = f"{text}: {self.room.num_waiting} sequences wait, {self.config.max_waiting} may; {self._told()}"
+            wait_s = self._room_s(self.room.num_waiting - self.config.max_waiting / 2)
+            raise self._counted(wish.key, LoadShedError(message, retry_after_s=wait_s))
 
     def _check_share(self, key: KeyInfo, num_sequences: int, num_tokens: int) -> None:
         """While the queue is over half full and several keys wait, none takes more than its share of it."""
         room = self.room
         mine = room.by_key.get(key.name, 0)
-        if self.load < Load.BUSY or not mine or len(room.by_key) == 1:
+        if not mine or len(room.by_key) == 1 or self.load < Load.BUSY:
             return
         known = (self._meters.get(name) for name in room.by_key)
         weights = [1.0 if meter is None else meter.info.weight for meter in known]
         share = key.weight / sum(weights)
         if self._share(mine + num_sequences, room.tokens_by_key[key.name] + num_tokens) > share:
-            raise QueueFullError(
+            message = (
                 f"key {key.name!r} has its share of the queue: {mine} of its sequences wait, {share:.0%} of the "
-                f"{self.config.max_waiting} places are its own while {len(weights)} keys wait; {self._told()}",
-                retry_after_s=self._room_s(num_sequences),
+                f"{self.config.max_waiting} places are its own while {len(weights)} keys wait; {self._told()}"
             )
+            raise self._counted(key, QueueFullError(message, retry_after_s=self._room_s(num_sequences)))
 
     def _check_wait(self, wish: Wish) -> None:
         limits = [limit for limit in (wish.max_wait_s, self.config.max_queue_time_s) if limit is not None]
-        wait_s = self.wait_s(wish.priority) if limits else None
+        wait_s = self.wait_s(wish.priority)
         if wait_s is not None and wait_s > min(limits):
-            raise WaitTooLongError(
+            message = (
                 f"this request would wait about {wait_s:.1f} s, and may wait {min(limits):g} s: "
-                f"{self.room.num_waiting} sequences wait, {self.config.max_waiting} may",
-                retry_after_s=min(MAX_RETRY_S, wait_s - min(limits)),
+                f"{self.room.num_waiting} sequences wait, {self.config.max_waiting} may"
             )
+            retry_s = min(MAX_RETRY_S, wait_s - min(limits))
+            raise self._counted(wish.key, WaitTooLongError(message, retry_after_s=retry_s))
 
     def _check_concurrent(self, meter: Meter) -> None:
         most = meter.info.max_concurrent
         if most is not None and meter.num_open >= most:
             wait_s = min(MAX_RETRY_S, (self.forecast.answer_s(self.room.num_busy) or 0.0) / max(1, meter.num_open))
-            raise RateLimitError(
-                f"key {meter.info.name!r} is at its limit: {meter.num_open} of its requests are open, {most} may be",
-                retry_after_s=wait_s,
+            message = (
+                f"key {meter.info.name!r} is at its limit: {meter.num_open} of its requests are open, {most} may be"
             )
+            raise self._counted(meter.info, RateLimitError(message, retry_after_s=wait_s))
+
+    def _counted(self, key: KeyInfo, error: BusyError) -> BusyError:
+        """Count the refusal of a key's request."""
+        meter = self.meter(key)
+        if meter is not None:
+            meter.num_refused += 1
+        return error
 
     def _room_s(self, num_sequences: float) -> float | None:
         """Return the seconds until so many sequences have started; None: unknown.
@@ -337,13 +345,3 @@ class AdmissionControl:
     def _told(self) -> str:
         wait_s = self.wait_s()
         return "how long is not known yet" if wait_s is None else f"a new request would wait about {wait_s:.1f} s"
-
-
-@contextmanager
-def _counted(meter: Meter | None) -> Iterator[None]:
-    try:
-        yield
-    except BusyError:
-        if meter is not None:
-            meter.num_refused += 1
-        raise

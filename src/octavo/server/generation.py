@@ -79,6 +79,7 @@ class Generation:
         self._metrics = metrics
         self._lease = lease
         self._closing = closing
+        self.num_choices = len(sessions) * asked.params.n
         self._last_at = [0.0] * self.num_choices
         self._num_tokens = [0] * self.num_choices
         self._open = set(range(len(sessions)))
@@ -89,11 +90,6 @@ class Generation:
     def name(self) -> str:
         """The engine's name of it, for the log."""
         return self.asked.request_id
-
-    @property
-    def num_choices(self) -> int:
-        """Choices of the answer."""
-        return len(self._sessions) * self.asked.params.n
 
     @property
     def unread_bytes(self) -> int:
@@ -245,6 +241,8 @@ async def open_sessions(sessions: Sessions, asked: Asked) -> list[Session]:
 
     They go together, in order: an engine that answers between steps would otherwise take them in one by one.
     """
+    if len(asked.prompts) == 1:
+        return [await sessions.submit(asked.prompts[0], asked.params, request_id=asked.request_id, **asked.terms)]
     pairs = zip(asked.session_ids, asked.prompts, strict=True)
     opening = [
         asyncio.ensure_future(sessions.submit(prompt, asked.params, request_id=request_id, **asked.terms))

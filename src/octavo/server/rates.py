@@ -101,6 +101,7 @@ class Meter:
                 yield f"x-ratelimit-reset-{name}".encode(), f"{full_in_s:.3f}s".encode()
 
     def _refusal(self, reason: str, wait_s: float) -> RateLimitError:
+        self.num_refused += 1
         message = f"key {self.info.name!r} is at its limit: {reason}; try again in {wait_s:.3g} s"
         return RateLimitError(message, retry_after_s=wait_s)
 

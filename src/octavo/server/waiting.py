@@ -41,8 +41,8 @@ class DecayedMean:
 class Seat:
     """What one HTTP request takes: `num_prompts` prompts of `width` sequences each."""
 
-    __slots__ = ("_held", "_is_open", "_room", "_work", "key", "num_prompts", "num_started", "num_waiting", "priority",
-                 "width")  # fmt: skip
+    __slots__ = ("_held", "_is_open", "_room", "key", "num_prompts", "num_started", "num_waiting", "priority", "width",
+                 "work")  # fmt: skip
 
     def __init__(self, room: WaitingRoom, key: str, priority: int, num_prompts: int, width: int) -> None:
         self.key = key
@@ -52,7 +52,7 @@ class Seat:
         self.num_waiting = num_prompts  # prompts without a token
         self.num_started = 0  # prompts with one, and without their end
         self._room = room
-        self._work = QueuedWork(width)  # of one prompt, on average
+        self.work = QueuedWork(width)  # of one prompt, on average
         self._held = 0  # tokens in the KV pool, as far as known
         self._is_open = True
 
@@ -60,13 +60,8 @@ class Seat:
         """Say how many tokens all its prompts have, and each of its sequences will likely generate."""
         self._room.move(self, -self.num_waiting)
         each = max(1, self.num_prompts)
-        self._work = QueuedWork(self.width, prompt_tokens / each, self.width * output_tokens)
+        self.work = QueuedWork(self.width, prompt_tokens / each, self.width * output_tokens)
         self._room.move(self, self.num_waiting)
-
-    @property
-    def work(self) -> QueuedWork:
-        """One prompt's."""
-        return self._work
 
     def start(self) -> None:
         """One of its prompts has its first token."""
@@ -75,7 +70,7 @@ class Seat:
             self.num_waiting -= 1
             self.num_started += 1
             self._room.num_running += self.width
-            self.grow(round(self._work.prompt_tokens * self._room.new_share))
+            self.grow(round(self.work.prompt_tokens * self._room.new_share))
 
     def grow(self, num_tokens: int) -> None:
         """Its sequences hold so many tokens more."""
@@ -112,6 +107,7 @@ class WaitingRoom:
         self.num_slots = num_slots or _UNKNOWN_SLOTS
         self.num_kv_tokens = num_kv_tokens
         self.num_requests = 0  # HTTP requests with a seat
+        self.num_pending = 0  # sequences without a token
         self.num_running = 0  # sequences with a token
         self.num_tokens_held = 0  # by those
         self._new_share = DecayedMean(16_384)  # of prompt tokens, those that were not in the prefix cache
@@ -137,11 +133,6 @@ class WaitingRoom:
         """Count a prompt of so many tokens, some of them from the prefix cache."""
         if num_tokens > 0:
             self._new_share.add(num_tokens - num_cached, num_tokens)
-
-    @property
-    def num_pending(self) -> int:
-        """Sequences without a token."""
-        return round(self.pending.num_sequences)
 
     @property
     def num_free(self) -> int:
@@ -185,6 +176,7 @@ class WaitingRoom:
         if not num_prompts:
             return
         work = seat.work
+        self.num_pending += num_prompts * seat.width
         self.pending.add(work, num_prompts)
         level = self._by_priority.setdefault(seat.priority, QueuedWork())
         level.add(work, num_prompts)
