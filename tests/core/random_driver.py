@@ -231,7 +231,7 @@ class Driver:
 
     def explain(self) -> None:
         for name in self.open_ids()[:3]:
-            found = self.run.scheduler.explain(name, self.run.now)
+            found = self.run.scheduler.explain(name)
             assert found is None or found.name == name  # None: it has ended, and its event was not taken yet
 
     def pause(self) -> None:

@@ -27,7 +27,7 @@ NO_STANDING = {WaitReason.IDLE, WaitReason.DRAINING, WaitReason.EXCLUDED, WaitRe
 
 
 def told(run: Run, name: str) -> Explanation:
-    found = run.scheduler.explain(name, run.now)
+    found = run.scheduler.explain(name)
     assert found is not None
     return found
 
@@ -41,15 +41,15 @@ def check(run: Run, one: Explanation) -> None:
     if entry.status == Status.RUNNING:
         assert (one.position, one.behind, one.ahead, one.room) == (0, None, (), ())
         assert one.state is (Standing.DECODE if entry.is_decoding else Standing.PREFILL)
-        assert 0 <= one.work.num_computed <= one.work.num_known
-        assert one.work.num_blocks <= sum(sum(map(len, seq.tables)) for seq in entry.sequences)
+        assert 0 <= one.num_computed <= one.num_known
+        assert one.num_blocks <= sum(sum(map(len, seq.tables)) for seq in entry.sequences)
         return
     if run.limits.policy not in ALL:
         return  # its order is another at each call
     order = state.waiting.in_order()
     assert order[one.position - 1] is entry and one.num_waiting == len(order)
     assert [ahead.name for ahead in one.ahead] == [other.name for other in order[: min(5, one.position - 1)]]
-    assert one.work.num_blocks == 0 and (one.work.num_host_blocks > 0) == (one.state is Standing.SWAPPED)
+    assert one.num_blocks == 0 and (one.num_host_blocks > 0) == (one.state is Standing.SWAPPED)
     assert one.num_bypassed <= one.max_bypass + len(state.requests)
     assert (one.reason is WaitReason.PAUSED) == state.is_paused
     if one.reason in (WaitReason.BEHIND, WaitReason.BARRIER):
@@ -75,7 +75,7 @@ class Watch:
 
     def look(self, plan: StepPlan) -> None:
         run = self.run
-        everybody = explain_all(run.scheduler._state, run.now)
+        everybody = explain_all(run.scheduler._state)
         assert len(everybody) == len(run.scheduler._state.requests)
         has_preempted = any(event.kind == EventKind.PREEMPTED and event.step == plan.step for event in plan.events)
         for one in everybody:
@@ -92,7 +92,7 @@ def test_S20_every_reason_is_explained_with_its_numbers(reason: WaitReason) -> N
     texts: list[str] = []
 
     def look(plan: StepPlan) -> None:
-        for one in explain_all(run.scheduler._state, run.now):
+        for one in explain_all(run.scheduler._state):
             check(run, one)
             if reason in (one.reason, one.shortage and one.shortage.reason):
                 texts.append(sentence(one))
@@ -155,7 +155,7 @@ def test_S20_an_explanation_of_what_runs() -> None:
     assert sentence(told(run, "r0")) == "r0 is prefilling: 8 of 12 known tokens computed, 2 blocks held"
     run.step()
     decoding = told(run, "r0")
-    assert (decoding.state, decoding.work.num_outputs, decoding.work.max_tokens) == (Standing.DECODE, 1, 4)
+    assert (decoding.state, decoding.num_outputs, decoding.max_tokens) == (Standing.DECODE, 1, 4)
     assert sentence(decoding) == "r0 is decoding: 12 of 13 known tokens computed, 3 blocks held"
     run.finish()
     assert run.scheduler.explain("r0") is None
@@ -272,7 +272,7 @@ def test_S20_asking_changes_no_plan(policy: str) -> None:
         while run.scheduler.has_work:
             run.step()
             if asks:
-                explain_all(run.scheduler._state, run.now)
+                explain_all(run.scheduler._state)
         return run.digests
 
     assert digests(False) == digests(True)

@@ -17,10 +17,9 @@ from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.core.views import NO_OWNER
 from octavo.errors import EngineError
 from octavo.observe.frames import encode, streams
-from octavo.observe.frames.encode import Frame, FrameSource, PoolFrames, queue_frame
+from octavo.observe.frames.encode import NO_OWNER, Frame, FrameSource, PoolFrames, queue_frame
 from octavo.observe.frames.streams import FrameRing, FrameWriter, Window
 from octavo.observe.history import History, WaitCounts
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request

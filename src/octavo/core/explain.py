@@ -9,7 +9,7 @@ blocks is short of blocks here until one is released. No other request is named 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from octavo.core.admit import growth_blocks, needed_blocks, swapped_blocks
@@ -82,81 +82,70 @@ class Ahead:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """The size of a request, over all its sequences; blocks that they share count once.
-
-    `num_computed` of `num_known` tokens (prompt and outputs) are in the KV pool; `cached_tokens` were found there at
-    its first admission. `num_outputs` are out, of at most `max_tokens` for each choice.
-    """
-
-    num_prompt_tokens: int = 0
-    num_known: int = 0
-    num_computed: int = 0
-    num_outputs: int = 0
-    max_tokens: int = 0
-    cached_tokens: int = 0
-    num_blocks: int = 0
-    num_host_blocks: int = 0
-    num_choices: int = 1
-    num_drafted: int = 0
-    num_accepted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where one request is at `now`. Times are in seconds on the scheduler's clock.
+    """Where one request is. Times are in seconds on the scheduler's clock.
 
     `position` counts from 1 among `num_waiting`, and is 0 for a request that runs. `reason` is why it waits, None until
     admission first looked at it; `shortage` has the numbers: its own, or those of the request that it waits behind
     (`is_first_short`). `behind` is the request right before it, or the barrier that none may pass; `ahead` are the
     first few in the queue. `why` is its place in the policy's order, which is `rule`. `num_bypassed` counts steps in
     which a later request was admitted before it; at `max_bypass` none is.
+    Tokens and blocks are summed over all sequences, blocks that they share counted once: `num_computed` of `num_known`
+    tokens (prompt and outputs) are in the KV pool; `cached_tokens` were found there at its first admission.
+    `num_outputs` are out, of at most `max_tokens` for each choice.
     """
 
     name: str
     tenant: str
     state: Standing
-    now: float
     arrival: float
-    position: int = 0
-    num_waiting: int = 0
-    num_running: int = 0
-    reason: WaitReason | None = None
-    shortage: Shortage | None = None
-    is_first_short: bool = False
-    room: tuple[Room, ...] = ()
-    behind: str | None = None
-    ahead: tuple[Ahead, ...] = ()
-    policy: str = ""
-    rule: str = ""
-    why: str = ""
-    num_bypassed: int = 0
-    max_bypass: int = 0
-    work: Work = field(default_factory=Work)
-    num_preemptions: int = 0
-    deadline: float | None = None
-    queue_until: float | None = None
+    position: int
+    num_waiting: int
+    num_running: int
+    reason: WaitReason | None
+    shortage: Shortage | None
+    is_first_short: bool
+    room: tuple[Room, ...]
+    behind: str | None
+    ahead: tuple[Ahead, ...]
+    policy: str
+    rule: str
+    why: str
+    num_bypassed: int
+    max_bypass: int
+    num_preemptions: int
+    deadline: float | None
+    queue_until: float | None
+    num_prompt_tokens: int
+    num_known: int
+    num_computed: int
+    num_outputs: int
+    max_tokens: int
+    cached_tokens: int
+    num_blocks: int
+    num_host_blocks: int
+    num_choices: int
+    num_drafted: int
+    num_accepted: int
 
 
-def explain(state: State, request_id: str, now: float) -> Explanation | None:
+def explain(state: State, request_id: str) -> Explanation | None:
     """Explain an open request; None for one that is unknown or has ended."""
     entry = state.requests.get(request_id)
     if entry is None:
         return None
-    if entry.status == Status.RUNNING:
-        return _explain(state, entry, now)
-    order = state.waiting.in_order()
-    return _explain_waiting(state, entry, now, order, order.index(entry))
+    order = state.waiting.in_order() if entry.status == Status.WAITING else []
+    return _explain(state, entry, order, order.index(entry) + 1 if order else 0)
 
 
-def explain_all(state: State, now: float, most: int | None = None) -> list[Explanation]:
+def explain_all(state: State, most: int | None = None) -> list[Explanation]:
     """Explain every open request: those that wait, in order, then those that run; `most` of each.
 
     O(requests log requests), and a look into the cache for each that lacked blocks.
     """
     order = state.waiting.in_order()
-    waiting = [_explain_waiting(state, entry, now, order, place) for place, entry in enumerate(order[:most])]
-    return waiting + [_explain(state, entry, now) for entry in state.running.requests[:most]]
+    waiting = [_explain(state, entry, order, position) for position, entry in enumerate(order[:most], 1)]
+    return waiting + [_explain(state, entry, order, 0) for entry in state.running.requests[:most]]
 
 
 def shortage_of(state: State, entry: RequestState) -> Shortage | None:
@@ -184,59 +173,79 @@ def find_barrier(state: State) -> RequestState | None:
     return min((one for one in overdue if not one.in_flight), key=lambda one: one.rank, default=None)
 
 
-def _explain(state: State, entry: RequestState, now: float) -> Explanation:
-    """Explain a running request, and of a waiting one what both have."""
-    request, shortage = entry.request, shortage_of(state, entry)
+def _explain(state: State, entry: RequestState, order: Many[RequestState], position: int) -> Explanation:
+    """Explain a request at its position in the order of the waiting ones; 0 if it runs."""
+    request, sequences = entry.request, entry.sequences
+    tracks = [one.track for one in sequences if one.track is not None]
+    shortage, behind, is_first_short = shortage_of(state, entry), None, False
+    reason = None if shortage is None else shortage.reason
+    if position:
+        reason, shortage, behind, is_first_short = _wait(state, entry, order, position)
     return Explanation(
-        entry.name,
-        request.tenant,
-        Standing.DECODE if entry.is_decoding else Standing.PREFILL,
-        now,
-        request.arrival,
+        name=entry.name,
+        tenant=request.tenant,
+        state=_standing(entry),
+        arrival=request.arrival,
+        position=position,
         num_waiting=len(state.waiting),
         num_running=len(state.running),
-        reason=None if shortage is None else shortage.reason,
+        reason=reason,
         shortage=shortage,
+        is_first_short=is_first_short,
+        room=_rooms(state, entry) if position and reason in _BLOCKS else (),
+        behind=behind,
+        ahead=tuple(
+            Ahead(one.name, one.request.tenant, state.policy.why(one)) for one in order[: min(position - 1, NUM_AHEAD)]
+        )
+        if position
+        else (),
         policy=state.limits.policy,
         rule=state.policy.rule(),
         why=state.policy.why(entry),
         num_bypassed=entry.num_bypassed,
         max_bypass=state.limits.max_bypass,
-        work=_work(entry),
         num_preemptions=entry.num_preemptions,
         deadline=request.deadline,
         queue_until=request.queue_until if entry.first_scheduled_at is None else None,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_known=sum(one.num_known for one in sequences),
+        num_computed=sum(one.num_computed for one in sequences),
+        num_outputs=entry.num_ended_outputs + sum(one.num_outputs for one in sequences),
+        max_tokens=entry.max_tokens,
+        cached_tokens=entry.cached_tokens,
+        num_blocks=len(distinct_blocks([one.tables for one in sequences])),
+        num_host_blocks=len(distinct_blocks([one.host_tables for one in sequences])),
+        num_choices=len(sequences),
+        num_drafted=sum(track.num_drafted for track in tracks),
+        num_accepted=sum(track.num_accepted for track in tracks),
     )
 
 
-def _explain_waiting(
-    state: State, entry: RequestState, now: float, order: Many[RequestState], place: int
-) -> Explanation:
-    """Explain a waiting request at its place in the queue's order."""
-    common, barrier = _explain(state, entry, now), find_barrier(state)
-    reason, shortage = reason_of(state, entry, barrier), common.shortage
-    before, blocker = (order[place - 1] if place else None), None
-    if reason == WaitReason.PAUSED:
-        shortage = None
-    elif reason == WaitReason.BARRIER:
+def _standing(entry: RequestState) -> Standing:
+    if entry.status == Status.RUNNING:
+        return Standing.DECODE if entry.is_decoding else Standing.PREFILL
+    if entry.is_swapped:
+        return Standing.SWAPPED
+    return Standing.WAITING if entry.first_scheduled_at is None else Standing.PREEMPTED
+
+
+def _wait(
+    state: State, entry: RequestState, order: Many[RequestState], position: int
+) -> tuple[WaitReason | None, Shortage | None, str | None, bool]:
+    """Return why a request waits, the numbers of that, the request that it is behind, and if they are another's."""
+    barrier = find_barrier(state)
+    reason, before = reason_of(state, entry, barrier), order[position - 2] if position > 1 else None
+    if reason == WaitReason.BARRIER:
         before = blocker = barrier
-    elif reason == WaitReason.BEHIND:
-        blocker = order[0]
-    if blocker is not None:
-        shortage = shortage_of(state, blocker)
-    standing = Standing.WAITING if entry.first_scheduled_at is None else Standing.PREEMPTED
-    return replace(
-        common,
-        state=Standing.SWAPPED if entry.is_swapped else standing,
-        position=place + 1,
-        reason=None if reason == WaitReason.BEHIND and before is None else reason,
-        shortage=shortage,
-        is_first_short=blocker is not None and shortage is not None,
-        room=_rooms(state, entry) if reason in _BLOCKS else (),
-        behind=None if before is None else before.name,
-        ahead=tuple(
-            Ahead(one.name, one.request.tenant, state.policy.why(one)) for one in order[: min(place, NUM_AHEAD)]
-        ),
+    else:
+        blocker = order[0] if reason == WaitReason.BEHIND else None
+    shortage = None if reason == WaitReason.PAUSED else shortage_of(state, blocker or entry)
+    is_known = reason != WaitReason.BEHIND or before is not None
+    return (
+        reason if is_known else None,
+        shortage,
+        None if before is None else before.name,
+        blocker is not None and shortage is not None,
     )
 
 
@@ -298,21 +307,3 @@ def _limit(state: State, reason: WaitReason) -> int:
         WaitReason.ADAPTER_SLOTS: limits.adapter_slots,
         WaitReason.PARTIAL_PREFILL_CAP: limits.max_partial_prefills,
     }.get(reason, 0)
-
-
-def _work(entry: RequestState) -> Work:
-    sequences = entry.sequences
-    histories = [one.track for one in sequences if one.track is not None]
-    return Work(
-        num_prompt_tokens=entry.request.num_prompt_tokens,
-        num_known=sum(one.num_known for one in sequences),
-        num_computed=sum(one.num_computed for one in sequences),
-        num_outputs=entry.num_ended_outputs + sum(one.num_outputs for one in sequences),
-        max_tokens=entry.max_tokens,
-        cached_tokens=entry.cached_tokens,
-        num_blocks=len(distinct_blocks([one.tables for one in sequences])),
-        num_host_blocks=len(distinct_blocks([one.host_tables for one in sequences])),
-        num_choices=len(sequences),
-        num_drafted=sum(history.num_drafted for history in histories),
-        num_accepted=sum(history.num_accepted for history in histories),
-    )

@@ -31,13 +31,16 @@ from octavo.core.statistics import MemoryAnalysis, Statistics, analyse_memory, r
 from octavo.core.step import Step
 from octavo.core.tap import CallTap, GivenDrafts, GivenKeys, InputSource, TappedKeys
 from octavo.core.views import (
-    BlockMap,
     Gauges,
     OpenWork,
-    WaitingRequest,
+    PoolSample,
+    RequestView,
+    SlotTables,
     first_waiting,
     gauges,
     open_work,
+    read_tables,
+    sample_pools,
 )
 from octavo.errors import AdmissionError, DuplicateRequestError, ErrorKind
 
@@ -240,15 +243,15 @@ class Scheduler:
         """How the KV pool is filled. O(blocks in tables), for people."""
         return analyse_memory(self._state)
 
-    def explain(self, request_id: str, now: float = 0.0) -> Explanation | None:
+    def explain(self, request_id: str) -> Explanation | None:
         """Explain where an open request is and why it waits; None for one that is unknown or has ended. For people."""
-        return explain(self._state, request_id, now)
+        return explain(self._state, request_id)
 
-    def explain_all(self, now: float = 0.0, most: int | None = None) -> list[Explanation]:
+    def explain_all(self, most: int | None = None) -> list[Explanation]:
         """Explain every open request: those that wait first, in order, then those that run; `most` of each."""
-        return explain_all(self._state, now, most)
+        return explain_all(self._state, most)
 
-    def first_waiting(self, most: int) -> list[WaitingRequest]:
+    def first_waiting(self, most: int) -> list[RequestView]:
         """The first that wait, with their reasons. O(most log waiting)."""
         return first_waiting(self._state, most)
 
@@ -256,9 +259,13 @@ class Scheduler:
         """What is left to do of every open request, for forecasts. O(requests log requests)."""
         return open_work(self._state)
 
-    def block_map(self, max_cells: int, max_read: int) -> BlockMap:
-        """A map of the KV pool to look at repeatedly; a look reads `max_read` table entries at most."""
-        return BlockMap(self._state, max_cells, max_read)
+    def sample_pools(self, max_blocks: int) -> list[PoolSample]:
+        """Which blocks of the KV pool are referenced, or hold a prefix: at most so many, evenly spread."""
+        return sample_pools(self._state, max_blocks)
+
+    def read_tables(self, first_slot: int, max_blocks: int) -> list[SlotTables]:
+        """The block tables of the sequences in the slots from one on, until they have `max_blocks` together."""
+        return read_tables(self._state, first_slot, max_blocks)
 
     # --- steps made as one, for simulations ------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class Explainer:
 
     def _one(self, name: str, now: float) -> dict[str, object]:
         history = self._history.open.get(name) or self._history.ended.get(name)
-        explanation = self._scheduler.explain(name, now)
+        explanation = self._scheduler.explain(name)
         if explanation is None:
             return unknown(name) if history is None or history.end is None else _ended(history, now)
         values = plain_values(explanation, now) | {"prediction": None}
@@ -79,7 +79,7 @@ class Explainer:
         """Open requests without their histories: the first that wait and the first that run."""
         forecasts = self.forecaster.next_tokens()
         listed = []
-        for one in self._scheduler.explain_all(now, MAX_LISTED):
+        for one in self._scheduler.explain_all(MAX_LISTED):
             lacks = "" if one.shortage is None else shortage_text(one.shortage, () if one.is_first_short else one.room)
             listed.append(
                 {
@@ -91,9 +91,9 @@ class Explainer:
                     "lacks": lacks,
                     "behind": one.behind,
                     "age_s": now - one.arrival,
-                    "num_prompt_tokens": one.work.num_prompt_tokens,
-                    "num_outputs": one.work.num_outputs,
-                    "num_blocks": one.work.num_blocks,
+                    "num_prompt_tokens": one.num_prompt_tokens,
+                    "num_outputs": one.num_outputs,
+                    "num_blocks": one.num_blocks,
                     "num_preemptions": one.num_preemptions,
                     "next_token_s": forecasts[one.name].seconds if one.name in forecasts else None,
                 }
@@ -106,7 +106,7 @@ class Explainer:
         """Return the seconds to the next token, or why they are not known, as values and in words."""
         found = self.forecaster.next_tokens().get(explanation.name)
         if found is not None:
-            token = "first" if explanation.work.num_outputs == 0 else "next"
+            token = "first" if explanation.num_outputs == 0 else "next"
             values: dict[str, object] = {
                 "next_token_s": found.seconds,
                 "least_s": found.least,
@@ -195,10 +195,9 @@ def sentence(one: Explanation, is_named: bool = True) -> str:
 
 
 def plain_values(one: Explanation, now: float) -> dict[str, object]:
-    """Return an explanation's values for JSON: enumerations by name, times from now, `work` beside the rest."""
+    """Return an explanation's values for JSON: enumerations by name, times from now."""
     values = asdict(one)
-    work = values.pop("work")
-    for name in ("now", "arrival", "deadline", "queue_until"):
+    for name in ("arrival", "deadline", "queue_until"):
         del values[name]
     if one.shortage is not None:
         values["shortage"] |= {"reason": reason_name(one.shortage.reason), "unit": unit(one.shortage)}
@@ -207,7 +206,6 @@ def plain_values(one: Explanation, now: float) -> dict[str, object]:
     return {
         "id": values.pop("name"),
         **values,
-        **work,
         "state": one.state.value,
         "reason": reason_name(one.reason),
         "age_s": now - one.arrival,
@@ -261,14 +259,13 @@ def _waiting(one: Explanation, is_named: bool) -> str:
 
 
 def _running(one: Explanation) -> str:
-    work = one.work
     phase = "decoding" if one.state is Standing.DECODE else "prefilling"
-    several = f" over {work.num_choices} sequences" if work.num_choices > 1 else ""
+    several = f" over {one.num_choices} sequences" if one.num_choices > 1 else ""
     again = f", preempted {times(one.num_preemptions)}" if one.num_preemptions else ""
     lacks = "" if one.shortage is None else f", {reason_name(one.reason)}: {shortage_text(one.shortage, ())}"
-    drafted = f", {work.num_accepted} of {work.num_drafted} drafts accepted" if work.num_drafted else ""
-    known = f"{work.num_computed} of {work.num_known} known tokens computed"
-    blocks = "1 block" if work.num_blocks == 1 else f"{work.num_blocks} blocks"
+    drafted = f", {one.num_accepted} of {one.num_drafted} drafts accepted" if one.num_drafted else ""
+    known = f"{one.num_computed} of {one.num_known} known tokens computed"
+    blocks = "1 block" if one.num_blocks == 1 else f"{one.num_blocks} blocks"
     return f"is {phase}: {known}{several}, {blocks} held{again}{lacks}{drafted}"
 
 

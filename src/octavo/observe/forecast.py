@@ -22,7 +22,7 @@ from math import inf
 
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
-from octavo.core.views import OpenWork, RequestWork
+from octavo.core.views import OpenWork, RequestView
 
 NUM_STEPS = 64  # kept of each kind
 NUM_RECENT = 16  # steps that say how fast the machine is now
@@ -253,9 +253,9 @@ class _QueueRun:
                 break
         return self.found
 
-    def _job(self, entry: RequestWork) -> _Job:
+    def _job(self, entry: RequestView) -> _Job:
         answer = self._answer(entry.num_outputs, entry.max_tokens, entry.ignores_eos) if entry.max_tokens else 0.0
-        has_question = entry.is_waiting or not entry.is_decoding
+        has_question = entry.reason is not None or not entry.is_decoding
         return _Job(entry.name, entry.num_todo, answer, entry.num_slots, entry.num_blocks, has_question)
 
     def _answer(self, outputs: int, most: int, is_exact: bool) -> float:
