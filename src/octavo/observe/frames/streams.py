@@ -39,7 +39,7 @@ class FrameRing:
         self._scheduler = history.scheduler
         self._source = source
         self._now = now
-        self._pools: PoolFrames | None = None  # made at the first look
+        self._pools = PoolFrames(history.scheduler)
         self._ring: deque[StepRecord | tuple[Frame, ...]] = deque()  # looks are kept as the frames that they are
         self._first = 0  # number of the ring's first entry
         self._weight = 0
@@ -130,7 +130,6 @@ class FrameRing:
         if is_rare or not self._is_pools_turn:
             looks.append(queue_frame(self._scheduler, self._history.waits, now))
         if is_rare or self._is_pools_turn:
-            self._pools = self._pools or PoolFrames(self._scheduler)
             looks.append(self._pools.frame(now))
         self.add(tuple(looks))
 
@@ -175,7 +174,7 @@ class FrameWriter:
         self._source = source
         self._window = window or Window()
         self._before = OpenSlots()
-        self._pools: PoolFrames | None = None
+        self._pools = PoolFrames(history.scheduler)
         self._held: StepRecord | None = None  # its emit is known only when all have read it
         self._looks: tuple[Frame, ...] = ()  # made after the step that is held
         self._previous: StepRecord | None = None
@@ -237,7 +236,6 @@ class FrameWriter:
 
     def _look(self, now: float) -> None:
         self._next_look = now + self._window.look_s
-        self._pools = self._pools or PoolFrames(self._scheduler)
         self._looks = queue_frame(self._scheduler, self._history.waits, now), self._pools.frame(now)
 
 
