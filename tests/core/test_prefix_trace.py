@@ -41,7 +41,7 @@ def replay(trace: list[list[bytes]], num_blocks: int) -> tuple[int, int]:
     kv = KVCache(sizes)
     found = asked = 0
     for step, keys in enumerate(trace):
-        kv.begin_plan(step)
+        effects = kv.begin_plan(step)
         end = len(keys) * BLOCK_SIZE
         # One token more than the blocks hold: the last token is always computed, so all blocks can be found.
         request = Request(f"r{step}", None, num_prompt_tokens=end + 1, block_keys=tuple(keys))
@@ -52,8 +52,8 @@ def replay(trace: list[list[bytes]], num_blocks: int) -> tuple[int, int]:
         kv.adopt(sequence, match)
         assert kv.fits(sequence, end)
         kv.extend(sequence, end)
-        made = kv.publish(sequence, end, step)
-        kv.confirm(made, step)
+        effects.published += kv.publish(sequence, end, step)
+        kv.confirm(effects)
         kv.release(sequence)
         kv.end_plan()
         found += match.num_tokens // BLOCK_SIZE

@@ -124,7 +124,7 @@ def _is_one_too_many(step: Step, sequence: Sequence, match: Match) -> bool:
 def _is_promised(step: Step, sequence: Sequence, match: Match) -> bool:
     """Return True if a row of another request in this very plan is to write what was found: it may be taken back."""
     request = sequence.request
-    promised = {(made.group, made.block) for made in step.published if made.owner.request is not request}
+    promised = {(made.group, made.block) for made in step.effects.published if made.owner.request is not request}
     return any((group, block) in promised for group, blocks in enumerate(match.blocks) for block in blocks)
 
 

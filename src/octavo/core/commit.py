@@ -67,15 +67,14 @@ class StepCommit:
         if bad:
             recover.retry_bad_rows(state, flight, bad, self.now)
         recover.finish_dead_ends(state, flight, result.dead_ends, self.now)
-        state.cache.confirm(flight.published, plan.step)
-        state.cache.host.confirm(flight.saved, plan.step)
+        state.cache.confirm(flight.effects)
         recover.release_blocks(state, flight)
         if result.scores or result.pooled:
             self._take_outputs(result, bad)
         if result.logprobs is not None:
             self.logprobs = []
         self._take_rows(result, is_regular=result.num_token_ids is None and not bad and not plan.num_drafts)
-        self._deduplicate(flight.published)
+        self._deduplicate(flight.effects.published)
         for request in self.searching:
             self._advance(request)
         if state.limits.encoder_budget:

@@ -127,10 +127,7 @@ def _withdraw(state: State, flights: list[Flight], sequence: Sequence) -> set[tu
     """Unpublish what a sequence published in flight; return those blocks and the copies made of them."""
     blocks: set[tuple[int, int]] = set()
     for flight in flights:
-        mine = [made for made in flight.published if made.owner is sequence]
-        blocks.update((made.group, made.block) for made in mine)
-        state.cache.unpublish(mine, flight.plan.step)
-        flight.published = [made for made in flight.published if made.owner is not sequence]
+        blocks.update((made.group, made.block) for made in state.cache.unpublish(flight.effects, [sequence]))
         copies = flight.plan.copies
         for group, source, to in zip(copies[::3], copies[1::3], copies[2::3], strict=True):
             if (group, source) in blocks:
@@ -160,10 +157,9 @@ def undo_steps(state: State, first: Flight, now: float) -> None:
     state.flight.clear()
     state.totals.num_failed_steps += 1
     for flight in flights:
-        state.cache.unpublish(flight.published, flight.plan.step)
-        state.cache.host.unpublish(flight.saved, flight.plan.step)
+        state.cache.undo(flight.effects)
         release_blocks(state, flight)
-        for request in flight.swapped:
+        for request in flight.effects.swapped_requests:
             state.unswap(request)
         for sequence in flight.rows:
             sequence.in_flight = sequence.stale = sequence.num_pending = 0

@@ -110,7 +110,6 @@ def _is_calm(state: State) -> bool:
         or state.ended
         or state.id_edits
         or state.table_edits
-        or state.swapped_now
         or state.encoder.num_references
         or limits.max_kv_read
         or limits.max_draft_tokens
@@ -125,10 +124,11 @@ def _is_calm(state: State) -> bool:
 def _is_whole_flight(state: State) -> bool:
     """Return True if the only plan in flight has one token of each running request, and nothing to undo or release."""
     flight, running = state.flight[0], state.running.requests
+    effects = flight.effects
     return (
         len(state.flight) == 1
         and len(flight.rows) == len(running)
-        and not (flight.published or flight.saved or flight.swapped or flight.releases)
+        and not (effects.published or effects.saved or effects.swapped_requests or flight.releases)
         and flight.plan.is_fast_path
         and all(row.request is request for row, request in zip(flight.rows, running, strict=True))
     )

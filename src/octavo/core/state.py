@@ -18,7 +18,7 @@ from octavo.core.composition import Composition
 from octavo.core.encoder import EncoderCache
 from octavo.core.gates import AdapterSlots, Gate
 from octavo.core.kv.cache import KVCache
-from octavo.core.kv.effects import Publication, without_slots
+from octavo.core.kv.effects import Effects, without_slots
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
 from octavo.core.policy import PolicyGuard, create_policy
@@ -30,15 +30,12 @@ from octavo.core.request import FinishError, FinishReason, RequestState, Sequenc
 class Flight:
     """A plan in flight: the sequences of its rows, and what must be undone if it fails.
 
-    `published` blocks can be found before the plan ran, `saved` ones likewise on the host; `swapped` requests were
-    moved to the host by it; `releases` are (group, block) that this plan is the last to name.
+    `releases` are (group, block) that this plan is the last to name.
     """
 
     plan: StepPlan
     rows: list[Sequence]
-    published: list[Publication]
-    saved: list[tuple[int, int]] = field(default_factory=list)
-    swapped: list[RequestState] = field(default_factory=list)
+    effects: Effects
     releases: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -73,7 +70,7 @@ class State:
         "adapters", "announced", "cache", "composition", "deadlines", "encoder", "ended", "events", "finished_ids",
         "flight", "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining", "is_paused", "limits",
         "next_order", "num_swapped", "overdue", "policy", "preempted_ids", "read_budget", "requests", "running",
-        "slot_owner", "step", "swapped_now", "table_edits", "token_budget", "totals", "waiting",
+        "slot_owner", "step", "table_edits", "token_budget", "totals", "waiting",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
@@ -101,7 +98,6 @@ class State:
         self.announced: list[Sequence] = []  # sequences with a new slot, in full
         self.id_edits: array[int] = array("i")
         self.table_edits: array[int] = array("i")
-        self.swapped_now: list[RequestState] = []  # by the plan in the making
         self.num_swapped = 0  # requests on the host
         self.finished_ids: list[str] = []
         self.preempted_ids: list[str] = []
@@ -256,7 +252,7 @@ class State:
         self.tell(EventKind.PREEMPTED, request, now, reason=reason, num_tokens=recompute, by=by)
         if is_swapped:
             self.num_swapped += 1
-            self.swapped_now.append(request)
+            self.cache.effects.swapped_requests.append(request)
             self.totals.num_swapped_out_tokens += num_tokens
             self.tell(EventKind.SWAPPED, request, now, num_tokens=num_tokens, by=by)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.core.budget import UNBOUNDED
 from octavo.core.composition import Turn
-from octavo.core.kv.effects import NO_BLOCK, Effects, Publication
+from octavo.core.kv.effects import NO_BLOCK, Effects
 from octavo.core.kv.matching import Match
 from octavo.core.limits import Limits
 from octavo.core.plan import (
@@ -42,7 +42,7 @@ class Step:
     __slots__ = (
         "counts", "draft_ids", "effects", "flags", "has_cleared", "has_preempted", "held", "kept", "limits_reads",
         "moved", "new_sequences", "now", "num_admitted", "num_drafts", "num_partial_left", "only", "outstanding",
-        "published", "reads", "rows", "starts", "state", "tokens", "turn", "waits",
+        "reads", "rows", "starts", "state", "tokens", "turn", "waits",
     )  # fmt: skip
 
     def __init__(self, state: State, now: float, only: frozenset[str] | None) -> None:
@@ -55,7 +55,6 @@ class Step:
         self.flags: list[int] = []
         self.num_drafts = self.draft_ids = array("i")
         self.effects: Effects = state.cache.begin_plan(state.step)
-        self.published: list[Publication] = []
         self.tokens = state.token_budget
         self.tokens.renew()
         self.reads = state.read_budget
@@ -146,7 +145,7 @@ class Step:
         sequence.in_flight += 1
         known = min(end, sequence.num_committed)
         if known >= (sequence.num_published + 1) * state.limits.block_size and start < known:
-            self.published += state.cache.publish(sequence, known, state.step)
+            self.effects.published += state.cache.publish(sequence, known, state.step)
         if request.beams is not None:
             sequence.block_end = 0  # never granted by the short way of run.grant_running
             return False
@@ -202,7 +201,7 @@ class Step:
     def enter_match(self, sequence: Sequence, match: Match) -> None:
         """Enter a sequence with the cached prefix that was found for it."""
         cache = self.state.cache
-        self.published += cache.adopt(sequence, match)
+        cache.adopt(sequence, match)
         cache.count_hit(sequence.num_known, match.num_tokens)
         self.announce(sequence)
 
@@ -276,9 +275,7 @@ class Step:
         is_fresh = any(new.slot in slots and new.slot not in self.moved for new in self.new_sequences)
         for sequence in rows:
             self._take_back(sequence)
-        promised = [made for made in self.published if made.owner.request is victim]
-        self.state.cache.unpublish(promised, self.state.step)
-        self.published = [made for made in self.published if made.owner.request is not victim]
+        self.state.cache.unpublish(self.effects, victim.sequences)
         for group, count in enumerate(self.kept.pop(victim.name, ())):
             self.outstanding[group] -= count
         self.new_sequences = [new for new in self.new_sequences if new.slot not in slots]
@@ -332,7 +329,6 @@ class Step:
         )
         state.freed_slots, state.id_edits = array("i"), array("i")
         state.cache.end_plan()
-        swapped, state.swapped_now = state.swapped_now, []
         if plan.is_empty:
             plan.waits = self._reasons()
         else:
@@ -341,7 +337,7 @@ class Step:
             state.finished_ids = []
             state.preempted_ids = []
             state.totals.num_copies += len(effects.copies) // 3
-            state.flight.append(Flight(plan, self.rows, self.published, effects.saved, swapped))
+            state.flight.append(Flight(plan, self.rows, effects))
             state.step += 1
         plan.events = tuple(state.events)
         state.events = []

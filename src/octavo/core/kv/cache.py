@@ -174,14 +174,14 @@ class KVCache:
         match.num_tokens = known - 1
         return match
 
-    def adopt(self, sequence: Sequence, match: Match) -> list[Publication]:
-        """Give a match's blocks to the sequence and enter them in the plan; return the blocks that are loaded back."""
+    def adopt(self, sequence: Sequence, match: Match) -> None:
+        """Give a match's blocks to the sequence and enter them in the plan."""
         for group, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
             for block in blocks:
                 if block != NO_BLOCK:
                     pool.share(block)
             sequence.tables[group].extend(blocks)
-        loaded = self._load(sequence, match)
+        self._load(sequence, match)
         self.announce(sequence)
         for group, source in enumerate(match.sources):
             # The source is held while the copy is allocated, so that a block is never copied onto itself.
@@ -191,11 +191,9 @@ class KVCache:
         sequence.num_published = match.num_tokens // self.block_size
         sequence.num_scheduled = sequence.num_computed = match.num_tokens
         self.resize(sequence)
-        return loaded
 
-    def _load(self, sequence: Sequence, match: Match) -> list[Publication]:
+    def _load(self, sequence: Sequence, match: Match) -> None:
         """Fill the table's holes from the host. All that was found is held already, so none of it is evicted."""
-        loaded: list[Publication] = []
         for group, _, host_block in match.loads:
             self.host.pin(self.effects, group, host_block)
         for group, index, host_block in match.loads:
@@ -203,8 +201,7 @@ class KVCache:
             self.effects.load(sequence.slot, group, host_block, block)
             sequence.tables[group][index] = block
             if self.pools[group].publish(block, sequence.keys[index], self.ids_of(sequence, index), self.effects.step):
-                loaded.append(Publication(group, block, index, sequence))
-        return loaded
+                self.effects.published.append(Publication(group, block, index, sequence))
 
     @property
     def may_load(self) -> bool:
@@ -388,14 +385,28 @@ class KVCache:
             sequence.num_published = index + 1
         return made
 
-    def confirm(self, made: list[Publication], step: int) -> None:
-        """Note that the plan of `step` ran: what it published is cached."""
-        for entry in made:
+    def confirm(self, effects: Effects) -> None:
+        """Note that a plan ran: what it published and saved is cached."""
+        for entry in effects.published:
             if not entry.is_duplicate:
-                self.pools[entry.group].confirm(entry.block, step)
+                self.pools[entry.group].confirm(entry.block, effects.step)
+        for group, block in effects.saved:
+            self.host.pools[group].confirm(block, effects.step)
 
-    def unpublish(self, made: list[Publication], step: int) -> None:
-        """Withdraw what the plan of `step` published: it did not run."""
+    def unpublish(self, effects: Effects, owners: list[Sequence]) -> list[Publication]:
+        """Withdraw what a plan that did not run, or failed, published for these sequences; return that."""
+        made = [entry for entry in effects.published if entry.owner in owners]
+        effects.published = [entry for entry in effects.published if entry.owner not in owners]
+        self._withdraw_pending(made, effects.step)
+        return made
+
+    def undo(self, effects: Effects) -> None:
+        """Withdraw all that a plan published or saved: it did not run."""
+        self._withdraw_pending(effects.published, effects.step)
+        for group, block in effects.saved:
+            self.host.pools[group].unpublish(block, effects.step)
+
+    def _withdraw_pending(self, made: list[Publication], step: int) -> None:
         for entry in made:
             if not entry.is_duplicate:
                 self.pools[entry.group].unpublish(entry.block, step)

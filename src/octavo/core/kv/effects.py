@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from octavo.core.request import Sequence
+from octavo.core.request import RequestState, Sequence
 
 NO_BLOCK = -1  # a table entry without a block: it left the window, or was never needed
 
@@ -31,7 +31,11 @@ class Publication:
 
 @dataclass(slots=True)
 class Effects:
-    """The effects of one plan, in the plan's own formats."""
+    """The effects of one plan, in the plan's own formats, and what is undone if it fails.
+
+    `published` blocks can be found before the plan ran, `saved` ones likewise on the host; it swaps out
+    `swapped_requests`.
+    """
 
     step: int
     edits: array[int] = field(default_factory=_ints)
@@ -41,7 +45,9 @@ class Effects:
     host_loads: array[int] = field(default_factory=_ints)
     load_slots: list[int] = field(default_factory=list)
     swapped: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, device block) -> its host block
-    saved: list[tuple[int, int]] = field(default_factory=list)  # (group, host block) made findable on the host
+    published: list[Publication] = field(default_factory=list)
+    saved: list[tuple[int, int]] = field(default_factory=list)  # (group, host block)
+    swapped_requests: list[RequestState] = field(default_factory=list)
     pinned: list[tuple[int, int]] = field(default_factory=list)  # (group, host block) held until the plan is made
 
     def copy(self, slot: int, group: int, source: int, destination: int) -> None:

@@ -58,16 +58,6 @@ class HostTier:
             effects.saved.append((group, kept))
             effects.pinned.append((group, kept))
 
-    def confirm(self, saved: list[tuple[int, int]], step: int) -> None:
-        """Note that the plan of `step` ran: the prefixes that it saved are on the host."""
-        for group, block in saved:
-            self.pools[group].confirm(block, step)
-
-    def unpublish(self, saved: list[tuple[int, int]], step: int) -> None:
-        """Withdraw the prefixes that the plan of `step` was to save: it did not run."""
-        for group, block in saved:
-            self.pools[group].unpublish(block, step)
-
     # --- swapped sequences -------------------------------------------------------------------------------
 
     def swap_out(self, sequences: list[Sequence], effects: Effects) -> bool:
