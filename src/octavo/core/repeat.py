@@ -238,6 +238,7 @@ def _replace_flight(state: State, now: float, is_first: bool) -> None:
     flight = state.flight[0]
     starts = array("i", [row.num_scheduled - 1 for row in flight.rows])
     counts = array("i", [1]) * len(starts)
+    flight.effects = state.cache.effects
     flight.plan = StepPlan(
         state.step - 1,
         now,
@@ -245,7 +246,7 @@ def _replace_flight(state: State, now: float, is_first: bool) -> None:
         starts,
         counts,
         array("i", [ROW_SAMPLE | ROW_CARRY]) * len(starts),
-        edits=state.cache.effects.edits,
+        edits=flight.effects.edits,
         freed_slots=state.freed_slots if is_first else array("i"),
         finished_ids=tuple(state.finished_ids) if is_first else (),
         preempted_ids=tuple(state.preempted_ids) if is_first else (),
