@@ -19,7 +19,7 @@ import pytest
 from octavo.cli import systemd
 from octavo.frontend import supervisor
 from octavo.frontend.restarts import RestartBudget
-from octavo.frontend.supervisor import EXIT_ENGINE_FAILED, EXIT_GAVE_UP, ChildSpec, Supervisor, _Life
+from octavo.frontend.supervisor import EXIT_ENGINE_FAILED, EXIT_GAVE_UP, ChildSpec, Supervisor, _Child
 
 HERE = Path(__file__).resolve()
 CHILD = (sys.executable, str(HERE.with_name("fake_child.py")))
@@ -185,16 +185,16 @@ def test_a_signal_that_is_passed_on_ends_nothing() -> None:
     assert (code, errors) == (0, "the child got SIGHUP\n")
 
 
-def test_time_in_which_the_supervisor_stood_still_counts_for_nobody() -> None:
-    life = _Life(subprocess.Popen([sys.executable, "-c", ""]), os.open(os.devnull, os.O_RDONLY), 0.0)
-    life.process.wait(WAIT_S)
-    assert not life.is_still(1e6), "one that never told"
-    life.heard_at = life.looked_at = 100.0
+def test_time_in_which_the_supervisor_was_stopped_is_not_counted() -> None:
+    child = _Child(subprocess.Popen([sys.executable, "-c", ""]), os.open(os.devnull, os.O_RDONLY), 0.0)
+    child.process.wait(WAIT_S)
+    assert not child.check_stalled(1e6), "it never sent ALIVE"
+    child.alive_at = child.checked_at = 100.0
     looks = [100.0 + 5 * i for i in range(1, 12)]  # up to 155
-    assert not any(life.is_still(now) for now in looks)
-    assert not life.is_still(1000.0), "nobody had looked"
-    assert [life.is_still(1000.0 + 6 * i) for i in range(1, 12)].index(True) == 10
-    life.end()
+    assert not any(child.check_stalled(now) for now in looks)
+    assert not child.check_stalled(1000.0), "it was not checked meanwhile"
+    assert [child.check_stalled(1000.0 + 6 * i) for i in range(1, 12)].index(True) == 10
+    child.close()
 
 
 def test_whoever_asks_is_told_when_it_is_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from octavo.engine.process_side import DUMP_SIGNAL
 from octavo.engine.scratch import PAGE_NAME, PREFIX, SOCKET_NAME, scratch_root
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
+from octavo.frontend.restarts import describe_status
 from octavo.frontend.socket_client import Receive, SocketClient
 
 COMMAND = (sys.executable, "-m", "octavo.assembly")
@@ -126,9 +127,7 @@ class EngineProcess:
     def describe_exit(self) -> str:
         """How it ended, in words."""
         status = self._process.returncode
-        if status is None:
-            return "it still runs"
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return "it still runs" if status is None else describe_status(status)
 
     def kill(self) -> None:
         """End it at once (SIGKILL)."""

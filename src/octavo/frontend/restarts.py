@@ -1,13 +1,14 @@
-"""How often a process may be started again, and after how long a wait.
+"""How a process ended, how often it may be started again, and after how long a wait.
 
-Owns: the count of processes that were of no use, and the wait before the next one. Does not: start, wait, read a clock
-or draw: `now` (seconds, monotonic) and `draw` (0 to 1) are arguments.
+Owns: the count of useless processes, and the wait before the next one. Does not: start, wait, read a clock or draw:
+`now` (seconds, monotonic) and `draw` (0 to 1) are arguments.
 Invariant: a process that was useful costs nothing; of the others at most `most` end within any `within_s` seconds
 before the budget is spent.
 """
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 
 
@@ -41,3 +42,8 @@ class RestartBudget:
         while self._useless and self._useless[0] <= now - self.within_s:
             self._useless.popleft()
         return len(self._useless)
+
+
+def describe_status(status: int) -> str:
+    """Return an exit status in words; a negative one is a signal's."""
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
