@@ -22,6 +22,7 @@ from octavo.core.request import SamplingParams, Want
 from octavo.errors import EngineError, OctavoError
 from octavo.server.admission import Wish
 from octavo.server.auth import KEY
+from octavo.server.bodies.served import ServedFields
 from octavo.server.context import Context, context_of
 from octavo.server.directory import engine_id
 from octavo.server.faults import ApiError, draining_error, from_exception
@@ -29,8 +30,8 @@ from octavo.server.generation import Asked, Choice, Generation, open_sessions
 from octavo.server.inputs import Inputs, read_inputs
 from octavo.server.lifecycle import ClientGoneError, ServerStoppingError
 from octavo.server.offload import off_loop
+from octavo.server.reply import shorter, terms_of
 from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
-from octavo.server.terms import Served, shorter, terms_of
 
 if TYPE_CHECKING:
     from octavo.frontend.sessions import Terms
@@ -52,7 +53,7 @@ class Embedded:
     num_cached: int
 
 
-async def embed(request: Request, kind: str, body: Served, inputs: Inputs) -> Embedded:
+async def embed(request: Request, kind: str, body: ServedFields, inputs: Inputs) -> Embedded:
     """Vectors of texts; `kind` begins the answer's id, `body` says how it is served. Raises ApiError."""
     context = context_of(request)
     given = request.scope[GIVEN_ID]
@@ -73,7 +74,7 @@ async def embed(request: Request, kind: str, body: Served, inputs: Inputs) -> Em
 
 
 async def _begin(
-    request: Request, context: Context, body: Served, inputs: Inputs, names: tuple[str, str]
+    request: Request, context: Context, body: ServedFields, inputs: Inputs, names: tuple[str, str]
 ) -> Generation:
     """Submit the texts. Raises ApiError; then nothing of it is left."""
     key = request.scope[KEY]

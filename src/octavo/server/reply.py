@@ -21,10 +21,12 @@ from starlette.responses import Response
 from octavo.core.request import SamplingParams
 from octavo.errors import OctavoError
 from octavo.frontend.outputs import MAX_SLICE
+from octavo.frontend.sessions import Terms
 from octavo.observe.request_trace import RequestTrace, Value
 from octavo.server.admission import Wish
 from octavo.server.auth import KEY
 from octavo.server.bodies.sampling import SamplingBody
+from octavo.server.bodies.served import ServedFields
 from octavo.server.context import Context, context_of
 from octavo.server.directory import engine_id
 from octavo.server.faults import ApiError, bad_field, draining_error, from_exception
@@ -41,7 +43,6 @@ from octavo.server.shapes.registry import shape_of
 from octavo.server.shapes.shape import Identity, Shape
 from octavo.server.shell import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
 from octavo.server.stream import EventStream
-from octavo.server.terms import shorter, terms_of
 
 RETRY_NOTE = (
     "With a header `Idempotency-Key` the request runs once, however often it is asked for; `Last-Event-ID` beside it "
@@ -136,6 +137,30 @@ async def open_run(request: Request, context: Context, task: Task, retry: RetryK
     if task.on_shape is not None:
         task.on_shape(replay.shape)
     return replay
+
+
+def terms_of(key: KeyInfo, context: Context, body: ServedFields) -> Terms:
+    """Return how a request is served. Raises ApiError when its key may not have this priority."""
+    priority = key.priority if body.priority is None else body.priority
+    if body.priority is not None and key.max_priority is not None and priority < key.max_priority:
+        message = f"priority is {priority}; the most urgent that key {key.name!r} may ask for is {key.max_priority}"
+        raise ApiError(403, message, code="priority_not_allowed", param="priority")
+    return {
+        "priority": priority,
+        "tenant": key.tenant,
+        "cache_salt": context.keys.salt(key.tenant, body.cache_salt),
+        "timeout_s": body.timeout,
+        "queue_timeout_s": shorter(body.queue_timeout, context.admission.config.max_queue_time_s),
+        "ttft_objective": body.ttft_objective,
+        "tpot_objective": body.tpot_objective,
+    }
+
+
+def shorter(one: float | None, other: float | None) -> float | None:
+    """Return the shorter of two bounds in seconds, each of which may be absent."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
 
 
 async def body_hash(task: Task) -> bytes:
