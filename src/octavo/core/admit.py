@@ -326,7 +326,7 @@ class Admitter:
         step = self.step
         todo = request.sequences[0].num_known - match.num_tokens
         count = step.chunk(todo)
-        if count < todo and not self.state.limits.chunked_prefill and todo <= step.tokens.limit:
+        if count < todo and not step.may_split(todo):
             return 0, step.defer(request, WaitReason.TOKEN_BUDGET, todo, step.tokens.left)
         if count < todo and not step.num_partial_left:
             return 0, step.defer(request, WaitReason.PARTIAL_PREFILL_CAP, 1)
@@ -342,11 +342,11 @@ class Admitter:
         granted = state.encoder.grant(request.name, slot, request.request.spans, match.num_tokens, count)
         if granted == count:
             return count, None
-        is_whole = not state.limits.chunked_prefill and todo <= self.step.tokens.limit
-        if granted and not is_whole and self.step.num_partial_left:
+        is_useful = granted and self.step.may_split(todo)
+        if is_useful and self.step.num_partial_left:
             return granted, None
         state.encoder.release(request.name)
-        reason = WaitReason.PARTIAL_PREFILL_CAP if granted and not is_whole else WaitReason.ENCODER_BUDGET
+        reason = WaitReason.PARTIAL_PREFILL_CAP if is_useful else WaitReason.ENCODER_BUDGET
         return 0, self.step.defer(request, reason, 1)
 
     def _lacks_room(

@@ -1,4 +1,4 @@
-"""Budgets: how much of one resource a step, or the engine, may use.
+"""Budgets: how much of one resource a step may use.
 
 Owns: a limit and what is left of it. Does not: know requests or sequences.
 Invariant: 0 <= left <= limit.
@@ -21,18 +21,9 @@ class Budget:
         self.limit = limit
         self.left = limit
 
-    @property
-    def used(self) -> int:
-        """Units in use."""
-        return self.limit - self.left
-
     def renew(self) -> None:
         """Make the whole limit available again."""
         self.left = self.limit
-
-    def fits(self, amount: int) -> bool:
-        """Return True if `amount` can be taken."""
-        return amount <= self.left
 
     def take(self, amount: int) -> None:
         """Use `amount` units."""

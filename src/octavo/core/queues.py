@@ -19,11 +19,6 @@ _rank = attrgetter("rank")
 _Entry = tuple[Rank, int, RequestState]  # rank and ticket are unique, so requests are never compared
 
 
-def rerank(request: RequestState, policy: PolicyGuard) -> None:
-    """Ask the policy again for a request's place. The request must be in neither queue."""
-    request.rank = policy.rank(request)
-
-
 class _Line:
     """Requests of one line by rank. Removal is lazy: an entry is dead unless it has its request's latest ticket."""
 

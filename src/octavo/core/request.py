@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-MAX_RETURNS = 3  # preemptions after which a request is the last to go (see policy.PolicyGuard.victim_rank, room.growth)
+MAX_RETURNS = 3  # preemptions after which a request is the last to go (PolicyGuard.victim_rank, admit.growth_blocks)
 
 
 class FinishReason(IntEnum):

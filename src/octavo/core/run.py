@@ -126,7 +126,7 @@ def grant_row(step: Step, request: RequestState, sequence: Sequence) -> bool:
 def _cut(step: Step, request: RequestState, sequence: Sequence, todo: int) -> tuple[WaitReason | None, int]:
     """Return how many of `todo` tokens may run in this step, or what the row waits for."""
     start, count = sequence.num_scheduled, step.chunk(todo)
-    if count < todo and not step.state.limits.chunked_prefill and todo <= step.tokens.limit:
+    if count < todo and not step.may_split(todo):
         return WaitReason.TOKEN_BUDGET, 0
     is_decoding = request.is_decoding or (todo == 1 and sequence.num_known > sequence.num_prompt)
     refusal = step.turn.refusal(request, is_decoding)

@@ -22,7 +22,6 @@ from octavo.core.drafts import Drafter, add_drafts, allows
 from octavo.core.explain import Explanation, explain, explain_all
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
-from octavo.core.queues import rerank
 from octavo.core.repeat import Repeat, find_repeat, repeat
 from octavo.core.request import FinishError, FinishReason, Request, RequestState, Sequence
 from octavo.core.run import grant_running
@@ -87,7 +86,7 @@ class Scheduler:
         state.requests[request.request_id] = made
         made.lane = state.policy.lane(made)
         state.policy.tell("arrived", made)
-        rerank(made, state.policy)
+        made.rank = state.policy.rank(made)
         state.waiting.add(made)
         state.deadlines.add(made)
         if self._tap is not None or self._source is not None:

@@ -1,7 +1,7 @@
 """Everything the scheduler knows between two calls, and the moves that keep it whole.
 
 Owns: requests, queues, cache, slots, plans in flight, the event log; finish, end_choice and preempt, the ways out
-of the running list. Does not: compose plans (planning) or read results (committing).
+of the running list. Does not: make plans (step) or read their results (commit).
 Invariants: see tests/core/invariants.py.
 """
 
@@ -22,7 +22,7 @@ from octavo.core.kv.effects import Effects, without_slots
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
 from octavo.core.policy import PolicyGuard, create_policy
-from octavo.core.queues import Deadlines, RunningList, WaitingQueue, rerank
+from octavo.core.queues import Deadlines, RunningList, WaitingQueue
 from octavo.core.request import FinishError, FinishReason, RequestState, Sequence, Status
 
 
@@ -198,7 +198,7 @@ class State:
         for sequence, slot in zip(request.sequences, slots, strict=False):
             self.take_slot(sequence, slot)
         request.spare_slots = slots[len(request.sequences) :]
-        rerank(request, self.policy)
+        request.rank = self.policy.rank(request)
         self.running.add(request)
         if request.first_scheduled_at is not None:
             return True
@@ -242,7 +242,7 @@ class State:
             if not request.can_run_ahead:  # its rows in flight would give results of a choice that is made again
                 sequence.stale = sequence.in_flight
                 sequence.num_pending = 0
-        rerank(request, self.policy)
+        request.rank = self.policy.rank(request)
         self.waiting.add(request)
         self.preempted_ids.append(request.name)
         self.totals.num_preemptions += by is not None

@@ -122,6 +122,10 @@ class Step:
             todo = min(todo, limits.long_prefill_threshold)
         return min(todo, self.tokens.left)
 
+    def may_split(self, todo: int) -> bool:
+        """Return True if `todo` tokens may be computed in parts: prompts are chunked, or no step could hold them."""
+        return self.state.limits.chunked_prefill or todo > self.tokens.limit
+
     def add_row(self, sequence: Sequence, count: int) -> bool:
         """Grant a sequence its next `count` positions: blocks, budgets, columns, and keys of blocks that it fills.
 
