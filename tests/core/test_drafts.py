@@ -17,6 +17,7 @@ from octavo.core.ngrams import PAUSES, WORTH, DraftHistory
 from octavo.core.plan import ROW_SAMPLE, StepPlan, StepResult, WaitReason
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.errors import ConfigError, InvariantError
+from octavo.observe.explainer import sentence
 
 LOOP = [5, 6, 7, 8] * 4
 
@@ -242,7 +243,7 @@ def test_P07_explain_says_how_drafts_do() -> None:
     run.until(lambda: num_drafted(run)[1] > 0)
     num, accepted = num_drafted(run)
     found = run.scheduler.explain(record.request.request_id)
-    assert found is not None and found.text().endswith(f", {accepted} of {num} drafts accepted")
+    assert found is not None and sentence(found).endswith(f", {accepted} of {num} drafts accepted")
 
 
 def test_P07_limits_have_ranges() -> None:
