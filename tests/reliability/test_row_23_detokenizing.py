@@ -4,8 +4,9 @@ import random
 import time
 
 from octavo.artifacts.resolve import find_wheel_model
+from octavo.text.detokenizer import Detokenizer
 from octavo.text.text_model import TextModel
-from octavo.text.tokenizer import Detokenizer, Tokenizer
+from octavo.text.tokenizer import Tokenizer
 from tests.reliability.scorecard import Score
 from tests.text.tiny_tokenizers import KINDS, random_text, tiny_tokenizer
 

@@ -167,7 +167,7 @@ def test_row_39_a_stalled_stderr_stops_nothing(tmp_path: Path, score: Score) -> 
         status = process.wait(60)
         end_s = time.monotonic() - begun
     stderr.close()
-    score.print_notice("streams broken off by a reset", sum(counts))
+    score.tell("streams broken off by a reset", sum(counts))
     score.count("/livez not answered with 200", failed)
     score.share("requests answered in full, an engine's death between", answers.count(BODY["max_tokens"]), 20)
     score.least("log lines dropped", num_dropped, 1)

@@ -6,7 +6,7 @@ from tests.text.tiny_tokenizers import KINDS, random_text, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
 from octavo.errors import ModelFileError
-from octavo.text.tokenizer import Detokenizer, TokenBytes
+from octavo.text.detokenizer import Detokenizer, TokenBytes
 
 
 def chunks(rng, items):

@@ -8,8 +8,9 @@ from tests.text.tiny_tokenizers import SPECIAL, random_text, sentencepiece_parts
 from octavo.artifacts.gguf_file import GGUFFile
 from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import ModelFileError
+from octavo.text.detokenizer import byte_alphabet
 from octavo.text.text_model import TextModel
-from octavo.text.tokenizer import Tokenizer, byte_alphabet
+from octavo.text.tokenizer import Tokenizer
 
 STRINGS = [
     "",

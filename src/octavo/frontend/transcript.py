@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason, SamplingParams
+from octavo.text.detokenizer import Detokenizer
 from octavo.text.stop_strings import StopStrings
-from octavo.text.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer

@@ -18,17 +18,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from octavo.errors import ModelFileError
+from octavo.text.detokenizer import byte_alphabet
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types of the GGUF specification
 _MAX_PIECE_CHARS = 1024
 _SPACE_MARK = "\u2581"
-
-
-def byte_alphabet() -> dict[str, int]:
-    """The byte behind each character of a byte-level vocabulary (Radford et al., GPT-2, 2019)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 @dataclass(frozen=True, slots=True)

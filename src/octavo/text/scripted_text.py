@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from octavo.artifacts.script import END_ID, VOCAB_SIZE, ScriptedRequest
-from octavo.text.gguf_tokenizer import byte_alphabet
+from octavo.text.detokenizer import byte_alphabet
 from octavo.text.tokenizer import Tokenizer
 
 _START, _END = "<|im_start|>", "<|im_end|>"

@@ -1,0 +1,175 @@
+"""Turn token ids into text as they arrive: the bytes of each id, and the decoder over them.
+
+Owns: the table of bytes per id, at most three bytes of an unfinished character, and whether the text has begun.
+Does not: keep ids or text: each id costs the same, the 32,000th as the first.
+Invariants: the deltas, with flush(), concatenate to Tokenizer.decode of all ids, however the ids are split; no delta
+holds half a character. Bytes that are not UTF-8 become U+FFFD by Unicode's rule (one for each maximal subpart).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from octavo.errors import ModelFileError
+
+if TYPE_CHECKING:  # the front end loads the library only with a model
+    from tokenizers import Tokenizer as Backend
+
+_SPACE_MARK = "\u2581"  # of SentencePiece
+_SUPPORTED = "ByteLevel, Metaspace, and Replace + ByteFallback + Fuse + Strip as Llama has them"
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The byte behind each character of a byte-level vocabulary (Radford et al., GPT-2, 2019)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes of each id inside a text, computed on first use: none for an id that the tokenizer does not know.
+
+    `strip_start` spaces are cut from the start of a text.
+    """
+
+    def __init__(self, backend: Backend, path: Path) -> None:
+        """Read the decoder. Raises ModelFileError when it is of a kind whose text depends on more than each id."""
+        self.backend = backend
+        self.strip_start = 0
+        self._byte_level = self._byte_fallback = self._space_mark = self._drop_first_marks = self._joined = False
+        self._alphabet = byte_alphabet()
+        self._read_decoder(path)
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self.backend.id_to_token(token_id)
+        piece = self[token_id] = b"" if token is None else self._bytes(token)
+        return piece
+
+    def at_start(self, token_id: int) -> bytes:
+        """The bytes of the first id of a text (`strip_start` is still to be applied)."""
+        if self._drop_first_marks:
+            token = self.backend.id_to_token(token_id)
+            return b"" if token is None else _utf8(token.replace(_SPACE_MARK, ""))
+        return self[token_id].removeprefix(b" ") if self._joined else self[token_id]
+
+    def _bytes(self, token: str) -> bytes:
+        if self._byte_level:
+            values = [self._alphabet.get(character) for character in token]
+            return _utf8(token) if None in values else bytes(value for value in values if value is not None)
+        if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes((int(token[3:5], 16),))
+            except ValueError:
+                pass  # a token that only looks like one, such as <0xZZ>, is text
+        if self._space_mark:
+            token = token.replace(_SPACE_MARK, " ")
+        return b" " + _utf8(token) if self._joined else _utf8(token)
+
+    def _read_decoder(self, path: Path) -> None:
+        decoder = self.backend.decoder
+        steps = _flatten(json.loads(decoder.__getstate__())) if decoder is not None else []
+        kinds = [step["type"] for step in steps]
+        if not kinds:
+            self._joined = True
+        elif kinds == ["ByteLevel"]:
+            self._byte_level = True
+        elif kinds == ["Metaspace"] and steps[0]["replacement"] == _SPACE_MARK:
+            self._space_mark = True
+            self._drop_first_marks = steps[0].get("prepend_scheme", "always") != "never"
+        elif not self._read_sentencepiece(steps):
+            raise ModelFileError(path, f"decoder {kinds} is not supported; {_SUPPORTED} are")
+
+    def _read_sentencepiece(self, steps: list[dict[str, Any]]) -> bool:
+        """Take the steps of a Llama-like decoder, in their order; False when they are something else."""
+        rest = list(steps)
+        if rest and rest[0].get("pattern") == {"String": _SPACE_MARK} and rest[0].get("content") == " ":
+            self._space_mark = True
+            rest.pop(0)
+        if rest and rest[0]["type"] == "ByteFallback":
+            self._byte_fallback = True
+            rest.pop(0)
+        if rest and rest[0]["type"] == "Fuse":
+            rest.pop(0)
+            if rest and rest[0]["type"] == "Strip" and rest[0]["content"] == " " and rest[0]["stop"] == 0:
+                self.strip_start = rest.pop(0)["start"]
+        return not rest
+
+
+def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] == "Sequence":
+        return [step for inner in decoder["decoders"] for step in _flatten(inner)]
+    return [decoder]
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
+
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Decodable(Protocol):
+    """What a Detokenizer reads of a tokenizer."""
+
+    @property
+    def pieces(self) -> TokenBytes:
+        """The bytes of each id."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that are no text."""
+        ...
+
+
+class Detokenizer:
+    """The text of one growing sequence of ids."""
+
+    __slots__ = ("_begun", "_pieces", "_skipped_ids", "_strip", "_utf8")
+
+    def __init__(
+        self, tokenizer: Decodable, skip_special_tokens: bool = True, shown_special_ids: tuple[int, ...] = ()
+    ) -> None:
+        """`shown_special_ids` are not skipped."""
+        self._pieces = tokenizer.pieces
+        self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        if shown_special_ids:
+            self._skipped_ids = self._skipped_ids.difference(shown_special_ids)
+        self._strip = self._pieces.strip_start
+        self._begun = False
+        self._utf8 = _Utf8Decoder("replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Return the characters that these ids complete."""
+        if not self._skipped_ids.isdisjoint(ids):
+            ids = [token_id for token_id in ids if token_id not in self._skipped_ids]
+        if not ids:
+            return ""
+        pieces = self._pieces
+        if self._begun:
+            data = b"".join(map(pieces.__getitem__, ids))
+        else:
+            self._begun = True
+            data = pieces.at_start(ids[0]) + b"".join(map(pieces.__getitem__, ids[1:]))
+        text = self._utf8.decode(data)
+        return self._cut_start(text) if self._strip else text
+
+    def flush(self) -> str:
+        """Return what is left at the end: U+FFFD for an unfinished character, else nothing."""
+        text = self._utf8.decode(b"", True)
+        return self._cut_start(text) if self._strip else text
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes of the unfinished character, at most 3: all that this object remembers of the ids."""
+        return len(self._utf8.getstate()[0])
+
+    def _cut_start(self, text: str) -> str:
+        while self._strip and text:
+            self._strip = self._strip - 1 if text[0] == " " else 0
+            text = text.removeprefix(" ") if text[0] == " " else text
+        return text
