@@ -70,13 +70,13 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 # The house: what was reached. See python -m tools.house; a bound is lowered when less is reached, never raised.
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
-    ("core",): 5_300,
-    ("engine", "frontend"): 5_200,
+    ("core",): 5_080,
+    ("engine", "frontend"): 5_020,
     ("observe",): 4_150,
-    ("simulator",): 4_400,
-    ("server",): 11_500,
-    ("cli",): 5_850,
-    ("bench",): 3_500,
+    ("simulator",): 4_360,
+    ("server",): 11_310,
+    ("cli",): 5_740,
+    ("bench",): 3_430,
 }
 REBUILT = ("core", "engine", "frontend", "observe")
 # Modules in import cycles, by package; none where none is named. Type-only and function-level imports count.
