@@ -11,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Iterator
@@ -40,21 +41,23 @@ def write_again_now(segment: Path) -> None:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[Server, Runner]]:
-    """A server over copies of the journal and the batches."""
-    for name in ("journal", "batches"):
-        shutil.copytree(FOLDER / name, tmp_path / name)
-        for path in (tmp_path / name, *(tmp_path / name).rglob("*")):
-            path.chmod(0o700 if path.is_dir() else 0o600)
-    for segment in (tmp_path / "journal").glob("*.seg"):
-        write_again_now(segment)
+def served() -> Iterator[tuple[Server, Runner]]:
+    """A server over copies of the journal and the batches, in a folder with a path short enough for its socket."""
     keep = ("--batch-keep", "1000000000")  # else they are too old to be kept
-    server = Server(group("--journal", "journal", "--batch-dir", "batches", *keep), tmp_path)
-    try:
-        server.wait()
-        yield server, Runner(server)
-    finally:
-        server.stop()
+    with tempfile.TemporaryDirectory(prefix="octavo-") as name:
+        folder = Path(name)
+        for part in ("journal", "batches"):
+            shutil.copytree(FOLDER / part, folder / part)
+            for path in (folder / part, *(folder / part).rglob("*")):
+                path.chmod(0o700 if path.is_dir() else 0o600)
+        for segment in (folder / "journal").glob("*.seg"):
+            write_again_now(segment)
+        server = Server(group("--journal", "journal", "--batch-dir", "batches", *keep), folder)
+        try:
+            server.wait()
+            yield server, Runner(server)
+        finally:
+            server.stop()
 
 
 def test_an_old_journal_answers_retries_or_is_refused_by_its_version(served: tuple[Server, Runner]) -> None:

@@ -14,12 +14,12 @@ from octavo.errors import ConfigError
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.outcomes import NEVER
 from octavo.simulator.routers import ROUTERS
-from octavo.simulator.run import ReplicaFailure, ReplicaSetup, Run, Setup, simulate
+from octavo.simulator.run import ReplicaFailure, ReplicaSetup, Setup, SimulatedRun, simulate
 
 SETUP = Setup(limits(), LinearCosts(), replicas=3)
 
 
-def by_index(run: Run, name: str) -> dict[int, float]:
+def by_index(run: SimulatedRun, name: str) -> dict[int, float]:
     return dict(zip(run.outcomes.indices, getattr(run.outcomes, name), strict=True))
 
 

@@ -23,7 +23,7 @@ from octavo.simulator.costs import Hardware, cost_model
 from octavo.simulator.costs.scaled import Scaled
 from octavo.simulator.costs.table import CostTable, completed
 from octavo.simulator.costs.table_files import read_table
-from octavo.simulator.run import Run, Setup, simulate
+from octavo.simulator.run import Setup, SimulatedRun, simulate
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 # vLLM's sizes of captured graphs, where a run does not list them: 1, 2, 4, then every 8 and, from 256, every 16.
@@ -120,7 +120,7 @@ class MeasuredRun:
         """Facts alone."""
         return cost_model("roofline", self.hardware)
 
-    def simulate(self, costs: CostModel) -> tuple[Run, Times]:
+    def simulate(self, costs: CostModel) -> tuple[SimulatedRun, Times]:
         """The run as predicted, in the order of `workload`."""
         run = simulate(self.workload, Setup(self.limits, costs, depth=self.depth))
         order = np.argsort(np.array(run.outcomes.indices))

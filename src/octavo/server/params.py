@@ -48,9 +48,9 @@ async def read_params(body: B, read: Callable[[B], SamplingParams]) -> SamplingP
     return read(body) if is_short else await off_loop(lambda: read(body))
 
 
-def check_scores(num_tokens: int, num_top: int) -> None:
-    """Refuse more log-probabilities of prompts than an answer may hold. Raises ApiError."""
-    if num_tokens * (1 + num_top) > MAX_PROMPT_SCORES:
+def check_scores(num_tokens: int, num_top: int | None) -> None:
+    """Refuse more log-probabilities of prompts than an answer may hold; None asks for none. Raises ApiError."""
+    if num_top is not None and num_tokens * (1 + num_top) > MAX_PROMPT_SCORES:
         message = f"prompt_logprobs are {num_top} beside each of {num_tokens} prompt tokens; an answer holds "
         raise bad_field("prompt_logprobs", f"{message}{MAX_PROMPT_SCORES} of them, so give fewer or shorter prompts")
 
