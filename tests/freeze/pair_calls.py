@@ -465,6 +465,7 @@ def _split(event: dict[str, Json], scores: dict[str, Json]) -> list[dict[str, Js
     if not choices or len(choices) > 1:
         return [event]
     choice = dict(choices[0])
+    has_tokens = choice.get("logprobs") is not None or bool(choice.get("token_ids"))
     if choice.get("logprobs") is not None:
         place = f"{choice['index']} logprobs"
         merged = _merged(scores.get(place), choice["logprobs"])
@@ -479,6 +480,11 @@ def _split(event: dict[str, Json], scores: dict[str, Json]) -> list[dict[str, Js
     name = "text" if "text" in choice else "delta"
     pieces = [choice["text"]] if name == "text" and (choice["text"] or end is None) else []
     pieces = _deltas(choice["delta"]) if name == "delta" and (choice["delta"] or end is None) else pieces
+    if has_tokens and pieces in (
+        [{}],
+        [""],
+    ):  # tokens without text come alone, or with the piece before, as time has it
+        pieces = []
     shared = {key: value for key, value in data.items() if key != "timings"}
     if isinstance(shared.get("usage"), dict):
         shared["usage"] = dict.fromkeys(shared["usage"], "num")
