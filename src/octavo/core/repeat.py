@@ -26,8 +26,8 @@ class Repeat:
     """The decode steps that are certain to come next: one row for each running request, at most `max_steps` times.
 
     The first step reads `kv_sum` positions, its longest row `kv_max`; each later one a position more for each row. A
-    plan whose `now` reaches `wake_at` is not one of them. `ending` are the requests, and
-    their choices, that have their length after `max_steps`: they are to be ended then.
+    plan whose `now` reaches `wake_at` is not one of them. `ending` are the requests and choices that reach their length
+    after `max_steps`; the caller ends them.
     """
 
     num_rows: int

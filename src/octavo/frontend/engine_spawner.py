@@ -91,7 +91,7 @@ class EngineSpawner:
         return await self._start()
 
     def prepare(self, is_settled: Callable[[], bool]) -> None:
-        """Open a standby once the engine in force is settled, or at the latest. It is replaced when it dies."""
+        """Open a standby once the current engine is settled, or at the latest. It is replaced when it dies."""
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep(is_settled), name="octavo-standby")
 

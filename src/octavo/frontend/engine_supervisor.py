@@ -1,6 +1,6 @@
 """EngineSupervisor: one EngineClient over engine processes that follow one another.
 
-Owns: which engine is in force, the end of one that stalls, the change to the next one, orders that later engines must
+Owns: which engine is current, the end of one that stalls, the change to the next one, orders that later engines must
 follow too. Does not: start processes (engine_spawner), keep requests (open_requests), or judge (watchdog, restarts).
 Invariants: while requests are open there is an engine, or one on its way, or all of them have been answered; an engine
 that was given up is dead before the next one begins.
@@ -66,7 +66,7 @@ class EngineSupervisor:
         self._killed = ""  # why, when the engine is being killed on purpose
         self._died_at: float | None = None  # since when no request got a token for want of an engine
         self._gaps: deque[float] = deque(maxlen=MAX_GAPS)
-        self._orders: dict[Verb, bool] = {}  # pause, drain: whether the engine in force has the order
+        self._orders: dict[Verb, bool] = {}  # pause, drain: whether the current engine has the order
         self._num_malformed = self._num_stale = 0  # frames of engines that ended
         self._is_closing = False
 
@@ -84,12 +84,12 @@ class EngineSupervisor:
 
     @property
     def epoch(self) -> int:
-        """The number of the engine in force, or of the last one."""
+        """The number of the current engine, or of the last one."""
         return self.requests.epoch
 
     @property
     def pid(self) -> int:
-        """The process of the engine in force, or of the last one."""
+        """The process of the current engine, or of the last one."""
         return self._engine.pid
 
     @property
@@ -149,7 +149,7 @@ class EngineSupervisor:
         self.requests.cancel(request_ids, reason, choice)
 
     async def statistics(self) -> Mapping[str, object]:
-        """Return counters and gauges of the engine in force, since it began. Raises EngineDeadError without one."""
+        """Return counters and gauges of the current engine, since it began. Raises EngineDeadError without one."""
         return await self._client_or_raise().statistics()
 
     async def control(self, verb: Verb, argument: str = "") -> object:
@@ -305,7 +305,7 @@ class EngineSupervisor:
     # --- orders and explanations
 
     def _post_orders(self) -> None:
-        """Pause or drain the engine in force; not before it has all requests that it resumes."""
+        """Pause or drain the current engine, once it has all requests that it resumes."""
         if not self.requests.is_holding:
             for verb, is_posted in tuple(self._orders.items()):
                 if not is_posted and self.state is EngineState.READY:

@@ -82,7 +82,7 @@ class Journal:
         self._is_synced = is_synced
         self._disk = disk or Disk()
         self._now = now
-        self._lock = lock_folder(folder)
+        self._lock = lock_folder(folder, "--journal")
         try:
             found = recover(folder, model, BootClock.now())
         except OSError as error:

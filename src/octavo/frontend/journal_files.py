@@ -316,19 +316,19 @@ def segment_path(folder: Path, number: int) -> Path:
     return folder / f"journal-{number:08d}.seg"
 
 
-def lock_folder(folder: Path) -> int:
-    """Make the folder and take its lock; return the descriptor that holds it. Raises ConfigError."""
+def lock_folder(folder: Path, option: str) -> int:
+    """Make the folder and take its lock; return the descriptor that holds it. Raises ConfigError, naming `option`."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError(f"--journal is {str(folder)!r} ({reason}); give a folder of this user") from None
+        raise ConfigError(f"{option} is {str(folder)!r} ({reason}); give a folder of this user") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
-        raise ConfigError(f"--journal {str(folder)!r} is in use by another server; give each one its own") from None
+        raise ConfigError(f"{option} {str(folder)!r} is in use by another server; give each one its own") from None
     return fd
 
 

@@ -41,7 +41,7 @@ MAX_UNREAD = 1024  # ended requests that were not read to the end; the oldest is
 
 
 class EngineLink(Protocol):
-    """The engine in force: `epoch` numbers it."""
+    """The current engine: `epoch` numbers it."""
 
     epoch: int
 
@@ -90,7 +90,7 @@ class Rejections:
 class OpenRequests:
     """All open requests of one front end, oldest first, and the ended ones not yet read. For one event loop.
 
-    `engine` is the one in force, None while there is none. `resumes`: another follows one that died, so that requests
+    `engine` is the current one, None while there is none. `resumes`: another follows one that died, so that requests
     which it did not answer wait for the next.
     """
 

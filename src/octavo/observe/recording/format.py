@@ -284,7 +284,7 @@ _TEXT_PARAMS = (
 
 
 def _mask_request(record: dict[str, Any], stands: dict[int, int]) -> None:
-    """Take from a request's record what tells of its text; stop ids become stand-ins."""
+    """Remove from a request's record what reveals its text; stop ids are replaced by stand-ins."""
     params = record["params"]
     for name in _TEXT_PARAMS:
         params.pop(name, None)

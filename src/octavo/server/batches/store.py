@@ -8,7 +8,6 @@ nobody's, and is removed when the folder is opened, but for outputs of batches t
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
@@ -24,7 +23,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from octavo.config import BatchConfig
-from octavo.errors import ConfigError
+from octavo.frontend.journal_files import lock_folder
 from octavo.server.batches.records import BatchRecord, FileRecord
 from octavo.server.batches.runner import BatchPaths, write_whole
 from octavo.server.faults import ApiError, bad_field
@@ -44,7 +43,7 @@ class BatchStore:
         self._config = config
         self._shares = shares
         self._folder = folder
-        self._lock_fd = _lock(folder)
+        self._lock_fd = lock_folder(folder, "--batch-dir")
         self._changes = threading.Lock()
         self._new_batches = threading.Lock()
         self.files: dict[str, FileRecord] = {}
@@ -223,22 +222,6 @@ class BatchStore:
 def new_id(kind: str) -> str:
     """An id that nobody can guess."""
     return kind + secrets.token_hex(16)
-
-
-def _lock(folder: Path) -> int:
-    """Make the folder and take its lock; the descriptor that holds it. Raises ConfigError."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"--batch-dir is {str(folder)!r} ({reason}); give a folder of this user") from None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise ConfigError(f"--batch-dir {str(folder)!r} is in use by another server; give each one its own") from None
-    return fd
 
 
 def _read_all(folder: Path, record_type: type[R]) -> Iterable[tuple[str, R]]:
