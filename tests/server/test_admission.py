@@ -9,7 +9,7 @@ import pytest
 from octavo.config import AdmissionConfig
 from octavo.errors import LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
 from octavo.observe.metrics.requests import Finished
-from octavo.server.admission import AdmissionControl, Lease, Load, Wish
+from octavo.server.admission import AdmissionControl, AdmissionRequest, AdmissionTicket, Load
 from octavo.server.keys import KeyInfo
 from octavo.server.queue_forecast import QueueForecast
 from octavo.server.waiting import WaitingRoom
@@ -32,25 +32,25 @@ def made(slots: int = 4, bound: int = 8, tokens: int = 10_000, **options: Any) -
     return AdmissionControl(config, room, options.pop("forecast", None) or QueueForecast(), now=Clock(), **options)
 
 
-def running(admission: AdmissionControl, count: int, num_tokens: int = 10, **fields: Any) -> list[Lease]:
+def running(admission: AdmissionControl, count: int, num_tokens: int = 10, **fields: Any) -> list[AdmissionTicket]:
     """Requests that have their first token."""
-    leases = [admission.enter(Wish(num_ids=num_tokens, **fields)) for _ in range(count)]
-    for lease in leases:
-        lease.settle(num_tokens)
-        lease.seat.start()
-        lease.generated(1)
-    return leases
+    tickets = [admission.enter(AdmissionRequest(num_ids=num_tokens, **fields)) for _ in range(count)]
+    for ticket in tickets:
+        ticket.settle(num_tokens)
+        ticket.seat.start()
+        ticket.generated(1)
+    return tickets
 
 
-def fill(admission: AdmissionControl, **fields: Any) -> list[Lease]:
+def fill(admission: AdmissionControl, **fields: Any) -> list[AdmissionTicket]:
     """Requests until one is refused for a full queue."""
-    leases: list[Lease] = []
+    tickets: list[AdmissionTicket] = []
     with pytest.raises(QueueFullError):
         while True:
             admission.glance(fields.get("key", KeyInfo("", "")))
-            leases.append(admission.enter(Wish(num_ids=10, **fields)))
-            leases[-1].settle(10)
-    return leases
+            tickets.append(admission.enter(AdmissionRequest(num_ids=10, **fields)))
+            tickets[-1].settle(10)
+    return tickets
 
 
 def test_the_bound_is_what_waits_beside_what_runs() -> None:
@@ -65,23 +65,23 @@ def test_the_bound_is_what_waits_beside_what_runs() -> None:
     assert admission.room.num_waiting == 7, "the slot is the next one's before it has a token"
     queued[0].seat.start()
     assert (admission.room.num_waiting, admission.room.num_running) == (7, 4)
-    admission.enter(Wish())
+    admission.enter(AdmissionRequest())
     with pytest.raises(QueueFullError, match="8 sequences wait, 8 may"):
-        admission.enter(Wish())
+        admission.enter(AdmissionRequest())
 
 
 def test_kv_room_bounds_what_counts_as_running() -> None:
     admission = made(slots=100, bound=8, kv=1000)
     running(admission, 3, num_tokens=300)
-    leases = fill(admission)
-    assert 8 + 8 <= len(leases) <= 8 + 10, "ten more prompts of ten tokens fit beside 3 x 301"
+    tickets = fill(admission)
+    assert 8 + 8 <= len(tickets) <= 8 + 10, "ten more prompts of ten tokens fit beside 3 x 301"
 
 
 def test_prompts_that_are_cached_take_no_kv_room_of_their_own() -> None:
     admission = made(slots=100, bound=8, kv=1000, tokens=100_000)
-    lease = running(admission, 1, num_tokens=300)[0]
+    ticket = running(admission, 1, num_tokens=300)[0]
     for _ in range(200):
-        lease.ended(Finished("stop", 300, 5, 298, 0.1, 0.2, 0.3))
+        ticket.ended(Finished("stop", 300, 5, 298, 0.1, 0.2, 0.3))
     running(admission, 50, num_tokens=300)
     assert admission.room.num_free > 40 and admission.wait_s() == 0
 
@@ -89,70 +89,70 @@ def test_prompts_that_are_cached_take_no_kv_room_of_their_own() -> None:
 def test_choices_and_prompts_count_each() -> None:
     admission = made(slots=4, bound=8)
     running(admission, 4)
-    lease = admission.enter(Wish(num_prompts=2, width=3))
+    ticket = admission.enter(AdmissionRequest(num_prompts=2, width=3))
     assert admission.room.num_waiting == 6
     with pytest.raises(QueueFullError, match="and this request has 3"):
-        admission.enter(Wish(width=3))
-    admission.enter(Wish(width=2))
-    lease.leave()
-    lease.leave()
+        admission.enter(AdmissionRequest(width=3))
+    admission.enter(AdmissionRequest(width=2))
+    ticket.leave()
+    ticket.leave()
     assert admission.room.num_waiting == 2
 
 
 def test_a_request_larger_than_the_queue_is_taken_when_nobody_waits() -> None:
     admission = made(slots=4, bound=2, tokens=100)
     running(admission, 4)
-    lease = admission.enter(Wish(num_prompts=10, num_ids=5000))
-    lease.settle(5000)
+    ticket = admission.enter(AdmissionRequest(num_prompts=10, num_ids=5000))
+    ticket.settle(5000)
     with pytest.raises(QueueFullError):
-        admission.enter(Wish())
+        admission.enter(AdmissionRequest())
 
 
 def test_tokens_are_bounded_by_a_guess_and_again_exactly() -> None:
     admission = made(tokens=1000)
-    admission.enter(Wish(num_ids=600)).settle(600)
+    admission.enter(AdmissionRequest(num_ids=600)).settle(600)
     with pytest.raises(QueueFullError, match=r"600 prompt tokens wait .* 1000 may, and this one has 600"):
-        admission.enter(Wish(num_characters=2000))
-    lease = admission.enter(Wish(num_characters=1000))
+        admission.enter(AdmissionRequest(num_characters=2000))
+    ticket = admission.enter(AdmissionRequest(num_characters=1000))
     assert admission.room.num_waiting_tokens == 900, "a guess of 0.3 tokens a character"
     with pytest.raises(QueueFullError, match="this one has 401"):
-        lease.settle(401)
-    lease.leave()
+        ticket.settle(401)
+    ticket.leave()
     assert admission.room.num_waiting_tokens == 600
-    admission.enter(Wish(num_characters=10)).settle(400)
+    admission.enter(AdmissionRequest(num_characters=10)).settle(400)
     known = made(tokens=1000, forecast=taught(prefill_s=0.1))
-    known.enter(Wish(num_ids=900)).settle(900)
+    known.enter(AdmissionRequest(num_ids=900)).settle(900)
     with pytest.raises(QueueFullError, match=r"room in about 20\.0 s") as told:
-        known.enter(Wish(num_ids=300))
+        known.enter(AdmissionRequest(num_ids=300))
     assert told.value.retry_after_s == pytest.approx(20)
 
 
 def test_what_is_refused_first_under_load() -> None:
     admission = made(slots=4, bound=8)
     running(admission, 4)
-    admission.enter(Wish(num_prompts=4))
+    admission.enter(AdmissionRequest(num_prompts=4))
     assert admission.load is Load.BUSY
     with pytest.raises(LoadShedError, match="busy and requests of several choices of priority 1"):
-        admission.enter(Wish(priority=1, width=2))
-    admission.enter(Wish(priority=1)).leave()
-    admission.enter(Wish(width=2))
+        admission.enter(AdmissionRequest(priority=1, width=2))
+    admission.enter(AdmissionRequest(priority=1)).leave()
+    admission.enter(AdmissionRequest(width=2))
     assert admission.load is Load.CROWDED
     with pytest.raises(LoadShedError, match="crowded and requests of priority 1"):
-        admission.enter(Wish(priority=1))
-    admission.enter(Wish(priority=0))
-    admission.enter(Wish(priority=-1))
+        admission.enter(AdmissionRequest(priority=1))
+    admission.enter(AdmissionRequest(priority=0))
+    admission.enter(AdmissionRequest(priority=-1))
     assert admission.load is Load.FULL
     with pytest.raises(QueueFullError):
-        admission.enter(Wish(priority=-9))
+        admission.enter(AdmissionRequest(priority=-9))
 
 
 def test_tokens_make_load_too() -> None:
     admission = made(slots=4, bound=8, tokens=1000)
-    admission.enter(Wish(num_ids=800)).settle(800)
+    admission.enter(AdmissionRequest(num_ids=800)).settle(800)
     assert admission.load is Load.CROWDED and admission.room.num_waiting == 0
     with pytest.raises(LoadShedError):
-        admission.enter(Wish(priority=1))
-    admission.enter(Wish(num_ids=150)).settle(150)
+        admission.enter(AdmissionRequest(priority=1))
+    admission.enter(AdmissionRequest(num_ids=150)).settle(150)
 
 
 def test_a_key_keeps_to_its_share_while_others_wait() -> None:
@@ -160,14 +160,14 @@ def test_a_key_keeps_to_its_share_while_others_wait() -> None:
     admission = made(slots=2, bound=16)
     running(admission, 2, key=a)
     for _ in range(8):
-        admission.enter(Wish(key=a))
-    admission.enter(Wish(key=a))
-    admission.enter(Wish(key=b))
+        admission.enter(AdmissionRequest(key=a))
+    admission.enter(AdmissionRequest(key=a))
+    admission.enter(AdmissionRequest(key=b))
     assert admission.meter(b) is not None
     with pytest.raises(QueueFullError, match=r"key 'a' has its share .* 9 of its sequences wait, 25% of the 16"):
-        admission.enter(Wish(key=a))
+        admission.enter(AdmissionRequest(key=a))
     for _ in range(4):
-        admission.enter(Wish(key=b))
+        admission.enter(AdmissionRequest(key=b))
     meter = admission.meter(a)
     assert meter is not None and meter.num_refused == 1
 
@@ -187,7 +187,7 @@ def test_a_key_that_fills_the_queue_leaves_room_for_the_next() -> None:
         admission.glance(a)
     for key in (b, c):
         admission.glance(key)
-        admission.enter(Wish(key=key))
+        admission.enter(AdmissionRequest(key=key))
     with pytest.raises(QueueFullError, match=r"16 sequences wait, 14 may"):
         admission.glance(b)
     with pytest.raises(QueueFullError, match="16 sequences wait, 16 may;"):
@@ -199,19 +199,19 @@ def test_a_wait_that_cannot_be_met_is_refused_with_the_numbers() -> None:
     assert admission.wait_s() == 0
     running(admission, 4)
     for _ in range(8):
-        admission.enter(Wish(num_ids=100)).settle(100)
+        admission.enter(AdmissionRequest(num_ids=100)).settle(100)
     steps = 9 * 50 / 4
     expected_s = steps * 0.02 + (steps * 4 + 8 * 100) * 0.001
     assert admission.wait_s() == pytest.approx(expected_s, rel=0.05)
-    admission.enter(Wish(max_wait_s=expected_s * 1.2)).leave()
+    admission.enter(AdmissionRequest(max_wait_s=expected_s * 1.2)).leave()
     with pytest.raises(WaitTooLongError, match=r"about 3.\d s, and may wait 0.5 s: 8 sequences wait, 100 may") as told:
-        admission.enter(Wish(max_wait_s=0.5))
+        admission.enter(AdmissionRequest(max_wait_s=0.5))
     assert told.value.retry_after_s == pytest.approx(expected_s - 0.5, rel=0.1)
     bounded = made(slots=4, bound=100, forecast=taught(), max_queue_time_s=0.5)
     running(bounded, 4)
-    bounded.enter(Wish(num_prompts=8, num_ids=800))
+    bounded.enter(AdmissionRequest(num_prompts=8, num_ids=800))
     with pytest.raises(WaitTooLongError):
-        bounded.enter(Wish())
+        bounded.enter(AdmissionRequest())
 
 
 def test_a_request_waits_for_a_full_engine_although_none_waits_before_it() -> None:
@@ -219,34 +219,34 @@ def test_a_request_waits_for_a_full_engine_although_none_waits_before_it() -> No
     running(admission, 4)
     assert admission.room.num_waiting == 0
     with pytest.raises(WaitTooLongError):
-        admission.enter(Wish(max_wait_s=0.01))
-    admission.enter(Wish(max_wait_s=60.0))
+        admission.enter(AdmissionRequest(max_wait_s=0.01))
+    admission.enter(AdmissionRequest(max_wait_s=60.0))
 
 
 def test_urgent_requests_wait_for_those_before_them_only() -> None:
     admission = made(slots=4, bound=100, forecast=taught(), is_by_priority=True)
     running(admission, 4)
     for _ in range(20):
-        admission.enter(Wish(num_ids=100, priority=5)).settle(100)
+        admission.enter(AdmissionRequest(num_ids=100, priority=5)).settle(100)
     urgent, other = admission.wait_s(-1), admission.wait_s(5)
     assert urgent is not None and other is not None and other > 10 * urgent
-    admission.enter(Wish(priority=-1, max_wait_s=1.0))
+    admission.enter(AdmissionRequest(priority=-1, max_wait_s=1.0))
     with pytest.raises(WaitTooLongError):
-        admission.enter(Wish(priority=6, max_wait_s=1.0))
+        admission.enter(AdmissionRequest(priority=6, max_wait_s=1.0))
 
 
 def test_retry_after_is_when_there_will_be_room() -> None:
     admission = made(slots=4, bound=8, forecast=taught(gap_s=0.2))
     running(admission, 4)
     for _ in range(8):
-        admission.enter(Wish())
+        admission.enter(AdmissionRequest())
     with pytest.raises(QueueFullError) as one:
         admission.glance(KeyInfo("", ""))
     wait_s = admission.wait_s()
     assert wait_s is not None and one.value.retry_after_s == pytest.approx(wait_s / 9), "one of nine"
     assert one.value.retry_after_s == pytest.approx(50 * (0.2 + 4 * 0.001) / 4, rel=0.05)
     with pytest.raises(QueueFullError) as many:
-        admission.enter(Wish(num_prompts=500))
+        admission.enter(AdmissionRequest(num_prompts=500))
     assert many.value.retry_after_s == 60, "never more than a minute"
 
 
@@ -264,16 +264,16 @@ def test_limits_of_a_key_hold_and_its_refusals_are_counted() -> None:
     key = KeyInfo("a", "a", requests_per_minute=3, tokens_per_minute=1000, max_concurrent=2)
     admission = made()
     admission.glance(key)
-    first = admission.enter(Wish(key=key, num_ids=100))
+    first = admission.enter(AdmissionRequest(key=key, num_ids=100))
     first.settle(100)
     first.generated(40)
     admission.glance(key)
-    second = admission.enter(Wish(key=key, num_ids=100))
+    second = admission.enter(AdmissionRequest(key=key, num_ids=100))
     with pytest.raises(RateLimitError, match="2 of its requests are open, 2 may be"):
         admission.glance(key)
     second.leave()
     with pytest.raises(RateLimitError, match="1000 tokens a minute") as told:
-        admission.enter(Wish(key=key, num_ids=861))
+        admission.enter(AdmissionRequest(key=key, num_ids=861))
     assert told.value.retry_after_s == pytest.approx(1 * 60 / 1000)
     admission.glance(key)
     with pytest.raises(RateLimitError, match="3 requests a minute") as told:
@@ -293,16 +293,16 @@ def test_whatever_happens_every_seat_comes_back() -> None:
         rng = random.Random(seed)
         admission = made(slots=rng.randint(1, 6), bound=rng.randint(1, 20), tokens=rng.randint(100, 3000), kv=2000)
         keys = [KeyInfo(name, name, weight=rng.choice((1.0, 3.0))) for name in "abc"]
-        open_leases: list[tuple[Lease, Wish]] = []
+        open_tickets: list[tuple[AdmissionTicket, AdmissionRequest]] = []
         for _ in range(150):
-            step(admission, rng, keys, open_leases)
+            step(admission, rng, keys, open_tickets)
             room = admission.room
-            assert room.num_running == sum(lease.seat.num_started * wish.width for lease, wish in open_leases)
-            assert room.num_pending == sum(lease.seat.num_waiting * wish.width for lease, wish in open_leases)
+            assert room.num_running == sum(ticket.seat.num_started * request.width for ticket, request in open_tickets)
+            assert room.num_pending == sum(ticket.seat.num_waiting * request.width for ticket, request in open_tickets)
             assert sum(room.by_key.values()) == room.num_pending and room.num_waiting >= 0
             assert room.num_tokens_held >= 0
-        for lease, _ in open_leases:
-            lease.leave()
+        for ticket, _ in open_tickets:
+            ticket.leave()
         room = admission.room
         assert (room.num_running, room.num_pending, room.num_tokens_held, room.num_waiting_tokens) == (0, 0, 0, 0)
         assert not room.by_key and not room.tokens_by_key and not room._by_priority
@@ -310,33 +310,36 @@ def test_whatever_happens_every_seat_comes_back() -> None:
 
 
 def step(
-    admission: AdmissionControl, rng: random.Random, keys: list[KeyInfo], open_leases: list[tuple[Lease, Wish]]
+    admission: AdmissionControl,
+    rng: random.Random,
+    keys: list[KeyInfo],
+    open_tickets: list[tuple[AdmissionTicket, AdmissionRequest]],
 ) -> None:
     """Something that may happen to requests."""
-    if rng.random() < 0.4 or not open_leases:
+    if rng.random() < 0.4 or not open_tickets:
         tokens = rng.randint(1, 200)
-        wish = Wish(
+        request = AdmissionRequest(
             rng.choice(keys), rng.randint(-2, 2), rng.randint(1, 3), rng.randint(1, 3), num_characters=tokens * 3
         )
         try:
-            lease = admission.enter(wish)
+            ticket = admission.enter(request)
         except (QueueFullError, LoadShedError):
             return
-        open_leases.append((lease, wish))
+        open_tickets.append((ticket, request))
         try:
-            lease.settle(tokens)
+            ticket.settle(tokens)
         except QueueFullError:
-            lease.leave()
-            open_leases.pop()
+            ticket.leave()
+            open_tickets.pop()
         return
-    lease, _ = rng.choice(open_leases)
+    ticket, _ = rng.choice(open_tickets)
     actions: list[Callable[[], None]] = [
-        lease.seat.start,
-        lambda: lease.generated(rng.randint(1, 20)),
-        lambda: lease.ended(finished()),
-        lease.leave,
+        ticket.seat.start,
+        lambda: ticket.generated(rng.randint(1, 20)),
+        lambda: ticket.ended(finished()),
+        ticket.leave,
     ]
     index = rng.randrange(4)
     actions[index]()
     if index == 3:
-        open_leases[:] = [entry for entry in open_leases if entry[0] is not lease]
+        open_tickets[:] = [entry for entry in open_tickets if entry[0] is not ticket]

@@ -9,7 +9,7 @@ import pytest
 from octavo.config import AdmissionConfig, Config, SchedulingConfig, ServingConfig
 from octavo.core.request import FinishError, FinishReason
 from octavo.errors import ErrorKind
-from octavo.server.admission import Wish
+from octavo.server.admission import AdmissionRequest
 from tests.server.fakes import Harness, events
 
 KEYS = """
@@ -203,14 +203,14 @@ async def test_a_client_cancels_its_own(harness: Harness) -> None:
 async def test_metrics_name_keys_and_never_show_them(harness: Harness) -> None:
     await harness.complete(headers=ALICE)
     await harness.complete(headers=BOB, prompt="secret words")
-    lease = harness.context.admission.enter(Wish(num_prompts=256 + 512))
+    ticket = harness.context.admission.enter(AdmissionRequest(num_prompts=256 + 512))
     text = (await harness.get("/metrics", headers=BOB)).text
     assert 'octavo_key_requests_total{key="alice",model_name="tiny"} 1.0' in text
     assert 'octavo_key_tokens_total{key="bob",model_name="tiny"} 22.0' in text
     assert 'octavo_load_level{model_name="tiny"} 1.0' in text
     assert 'octavo_queue_sequences{model_name="tiny"} 512.0' in text
     assert "octavo_queue_sequences_max" in text and "sk-" not in text and "secret" not in text
-    lease.leave()
+    ticket.leave()
 
 
 async def test_the_log_of_a_failure_names_the_key_and_does_not_show_it(

@@ -8,7 +8,7 @@ import pytest
 from octavo.config import AdmissionConfig, Config, SchedulingConfig
 from octavo.core.request import FinishError, FinishReason
 from octavo.errors import EngineDeadError, ErrorKind, QueueFullError, StepFailedError
-from octavo.server.admission import Wish
+from octavo.server.admission import AdmissionRequest
 from octavo.server.limits import HttpLimits
 from tests.server.fakes import MAX_LEN, Harness, events
 
@@ -305,12 +305,12 @@ async def test_an_end_by_error_is_an_error_whole_and_in_mid_stream(
 async def test_a_full_queue_is_429_before_the_body_is_read() -> None:
     config = Config(admission=AdmissionConfig(max_waiting=4), scheduling=SchedulingConfig(max_sequences=2))
     harness = Harness(config=config)
-    lease = harness.context.admission.enter(Wish(num_prompts=6))
+    ticket = harness.context.admission.enter(AdmissionRequest(num_prompts=6))
     response = await harness.post(b"not even JSON")
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     error = response.json()["error"]
     assert error["code"] == "queue_full" and "4 sequences wait, 4 may" in error["message"]
     assert not harness.engine.requests
-    lease.leave()
+    ticket.leave()
     assert (await harness.chat()).status_code == 200
     assert harness.context.waiting.num_pending == 0

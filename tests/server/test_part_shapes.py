@@ -16,7 +16,7 @@ from octavo.frontend.outputs import TextDelta, Usage
 from octavo.server.answer import format_fact
 from octavo.server.generation import Choice
 from octavo.server.shapes.anthropic import SIGNATURE
-from octavo.server.shapes.form import Form
+from octavo.server.shapes.form import AnswerSpec
 from octavo.server.shapes.registry import shape_of
 from octavo.text.answer_format import AnswerFormat
 from tests.server.fakes import make_text
@@ -47,17 +47,17 @@ def deltas(text: str, cuts: Sequence[int], reason: FinishReason = FinishReason.S
     return [*made, TextDelta(0, "", array("i"), finish_reason=reason, usage=USAGE)]
 
 
-def form(kind: str, answer_format: AnswerFormat | None, **facts: Any) -> Form:
+def form(kind: str, answer_format: AnswerFormat | None, **facts: Any) -> AnswerSpec:
     told = {"num_prompt_tokens": 30, "max_tokens": 12, "shows_thinking": True, "is_chat": True}
-    return Form(kind, IDENTITY, facts={**told, **format_fact(answer_format), **facts})
+    return AnswerSpec(kind, IDENTITY, facts={**told, **format_fact(answer_format), **facts})
 
 
-def streamed(made: Form, pieces: Sequence[TextDelta]) -> bytes:
+def streamed(made: AnswerSpec, pieces: Sequence[TextDelta]) -> bytes:
     shape = shape_of(made, TOKENIZER)
     return b"".join((shape.first(), *(shape.chunk(0, piece) for piece in pieces), shape.last()))
 
 
-def whole(made: Form, pieces: Sequence[TextDelta]) -> Any:
+def whole(made: AnswerSpec, pieces: Sequence[TextDelta]) -> Any:
     return json.loads(msgspec.json.encode(shape_of(made, TOKENIZER).whole([Choice(list(pieces))])))
 
 
@@ -134,7 +134,7 @@ def test_ollamas_lines_add_up(text: str, cuts: list[int], has_format: bool) -> N
 @pytest.mark.parametrize("text", ANSWERS)
 def test_a_form_that_was_kept_gives_the_same_bytes(kind: str, text: str) -> None:
     made = form(kind, FORMAT)
-    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Form)
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=AnswerSpec)
     pieces = deltas(text, [3, 20])
     assert streamed(kept, pieces) == streamed(made, pieces)
     assert whole(kept, pieces) == whole(made, pieces)

@@ -9,8 +9,8 @@ import pytest
 
 from octavo.config import Config, ServingConfig, StatisticsConfig
 from octavo.observe.explainer import unknown
-from octavo.server.directory import Directory
 from octavo.server.explanations import MAX_EXPLANATIONS, explain_any
+from octavo.server.request_index import RequestIndex
 from tests.server.fakes import Harness, ended
 from tests.server.test_admission_http import ALICE, BOB, CAROL, answered, opened, small
 
@@ -103,7 +103,7 @@ async def test_a_full_queue_and_an_explanation_tell_the_same_numbers() -> None:
 
 
 def test_the_directory_keeps_so_many_that_ended() -> None:
-    directory = Directory(2)
+    directory = RequestIndex(2)
     for number in range(3):
         directory.add("t", f"r{number}", [f"r{number}~x", f"r{number}~x-1"])()
     assert directory.find("r2", "t") == [] and len(directory) == 0

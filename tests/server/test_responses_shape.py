@@ -13,7 +13,7 @@ from octavo.core.request import FinishReason
 from octavo.frontend.outputs import TextDelta, Usage
 from octavo.server.faults import ApiError
 from octavo.server.generation import Choice
-from octavo.server.shapes.form import Form
+from octavo.server.shapes.form import AnswerSpec
 from octavo.server.shapes.registry import shape_of
 from octavo.text.answer_format import AnswerFormat
 from tests.server.fakes import make_text
@@ -48,12 +48,12 @@ KINDS = {
 USAGE = Usage(7, 20, 3, 0.0, 0.1, 2.5)
 
 
-def form_of(answer_format: AnswerFormat | None = FORMAT) -> Form:
+def form_of(answer_format: AnswerFormat | None = FORMAT) -> AnswerSpec:
     echo = {name: json.dumps(value) for name, value in ECHO.items()}
     facts: dict[str, Any] = {"id": "resp_ab", "echo": echo, "num_prompt_tokens": 7}
     if answer_format is not None:
         facts["format"] = msgspec.to_builtins(answer_format)
-    return Form("response", ("resp-x", 1000, "tiny"), facts=facts)
+    return AnswerSpec("response", ("resp-x", 1000, "tiny"), facts=facts)
 
 
 def deltas_of(text: str, size: int, end: FinishReason = FinishReason.STOP, has_logprobs: bool = False) -> list[Any]:
@@ -64,12 +64,12 @@ def deltas_of(text: str, size: int, end: FinishReason = FinishReason.STOP, has_l
     return [*deltas, TextDelta(0, "", array("i", [1]), finish_reason=end, usage=USAGE)]
 
 
-def stream_of(form: Form, deltas: list[TextDelta]) -> list[Any]:
+def stream_of(form: AnswerSpec, deltas: list[TextDelta]) -> list[Any]:
     shape = shape_of(form, make_text().tokenizer)
     return read_events(b"".join((shape.first(), *(shape.chunk(0, delta) for delta in deltas), shape.last())).decode())
 
 
-def whole_of(form: Form, deltas: list[TextDelta]) -> Any:
+def whole_of(form: AnswerSpec, deltas: list[TextDelta]) -> Any:
     return json.loads(msgspec.json.encode(shape_of(form, make_text().tokenizer).whole([Choice(deltas)])))
 
 
@@ -175,7 +175,7 @@ def test_whoever_keeps_answers_is_told_before_the_end_is() -> None:
 
 def test_a_form_that_was_kept_gives_the_same_bytes() -> None:
     form = form_of()
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(form), type=Form)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(form), type=AnswerSpec)
     deltas = deltas_of(TEXTS["all of it"], 3)
     assert stream_of(form, deltas) == stream_of(again, deltas)
     assert whole_of(form, deltas) == whole_of(again, deltas)

@@ -22,7 +22,7 @@ from octavo.server import connection, stream
 from octavo.server.faults import ApiError
 from octavo.server.limits import HttpLimits
 from octavo.server.listener import open_socket
-from octavo.server.replay import Position
+from octavo.server.resumable_stream import Position
 from tests.server.fakes import Harness, Wire
 from tests.server.test_idempotency import CHAT, assembled, blocks, chat_body, key, plain
 from tests.server.test_run import KEY, running

@@ -17,12 +17,12 @@ from octavo.server import logins as logins_module
 from octavo.server.auth import POLICIES
 from octavo.server.batches import store as store_module
 from octavo.server.batches import uploads as uploads_module
-from octavo.server.directory import Directory
 from octavo.server.feed import MAX_WATCHERS
 from octavo.server.gate import is_counted
 from octavo.server.keys import KeyInfo, KeyRing
 from octavo.server.limits import HttpLimits
 from octavo.server.logins import Logins
+from octavo.server.request_index import RequestIndex
 from octavo.server.responses import background as background_module
 from octavo.server.shares import Shares, keeps_most
 from tests.server.fakes import Harness
@@ -498,7 +498,7 @@ async def test_watchers_of_one_tenant_make_room_for_anothers() -> None:
 
 
 def test_explained_requests_of_one_tenant_never_push_out_anothers() -> None:
-    directory = Directory(6)
+    directory = RequestIndex(6)
     for number in range(3):
         directory.add("bob", f"b{number}", [f"b{number}~1"])()
     for number in range(50):

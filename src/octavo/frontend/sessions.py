@@ -34,13 +34,13 @@ from octavo.frontend.transcript import Transcript
 if TYPE_CHECKING:
     from octavo.text.text_model import TextModel
 
-__all__ = ["Prompt", "Scores", "Session", "Sessions", "Terms", "TextDelta", "Usage", "check_stream"]
+__all__ = ["Prompt", "RequestOptions", "Scores", "Session", "Sessions", "TextDelta", "Usage", "check_stream"]
 
 Prompt = str | Sequence[int]
 OFF_LOOP_TOKENS = 16_384  # beyond this, hashing a prompt's blocks takes over a millisecond
 
 
-class Terms(TypedDict, total=False):
+class RequestOptions(TypedDict, total=False):
     """How a request is served. `timeout_s` counts from now, as does `queue_timeout_s`, which bounds the wait;
     objectives are seconds to the first token and for each token after it, and guide the deadline policy; `tenant`
     shares the engine with others under the fair policy; `wants` is what is computed instead of text.
@@ -286,14 +286,14 @@ class Sessions:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        **terms: Unpack[Terms],
+        **options: Unpack[RequestOptions],
     ) -> Session:
         """Check and send a request. Raises InvalidRequestError before the engine sees it, AdmissionError after."""
         num_kept = params.num_kept(self.max_model_len)
         ids = self._check(prompt_ids if num_kept is None else prompt_ids[-num_kept:], params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         params = replace(params, seed=seed, truncate_prompt_tokens=None)
-        request = await self._with_keys(self._request(request_id, ids, params, terms))
+        request = await self._with_keys(self._request(request_id, ids, params, options))
         accepted = await self.client.submit(request)
 
         def make_transcript() -> Transcript:
@@ -301,30 +301,34 @@ class Sessions:
 
         return Session(self.client, request, accepted, make_transcript, self.max_slice)
 
-    def _request(self, request_id: str | None, ids: array[int], params: SamplingParams, terms: Terms) -> Request:
-        unknown = terms.keys() - Terms.__optional_keys__
+    def _request(
+        self, request_id: str | None, ids: array[int], params: SamplingParams, options: RequestOptions
+    ) -> Request:
+        unknown = options.keys() - RequestOptions.__optional_keys__
         if unknown:
-            raise TypeError(f"submit() knows no {sorted(unknown)[0]}; it takes {', '.join(Terms.__annotations__)}")
+            raise TypeError(
+                f"submit() knows no {sorted(unknown)[0]}; it takes {', '.join(RequestOptions.__annotations__)}"
+            )
         for name in ("timeout_s", "queue_timeout_s", "ttft_objective", "tpot_objective"):
-            value = terms.get(name)
+            value = options.get(name)
             if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
                 shown = name.removesuffix("_s")
                 raise InvalidRequestError(f"{shown} is {value!r}; give seconds above 0", shown)
-        arrival, timeout_s = self._now(), terms.get("timeout_s")
+        arrival, timeout_s = self._now(), options.get("timeout_s")
         return Request(
             request_id if request_id is not None else secrets.token_hex(12),
             ids,
             params,
             arrival,
             eos_token_ids=self._eos_token_ids,
-            wants=terms.get("wants", _wants(params)),
-            priority=terms.get("priority", 0),
-            tenant=terms.get("tenant", ""),
-            cache_salt=terms.get("cache_salt", b""),
+            wants=options.get("wants", _wants(params)),
+            priority=options.get("priority", 0),
+            tenant=options.get("tenant", ""),
+            cache_salt=options.get("cache_salt", b""),
             deadline=None if timeout_s is None else arrival + timeout_s,
-            queue_timeout=terms.get("queue_timeout_s"),
-            ttft_objective=terms.get("ttft_objective"),
-            tpot_objective=terms.get("tpot_objective"),
+            queue_timeout=options.get("queue_timeout_s"),
+            ttft_objective=options.get("ttft_objective"),
+            tpot_objective=options.get("tpot_objective"),
         )
 
     async def _with_keys(self, request: Request) -> Request:

@@ -4,7 +4,7 @@ Owns: the order of the checks, the load levels, shares of the queue, the meters 
 Does not: count (waiting, rates), predict (queue_forecast), read bodies, or know HTTP.
 Twice: `glance` before the body is read, by counts alone; `enter` once the body is checked and before anything is
 tokenised. `settle` looks again when the prompts' tokens are known.
-Invariant: a refusal takes nothing and costs no more than some counting; every lease is given back.
+Invariant: a refusal takes nothing and costs no more than some counting; every ticket is given back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Load(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class AdmissionRequest:
     """What a checked body asks for, before anything is tokenised. Given token ids are counted, not guessed.
 
     `max_wait_s` is how long it may wait at most: its queue timeout or its timeout.
@@ -57,28 +57,28 @@ class Wish:
     max_wait_s: float | None = None
 
 
-class Lease:
+class AdmissionTicket:
     """What an admitted request holds: its seat and its place among its key's open requests."""
 
-    def __init__(self, admission: AdmissionControl, wish: Wish, seat: Seat) -> None:
+    def __init__(self, admission: AdmissionControl, request: AdmissionRequest, seat: Seat) -> None:
         self.seat = seat
         self._admission = admission
-        self._wish = wish
-        self._meter = admission.meter(wish.key)
+        self._request = request
+        self._meter = admission.meter(request.key)
         if self._meter is not None:
             self._meter.num_open += 1
 
     def settle(self, num_tokens: int) -> None:
         """Look again now that all prompts' tokens are counted, and charge them. Raises BusyError."""
-        admission, wish = self._admission, self._wish
-        admission.text_tokenized(wish.num_characters, num_tokens - wish.num_ids)
+        admission, request = self._admission, self._request
+        admission.text_tokenized(request.num_characters, num_tokens - request.num_ids)
         if admission.room.num_pending > self.seat.num_waiting * self.seat.width:  # others wait too
             self.seat.expect(0, 0)
-            admission.check_tokens(wish.key, num_tokens)
+            admission.check_tokens(request.key, num_tokens)
         if self._meter is not None:
             self._meter.check_tokens(admission.now(), num_tokens)
             self._meter.use_tokens(num_tokens, admission.now())
-        self.seat.expect(num_tokens, admission.forecast.output_tokens(wish.max_tokens))
+        self.seat.expect(num_tokens, admission.forecast.output_tokens(request.max_tokens))
 
     def generated(self, num_tokens: int) -> None:
         """Charge tokens that were generated."""
@@ -171,27 +171,27 @@ class AdmissionControl:
         if meter is not None:
             meter.use_tokens(num_tokens, self.now())
 
-    def enter(self, wish: Wish) -> Lease:
+    def enter(self, request: AdmissionRequest) -> AdmissionTicket:
         """Take a seat for a checked body. Raises BusyError."""
-        meter = self.meter(wish.key)
-        num_tokens = wish.num_ids + self.tokens_of(wish.num_characters)
+        meter = self.meter(request.key)
+        num_tokens = request.num_ids + self.tokens_of(request.num_characters)
         if self.room.num_pending:  # else nothing waits
-            num_sequences = wish.num_prompts * wish.width
-            self._check_full(wish.key, num_sequences)
-            self._check_load(wish)
-            self._check_share(wish.key, num_sequences, num_tokens)
-        if wish.max_wait_s is not None or self.config.max_queue_time_s is not None:
-            self._check_wait(wish)
+            num_sequences = request.num_prompts * request.width
+            self._check_full(request.key, num_sequences)
+            self._check_load(request)
+            self._check_share(request.key, num_sequences, num_tokens)
+        if request.max_wait_s is not None or self.config.max_queue_time_s is not None:
+            self._check_wait(request)
         if meter is not None:
             self._check_concurrent(meter)
         if self.room.num_pending:
-            self.check_tokens(wish.key, num_tokens)
+            self.check_tokens(request.key, num_tokens)
         if meter is not None:
             meter.check_tokens(self.now(), num_tokens)
-        seat = self.room.enter(wish.key.name, wish.priority, wish.num_prompts, wish.width)
-        seat.expect(num_tokens, self.forecast.output_tokens(wish.max_tokens))
+        seat = self.room.enter(request.key.name, request.priority, request.num_prompts, request.width)
+        seat.expect(num_tokens, self.forecast.output_tokens(request.max_tokens))
         self.forecast.refresh(self._queue)
-        return Lease(self, wish, seat)
+        return AdmissionTicket(self, request, seat)
 
     def text_tokenized(self, num_characters: int, num_tokens: int) -> None:
         """Note that so many characters made so many tokens."""
@@ -268,18 +268,18 @@ class AdmissionControl:
             wait_s = self._room_s(waiting + num_sequences - most)
             raise self._counted(key, QueueFullError(message, retry_after_s=wait_s))
 
-    def _check_load(self, wish: Wish) -> None:
-        if wish.priority <= DEFAULT_PRIORITY:
+    def _check_load(self, request: AdmissionRequest) -> None:
+        if request.priority <= DEFAULT_PRIORITY:
             return
         load = self.load
         if load < Load.BUSY:
             return
-        if load >= Load.CROWDED or wish.width > 1:
+        if load >= Load.CROWDED or request.width > 1:
             kind = "requests" if load >= Load.CROWDED else "requests of several choices"
-            text = f"the queue is {load.name.lower()} and {kind} of priority {wish.priority} are refused"
+            text = f"the queue is {load.name.lower()} and {kind} of priority {request.priority} are refused"
             message = f"{text}: {self.room.num_waiting} sequences wait, {self.config.max_waiting} may; {self._told()}"
             wait_s = self._room_s(self.room.num_waiting - self.config.max_waiting / 2)
-            raise self._counted(wish.key, LoadShedError(message, retry_after_s=wait_s))
+            raise self._counted(request.key, LoadShedError(message, retry_after_s=wait_s))
 
     def _check_share(self, key: KeyInfo, num_sequences: int, num_tokens: int) -> None:
         """While the queue is over half full and several keys wait, none takes more than its share of it."""
@@ -297,16 +297,16 @@ class AdmissionControl:
             )
             raise self._counted(key, QueueFullError(message, retry_after_s=self._room_s(num_sequences)))
 
-    def _check_wait(self, wish: Wish) -> None:
-        limits = [limit for limit in (wish.max_wait_s, self.config.max_queue_time_s) if limit is not None]
-        wait_s = self.wait_s(wish.priority)
+    def _check_wait(self, request: AdmissionRequest) -> None:
+        limits = [limit for limit in (request.max_wait_s, self.config.max_queue_time_s) if limit is not None]
+        wait_s = self.wait_s(request.priority)
         if wait_s is not None and wait_s > min(limits):
             message = (
                 f"this request would wait about {wait_s:.1f} s, and may wait {min(limits):g} s: "
                 f"{self.room.num_waiting} sequences wait, {self.config.max_waiting} may"
             )
             retry_s = min(MAX_RETRY_S, wait_s - min(limits))
-            raise self._counted(wish.key, WaitTooLongError(message, retry_after_s=retry_s))
+            raise self._counted(request.key, WaitTooLongError(message, retry_after_s=retry_s))
 
     def _check_concurrent(self, meter: Meter) -> None:
         most = meter.info.max_concurrent

@@ -19,7 +19,7 @@ from octavo.server.faults import bad_field, from_exception, with_field
 from octavo.server.grammars import Structure, refusal, structure_of
 from octavo.server.params import read_params
 from octavo.server.reply import Task, answer_facts, wants_usage
-from octavo.server.shapes.form import Form
+from octavo.server.shapes.form import AnswerSpec
 from octavo.server.shapes.shape import Identity
 
 MAX_FORCED_CALLS = 16  # of one answer that a grammar holds to calls
@@ -113,11 +113,11 @@ async def chat_task(
         has_reasoning = context.dialect.reasoning is not None
         return tokenizer.decode(prompt[-TAIL_IDS:], skip_special_tokens=False) if has_reasoning else ""
 
-    def make_form(identity: Identity, num_prompt_tokens: int) -> Form:
+    def make_form(identity: Identity, num_prompt_tokens: int) -> AnswerSpec:
         answer_format = format_fact(format_of(context.dialect, body, prompt_end()))
         shared = answer_facts(body, [prompt])
         own = {"num_prompt_tokens": num_prompt_tokens, **answer_format, **shared, **(facts or {})}
-        return Form(form, identity, wants_usage(body), facts=own)
+        return AnswerSpec(form, identity, wants_usage(body), facts=own)
 
     params = await read_params(body, context.params.chat)
     return Task(

@@ -20,11 +20,10 @@ from octavo.observe.otel import Tracer
 from octavo.server.admission import AdmissionControl
 from octavo.server.answer import shown_ids
 from octavo.server.batches.service import BatchService
-from octavo.server.directory import Directory
 from octavo.server.faults import ApiError
 from octavo.server.feed import Feed
 from octavo.server.grammars import GrammarReader
-from octavo.server.idempotency import Runs
+from octavo.server.idempotency import IdempotentRequests
 from octavo.server.keys import KeyRing
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
@@ -32,6 +31,7 @@ from octavo.server.logins import Logins
 from octavo.server.params import ParamsReader
 from octavo.server.prompts import PromptReader
 from octavo.server.queue_forecast import QueueForecast
+from octavo.server.request_index import RequestIndex
 from octavo.server.responses.background import Background
 from octavo.server.responses.store import ResponseStore
 from octavo.server.shares import Shares
@@ -67,10 +67,10 @@ class Context:
     feed: Feed
     metrics: RequestMetrics
     fine_sessions: Sessions
-    runs: Runs
+    runs: IdempotentRequests
     waiting: WaitingRoom
     admission: AdmissionControl
-    directory: Directory
+    directory: RequestIndex
     tool: ToolProcess
     prompts: PromptReader
     params: ParamsReader
@@ -118,7 +118,7 @@ def build_context(
     waiting = _waiting_room(config, sessions)
     keys = KeyRing.of(config.serving)
     tool = ToolProcess()
-    runs = Runs(config.retry, text.tokenizer, Shares(keys))
+    runs = IdempotentRequests(config.retry, text.tokenizer, Shares(keys))
     template = None if text.chat_template is None else text.chat_template.source
     dialect = read_dialect(template, config.chat.tool_call_parser, config.chat.reasoning_parser)
     max_len = _max_len(config, text, sessions)
@@ -144,7 +144,7 @@ def build_context(
             QueueForecast(partial(sessions.client.control, "forecast")),
             is_by_priority=config.scheduling.policy == "priority",
         ),
-        directory=Directory(config.statistics.explain_kept),
+        directory=RequestIndex(config.statistics.explain_kept),
         tool=tool,
         prompts=PromptReader(text, max_len, tool, dialect),
         params=ParamsReader(

@@ -1,4 +1,4 @@
-"""embed: vectors of texts, on the way that answers take: admission, leases, deadlines, cancelling, metrics.
+"""embed: vectors of texts, on the way that answers take: admission, tickets, deadlines, cancelling, metrics.
 
 Owns: that way, and what is made of vectors: cut, packed, compared. Does not: know an interface (the routes do).
 A vector is the decoder's state behind the last token, after the final norm, scaled to length 1 (docs/embeddings.md).
@@ -20,21 +20,21 @@ from starlette.requests import Request
 
 from octavo.core.request import SamplingParams, Want
 from octavo.errors import EngineError, OctavoError
-from octavo.server.admission import Wish
+from octavo.server.admission import AdmissionRequest
 from octavo.server.auth import KEY
 from octavo.server.bodies.served import ServedFields
 from octavo.server.context import Context, context_of
-from octavo.server.directory import engine_id
 from octavo.server.faults import ApiError, draining_error, from_exception
-from octavo.server.generation import Asked, Choice, Generation, open_sessions
+from octavo.server.generation import Choice, Generation, GenerationRequest, open_sessions
 from octavo.server.inputs import Inputs, read_inputs
 from octavo.server.lifecycle import ClientGoneError, ServerStoppingError
 from octavo.server.offload import off_loop
-from octavo.server.reply import shorter, terms_of
+from octavo.server.reply import options_of, shorter
+from octavo.server.request_index import engine_id
 from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
 
 if TYPE_CHECKING:
-    from octavo.frontend.sessions import Terms
+    from octavo.frontend.sessions import RequestOptions
 
 T = TypeVar("T")
 Vector: TypeAlias = "array[float]"  # float32
@@ -78,10 +78,10 @@ async def _begin(
 ) -> Generation:
     """Submit the texts. Raises ApiError; then nothing of it is left."""
     key = request.scope[KEY]
-    terms: Terms = {**terms_of(key, context, body), "wants": Want.POOL}
-    wish = Wish(
+    options: RequestOptions = {**options_of(key, context, body), "wants": Want.POOL}
+    wanted = AdmissionRequest(
         key=key,
-        priority=terms["priority"],
+        priority=options["priority"],
         num_prompts=len(inputs.texts),
         max_tokens=0,
         num_characters=inputs.num_characters,
@@ -91,19 +91,19 @@ async def _begin(
     name, own = names
     with ExitStack() as undo:
         try:
-            lease = context.admission.enter(wish)
-            undo.callback(lease.leave)
+            ticket = context.admission.enter(wanted)
+            undo.callback(ticket.leave)
             read = await read_inputs(context.text.tokenizer, inputs, context.max_model_len)
             prompts = [array("i", ids) for ids in read]
-            lease.settle(sum(map(len, prompts)))
-            asked = Asked(own, prompts, _PARAMS, request.scope[ARRIVAL], terms)
+            ticket.settle(sum(map(len, prompts)))
+            asked = GenerationRequest(own, prompts, _PARAMS, request.scope[ARRIVAL], options)
             undo.callback(context.directory.add(key.tenant, name, asked.session_ids))
             opened = await open_sessions(context.sessions, asked)
         except OctavoError as error:
             param = inputs.params[0].partition("[")[0]
             raise from_exception(error, {"prompt_token_ids": param, "prompt": param}) from None
         closing = undo.pop_all()
-    return Generation(asked, opened, context.metrics, lease, closing)
+    return Generation(asked, opened, context.metrics, ticket, closing)
 
 
 def _vector(choice: Choice) -> Vector:

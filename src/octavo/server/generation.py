@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from octavo.core.request import FinishError, FinishReason, SamplingParams
 from octavo.errors import ErrorKind, OctavoError, error_of
 from octavo.frontend.outputs import token_bytes
-from octavo.frontend.sessions import Terms
+from octavo.frontend.sessions import RequestOptions
 from octavo.observe.metrics.requests import Finished, RequestMetrics
 from octavo.observe.request_trace import RequestTrace, Timed
-from octavo.server.admission import Lease
+from octavo.server.admission import AdmissionTicket
 from octavo.server.faults import ApiError, cancelled_error, from_exception
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GenerationRequest:
     """What one HTTP request asks of the engine. `arrival` is when it reached the server, on the monotonic clock.
 
     `request_id` is the engine's: no two requests have the same, whatever their clients call them.
@@ -42,7 +42,7 @@ class Asked:
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     arrival: float
-    terms: Terms = field(default_factory=Terms)
+    options: RequestOptions = field(default_factory=RequestOptions)
     trace: RequestTrace | None = None
 
     @property
@@ -68,16 +68,21 @@ class Choice:
 class Generation:
     """Sessions of one request, one per prompt; the choices of the first prompt come first.
 
-    `closing` gives back whatever was taken for it, the lease too.
+    `closing` gives back whatever was taken for it, the ticket too.
     """
 
     def __init__(
-        self, asked: Asked, sessions: list[Session], metrics: RequestMetrics, lease: Lease, closing: ExitStack
+        self,
+        asked: GenerationRequest,
+        sessions: list[Session],
+        metrics: RequestMetrics,
+        ticket: AdmissionTicket,
+        closing: ExitStack,
     ) -> None:
         self.asked = asked
         self._sessions = sessions
         self._metrics = metrics
-        self._lease = lease
+        self._ticket = ticket
         self._closing = closing
         self.num_choices = len(sessions) * asked.params.n
         self._last_at = [0.0] * self.num_choices
@@ -144,12 +149,12 @@ class Generation:
             if session in self._silent:
                 self._silent.discard(session)
                 self._metrics.first_tokens(now - self.asked.arrival, num_tokens, len(self.asked.prompts[session]))
-                self._lease.seat.start()
+                self._ticket.seat.start()
             elif self._last_at[index]:
                 self._metrics.next_tokens(now - self._last_at[index], num_tokens)
             else:
                 self._metrics.other_tokens(num_tokens)
-            self._lease.generated(num_tokens)
+            self._ticket.generated(num_tokens)
             self._num_tokens[index] += num_tokens
             self._last_at[index] = now
         if delta.finish_reason is not None:
@@ -185,7 +190,7 @@ class Generation:
                 longest=max(self._num_tokens[session * self.asked.params.n :][: self.asked.params.n]),
             )
             self._metrics.finished(end)
-            self._lease.ended(end)
+            self._ticket.ended(end)
 
     async def collect(self) -> list[Choice]:
         """Wait for every choice to end."""
@@ -236,16 +241,16 @@ async def _forward(index: int, session: Session, queue: Merged, room: asyncio.Se
         queue.put_nowait((index, delta))
 
 
-async def open_sessions(sessions: Sessions, asked: Asked) -> list[Session]:
+async def open_sessions(sessions: Sessions, asked: GenerationRequest) -> list[Session]:
     """Submit every prompt, or none: when one is refused the others are cancelled.
 
     They go together, in order: an engine that answers between steps would otherwise take them in one by one.
     """
     if len(asked.prompts) == 1:
-        return [await sessions.submit(asked.prompts[0], asked.params, request_id=asked.request_id, **asked.terms)]
+        return [await sessions.submit(asked.prompts[0], asked.params, request_id=asked.request_id, **asked.options)]
     pairs = zip(asked.session_ids, asked.prompts, strict=True)
     opening = [
-        asyncio.ensure_future(sessions.submit(prompt, asked.params, request_id=request_id, **asked.terms))
+        asyncio.ensure_future(sessions.submit(prompt, asked.params, request_id=request_id, **asked.options))
         for request_id, prompt in pairs
     ]
     try:

@@ -1,4 +1,4 @@
-"""Runs: requests with an Idempotency-Key, each executed once, whoever asks for it how often.
+"""IdempotentRequests: requests with an Idempotency-Key, each executed once, whoever asks for it how often.
 
 Owns: the table from (tenant, key) to a run, its bounds in number, bytes and age, running a request apart from the
 connections that read it, and giving up one that nobody reads any more.
@@ -25,8 +25,8 @@ from starlette.requests import Request
 from octavo.errors import OctavoError
 from octavo.frontend.journal_files import Began
 from octavo.server.faults import ApiError, bad_field, draining_error, from_exception, internal_error
-from octavo.server.replay import Position, Replay, Tape
-from octavo.server.shapes.form import Form
+from octavo.server.resumable_stream import Position, ResumableStream, TokenLog
+from octavo.server.shapes.form import AnswerSpec
 from octavo.server.shapes.registry import shape_of
 from octavo.server.shares import Shares, keeps_most
 
@@ -100,17 +100,17 @@ class Begun:
     """A request that was taken: what runs, its form, and the number of choices."""
 
     source: GenerationSource
-    form: Form
+    form: AnswerSpec
     num_choices: int
 
 
-class Run:
+class IdempotentRequest:
     """One execution and its tape. `begun` is known once the engine has taken it."""
 
     def __init__(self, key: RetryKey) -> None:
         self.key = key
         self.begun: asyncio.Future[Begun] = asyncio.get_running_loop().create_future()
-        self.tape: Tape | None = None
+        self.tape: TokenLog | None = None
         self.num_readers = 0
         self.ended_at: float | None = None
         self.num_bytes = 0
@@ -126,7 +126,7 @@ class Run:
         return self.ended_at is not None
 
 
-class Runs:
+class IdempotentRequests:
     """All runs of this server."""
 
     def __init__(
@@ -140,7 +140,7 @@ class Runs:
         self._pieces = pieces
         self._shares = shares
         self._now = now
-        self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()  # least recently asked for first
+        self._runs: OrderedDict[tuple[str, str], IdempotentRequest] = OrderedDict()  # least recently asked for first
         self._num_runs: Counter[str] = Counter()  # by tenant
         self._num_running: Counter[str] = Counter()  # of these, those that go on
         self._kept_bytes: Counter[str] = Counter()  # of ended runs, by tenant
@@ -169,7 +169,7 @@ class Runs:
             "journal": {"state": "off"} if self.journal is None else self.journal.report(),
         }
 
-    async def replay(self, key: RetryKey, begin: Callable[[Run], Awaitable[Begun]]) -> Replay:
+    async def replay(self, key: RetryKey, begin: Callable[[IdempotentRequest], Awaitable[Begun]]) -> ResumableStream:
         """A reading of the run of this key, which is begun if there is none. Raises ApiError."""
         run = self._runs.get(key.name)
         if run is None:
@@ -183,13 +183,13 @@ class Runs:
             await self.journal.synced()
         return self._read(run, key)
 
-    async def _begin(self, key: RetryKey, begin: Callable[[Run], Awaitable[Begun]]) -> Run:
+    async def _begin(self, key: RetryKey, begin: Callable[[IdempotentRequest], Awaitable[Begun]]) -> IdempotentRequest:
         if key.last_event is not None:
             message = "nothing is kept under this Idempotency-Key; ask again without Last-Event-ID to start anew"
             raise ApiError(409, message, code="nothing_to_resume", param="Last-Event-ID")
         self._check_running(key.tenant)
         self.start_sweeping()
-        run = Run(key)
+        run = IdempotentRequest(key)
         self._put(run)
         self._make_room()
         try:
@@ -206,7 +206,7 @@ class Runs:
         """Return True if the run of this key is kept."""
         return key.name in self._runs
 
-    def announce(self, run: Run, form: Form, request_ids: Sequence[str]) -> None:
+    def announce(self, run: IdempotentRequest, form: AnswerSpec, request_ids: Sequence[str]) -> None:
         """It is about to be submitted under these names: the journal has it before the engine."""
         key = run.key
         if self.journal is not None and key.is_lasting:
@@ -222,13 +222,13 @@ class Runs:
             # Not at once: a task that has not begun would end without telling anybody.
             asyncio.get_running_loop().call_soon(run.task.cancel)
 
-    def start(self, run: Run, begun: Begun) -> None:
+    def start(self, run: IdempotentRequest, begun: Begun) -> None:
         """Let it run, apart from any connection."""
-        run.tape = Tape(begun.num_choices)
+        run.tape = TokenLog(begun.num_choices)
         run.begun.set_result(begun)
         run.task = asyncio.create_task(self._pump(run, begun, run.tape))
 
-    def keep(self, run: Run) -> None:
+    def keep(self, run: IdempotentRequest) -> None:
         """Take in a run of a former server."""
         self.start_sweeping()
         self._put(run)
@@ -251,13 +251,13 @@ class Runs:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _check_same(self, run: Run, key: RetryKey) -> None:
+    def _check_same(self, run: IdempotentRequest, key: RetryKey) -> None:
         if run.key.body_hash != key.body_hash:
             self.num_conflicts += 1
             message = "this Idempotency-Key was used with another body; a new request needs a new key"
             raise ApiError(409, message, code="idempotency_key_reused", param="Idempotency-Key")
 
-    async def _wait_begun(self, run: Run) -> None:
+    async def _wait_begun(self, run: IdempotentRequest) -> None:
         if run.revive is not None:
             revive, run.revive = run.revive, None
             try:
@@ -268,7 +268,7 @@ class Runs:
             self.start(run, begun)
         await asyncio.shield(run.begun)
 
-    def _read(self, run: Run, key: RetryKey) -> Replay:
+    def _read(self, run: IdempotentRequest, key: RetryKey) -> ResumableStream:
         assert run.tape is not None
         form = run.begun.result().form
         seen = None if key.last_event is None else Position.parse(key.last_event, len(run.tape.choices))
@@ -279,26 +279,26 @@ class Runs:
         if run.orphaned is not None:
             run.orphaned.cancel()
             run.orphaned = None
-        return Replay(run.tape, shape_of(form, self._pieces), form.identity[0], seen, lambda: self._leave(run))
+        return ResumableStream(run.tape, shape_of(form, self._pieces), form.identity[0], seen, lambda: self._leave(run))
 
-    def _leave(self, run: Run) -> None:
+    def _leave(self, run: IdempotentRequest) -> None:
         run.num_readers -= 1
         if run.num_readers == 0 and not run.is_ended:
             self._await_reader(run)
 
-    def _await_reader(self, run: Run) -> None:
+    def _await_reader(self, run: IdempotentRequest) -> None:
         """Nobody reads it: it goes on for a while, since who asked may come back."""
         loop = asyncio.get_running_loop()
         run.orphaned = loop.call_later(self._config.orphan_timeout_s, self._give_up, run)
 
-    def _give_up(self, run: Run) -> None:
+    def _give_up(self, run: IdempotentRequest) -> None:
         run.orphaned = None
         if run.num_readers == 0 and not run.is_ended and run.task is not None:
             self.num_orphaned += 1
             self._drop(run)
             run.task.cancel()
 
-    async def _pump(self, run: Run, begun: Begun, tape: Tape) -> None:
+    async def _pump(self, run: IdempotentRequest, begun: Begun, tape: TokenLog) -> None:
         """Move everything from the source to the tape."""
         failure: ApiError | None = internal_error()
         try:
@@ -318,7 +318,7 @@ class Runs:
                 await begun.source.close()
             self._end(run, tape, failure)
 
-    def _end(self, run: Run, tape: Tape, failure: ApiError | None) -> None:
+    def _end(self, run: IdempotentRequest, tape: TokenLog, failure: ApiError | None) -> None:
         is_kept = self._runs.get(run.key.name) is run
         if is_kept:
             self._count(run, -1)  # and again as it is now
@@ -336,11 +336,11 @@ class Runs:
         tape.finish(failure)
         self._make_room()
 
-    def _put(self, run: Run) -> None:
+    def _put(self, run: IdempotentRequest) -> None:
         self._runs[run.key.name] = run
         self._count(run, 1)
 
-    def _count(self, run: Run, sign: int) -> None:
+    def _count(self, run: IdempotentRequest, sign: int) -> None:
         """Count a run that is kept, or what it was no more."""
         tenant = run.key.tenant
         changes = ((self._num_runs, 1), (self._num_running, int(not run.is_ended)),
@@ -350,7 +350,7 @@ class Runs:
             if not counter[tenant]:
                 del counter[tenant]
 
-    def _drop(self, run: Run) -> None:
+    def _drop(self, run: IdempotentRequest) -> None:
         if self._runs.get(run.key.name) is run:
             del self._runs[run.key.name]
             self._count(run, -1)

@@ -22,12 +22,12 @@ from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.outputs import TextDelta
 from octavo.frontend.sessions import OutputClient, Session
 from octavo.frontend.transcript import Transcript
-from octavo.server.admission import Lease, Wish
+from octavo.server.admission import AdmissionRequest, AdmissionTicket
 from octavo.server.context import Context
-from octavo.server.directory import MARK
-from octavo.server.generation import REASONS, Asked, Generation, failure_of
-from octavo.server.idempotency import Begun, RetryKey, Run
-from octavo.server.shapes.form import Form
+from octavo.server.generation import REASONS, Generation, GenerationRequest, failure_of
+from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey
+from octavo.server.request_index import MARK
+from octavo.server.shapes.form import AnswerSpec
 
 _log = logging.getLogger(__name__)
 RestoreEntries = Callable[[Iterable[OpenRequest]], None]
@@ -41,7 +41,7 @@ def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tu
     runs = context.runs
     runs.journal = journal
     runs.start_sweeping()
-    going: list[tuple[HeldRun, Form]] = []
+    going: list[tuple[HeldRun, AnswerSpec]] = []
     num_kept = 0
     latest = {(held.began.tenant, held.began.key): held for held in journal.recovered}
     for held in journal.recovered:
@@ -62,9 +62,9 @@ def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tu
     return len(going), num_kept
 
 
-def _form(held: HeldRun) -> Form | None:
+def _form(held: HeldRun) -> AnswerSpec | None:
     try:
-        return msgspec.msgpack.decode(held.began.facts, type=Form)
+        return msgspec.msgpack.decode(held.began.facts, type=AnswerSpec)
     except msgspec.MsgspecError:
         _log.warning("journal: request %s was written by another version and is left out", held.began.run)
         return None
@@ -84,14 +84,14 @@ def _is_worth_keeping(held: HeldRun) -> bool:
     return all(end.finish_reason in REASONS or failure_of(end.finish_reason, end.error).is_final for end in ends)
 
 
-def _run(held: HeldRun) -> Run:
+def _run(held: HeldRun) -> IdempotentRequest:
     began = held.began
-    run = Run(RetryKey(began.tenant, began.key, began.body_hash))
+    run = IdempotentRequest(RetryKey(began.tenant, began.key, began.body_hash))
     run.number = began.run
     return run
 
 
-def _stored(context: Context, held: HeldRun, form: Form) -> Run:
+def _stored(context: Context, held: HeldRun, form: AnswerSpec) -> IdempotentRequest:
     run = _run(held)
     run.ended_at = max(each.ended_at for each in held.requests.values())
     run.num_bytes = held.num_bytes
@@ -117,20 +117,22 @@ def _generation(context: Context, held: HeldRun) -> Generation:
     """What goes on, with a seat of its own: it was let in once."""
     requests = [each.request for each in _requests(held)]
     first = requests[0]
-    wish = Wish(priority=first.priority, num_prompts=len(requests), width=first.params.num_sequences)
-    lease = Lease(context.admission, wish, context.waiting.enter("", wish.priority, wish.num_prompts, wish.width))
+    wanted = AdmissionRequest(priority=first.priority, num_prompts=len(requests), width=first.params.num_sequences)
+    ticket = AdmissionTicket(
+        context.admission, wanted, context.waiting.enter("", wanted.priority, wanted.num_prompts, wanted.width)
+    )
     closing = ExitStack()
-    closing.callback(lease.leave)
+    closing.callback(ticket.leave)
     names = [request.request_id for request in requests]
     closing.callback(context.directory.add(first.tenant, names[0].partition(MARK)[0], names))
-    asked = Asked(
+    asked = GenerationRequest(
         request_id=first.request_id,
         prompts=[request.prompt_token_ids or () for request in requests],
         params=first.params,
         arrival=first.arrival,
     )
     sessions = _sessions(context, held, context.sessions.client)
-    return Generation(asked, sessions, context.metrics, lease, closing)
+    return Generation(asked, sessions, context.metrics, ticket, closing)
 
 
 class _StoredOutputs:

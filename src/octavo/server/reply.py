@@ -21,26 +21,26 @@ from starlette.responses import Response
 from octavo.core.request import SamplingParams
 from octavo.errors import OctavoError
 from octavo.frontend.outputs import MAX_SLICE
-from octavo.frontend.sessions import Terms
+from octavo.frontend.sessions import RequestOptions
 from octavo.observe.request_trace import RequestTrace, Value
-from octavo.server.admission import Wish
+from octavo.server.admission import AdmissionRequest
 from octavo.server.auth import KEY
 from octavo.server.bodies.sampling import SamplingBody
 from octavo.server.bodies.served import ServedFields
 from octavo.server.context import Context, context_of
-from octavo.server.directory import engine_id
 from octavo.server.faults import ApiError, bad_field, draining_error, from_exception
-from octavo.server.generation import Asked, Choice, Generation, open_sessions
-from octavo.server.idempotency import Begun, RetryKey, Run, key_of
+from octavo.server.generation import Choice, Generation, GenerationRequest, open_sessions
+from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
 from octavo.server.keys import KeyInfo
 from octavo.server.lifecycle import ClientGoneError, ServerStoppingError
 from octavo.server.limits import OFF_LOOP_BYTES
 from octavo.server.offload import off_loop
 from octavo.server.params import check_scores, spellings
-from octavo.server.replay import Replay
-from octavo.server.shapes.form import Form
+from octavo.server.request_index import engine_id
+from octavo.server.resumable_stream import ResumableStream
+from octavo.server.shapes.form import AnswerSpec
 from octavo.server.shapes.registry import shape_of
-from octavo.server.shapes.shape import Identity, Shape
+from octavo.server.shapes.shape import AnswerEncoder, Identity
 from octavo.server.shell import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
 from octavo.server.stream import EventStream
 
@@ -69,10 +69,10 @@ class Task:
     num_ids: int
     prompt_param: str
     read_prompts: Callable[[], Awaitable[Sequence[Sequence[int]]]]
-    make_form: Callable[[Identity, int], Form]
+    make_form: Callable[[Identity, int], AnswerSpec]
     read_grammar: Callable[[], Awaitable[str]] | None = None
     can_continue: bool = True
-    on_shape: Callable[[Shape], None] | None = None
+    on_shape: Callable[[AnswerEncoder], None] | None = None
     name: str | None = None
 
 
@@ -97,8 +97,8 @@ def answer_facts(body: SamplingBody, prompts: Sequence[Sequence[int]]) -> dict[s
 async def reply(request: Request, task: Task) -> Response:
     """Answer: submit the prompts, or read what runs or is kept under the same Idempotency-Key. Raises ApiError."""
     context = context_of(request)
-    source: Generation | Replay
-    shape: Shape
+    source: Generation | ResumableStream
+    shape: AnswerEncoder
     if "idempotency-key" in request.headers or "last-event-id" in request.headers:
         source = shape = await _replay(request, context, task)
     else:
@@ -111,7 +111,7 @@ async def reply(request: Request, task: Task) -> Response:
     return await _whole(request, context, source, shape)
 
 
-async def _replay(request: Request, context: Context, task: Task) -> Replay:
+async def _replay(request: Request, context: Context, task: Task) -> ResumableStream:
     """Read the run of the request's Idempotency-Key, which goes on without this connection. Raises ApiError."""
     key, event = key_of(request)
     assert key is not None  # an event alone is refused
@@ -126,10 +126,10 @@ async def _replay(request: Request, context: Context, task: Task) -> Replay:
     return await open_run(request, context, task, RetryKey(holder.tenant, key, await body_hash(task), event))
 
 
-async def open_run(request: Request, context: Context, task: Task, retry: RetryKey) -> Replay:
+async def open_run(request: Request, context: Context, task: Task, retry: RetryKey) -> ResumableStream:
     """A reading of the run of this key, which is begun if there is none; it needs no connection. Raises ApiError."""
 
-    async def begin(run: Run) -> Begun:
+    async def begin(run: IdempotentRequest) -> Begun:
         generation, form = await _begin(request, context, task, run)
         return Begun(generation, form, generation.num_choices)
 
@@ -139,7 +139,7 @@ async def open_run(request: Request, context: Context, task: Task, retry: RetryK
     return replay
 
 
-def terms_of(key: KeyInfo, context: Context, body: ServedFields) -> Terms:
+def options_of(key: KeyInfo, context: Context, body: ServedFields) -> RequestOptions:
     """Return how a request is served. Raises ApiError when its key may not have this priority."""
     priority = key.priority if body.priority is None else body.priority
     if body.priority is not None and key.max_priority is not None and priority < key.max_priority:
@@ -175,16 +175,18 @@ async def body_hash(task: Task) -> bytes:
     return await off_loop(digest) if is_long else digest()
 
 
-async def _begin(request: Request, context: Context, task: Task, run: Run | None = None) -> tuple[Generation, Form]:
+async def _begin(
+    request: Request, context: Context, task: Task, run: IdempotentRequest | None = None
+) -> tuple[Generation, AnswerSpec]:
     """Submit the prompts. Raises ApiError; then nothing of it is left."""
     scope, body, params = request.scope, task.body, task.params
     key: KeyInfo = scope[KEY]
     given = scope[GIVEN_ID]
     name = given or task.name or f"{task.kind}-{scope[REQUEST_ID]}"
-    terms = terms_of(key, context, body)
-    wish = Wish(
+    options = options_of(key, context, body)
+    wanted = AdmissionRequest(
         key=key,
-        priority=terms["priority"],
+        priority=options["priority"],
         num_prompts=task.num_prompts,
         width=params.num_sequences,
         max_tokens=params.max_tokens,
@@ -198,19 +200,19 @@ async def _begin(request: Request, context: Context, task: Task, run: Run | None
         if trace is not None:
             send_at_end(trace, context, undo)
         try:
-            lease = context.admission.enter(wish)
-            undo.callback(lease.leave)
+            ticket = context.admission.enter(wanted)
+            undo.callback(ticket.leave)
             prompts: list[array[int]] = []
             num_tokens = 0
             for ids in await task.read_prompts():
                 prompts.append(array("i", ids))  # a ninth of the memory of a list
                 num_tokens += len(ids)
-            lease.settle(num_tokens)
+            ticket.settle(num_tokens)
             if params.prompt_logprobs is not None:
                 check_scores(num_tokens, params.prompt_logprobs)
             if task.read_grammar is not None:
                 params = replace(params, grammar=await task.read_grammar())
-            asked = Asked(engine_id(given, name), prompts, params, scope[ARRIVAL], terms, trace)
+            asked = GenerationRequest(engine_id(given, name), prompts, params, scope[ARRIVAL], options, trace)
             form = task.make_form((name, int(time.time()), model), num_tokens)
             undo.callback(context.directory.add(key.tenant, name, asked.session_ids))
             if run is not None:
@@ -221,10 +223,12 @@ async def _begin(request: Request, context: Context, task: Task, run: Run | None
             names = {name: task.prompt_param for name in ("prompt_token_ids", "prompt", "messages")}
             raise from_exception(error, {**spellings(body), **names}) from None
         closing = undo.pop_all()
-    return Generation(asked, opened, context.metrics, lease, closing), form
+    return Generation(asked, opened, context.metrics, ticket, closing), form
 
 
-async def _whole(request: Request, context: Context, source: Generation | Replay, shape: Shape) -> Response:
+async def _whole(
+    request: Request, context: Context, source: Generation | ResumableStream, shape: AnswerEncoder
+) -> Response:
     try:
         choices = await context.lifecycle.supervise(source.collect(), request.receive)
     except ClientGoneError:
@@ -239,7 +243,7 @@ async def _whole(request: Request, context: Context, source: Generation | Replay
     return Response(await _encoded(shape, choices), media_type="application/json")
 
 
-async def _encoded(shape: Shape, choices: Sequence[Choice]) -> bytes:
+async def _encoded(shape: AnswerEncoder, choices: Sequence[Choice]) -> bytes:
     """The answer as JSON, made on another thread where it has many log-probabilities."""
 
     def encode() -> bytes:

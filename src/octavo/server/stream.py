@@ -22,7 +22,7 @@ from octavo.server.connection import CUT
 from octavo.server.faults import ApiError, draining_error, from_exception, internal_error
 from octavo.server.lifecycle import ClientGoneError, Lifecycle, ServerStoppingError
 from octavo.server.limits import HttpLimits
-from octavo.server.shapes.shape import Shape
+from octavo.server.shapes.shape import AnswerEncoder
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta
@@ -66,7 +66,12 @@ class EventStream(Response):
     """Streams one generation."""
 
     def __init__(
-        self, source: DeltaSource, shape: Shape, lifecycle: Lifecycle, limits: HttpLimits, metrics: RequestMetrics
+        self,
+        source: DeltaSource,
+        shape: AnswerEncoder,
+        lifecycle: Lifecycle,
+        limits: HttpLimits,
+        metrics: RequestMetrics,
     ) -> None:
         super().__init__(headers=_HEADERS, media_type=shape.framing.media_type)
         del self.headers["content-length"]

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 from octavo.errors import OctavoError
 from octavo.server.faults import ApiError, cancelled_error, draining_error, from_exception
 from octavo.server.lifecycle import ServerStoppingError
-from octavo.server.shapes.responses import ResponseShape
+from octavo.server.shapes.responses import ResponseEncoder
 
 if TYPE_CHECKING:
     from starlette.types import Message
 
     from octavo.server.answer import Json
-    from octavo.server.idempotency import RetryKey, Runs
+    from octavo.server.idempotency import IdempotentRequests, RetryKey
     from octavo.server.lifecycle import Lifecycle
-    from octavo.server.replay import Replay
+    from octavo.server.resumable_stream import ResumableStream
 
 MAX_RESUMABLE = 10_000  # responses whose runs are remembered before those are forgotten that are not kept any more
 
@@ -34,8 +34,8 @@ class _Job:
     """One that runs. `keep` puts its end in the place of what was kept of it."""
 
     key: RetryKey
-    replay: Replay
-    shape: ResponseShape
+    replay: ResumableStream
+    shape: ResponseEncoder
     keep: Callable[[Json], None]
     is_cancelled: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -44,7 +44,7 @@ class _Job:
 class Background:
     """All that run in the background."""
 
-    def __init__(self, runs: Runs, lifecycle: Lifecycle) -> None:
+    def __init__(self, runs: IdempotentRequests, lifecycle: Lifecycle) -> None:
         self._runs = runs
         self._lifecycle = lifecycle
         self._jobs: dict[tuple[str, str], _Job] = {}
@@ -55,10 +55,10 @@ class Background:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def start(self, key: RetryKey, replay: Replay, keep: Callable[[Json], None]) -> None:
+    def start(self, key: RetryKey, replay: ResumableStream, keep: Callable[[Json], None]) -> None:
         """Look after a run until its end. A server that drains waits for it."""
         shape = replay.shape
-        assert isinstance(shape, ResponseShape)
+        assert isinstance(shape, ResponseEncoder)
         name = (key.tenant, shape.response_id)
         keep(shape.begun())
         self._jobs[name] = job = _Job(key, replay, shape, keep)

@@ -25,9 +25,9 @@ from octavo.server.reply import Task
 from octavo.server.responses.messages import SPELLING, chat_fields
 from octavo.server.responses.store import Given, Link, Stored
 from octavo.server.responses.truncation import fitted
-from octavo.server.shapes.form import Form
-from octavo.server.shapes.responses import ID_PREFIX, ResponseShape
-from octavo.server.shapes.shape import Identity, Shape
+from octavo.server.shapes.form import AnswerSpec
+from octavo.server.shapes.responses import ID_PREFIX, ResponseEncoder
+from octavo.server.shapes.shape import AnswerEncoder, Identity
 from octavo.server.spelling import rename_field
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ async def response_task(context: Context, tenant: str, body: ResponsesBody) -> R
     except ApiError as error:
         raise rename_field(error, SPELLING) from None
 
-    def make_form(identity: Identity, num_prompt_tokens: int) -> Form:
+    def make_form(identity: Identity, num_prompt_tokens: int) -> AnswerSpec:
         form = task.make_form(identity, num_prompt_tokens)
         given = {"store": is_kept, "temperature": task.params.temperature, "top_p": task.params.top_p}
         facts = {**form.facts, "id": response_id, "echo": conversation.echo | _texts(given)}
@@ -82,8 +82,8 @@ async def response_task(context: Context, tenant: str, body: ResponsesBody) -> R
     def keep(response: Json) -> None:
         context.responses.put(tenant, response, conversation.given, previous)
 
-    def keep_answer(shape: Shape) -> None:
-        if isinstance(shape, ResponseShape) and is_kept and not body.background:
+    def keep_answer(shape: AnswerEncoder) -> None:
+        if isinstance(shape, ResponseEncoder) and is_kept and not body.background:
             shape.keep = keep
 
     answering = replace(

@@ -17,7 +17,7 @@ from octavo.server.limits import read_json
 from octavo.server.params import read_params
 from octavo.server.reply import RETRY_NOTE, Task, answer_facts, reply, wants_usage
 from octavo.server.routes.posting import add_post
-from octavo.server.shapes.form import Form
+from octavo.server.shapes.form import AnswerSpec
 
 
 async def completions(request: Request) -> Response:
@@ -54,7 +54,7 @@ async def completions(request: Request) -> Response:
         prompt_param="prompt",
         read_prompts=read_prompts,
         read_grammar=context.grammars.reader(structure_of(body)),
-        make_form=lambda identity, _: Form("text", identity, wants_usage(body), tuple(echoes), params.n, facts),
+        make_form=lambda identity, _: AnswerSpec("text", identity, wants_usage(body), tuple(echoes), params.n, facts),
     )
     return await reply(request, task)
 

@@ -30,7 +30,7 @@ from octavo.server.ollama_chat import GENERATE_SPELLING, SPELLING, chat_of, gene
 from octavo.server.params import read_params
 from octavo.server.reply import RETRY_NOTE, Task, reply
 from octavo.server.routes.posting import add_post
-from octavo.server.shapes.form import Form
+from octavo.server.shapes.form import AnswerSpec
 from octavo.server.shapes.ollama import head
 from octavo.server.spelling import rename_field
 from octavo.text.dialect import Dialect
@@ -95,7 +95,7 @@ async def _raw_task(context: Context, body: CompletionBody) -> Task:
         num_ids=0,
         prompt_param="prompt",
         read_prompts=read_prompts,
-        make_form=lambda identity, _: Form("ollama", identity, facts={"is_chat": False}),
+        make_form=lambda identity, _: AnswerSpec("ollama", identity, facts={"is_chat": False}),
         can_continue=False,
     )
 

@@ -21,7 +21,7 @@ from octavo.server.bodies.responses import (
 )
 from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError, bad_field
-from octavo.server.idempotency import Begun, RetryKey, Run, key_of
+from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
 from octavo.server.keys import KeyInfo
 from octavo.server.limits import OFF_LOOP_BYTES, read_json
 from octavo.server.offload import parse_off_loop
@@ -29,7 +29,7 @@ from octavo.server.reply import body_hash, open_run, reply
 from octavo.server.responses.store import Stored
 from octavo.server.responses.task import ResponseRequest, response_task
 from octavo.server.routes.posting import add_post
-from octavo.server.shapes.responses import ResponseShape
+from octavo.server.shapes.responses import ResponseEncoder
 from octavo.server.stream import EventStream
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ async def _in_background(request: Request, asked: ResponseRequest) -> Response:
             asked.keep(response)
 
     shape = replay.shape
-    assert isinstance(shape, ResponseShape)
+    assert isinstance(shape, ResponseEncoder)
     begun = shape.begun()
     if context.responses.has(tenant, shape.response_id):
         await replay.close()  # it is asked for again
@@ -86,11 +86,11 @@ async def _in_background(request: Request, asked: ResponseRequest) -> Response:
 async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
     """The events of a run, from its beginning or behind one that its reader has."""
 
-    async def refuse(_: Run) -> Begun:
+    async def refuse(_: IdempotentRequest) -> Begun:
         raise bad_field("stream", "stream: the events of this response are not kept any more; leave it out")
 
     replay = await context.runs.replay(retry, refuse)
-    assert isinstance(replay.shape, ResponseShape)
+    assert isinstance(replay.shape, ResponseEncoder)
     replay.shape.behind = behind
     return EventStream(replay, replay, context.lifecycle, context.limits, context.metrics)
 

@@ -1,4 +1,4 @@
-"""MessagesShape: answers of /v1/messages.
+"""MessagesEncoder: answers of /v1/messages.
 
 Owns: content blocks, whole and as events, stop reasons, usage. Does not: tell thinking and calls from text.
 Invariants: blocks are numbered from 0 and never overlap; the events of a stream add up to the whole answer.
@@ -17,14 +17,14 @@ from octavo.core.request import FinishReason
 from octavo.server.answer import Json, last_usage, read_format
 from octavo.server.faults import anthropic_error
 from octavo.server.generation import Choice
-from octavo.server.shapes.framing import Framing
+from octavo.server.shapes.framing import StreamFormat
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.faults import ApiError
-    from octavo.server.shapes.form import Form
+    from octavo.server.shapes.form import AnswerSpec
 
 SIGNATURE = "unsigned"  # clients keep it and send it back; nobody looks at it here
 
@@ -38,15 +38,15 @@ def _error(error: ApiError) -> bytes:
     return b"event: error\ndata: %b\n\n" % msgspec.json.encode(anthropic_error(error, {}))
 
 
-ANTHROPIC = Framing("text/event-stream", b"", event("ping", {}), _error)
+ANTHROPIC = StreamFormat("text/event-stream", b"", event("ping", {}), _error)
 
 
-class MessagesShape:
+class MessagesEncoder:
     """One message. `facts` of the form: num_prompt_tokens, max_tokens, shows_thinking, format."""
 
     framing = ANTHROPIC
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: AnswerSpec) -> None:
         self._form = form
         self._reader = reader_of(form)
         self._open: str | None = None  # the kind of the block that has begun
@@ -155,7 +155,7 @@ _DELTAS = {
 }
 
 
-def reader_of(form: Form) -> AnswerReader:
+def reader_of(form: AnswerSpec) -> AnswerReader:
     """A new reader of the form's only choice."""
     return AnswerReader(read_format(form.facts), f"{form.identity[0]}:0")
 

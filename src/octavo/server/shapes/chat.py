@@ -1,4 +1,4 @@
-"""ChatShape: answers of /v1/chat/completions.
+"""ChatEncoder: answers of /v1/chat/completions.
 
 Owns: messages and chunks, with calls and reasoning where there are some. Does not: tell them apart (AnswerReader does).
 Invariant: beside a choice's beginning and end, a delta makes at most one event.
@@ -21,17 +21,17 @@ from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta
-    from octavo.server.shapes.form import Form
+    from octavo.server.shapes.form import AnswerSpec
 
 CALLED = "tool_calls"
 
 
-class ChatShape:
+class ChatEncoder:
     """Answers of /v1/chat/completions. Without a format all text is content."""
 
     framing = OPENAI
 
-    def __init__(self, form: Form, pieces: Pieces) -> None:
+    def __init__(self, form: AnswerSpec, pieces: Pieces) -> None:
         self._pieces = pieces
         self._stream = ChunkStream("chat.completion.chunk", form.identity, form.include_usage, form.facts)
         self._format = read_format(form.facts)

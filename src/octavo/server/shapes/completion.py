@@ -1,4 +1,4 @@
-"""CompletionShape: answers of /v1/completions.
+"""CompletionEncoder: answers of /v1/completions.
 
 Owns: their choices, with an echoed prompt and its log-probabilities in front. Does not: know the chunks' frame.
 A prompt's log-probabilities come with deltas of its first choice, before any of the answer; each of its choices shows
@@ -22,15 +22,15 @@ from octavo.server.shapes.text_logprobs import EchoedPrompt, LogprobColumns, add
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta
     from octavo.frontend.sessions import Scores
-    from octavo.server.shapes.form import Form
+    from octavo.server.shapes.form import AnswerSpec
 
 
-class CompletionShape:
+class CompletionEncoder:
     """Answers of /v1/completions; the form's `echoes` are the prompts' texts, put before each of the `n` choices."""
 
     framing = OPENAI
 
-    def __init__(self, form: Form, pieces: Pieces) -> None:
+    def __init__(self, form: AnswerSpec, pieces: Pieces) -> None:
         self._pieces = pieces
         self._stream = ChunkStream("text_completion", form.identity, form.include_usage, form.facts, form.n)
         self._num_prompts, self._n = len(form.echoes), form.n

@@ -1,4 +1,4 @@
-"""Form: what an answer's shape is made from.
+"""AnswerSpec: what an answer's shape is made from.
 
 Does not: know any shape (registry does).
 Invariant: the same form and deltas give the same bytes, so that an answer can be shaped again, by another server too.
@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 
-class Form(Struct, frozen=True, array_like=True):
+class AnswerSpec(Struct, frozen=True, array_like=True):
     """Plain data. `kind` names the shape; `facts` holds what one kind alone needs."""
 
     kind: str

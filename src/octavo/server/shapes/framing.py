@@ -1,4 +1,4 @@
-"""Framing: what surrounds the events of a stream in each interface.
+"""StreamFormat: what surrounds the events of a stream in each interface.
 
 Owns: media type, keep-alive, the last bytes, and how an error looks in mid-stream. Does not: know events.
 """
@@ -18,7 +18,7 @@ def _openai_error(error: ApiError) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Framing:
+class StreamFormat:
     """`error` gives the events of a failure; `keep_alive` is b"" where nothing may stand between events.
 
     `done` ends every stream, also one that failed. `has_ids`: whether a line with an event's id may precede it.
@@ -33,4 +33,4 @@ class Framing:
     by_token: bool = False
 
 
-OPENAI = Framing("text/event-stream", b"data: [DONE]\n\n", b": keep-alive\n\n", _openai_error)
+OPENAI = StreamFormat("text/event-stream", b"data: [DONE]\n\n", b": keep-alive\n\n", _openai_error)

@@ -1,4 +1,4 @@
-"""OllamaShape: answers of /api/chat and /api/generate, as lines of JSON.
+"""OllamaEncoder: answers of /api/chat and /api/generate, as lines of JSON.
 
 Owns: the lines, durations and reasons. Does not: tell thinking and calls from text (AnswerReader does).
 Invariants: each delta makes one line at most; a call is told once it is whole; durations add up to the total.
@@ -17,13 +17,13 @@ from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage
 from octavo.server.faults import ollama_error
 from octavo.server.generation import REASONS, Choice
 from octavo.server.shapes.anthropic import call_input, reader_of
-from octavo.server.shapes.framing import Framing
+from octavo.server.shapes.framing import StreamFormat
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.faults import ApiError
-    from octavo.server.shapes.form import Form
+    from octavo.server.shapes.form import AnswerSpec
 
 
 def line(body: Json) -> bytes:
@@ -35,15 +35,15 @@ def _error(error: ApiError) -> bytes:
     return line(ollama_error(error, {}))
 
 
-OLLAMA = Framing("application/x-ndjson", b"", b"", _error, has_ids=False)
+OLLAMA = StreamFormat("application/x-ndjson", b"", b"", _error, has_ids=False)
 
 
-class OllamaShape:
+class OllamaEncoder:
     """One answer. `facts` of the form: is_chat, format."""
 
     framing = OLLAMA
 
-    def __init__(self, form: Form, pieces: Pieces) -> None:
+    def __init__(self, form: AnswerSpec, pieces: Pieces) -> None:
         self._form = form
         self._pieces = pieces
         self._head = head(form.identity[2], form.identity[1])

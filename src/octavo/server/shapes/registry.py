@@ -9,28 +9,28 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from octavo.server.answer import IdPieces
-from octavo.server.shapes.anthropic import MessagesShape
-from octavo.server.shapes.chat import ChatShape
-from octavo.server.shapes.completion import CompletionShape
-from octavo.server.shapes.ollama import OllamaShape
-from octavo.server.shapes.responses import ResponseShape
-from octavo.server.shapes.scored_chat import ScoredChatShape
+from octavo.server.shapes.anthropic import MessagesEncoder
+from octavo.server.shapes.chat import ChatEncoder
+from octavo.server.shapes.completion import CompletionEncoder
+from octavo.server.shapes.ollama import OllamaEncoder
+from octavo.server.shapes.responses import ResponseEncoder
+from octavo.server.shapes.scored_chat import ScoredChatEncoder
 
 if TYPE_CHECKING:
     from octavo.server.answer import Pieces
-    from octavo.server.shapes.form import Form
-    from octavo.server.shapes.shape import Shape
+    from octavo.server.shapes.form import AnswerSpec
+    from octavo.server.shapes.shape import AnswerEncoder
 
-SHAPES: Mapping[str, Callable[[Form, Pieces], Shape]] = {
-    "chat": ChatShape,
-    "scored_chat": lambda form, pieces: ScoredChatShape(form, pieces, ChatShape(form, pieces)),
-    "text": CompletionShape,
-    "anthropic": lambda form, pieces: MessagesShape(form),
-    "ollama": OllamaShape,
-    "response": ResponseShape,
+SHAPES: Mapping[str, Callable[[AnswerSpec, Pieces], AnswerEncoder]] = {
+    "chat": ChatEncoder,
+    "scored_chat": lambda form, pieces: ScoredChatEncoder(form, pieces, ChatEncoder(form, pieces)),
+    "text": CompletionEncoder,
+    "anthropic": lambda form, pieces: MessagesEncoder(form),
+    "ollama": OllamaEncoder,
+    "response": ResponseEncoder,
 }
 
 
-def shape_of(form: Form, pieces: Pieces) -> Shape:
+def shape_of(form: AnswerSpec, pieces: Pieces) -> AnswerEncoder:
     """A new shape, which has given nothing yet. The fact "shows_ids" has tokens shown as their ids."""
     return SHAPES[form.kind](form, IdPieces() if form.facts.get("shows_ids") else pieces)

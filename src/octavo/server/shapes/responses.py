@@ -1,4 +1,4 @@
-"""ResponseShape: answers of /v1/responses.
+"""ResponseEncoder: answers of /v1/responses.
 
 Owns: the response object, its events' numbers and order. Does not: write items (response_items does) or keep answers.
 Formats: OpenAI's API reference, "Responses" and "Streaming events".
@@ -14,7 +14,7 @@ from msgspec.json import encode
 
 from octavo.core.request import FinishReason
 from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage, read_format, timings_json
-from octavo.server.shapes.framing import Framing
+from octavo.server.shapes.framing import StreamFormat
 from octavo.server.shapes.response_items import Event, ItemWriter
 from octavo.text.answer_parts import Part, Text
 from octavo.text.answer_reader import AnswerReader
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.faults import ApiError
     from octavo.server.generation import Choice
-    from octavo.server.shapes.form import Form
+    from octavo.server.shapes.form import AnswerSpec
 
 ID_PREFIX = "resp_"
 _TEXT_EVENT = (
@@ -32,15 +32,15 @@ _TEXT_EVENT = (
 )
 
 
-class ResponseShape:
+class ResponseEncoder:
     """Answers of /v1/responses. `keep` is told of the whole answer before the events that end it are given.
 
     Events up to the number `behind` are left out: their reader has them.
     """
 
-    def __init__(self, form: Form, pieces: Pieces) -> None:
+    def __init__(self, form: AnswerSpec, pieces: Pieces) -> None:
         facts = form.facts
-        self.framing = Framing(
+        self.framing = StreamFormat(
             "text/event-stream", b"", b": keep-alive\n\n", self._failure, has_ids=False, by_token=True
         )
         self.keep: Callable[[Json], None] | None = None

@@ -1,4 +1,4 @@
-"""ScoredChatShape: answers of /v1/chat/completions with log-probabilities of the prompt, as vLLM has them.
+"""ScoredChatEncoder: answers of /v1/chat/completions with log-probabilities of the prompt, as vLLM has them.
 
 Owns: the member `prompt_logprobs`, of the answer or of chunks without choices. Does not: shape anything else.
 """
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta
     from octavo.frontend.sessions import Scores
     from octavo.server.generation import Choice
-    from octavo.server.shapes.form import Form
-    from octavo.server.shapes.framing import Framing
-    from octavo.server.shapes.shape import Shape
+    from octavo.server.shapes.form import AnswerSpec
+    from octavo.server.shapes.framing import StreamFormat
+    from octavo.server.shapes.shape import AnswerEncoder
 
 
-class ScoredChatShape:
+class ScoredChatEncoder:
     """A chat's shape with more around it. The form's facts have "num_prompt_logprobs"."""
 
-    def __init__(self, form: Form, pieces: Pieces, chat: Shape) -> None:
+    def __init__(self, form: AnswerSpec, pieces: Pieces, chat: AnswerEncoder) -> None:
         self._chat = chat
         self._pieces = pieces
         self._num_top: int = form.facts["num_prompt_logprobs"]
         self._head = ChunkStream("chat.completion.chunk", form.identity, False).head
 
     @property
-    def framing(self) -> Framing:
+    def framing(self) -> StreamFormat:
         """The chat's."""
         return self._chat.framing
 

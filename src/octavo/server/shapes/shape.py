@@ -1,4 +1,4 @@
-"""Shape: one request's answer on the wire, whole or as events.
+"""AnswerEncoder: one request's answer on the wire, whole or as events.
 
 Owns: the protocol. Does not: know any interface.
 """
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta
     from octavo.server.answer import Json
     from octavo.server.generation import Choice
-    from octavo.server.shapes.framing import Framing
+    from octavo.server.shapes.framing import StreamFormat
 
 Identity = tuple[str, int, str]  # id, created (Unix seconds), model
 
 
-class Shape(Protocol):
+class AnswerEncoder(Protocol):
     """One request's answer, in whichever form."""
 
     @property
-    def framing(self) -> Framing:
+    def framing(self) -> StreamFormat:
         """What surrounds the events."""
         ...
 

@@ -1,4 +1,4 @@
-"""Replay: an answer kept as it comes, read by any number of connections, each from where the one before ended.
+"""ResumableStream: an answer kept as it comes, read by any number of connections, each from where the one before ended.
 
 Owns: the tape, the position in it (the event ids of a stream), cutting it into events.
 Does not: run a request (runs does), or know the form of an event (shapes does).
@@ -19,8 +19,8 @@ from octavo.frontend.outputs import TextDelta, slice_tokens, token_bytes
 from octavo.server.answer import Json
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.generation import Choice
-from octavo.server.shapes.framing import Framing
-from octavo.server.shapes.shape import Shape
+from octavo.server.shapes.framing import StreamFormat
+from octavo.server.shapes.shape import AnswerEncoder
 
 MAX_IDENTIFIED = 64  # choices; the streams of more carry no ids: each would name all of them
 _PLACE = re.compile(r"(-|[0-9]{1,9})([+.]?)")
@@ -67,7 +67,7 @@ def _place(tokens: str, mark: str) -> Place | None:
 
 
 @dataclass(slots=True)
-class TapeChoice:
+class LoggedChoice:
     """One choice: its text as UTF-8, and for each token where its text ends."""
 
     text: bytearray = field(default_factory=bytearray)
@@ -128,11 +128,11 @@ class TapeChoice:
         return self.text[first : len(self.text) if end is None else self.ends[end - 1]].decode()
 
 
-class Tape:
+class TokenLog:
     """The answer so far. `failure` is how it ended, if it failed."""
 
     def __init__(self, num_choices: int) -> None:
-        self.choices = [TapeChoice() for _ in range(num_choices)]
+        self.choices = [LoggedChoice() for _ in range(num_choices)]
         self.is_done = False
         self.failure: ApiError | None = None
         self._waiters: set[asyncio.Future[None]] = set()
@@ -184,11 +184,11 @@ class Tape:
                 waiter.set_result(None)
 
 
-class Replay:
+class ResumableStream:
     """One connection's reading of a tape from a position on: a source of deltas, and their `shape` with event ids."""
 
     def __init__(
-        self, tape: Tape, shape: Shape, name: str, seen: Position | None, on_close: Callable[[], None]
+        self, tape: TokenLog, shape: AnswerEncoder, name: str, seen: Position | None, on_close: Callable[[], None]
     ) -> None:
         self.name = name
         self._tape = tape
@@ -228,7 +228,7 @@ class Replay:
             on_close()
 
     @property
-    def framing(self) -> Framing:
+    def framing(self) -> StreamFormat:
         """The shape's."""
         return self.shape.framing
 

@@ -1,4 +1,4 @@
-"""Directory: which requests are open, or ended not long ago, by the names that their clients know.
+"""RequestIndex: which requests are open, or ended not long ago, by the names that their clients know.
 
 Owns: the table from (tenant, client's name) to the engine's names. Does not: end or explain anything.
 Invariants: a tenant finds its own requests only; a name that is used twice at once finds both; of ended requests so
@@ -21,7 +21,7 @@ def engine_id(given: str | None, own: str) -> str:
     return own if given is None else f"{given}{MARK}{secrets.token_hex(6)}"
 
 
-class Directory:
+class RequestIndex:
     """Open requests of all tenants, and the last `max_ended` that ended."""
 
     def __init__(self, max_ended: int = 0) -> None:
