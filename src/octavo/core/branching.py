@@ -1,7 +1,7 @@
 """The sequences of one request with several: choices that fork or enter late, and beams.
 
 Owns: when a choice enters a plan and what it shares; how a step of beam search moves sequences, blocks and slots.
-Does not: decide between requests (run, admit), or choose beams (beam_search). A request with one sequence never gets
+Does not: decide between requests (run, start), or choose beams (beam_search). A request with one sequence never gets
 here.
 Invariants: a fork shares every block of its parent and samples from the same logits; a choice that could not fork
 enters after its siblings by a prefix match, as after a preemption; all forks of a beam step share their parents'
@@ -66,7 +66,7 @@ def ready_choices(step: Step, request: RequestState) -> list[Sequence]:
         return []
     cache = step.state.cache
     next_ones = [one for one in request.sequences if one.is_entered and one.num_known == one.num_scheduled + 1]
-    if request.is_decoding and any(one.num_scheduled >= one.block_end for one in next_ones):
+    if request.is_decoding and any(one.num_scheduled >= one.in_place_end for one in next_ones):
         while not cache.fits_together(next_ones):
             if not step.evict(request):
                 return []

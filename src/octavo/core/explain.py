@@ -12,10 +12,10 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from enum import Enum
 
-from octavo.core.admit import growth_blocks, needed_blocks, swapped_blocks
 from octavo.core.kv.host_tier import distinct_blocks
 from octavo.core.plan import WaitReason
 from octavo.core.request import RequestState, Status
+from octavo.core.start import growth_blocks, needed_blocks, swapped_blocks
 from octavo.core.state import State
 
 NUM_AHEAD = 5  # requests named of those ahead

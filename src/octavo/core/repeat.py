@@ -12,9 +12,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from octavo.core.admit import is_still_short
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan, WaitReason
 from octavo.core.request import RequestState, Sequence
+from octavo.core.start import is_still_short
 from octavo.core.state import State
 from octavo.core.step import is_fast
 
@@ -90,7 +90,7 @@ def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
         or sequence.in_flight != depth
         or committed == sequence.num_prompt  # its first token changes its rank
         or sequence.token_ids is not None
-        or (start >= sequence.block_end and start != sequence.capacity)
+        or (start >= sequence.in_place_end and start != sequence.capacity)
     ):
         return 0
     left = sequence.limit - committed - depth
@@ -196,7 +196,7 @@ def repeat(state: State, num_steps: int, planned: float) -> None:
                 effects.edits.extend((row.slot, group, len(table), block))
             table.append(block)
         row.capacity += size
-        row.block_end = min(row.capacity, row.limit - 1)
+        row.in_place_end = min(row.capacity, row.limit - 1)
     cache.end_plan()
     _count(state, rows, num_steps)
     _note_shortage(state)
@@ -208,7 +208,7 @@ def repeat(state: State, num_steps: int, planned: float) -> None:
 
 
 def _note_shortage(state: State) -> None:
-    """Note what the first waiting request lacked in the last step, where each step looked at it (see admit)."""
+    """Note what the first waiting request lacked in the last step, where each step looked at it (see start)."""
     if not len(state.waiting) or state.is_paused or state.free_slots:
         return
     head = state.waiting.peek()

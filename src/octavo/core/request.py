@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-MAX_RETURNS = 3  # preemptions after which a request is the last to go (PolicyGuard.victim_rank, admit.growth_blocks)
+MAX_RETURNS = 3  # preemptions after which a request is the last to go (PolicyGuard.victim_rank, start.growth_blocks)
 
 
 class FinishReason(IntEnum):
@@ -142,8 +142,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "block_end", "candidates", "capacity", "choice", "first_live", "host_tables", "in_flight", "is_entered", "keys",
-        "limit", "num_committed", "num_computed", "num_drafts", "num_pending", "num_prompt", "num_published",
+        "candidates", "capacity", "choice", "first_live", "host_tables", "in_flight", "in_place_end", "is_entered",
+        "keys", "limit", "num_committed", "num_computed", "num_drafts", "num_pending", "num_prompt", "num_published",
         "num_scheduled", "request", "retried_at", "slot", "stale", "tables", "token_ids", "track",
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ class Sequence:
         self.in_flight = 0
         self.stale = 0  # rows in flight whose results must be dropped
         self.retried_at = -1  # committed ids when a row of it failed last
-        self.block_end = 0  # below it a decode needs no block, writes no shared one and ends nothing by length
+        self.in_place_end = 0  # below it a decode needs no block, writes no shared one and ends nothing by length
         self.limit = 0
         self.keys: list[bytes] = []
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
@@ -190,7 +190,7 @@ class Sequence:
 
     def reset_tables(self) -> None:
         """Note that the sequence holds no blocks, so none of its tokens are computed."""
-        self.capacity = self.block_end = self.num_published = 0
+        self.capacity = self.in_place_end = self.num_published = 0
         self.num_scheduled = self.num_computed = self.num_drafts = 0
         self.first_live = [0] * len(self.tables)
 

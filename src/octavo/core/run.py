@@ -1,7 +1,7 @@
 """Grants rows to running requests, in the policy's order.
 
 Owns: the pass over running requests of one step, and how a grant is cut to what may run. Does not: admit waiting
-requests (admit), or keep the columns (step).
+requests (start), or keep the columns (step).
 Invariant: a request that has to be preempted for lack of room is preempted whole, before it has a row.
 """
 
@@ -43,7 +43,7 @@ def grant_running(step: Step) -> None:
             if (
                 todo == 1
                 and left
-                and start < sequence.block_end
+                and start < sequence.in_place_end
                 and request.is_decoding
                 and (not pending or request.can_run_ahead)
                 and (not limits_reads or _take_read(step, request, start))

@@ -2,7 +2,7 @@
 
 Owns: the verbs, which are all that others see of the core. Does not: read a clock, start a thread, touch a file or a
 tensor; `now` is an argument.
-Read the package in this order: request and plan (the data), this file, step, run, admit (how a plan is made), commit,
+Read the package in this order: request and plan (the data), this file, step, run, start (how a plan is made), commit,
 recover (what its results change), state, then kv/cache. branching, beam_search, drafts, encoder, composition and gates
 are features that a request without them never enters: read each when you need it.
 Invariants: two schedulers given the same calls make the same plans; with work pending and nothing in flight the next
@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from octavo.core.admission import Admission, check_feasible
-from octavo.core.admit import Admitter
 from octavo.core.branching import add_sequences
 from octavo.core.commit import commit_step
 from octavo.core.drafts import Drafter, add_drafts, allows
 from octavo.core.explain import Explanation, explain, explain_all
+from octavo.core.feasibility import Admission, check_feasible
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.repeat import Repeat, find_repeat, repeat
 from octavo.core.request import FinishError, FinishReason, Request, RequestState, Sequence
 from octavo.core.run import grant_running
+from octavo.core.start import Admitter
 from octavo.core.state import State
 from octavo.core.statistics import MemoryAnalysis, Statistics, analyse_memory, read_statistics
 from octavo.core.step import Step

@@ -134,7 +134,7 @@ class Step:
         state, request = self.state, sequence.request
         start = sequence.num_scheduled
         end = start + count
-        if start >= sequence.block_end or end > sequence.capacity:
+        if start >= sequence.in_place_end or end > sequence.capacity:
             state.cache.slide(sequence)
             state.cache.extend(sequence, end)
         self.tokens.take(count)
@@ -151,7 +151,7 @@ class Step:
         if known >= (sequence.num_published + 1) * state.limits.block_size and start < known:
             self.effects.published += state.cache.publish(sequence, known, state.step)
         if request.beams is not None:
-            sequence.block_end = 0  # never granted by the short way of run.grant_running
+            sequence.in_place_end = 0  # never granted by the short way of run.grant_running
             return False
         return request.has_several and bool(flags & ROW_SAMPLE) and end == sequence.num_prompt
 
@@ -249,7 +249,7 @@ class Step:
         Return False if the sequence's own request was preempted, or has to wait for blocks of a plan in flight.
         """
         cache = self.state.cache
-        if end <= sequence.capacity and sequence.num_scheduled < sequence.block_end:
+        if end <= sequence.capacity and sequence.num_scheduled < sequence.in_place_end:
             return True
         cache.slide(sequence)
         while not cache.fits(sequence, end):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from octavo.core.admit import needed_blocks
 from octavo.core.explain import find_barrier, reason_of
 from octavo.core.plan import WaitReason
 from octavo.core.request import RequestState
+from octavo.core.start import needed_blocks
 from octavo.core.state import State
 
 

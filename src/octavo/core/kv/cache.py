@@ -289,7 +289,7 @@ class KVCache:
         child.num_scheduled = parent.num_scheduled
         child.num_computed = parent.num_computed
         child.capacity = parent.capacity
-        child.block_end = parent.block_end = 0
+        child.in_place_end = parent.in_place_end = 0
 
     def announce(self, sequence: Sequence) -> None:
         """Enter a sequence's whole tables in the plan."""
@@ -312,7 +312,7 @@ class KVCache:
     def resize(self, sequence: Sequence) -> None:
         """Note how far a sequence's tables reach."""
         sequence.capacity = len(sequence.tables[0]) * self.block_size
-        sequence.block_end = min(sequence.capacity, sequence.limit - 1)
+        sequence.in_place_end = min(sequence.capacity, sequence.limit - 1)
 
     @staticmethod
     def _find_live(sequence: Sequence) -> None:
@@ -334,7 +334,7 @@ class KVCache:
             return False
         for sequence in sequences:
             self._release_device(sequence)
-            sequence.capacity = sequence.block_end = sequence.num_published = 0
+            sequence.capacity = sequence.in_place_end = sequence.num_published = 0
             sequence.first_live = [0] * self.num_groups
         return True
 
@@ -351,7 +351,7 @@ class KVCache:
             self._find_live(sequence)
             self.host.release(sequence)
             self.resize(sequence)
-            sequence.block_end = 0  # its tail may be shared
+            sequence.in_place_end = 0  # its tail may be shared
 
     def _load_once(self, slot: int, group: int, host_block: int, loaded: dict[tuple[int, int], int]) -> int:
         """Return the device block for a host block: loaded the first time, shared from then on."""

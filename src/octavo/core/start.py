@@ -403,7 +403,7 @@ class Admitter:
         free = [pool.num_free - count for pool, count in zip(cache.pools, needed, strict=True)]
         reason = self._lacks_room(request, needed, free, has_company)
         if reason is not None and not has_company:
-            # It is alone, and its copies need more than the pool has: computed again it fits, as admission.py checked.
+            # It is alone, and its copies need more than the pool has: computed again it fits, as feasibility checked.
             state.unswap(request)
             return self._try_start(request, has_company)
         if reason is not None:
