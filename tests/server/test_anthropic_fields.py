@@ -173,7 +173,7 @@ def test_the_page_tells_of_every_field_that_is_not_honoured() -> None:
     from octavo.server.bodies import anthropic as messages
     from octavo.server.bodies import ollama
 
-    page = (ROOT / "docs" / "anthropic-ollama.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "apis.md").read_text(encoding="utf-8")
     tables: list[Any] = [IGNORED_MESSAGES, REFUSED_MESSAGES, IGNORED_BLOCK, messages._IGNORED_TOOL]
     tables += [ollama.IGNORED_OLLAMA, ollama.REFUSED_GENERATE, ollama.IGNORED_OPTIONS]
     tables += [ollama.Options.model_fields]

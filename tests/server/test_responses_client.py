@@ -151,12 +151,13 @@ def test_the_asynchronous_client(url: str) -> None:
 
 
 def test_I02_the_guides_code_runs_as_it_stands(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "responses.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs" / "apis.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Responses\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 4 and "http://127.0.0.1:8000/v1" in blocks[0]
     names: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block.replace("http://127.0.0.1:8000/v1", url), "docs/responses.md", "exec"), names)
+        exec(compile(block.replace("http://127.0.0.1:8000/v1", url), "docs/apis.md", "exec"), names)
     said = capsys.readouterr().out
     assert "Hello from the script." in said and "It is sunny in Paris." in said and "completed" in said
     names["client"].close()

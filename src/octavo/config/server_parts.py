@@ -110,7 +110,7 @@ class RetryConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesConfig:
-    """What is kept of the answers of /v1/responses, in memory only (docs/responses.md)."""
+    """What is kept of the answers of /v1/responses, in memory only (docs/apis.md)."""
 
     max_stored_responses: int = option(
         1000, "responses that are kept for previous_response_id; 0 = none", "--max-stored-responses", within=(0, None)

@@ -86,7 +86,7 @@ class AsyncEngine:
         return builder.output(session.prompt_logprobs)
 
     async def embed(self, prompt: AnyPrompt, **options: Any) -> EmbeddingOutput:
-        """Give a prompt's vector (docs/embeddings.md); options are those of Sessions.submit. Raises EngineError."""
+        """Give a prompt's vector (docs/apis.md); options are those of Sessions.submit. Raises EngineError."""
         text, ids = self._read_prompt(prompt)
         session = await self.sessions.submit(ids, _NOTHING_SAMPLED, **{**options, "wants": Want.POOL})
         try:

@@ -99,7 +99,7 @@ class OfflineEngine:
     def embed(
         self, prompts: AnyPrompt | Sequence[AnyPrompt], use_tqdm: bool = True, **others: Any
     ) -> list[EmbeddingOutput]:
-        """Give each prompt's vector (docs/embeddings.md), in input order; prompts are those of generate.
+        """Give each prompt's vector (docs/apis.md), in input order; prompts are those of generate.
 
         The first one that is refused or fails raises its error, and the others are cancelled.
         """

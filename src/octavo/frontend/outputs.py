@@ -184,7 +184,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """One prompt's vector: the state after its last token, scaled to length 1 (docs/embeddings.md)."""
+    """One prompt's vector: the state after its last token, scaled to length 1 (docs/apis.md)."""
 
     request_id: str
     prompt: str | None

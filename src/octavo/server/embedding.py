@@ -1,7 +1,7 @@
 """embed: vectors of texts, on the way that answers take: admission, tickets, deadlines, cancelling, metrics.
 
 Owns: that way, and what is made of vectors: cut, packed, compared. Does not: know an interface (the routes do).
-A vector is the decoder's state behind the last token, after the final norm, scaled to length 1 (docs/embeddings.md).
+A vector is the decoder's state behind the last token, after the final norm, scaled to length 1 (docs/apis.md).
 Invariant: all texts of a request are answered, or none.
 """
 

@@ -1,4 +1,4 @@
-"""POST /api/embed and /api/embeddings: Ollama's interface to vectors, which docs/embeddings.md describes."""
+"""POST /api/embed and /api/embeddings: Ollama's interface to vectors, which docs/apis.md describes."""
 
 from __future__ import annotations
 
