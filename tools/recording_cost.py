@@ -23,13 +23,25 @@ from octavo.core.limits import Limits
 from octavo.core.plan import ROW_SAMPLE, StepResult
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
+from octavo.core.tap import Call
 from octavo.frontend.offline import OfflineEngine
-from octavo.observe.recording.format import Call, CallEncoder, Header
+from octavo.observe.recording.format import CallEncoder, Header, RecordedCall
 from octavo.observe.recording.reader import pack_records
-from octavo.observe.recording.recorder import Recorder, RecordingTap
+from octavo.observe.recording.recorder import Recorder
 
 STEPS = 600
 BLOCK = 12  # steps of a model that are recorded, or not, in a row
+
+
+class ListTap:
+    """Keeps what a recorder is given."""
+
+    def __init__(self) -> None:
+        self.items: list[RecordedCall] = []
+
+    def called(self, call: Call) -> None:
+        """Keep a call."""
+        self.items.append(RecordedCall(call, time.perf_counter()))
 
 
 def loaded(scheduler: Scheduler, rows: int) -> Scheduler:
@@ -65,9 +77,9 @@ def scheduler_cost(rows: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         writer = Recorder(Path(folder), 1 << 30, header, time.perf_counter)
         plain = loaded(Scheduler(limits), rows)
-        taped = loaded(Scheduler(limits, RecordingTap(writer.put, time.perf_counter)), rows)
-        items: list[Call] = []
-        listed = loaded(Scheduler(limits, RecordingTap(items.append, time.perf_counter)), rows)
+        taped = loaded(Scheduler(limits, writer), rows)
+        tap = ListTap()
+        listed, items = loaded(Scheduler(limits, tap), rows), tap.items
         first = len(items)
         times: tuple[list[float], list[float]] = ([], [])
         for number in range(STEPS):

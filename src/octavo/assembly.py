@@ -156,7 +156,7 @@ def _open_scheduler(
     if config.recording.record is None:
         return Scheduler(sizes), None
     from octavo.observe.recording import Header
-    from octavo.observe.recording.recorder import RecordingTap, open_recorder
+    from octavo.observe.recording.recorder import open_recorder
 
     kept = ("cache", "scheduling", "execution", "speculation")
     values = {
@@ -172,7 +172,7 @@ def _open_scheduler(
         settings={key: value for key, value in values.items() if value is not None},
     )
     recorder = open_recorder(config.recording, header, clock.now)
-    return Scheduler(sizes, RecordingTap(recorder.put, clock.now)), recorder
+    return Scheduler(sizes, recorder), recorder
 
 
 def _load_tokenizer(config: Config, files: ModelFiles) -> Tokenizer:

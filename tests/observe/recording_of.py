@@ -9,11 +9,10 @@ from typing import Any
 from octavo.core.request import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.loop import EngineLoop
-from octavo.observe.recording.format import Call, Header
-from octavo.observe.recording.recorder import RecordingTap
+from octavo.observe.recording.format import Header
 from octavo.observe.sink import EventSink
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
-from tests.observe.recording.driving import write_segment
+from tests.observe.recording.driving import ListTap, write_segment
 
 
 class RecordedHarness(Harness):
@@ -21,9 +20,10 @@ class RecordedHarness(Harness):
 
     def __init__(self, executor: GatedExecutor, depth: int = 1, **limits: Any) -> None:
         super().__init__(executor, limits=make_limits(**limits), depth=depth)
-        self.items: list[Call] = []
         clock = self.loop.clock
-        self.scheduler = Scheduler(self.limits, RecordingTap(self.items.append, clock.now))
+        tap = ListTap(clock.now)
+        self.items = tap.items
+        self.scheduler = Scheduler(self.limits, tap)
         self.loop = EngineLoop(self.scheduler, self.executor, depth=depth, clock=clock)
         self.loop.attach(self.receive)
 

@@ -28,7 +28,19 @@ from octavo.core.start import Admitter
 from octavo.core.state import State
 from octavo.core.statistics import MemoryAnalysis, Statistics, analyse_memory, read_statistics
 from octavo.core.step import Step
-from octavo.core.tap import CallTap, GivenDrafts, GivenKeys, InputSource, TappedKeys
+from octavo.core.tap import (
+    AdmitCall,
+    CallTap,
+    CancelCall,
+    CommitCall,
+    ControlCall,
+    EndChoiceCall,
+    GivenDrafts,
+    GivenKeys,
+    InputSource,
+    NotedKeys,
+    PlanCall,
+)
 from octavo.core.views import (
     Gauges,
     OpenWork,
@@ -47,15 +59,16 @@ from octavo.errors import AdmissionError, DuplicateRequestError, ErrorKind
 class Scheduler:
     """Decides every step. Not thread-safe: one caller owns it."""
 
-    __slots__ = ("_drafter", "_source", "_state", "_tap")
+    __slots__ = ("_drafter", "_noted", "_source", "_state", "_tap")
 
     def __init__(self, limits: Limits, tap: CallTap | None = None, source: InputSource | None = None) -> None:
         self._state = State(limits)
         self._tap = tap
         self._source = source
         self._drafter = Drafter()
+        self._noted = NotedKeys(limits)
         if tap is not None:
-            self._state.cache.key_maker = TappedKeys(limits, tap)
+            self._state.cache.key_maker = self._noted
         if source is not None:
             self._state.cache.key_maker = GivenKeys(limits, source)
             if source.has_drafts:
@@ -92,7 +105,7 @@ class Scheduler:
         if self._tap is not None or self._source is not None:
             state.cache.extend_keys(made.sequences[0])
         if self._tap is not None:
-            self._tap.admitted(request, now)
+            self._tap.called(AdmitCall(now, request, self._noted.take()))
         return admission
 
     def end_choice(self, request_id: str, choice: int, now: float, reason: FinishReason = FinishReason.STOP) -> bool:
@@ -107,7 +120,7 @@ class Scheduler:
             self._state.end_choice(sequence, now, reason)
             self._state.settle()
         if self._tap is not None:
-            self._tap.choice_ended(request_id, choice, now, reason)
+            self._tap.called(EndChoiceCall(now, request_id, choice, reason))
         return sequence is not None
 
     def cancel(
@@ -126,7 +139,7 @@ class Scheduler:
                 count += 1
         self._state.settle()
         if self._tap is not None:
-            self._tap.cancelled(names, now, reason, error)
+            self._tap.called(CancelCall(now, names, reason, error))
         return count
 
     def plan(self, now: float, only: frozenset[str] | None = None) -> StepPlan:
@@ -149,7 +162,7 @@ class Scheduler:
             add_drafts(step, self._drafter)
         plan = step.finish()
         if self._tap is not None:
-            self._tap.planned(plan, now, only)
+            self._tap.called(PlanCall(now, plan, only, self._noted.take()))
         return plan
 
     def commit(self, plan: StepPlan, outcome: StepResult | StepFailure, now: float) -> Events:
@@ -160,7 +173,7 @@ class Scheduler:
         """
         events = commit_step(self._state, plan, outcome, now)
         if self._tap is not None:
-            self._tap.committed(plan, outcome, events, now)
+            self._tap.called(CommitCall(now, plan.step, outcome, self._noted.take()))
         return events
 
     def take_events(self) -> tuple[Event, ...]:
@@ -175,33 +188,33 @@ class Scheduler:
         """Forget all cached prefixes. Return False, and change nothing, while any block is held."""
         was_reset = self._state.cache.reset()
         if self._tap is not None:
-            self._tap.controlled("reset_prefix_cache")
+            self._tap.called(ControlCall("reset_prefix_cache"))
         return was_reset
 
     def pause(self) -> None:
         """Admit nothing from the queue until resume(); running requests continue."""
         self._state.is_paused = True
         if self._tap is not None:
-            self._tap.controlled("pause")
+            self._tap.called(ControlCall("pause"))
 
     def resume(self) -> None:
         """End a pause."""
         self._state.is_paused = False
         if self._tap is not None:
-            self._tap.controlled("resume")
+            self._tap.called(ControlCall("resume"))
 
     def drain(self) -> None:
         """Refuse new requests from now on; those taken are served to their end."""
         self._state.is_draining = True
         if self._tap is not None:
-            self._tap.controlled("drain")
+            self._tap.called(ControlCall("drain"))
 
     def limit_step(self, num_tokens: int | None) -> None:
         """Grant at most so many tokens in a step, as after one that ran out of memory; None = as configured."""
         most = self._state.limits.max_batch_tokens
         self._state.token_budget.limit = most if num_tokens is None else max(1, min(num_tokens, most))
         if self._tap is not None:
-            self._tap.controlled("limit_step", num_tokens)
+            self._tap.called(ControlCall("limit_step", num_tokens))
 
     # --- snapshots: none of them changes anything -------------------------------------------------------
 

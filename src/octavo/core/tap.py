@@ -1,59 +1,92 @@
-"""What a scheduler tells about its calls, and what it can be given instead of making it: for recording and replay.
+"""A scheduler's calls as records, and what it can be given instead of computing it: for recording and replay.
 
-Owns: the two protocols, and the makers of block keys and drafts that use them. Does not: record, or compare.
-A scheduler without a tap and without a source has none of this on its path.
+Owns: the types of calls, the protocols CallTap and InputSource, and the makers of block keys and drafts that use them.
+Does not: record, or compare. A scheduler without a tap and without a source has none of this on its path.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from octavo.core.drafts import Drafter
 from octavo.core.kv.keys import KeyMaker
 from octavo.core.limits import Limits
-from octavo.core.plan import Events, StepFailure, StepPlan, StepResult
+from octavo.core.plan import StepFailure, StepPlan, StepResult
 from octavo.core.request import FinishError, FinishReason, Request, Sequence
+
+# --- calls: plans, results and requests in them are never written to afterwards, so they may cross to another thread --
+
+
+class KeyRun(NamedTuple):
+    """Block keys that a sequence got during a call: from index `first` on, of request number `order`."""
+
+    order: int
+    choice: int
+    first: int
+    keys: tuple[bytes, ...]
+
+
+class AdmitCall(NamedTuple):
+    """Scheduler.admit queued a request."""
+
+    now: float
+    request: Request
+    keys: tuple[KeyRun, ...] = ()
+
+
+class PlanCall(NamedTuple):
+    """Scheduler.plan made a plan, possibly an empty one."""
+
+    now: float
+    plan: StepPlan
+    only: frozenset[str] | None = None
+    keys: tuple[KeyRun, ...] = ()
+
+
+class CommitCall(NamedTuple):
+    """Scheduler.commit took the outcome of step `step`."""
+
+    now: float
+    step: int
+    outcome: StepResult | StepFailure
+    keys: tuple[KeyRun, ...] = ()
+
+
+class CancelCall(NamedTuple):
+    """Scheduler.cancel ended requests."""
+
+    now: float
+    request_ids: tuple[str, ...]
+    reason: FinishReason
+    error: FinishError | None = None
+
+
+class EndChoiceCall(NamedTuple):
+    """Scheduler.end_choice was called."""
+
+    now: float
+    request_id: str
+    choice: int
+    reason: FinishReason
+
+
+class ControlCall(NamedTuple):
+    """pause, resume, drain, reset_prefix_cache or limit_step was called, the last with its number of tokens."""
+
+    verb: str
+    num_tokens: int | None = None
+
+
+Call = AdmitCall | PlanCall | CommitCall | CancelCall | EndChoiceCall | ControlCall
 
 
 class CallTap(Protocol):
-    """Is told of every call of a verb, after it, with its arguments and outcome; of none that raised.
+    """Gets every call of a verb after it, but none that raised."""
 
-    Plans, outcomes and requests are never written to afterwards.
-    """
-
-    def keyed(self, order: int, choice: int, first: int, keys: tuple[bytes, ...]) -> None:
-        """A sequence got block keys, from index `first` on, during the call that is told next.
-
-        `order` counts admissions from 0. The keys of a prompt are made during its admission.
-        """
-        ...
-
-    def admitted(self, request: Request, now: float) -> None:
-        """Scheduler.admit took a request."""
-        ...
-
-    def planned(self, plan: StepPlan, now: float, only: frozenset[str] | None) -> None:
-        """Scheduler.plan made a plan, possibly an empty one."""
-        ...
-
-    def committed(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events, now: float) -> None:
-        """Scheduler.commit took an outcome."""
-        ...
-
-    def cancelled(
-        self, request_ids: tuple[str, ...], now: float, reason: FinishReason, error: FinishError | None
-    ) -> None:
-        """Scheduler.cancel ended requests."""
-        ...
-
-    def choice_ended(self, request_id: str, choice: int, now: float, reason: FinishReason) -> None:
-        """Scheduler.end_choice was called."""
-        ...
-
-    def controlled(self, verb: str, num_tokens: int | None = None) -> None:
-        """pause, resume, drain, reset_prefix_cache or limit_step was called."""
+    def called(self, call: Call) -> None:
+        """Take in a call."""
         ...
 
 
@@ -75,21 +108,26 @@ class InputSource(Protocol):
         ...
 
 
-class TappedKeys(KeyMaker):
-    """Makes keys, and tells a tap which."""
+class NotedKeys(KeyMaker):
+    """Makes keys, and notes which, for the call that is being made."""
 
-    __slots__ = ("_tap",)
+    __slots__ = ("_runs",)
 
-    def __init__(self, limits: Limits, tap: CallTap) -> None:
+    def __init__(self, limits: Limits) -> None:
         super().__init__(limits.block_size, limits.prefix_caching)
-        self._tap = tap
+        self._runs: list[KeyRun] = []
 
     def extend(self, sequence: Sequence, num_blocks: int) -> None:
-        """Make keys, and tell the tap."""
+        """Make keys, and note them."""
         first = len(sequence.keys)
         super().extend(sequence, num_blocks)
         if len(sequence.keys) > first:
-            self._tap.keyed(sequence.request.order, sequence.choice, first, tuple(sequence.keys[first:]))
+            self._runs.append(KeyRun(sequence.request.order, sequence.choice, first, tuple(sequence.keys[first:])))
+
+    def take(self) -> tuple[KeyRun, ...]:
+        """Return the keys made since the last call."""
+        runs, self._runs = tuple(self._runs), []
+        return runs
 
 
 class GivenKeys(KeyMaker):

@@ -13,9 +13,9 @@ from dataclasses import replace
 from octavo.core.plan import StepPlan
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
+from octavo.core.tap import AdmitCall, PlanCall
 from octavo.errors import ConfigError
 from octavo.observe.recording import RecordedRequest, RecordedStep, Recording, arrivals, steps
-from octavo.observe.recording.format import AdmitCall, PlanCall
 from octavo.plugins import find_policy
 from octavo.simulator.arrival import Arrival, choice_lengths
 from octavo.simulator.cost_model import StepShape
@@ -158,7 +158,8 @@ def as_recorded(recording: Recording) -> tuple[list[Arrival], RecordedCosts, flo
     segment = recording.segments[0]
     turns: list[float] = []
     waiting = 0
-    for call in segment.calls():
+    for recorded in segment.calls():
+        call = recorded.call
         if isinstance(call, AdmitCall):
             waiting += 1
         elif isinstance(call, PlanCall) and waiting:

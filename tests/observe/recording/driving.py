@@ -5,29 +5,41 @@ Owns: RecordedRun, its driver, and a recording made of its segments. Does not: c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from octavo.core.scheduler import Scheduler
-from octavo.observe.recording.format import Call, CallEncoder, EndMarker, Header
+from octavo.core.tap import Call
+from octavo.observe.recording.format import CallEncoder, EndMarker, Header, RecordedCall
 from octavo.observe.recording.reader import pack_header, pack_records, preamble
-from octavo.observe.recording.recorder import RecordingTap
 from tests.core.harness import Run
 from tests.core.random_driver import Driver
 from tests.fake_model import FakeExecutor
 
 
+class ListTap:
+    """A call tap that keeps what a recorder would."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.items: list[RecordedCall] = []
+        self._clock = clock
+
+    def called(self, call: Call) -> None:
+        self.items.append(RecordedCall(call, self._clock()))
+
+
 class RecordedRun(Run):
     """A run whose scheduler hands its calls to `lives`, one list for each engine that lived."""
 
-    lives: list[list[Call]]
+    lives: list[list[RecordedCall]]
 
     def make_engine(self) -> tuple[Scheduler, FakeExecutor]:
         _, executor = super().make_engine()
         if not hasattr(self, "lives"):
             self.lives = []
-        items: list[Call] = []
-        self.lives.append(items)
-        return Scheduler(self.limits, RecordingTap(items.append, lambda: self.now)), executor
+        tap = ListTap(lambda: self.now)
+        self.lives.append(tap.items)
+        return Scheduler(self.limits, tap), executor
 
     def write(self, folder: Path, has_text: bool = False) -> Path:
         """Write what was recorded, a segment for each life."""
@@ -38,10 +50,10 @@ class RecordedRun(Run):
         return folder
 
 
-def write_segment(path: Path, header: Header, items: list[Call], per_frame: int = 50) -> None:
+def write_segment(path: Path, header: Header, items: list[RecordedCall], per_frame: int = 50) -> None:
     """Write a segment as a recorder does."""
     encoder = CallEncoder(header.has_text)
-    records = [encoder.encode(item) for item in (*items, EndMarker(0.0, "the engine was stopped"))]
+    records = [encoder.encode(item) for item in (*items, RecordedCall(EndMarker(0.0, "the engine was stopped")))]
     frames = [pack_records(records[at : at + per_frame]) for at in range(0, len(records), per_frame)]
     path.write_bytes(preamble() + pack_header(header) + b"".join(frames))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from octavo.config import RecordingConfig
+from octavo.core.tap import PlanCall
 from octavo.errors import ConfigError
 from octavo.observe.recording import arrivals, open_recording, recorder, replay
 from octavo.observe.recording.format import Header
@@ -31,7 +32,7 @@ def some_items(count: int = 6) -> RecordedRun:
 
 def feed(writer: Recorder, run: RecordedRun) -> None:
     for item in run.lives[0]:
-        writer.put(item)
+        writer.called(item.call)
 
 
 def make(folder: Path, max_bytes: int = 1 << 20) -> Recorder:
@@ -55,8 +56,8 @@ def test_what_was_put_is_read_back_and_replays(tmp_path: Path) -> None:
 def test_nothing_is_written_before_a_request_comes(tmp_path: Path) -> None:
     run, writer = some_items(), make(tmp_path)
     for item in run.lives[0]:
-        if type(item).__name__ == "PlanCall":
-            writer.put(item)
+        if isinstance(item.call, PlanCall):
+            writer.called(item.call)
     writer.close()
     assert not list(tmp_path.iterdir())
 
@@ -111,10 +112,10 @@ def test_a_writer_that_falls_behind_ends_the_recording_and_not_the_step(
 
     writer = Slow(tmp_path, 1 << 20, Header("tiny", limits(), 1), lambda: 0.0)
     run = some_items()
-    writer.put(run.lives[0][0])
+    writer.called(run.lives[0][0].call)
     assert held.wait(30)
     for item in run.lives[0][1:]:
-        writer.put(item)
+        writer.called(item.call)
     assert "20 calls behind" in str(writer.status()["ended"])
     hold.set()
     writer.close()

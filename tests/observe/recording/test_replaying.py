@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from octavo.core.tap import AdmitCall
 from octavo.observe.recording import open_recording, replay
-from octavo.observe.recording.format import AdmitCall
 from tests.core.harness import limits, prompt
 from tests.core.random_config import BUILT_IN, Hostile
 from tests.observe.recording.driving import RecordedDriver, RecordedRun
@@ -85,7 +85,7 @@ def test_keys_mean_nothing_outside_their_segment(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         recording = open_recording(driver.run.write(tmp_path / name))
-        calls = list(recording.segments[0].calls())
+        calls = [one.call for one in recording.segments[0].calls()]
         found.append({key for call in calls for run in getattr(call, "keys", ()) for key in run.keys})
     assert found[0] and len(found[0]) == len(found[1]) and not found[0] & found[1]
 
@@ -97,7 +97,7 @@ def test_requests_with_a_grammar_replay_without_it(depth: int, tmp_path: Path) -
     run.admit(prompt(7, 1), 12, n=2)
     run.finish_all()
     assert replay(open_recording(run.write(tmp_path))).is_equal
-    calls = open_recording(tmp_path).segments[0].calls()
+    calls = [one.call for one in open_recording(tmp_path).segments[0].calls()]
     asked = {call.request.request_id: call.request.params.grammar for call in calls if isinstance(call, AdmitCall)}
     assert asked == {"held": "-", "r1": ""}
 

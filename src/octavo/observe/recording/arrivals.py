@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from octavo.core.request import FinishReason
 from octavo.core.scheduler import Scheduler
+from octavo.core.tap import AdmitCall
 from octavo.observe.history import History, RequestHistory
-from octavo.observe.recording.format import AdmitCall, RecordingError
+from octavo.observe.recording.format import RecordingError
 from octavo.observe.recording.reader import Recording, Segment
 from octavo.observe.recording.replaying import DivergenceError, Replayer
 
@@ -121,7 +122,7 @@ def arrivals(recording: Recording, at_end: Callable[[Scheduler], object] | None 
     origin: float | None = None
     for life, segment in enumerate(recording.segments):
         if origin is None:
-            first = next((call for call in segment.calls() if isinstance(call, AdmitCall)), None)
+            first = next((one.call for one in segment.calls() if isinstance(one.call, AdmitCall)), None)
             origin = segment.header.clock if first is None else _arrival(first)
         replayer = Replayer(segment)
         gathered = _gather(segment, replayer)
@@ -137,9 +138,9 @@ def _gather(segment: Segment, replayer: Replayer) -> list[_Gathered]:
     gathered: list[_Gathered] = []
     newest: dict[str, _Gathered] = {}  # by id, which may be used again
     try:
-        for call in segment.calls():
-            made = replayer.make(call)
-            made.feed(history, call)
+        for recorded in segment.calls():
+            made, call = replayer.make(recorded), recorded.call
+            made.feed(history, recorded)
             if isinstance(call, AdmitCall):
                 name = call.request.request_id
                 newest[name] = _Gathered(call, made.max_tokens, history.open[name])

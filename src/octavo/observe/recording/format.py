@@ -1,6 +1,6 @@
 """The format of recordings: the calls of a scheduler, what of them is masked, and each call as a record.
 
-Owns: the types of calls, the masks, and both directions of records: plain tuples, as short as what a reader cannot
+Owns: the masks, and both directions of records: plain tuples, as short as what a reader cannot
 foresee. Does not: know files (reader), write (recorder), or call a scheduler (replaying).
 Times are seconds on the engine's monotonic clock; in records those beside a call's `now` are nanoseconds after it.
 """
@@ -32,6 +32,16 @@ from octavo.core.plan import (
     TokenLogprobs,
 )
 from octavo.core.request import FinishError, FinishReason, Request, SamplingParams, Span, Want
+from octavo.core.tap import (
+    AdmitCall,
+    Call,
+    CancelCall,
+    CommitCall,
+    ControlCall,
+    EndChoiceCall,
+    KeyRun,
+    PlanCall,
+)
 from octavo.errors import ErrorKind, OctavoError
 
 VERSION = 1
@@ -67,78 +77,6 @@ class Header:
         return self.limits.block_size
 
 
-# --- calls ---------------------------------------------------------------------------------------------
-# Plans, results and requests in a call are never written to again, so a call can cross to the writer's thread.
-
-
-class KeyRun(NamedTuple):
-    """Block keys that a sequence got during a call: from index `first` on, of request number `order`."""
-
-    order: int
-    choice: int
-    first: int
-    keys: tuple[bytes, ...]
-
-
-class AdmitCall(NamedTuple):
-    """A request was admitted. Read back without text it has no ids, and its stop ids are stand-ins (see masks)."""
-
-    now: float
-    request: Request
-    keys: tuple[KeyRun, ...] = ()
-    is_blind: bool = False  # the engine had no ids of it either
-
-
-class PlanCall(NamedTuple):
-    """A plan was made: begun at `now`, done at `planned`. Read back it has columns and names, no events.
-
-    `digest` is set when it is read back: without ids unless the recording has text, b"" for an empty plan.
-    """
-
-    now: float
-    planned: float
-    plan: StepPlan
-    only: frozenset[str] | None = None
-    keys: tuple[KeyRun, ...] = ()
-    digest: bytes = b""
-
-
-class CommitCall(NamedTuple):
-    """The result of step `step`: collected at `now`, committed at `committed`."""
-
-    now: float
-    committed: float
-    step: int
-    outcome: StepResult | StepFailure
-    keys: tuple[KeyRun, ...] = ()
-
-
-class CancelCall(NamedTuple):
-    """Requests were ended from outside."""
-
-    now: float
-    request_ids: tuple[str, ...]
-    reason: FinishReason
-    message: str | None = None
-
-
-class EndChoiceCall(NamedTuple):
-    """One choice was ended from outside, as at a stop string."""
-
-    now: float
-    request_id: str
-    choice: int
-    reason: FinishReason
-    message: str | None = None
-
-
-class ControlCall(NamedTuple):
-    """pause, resume, drain, reset_prefix_cache; or limit_step with its number of tokens."""
-
-    verb: str
-    num_tokens: int | None = None
-
-
 class EndMarker(NamedTuple):
     """The recording's own end, with its reason; the last record."""
 
@@ -146,10 +84,21 @@ class EndMarker(NamedTuple):
     reason: str
 
 
-Call = AdmitCall | PlanCall | CommitCall | CancelCall | EndChoiceCall | ControlCall | EndMarker
-ADMIT, PLAN, COMMIT = range(3)  # kinds of record; the others have the fields of their calls
-_PLAIN: dict[int, type[Call]] = {3: CancelCall, 4: EndChoiceCall, 5: ControlCall, 6: EndMarker}
-_KIND_OF: dict[type[Call], int] = {kind: number for number, kind in _PLAIN.items()}
+class RecordedCall(NamedTuple):
+    """A call, and when it returned.
+
+    Read back without text a request has no ids, and its stop ids are stand-ins (see masks); `is_blind`: the engine had
+    no ids of it either. A plan read back has columns and names, no events; `digest` is that of the plan as it was made,
+    without ids unless the recording has text, b"" for an empty plan.
+    """
+
+    call: Call | EndMarker
+    done: float = 0.0
+    digest: bytes = b""
+    is_blind: bool = False
+
+
+ADMIT, PLAN, COMMIT, CANCEL, END_CHOICE, CONTROL, END = range(7)  # kinds of record
 
 
 def short(message: str | None) -> str | None:
@@ -314,15 +263,21 @@ class CallEncoder:
         self._flight: dict[int, tuple[StepPlan, dict[int, NewSequence]]] = {}  # by step, with its owners
         self._stops: set[int] = set()  # every id that may end a sequence of any request so far
 
-    def encode(self, call: Call) -> tuple[Any, ...]:
+    def encode(self, recorded: RecordedCall) -> tuple[Any, ...]:
         """Return the record of one call."""
+        call, done = recorded.call, recorded.done
         if isinstance(call, CommitCall):
-            return self._commit(call)
+            return self._commit(call, done)
         if isinstance(call, PlanCall):
-            return self._plan(call)
+            return self._plan(call, done)
         if isinstance(call, AdmitCall):
-            return ADMIT, call.now, self._request(call), self._keys(call.keys)
-        return _KIND_OF[type(call)], *call
+            return ADMIT, call.now, self._request(call.request), self._keys(call.keys)
+        if isinstance(call, CancelCall):
+            message = None if call.error is None else short(call.error.message)
+            return CANCEL, call.now, call.request_ids, call.reason, message
+        if isinstance(call, EndChoiceCall):
+            return END_CHOICE, *call, None
+        return CONTROL if isinstance(call, ControlCall) else END, *call
 
     def masked(self, limits: Limits) -> Limits:
         """Return limits with tenants named as in the records."""
@@ -333,8 +288,7 @@ class CallEncoder:
         """Runs of keys, masked; with text too, for they are salted with what is no text."""
         return [[order, choice, first, *map(self._key_mask, keys)] for order, choice, first, keys in runs] or None
 
-    def _request(self, call: AdmitCall) -> dict[str, Any]:
-        request = call.request
+    def _request(self, request: Request) -> dict[str, Any]:
         self._stops.update(request.eos_token_ids, request.params.stop_token_ids)
         prompt, emitted = request.prompt_token_ids, request.emitted_token_ids
         record = _changed(request, _REQUEST_DEFAULTS)
@@ -347,7 +301,7 @@ class CallEncoder:
         record["wants"] = int(request.wants)
         if request.tenant:
             record["tenant"] = mask_tenant(request.tenant, self._key_mask)
-        if call.is_blind:
+        if prompt is None:
             record["blind"] = True
         if request.spans:
             record["spans"] = [(span.start, span.length, self._media_mask(span.key)) for span in request.spans]
@@ -355,7 +309,7 @@ class CallEncoder:
             record["emitted"] = emitted.tolist() if self._has_text else len(emitted)
         return record
 
-    def _plan(self, call: PlanCall) -> tuple[Any, ...]:
+    def _plan(self, call: PlanCall, done: float) -> tuple[Any, ...]:
         plan, digest, delta, extras = call.plan, b"", None, None
         if not plan.is_empty:
             if plan.new_sequences:
@@ -363,7 +317,7 @@ class CallEncoder:
             self._flight[plan.step] = plan, self._owners
             digest, delta, extras = plan.digest(self._has_text), self._rows.encode(plan), self._extras(plan) or None
         only = None if call.only is None else sorted(call.only)
-        late = int(1e9 * (call.planned - call.now))
+        late = int(1e9 * (done - call.now))
         return PLAN, call.now, late, plan.step, digest, delta, extras, only, self._keys(call.keys)
 
     def _extras(self, plan: StepPlan) -> dict[int, Any]:
@@ -385,9 +339,9 @@ class CallEncoder:
                 masked += mask_ids(drafts, stand_ins(self._owners[slot]))
         return masked
 
-    def _commit(self, call: CommitCall) -> tuple[Any, ...]:
+    def _commit(self, call: CommitCall, done: float) -> tuple[Any, ...]:
         plan, owners = self._flight.pop(call.step)
-        outcome, late, keys = call.outcome, int(1e9 * (call.committed - call.now)), self._keys(call.keys)
+        outcome, late, keys = call.outcome, int(1e9 * (done - call.now)), self._keys(call.keys)
         if isinstance(outcome, StepFailure):
             self._flight.clear()
             extras: dict[int, Any] = {_FAILURE: (short(outcome.message), outcome.is_memory)}
@@ -448,7 +402,7 @@ class CallDecoder:
         self._block_size = header.limits.block_size
         self._rows = RowDeltas()
 
-    def decode(self, record: Any) -> Call:
+    def decode(self, record: Any) -> RecordedCall:
         """Return the call of one record. Raises RecordingError."""
         try:
             kind, *values = record
@@ -458,11 +412,11 @@ class CallDecoder:
                 return self._commit(*values)
             if kind == ADMIT:
                 return self._admit(*values)
-            return msgspec.convert(values, _PLAIN[kind])
+            return RecordedCall(_decode_plain(kind, values))
         except _DAMAGE as error:
             raise RecordingError(f"a record that cannot be ({type(error).__name__}: {error})") from None
 
-    def _admit(self, now: float, record: dict[str, Any], keys: list[Any] | None) -> AdmitCall:
+    def _admit(self, now: float, record: dict[str, Any], keys: list[Any] | None) -> RecordedCall:
         runs, is_blind = _key_runs(keys), bool(record.pop("blind", False))
         prompt, emitted = record.pop("prompt", None), record.pop("emitted", None)
         if isinstance(emitted, int):
@@ -479,9 +433,9 @@ class CallDecoder:
             eos_token_ids=tuple(record.pop("eos_token_ids", ())),
             **record,
         )
-        return AdmitCall(now, request, runs, is_blind)
+        return RecordedCall(AdmitCall(now, request, runs), is_blind=is_blind)
 
-    def _plan(self, now: float, late: int, step: int, digest: bytes, *rest: Any) -> PlanCall:
+    def _plan(self, now: float, late: int, step: int, digest: bytes, *rest: Any) -> RecordedCall:
         delta, extras, only, keys = rest
         plan = StepPlan(step, now)
         if digest:
@@ -490,12 +444,11 @@ class CallDecoder:
             plan.num_query_tokens = sum(plan.counts)
             plan.num_kv_read = (extras or {}).get(_READS, sum(plan.starts) + plan.num_query_tokens)
             plan.is_fast_path = bool(plan.counts) and max(plan.counts) == min(plan.counts) == 1
-        return PlanCall(
-            now, now + late * 1e-9, plan, None if only is None else frozenset(only), _key_runs(keys), digest
-        )
+        call = PlanCall(now, plan, None if only is None else frozenset(only), _key_runs(keys))
+        return RecordedCall(call, now + late * 1e-9, digest)
 
     @staticmethod
-    def _commit(now: float, late: int, step: int, *rest: Any) -> CommitCall:
+    def _commit(now: float, late: int, step: int, *rest: Any) -> RecordedCall:
         prepare, forward, sample, tokens, extras, keys = rest
         extras = extras or {}
         outcome: StepResult | StepFailure
@@ -510,7 +463,18 @@ class CallDecoder:
                 for place, ids, logprobs in extras.get(_BEAMS, ()):
                     best, logprob = (ids[0], logprobs[0]) if ids else (ORDINARY, 0.0)
                     outcome.logprobs[place] = TokenLogprobs(best, logprob, 1, tuple(ids), tuple(logprobs))
-        return CommitCall(now, now + late * 1e-9, step, outcome, _key_runs(keys))
+        return RecordedCall(CommitCall(now, step, outcome, _key_runs(keys)), now + late * 1e-9)
+
+
+def _decode_plain(kind: int, values: list[Any]) -> Call | EndMarker:
+    """Return the call of a record that has its fields as they are, or with a message at the end."""
+    if kind == CANCEL:
+        now, request_ids, reason, message = values
+        error = None if message is None else FinishError(ErrorKind.ENGINE, message)  # kinds are not kept
+        return CancelCall(now, tuple(request_ids), FinishReason(reason), error)
+    if kind == END_CHOICE:
+        return msgspec.convert(values[:-1], EndChoiceCall)
+    return msgspec.convert(values, {CONTROL: ControlCall, END: EndMarker}[kind])
 
 
 def _key_runs(runs: list[Any] | None) -> tuple[KeyRun, ...]:

@@ -20,17 +20,9 @@ from typing import Any, BinaryIO
 import msgspec
 
 from octavo.core.plan import StepFailure, StepPlan, StepResult
+from octavo.core.tap import CommitCall, PlanCall
 from octavo.errors import ConfigError
-from octavo.observe.recording.format import (
-    VERSION,
-    Call,
-    CallDecoder,
-    CommitCall,
-    EndMarker,
-    Header,
-    PlanCall,
-    RecordingError,
-)
+from octavo.observe.recording.format import VERSION, CallDecoder, EndMarker, Header, RecordedCall, RecordingError
 
 MARK = b"octavo-rec\n"
 SUFFIX = ".octrec"
@@ -138,22 +130,22 @@ class Segment:
     is_whole: bool = False
     ended_at: float | None = None
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[RecordedCall]:
         """Read the calls in order, without the end marker; each time from the start."""
         self.is_whole, self.end_reason = False, CUT_OFF
         decoder = CallDecoder(self.header)
         for record in read_records(self.path):
             try:
-                call = decoder.decode(record)
+                recorded = decoder.decode(record)
             except RecordingError as error:
                 raise RecordingError(
                     f"{self.path} holds {error}; its frames are whole, so it was written so: by another version?"
                 ) from None
-            self.ended_at = getattr(call, "now", self.ended_at)
-            if isinstance(call, EndMarker):
-                self.is_whole, self.end_reason = True, call.reason
+            self.ended_at = getattr(recorded.call, "now", self.ended_at)
+            if isinstance(recorded.call, EndMarker):
+                self.is_whole, self.end_reason = True, recorded.call.reason
                 return
-            yield call
+            yield recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,21 +213,22 @@ class RecordedStep:
 def steps(recording: Recording) -> Iterator[RecordedStep]:
     """The steps of all segments that were committed, in order; plans voided by a failure before them are left out."""
     for life, segment in enumerate(recording.segments):
-        flight: deque[PlanCall] = deque()
+        flight: deque[tuple[StepPlan, float]] = deque()
         free_from: float | None = None
         last: RecordedStep | None = None  # until it is known when the next plan was begun
-        for call in segment.calls():
+        for recorded in segment.calls():
+            call = recorded.call
             if isinstance(call, PlanCall):
                 if last is not None:
                     yield replace(last, next_plan=call.now)
                     last = None
-                if call.digest:
-                    flight.append(call)
+                if recorded.digest:
+                    flight.append((call.plan, recorded.done))
             elif isinstance(call, CommitCall) and flight:
                 if last is not None:
                     yield last
-                plan = flight.popleft()
-                last = RecordedStep(life, plan.plan, call.outcome, plan.planned, call.now, call.committed, free_from)
+                plan, planned = flight.popleft()
+                last = RecordedStep(life, plan, call.outcome, planned, call.now, recorded.done, free_from)
                 free_from = call.now
                 if isinstance(call.outcome, StepFailure):
                     flight.clear()

@@ -1,8 +1,8 @@
-"""Records a scheduler: the tap on its calls, a bounded queue from the engine's thread, and a thread that writes.
+"""Records a scheduler: a tap on its calls, a bounded queue from the engine's thread, and a thread that writes.
 
 Owns: the tap, the queue, the thread, the bound in bytes, the end. Does not: know how a call is encoded (format).
-Invariants: `put` never waits, copies nothing and raises nothing; what cannot be kept ends the recording, with a marker
-where one can still be written, and a line in the log; a segment begins with the first request that an engine takes.
+Invariants: `called` never waits, copies nothing and raises nothing; what cannot be kept ends the recording, with a
+marker where one can still be written, and a line in the log; a segment begins with an engine's first request.
 """
 
 from __future__ import annotations
@@ -21,23 +21,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from octavo.config import RecordingConfig
-from octavo.core.plan import Events, StepFailure, StepPlan, StepResult
-from octavo.core.request import FinishError, FinishReason, Request
+from octavo.core.tap import AdmitCall, Call
 from octavo.errors import ConfigError
-from octavo.observe.recording.format import (
-    AdmitCall,
-    Call,
-    CallEncoder,
-    CancelCall,
-    CommitCall,
-    ControlCall,
-    EndChoiceCall,
-    EndMarker,
-    Header,
-    KeyRun,
-    PlanCall,
-    short,
-)
+from octavo.observe.recording.format import CallEncoder, EndMarker, Header, RecordedCall
 from octavo.observe.recording.reader import SUFFIX, pack_header, pack_records, preamble
 
 _LOG = logging.getLogger(__name__)
@@ -67,53 +53,11 @@ def num_bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob(f"*{SUFFIX}"))
 
 
-class RecordingTap:
-    """The call tap of a scheduler that is recorded: hands each call to `put`. `clock` is the engine's."""
-
-    def __init__(self, put: Callable[[Call], None], clock: Callable[[], float]) -> None:
-        self._put = put
-        self._clock = clock
-        self._keys: list[KeyRun] = []
-
-    def keyed(self, order: int, choice: int, first: int, keys: tuple[bytes, ...]) -> None:
-        """Keep the keys until their call is handed over."""
-        self._keys.append(KeyRun(order, choice, first, keys))
-
-    def _take_keys(self) -> tuple[KeyRun, ...]:
-        if not self._keys:
-            return ()
-        keys, self._keys = tuple(self._keys), []
-        return keys
-
-    def admitted(self, request: Request, now: float) -> None:
-        """Hand over an admission."""
-        self._put(AdmitCall(now, request, self._take_keys(), request.prompt_token_ids is None))
-
-    def planned(self, plan: StepPlan, now: float, only: frozenset[str] | None) -> None:
-        """Hand over a plan."""
-        self._put(PlanCall(now, self._clock(), plan, only, self._take_keys()))
-
-    def committed(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events, now: float) -> None:
-        """Hand over a step's outcome."""
-        self._put(CommitCall(now, self._clock(), plan.step, outcome, self._take_keys()))
-
-    def cancelled(
-        self, request_ids: tuple[str, ...], now: float, reason: FinishReason, error: FinishError | None
-    ) -> None:
-        """Hand over a cancellation."""
-        self._put(CancelCall(now, request_ids, reason, None if error is None else short(error.message)))
-
-    def choice_ended(self, request_id: str, choice: int, now: float, reason: FinishReason) -> None:
-        """Hand over a choice's end."""
-        self._put(EndChoiceCall(now, request_id, choice, reason))
-
-    def controlled(self, verb: str, num_tokens: int | None = None) -> None:
-        """Hand over a control."""
-        self._put(ControlCall(verb, num_tokens))
-
-
 class Recorder:
-    """Records one engine's life as a segment in a folder that holds at most `max_bytes` of them."""
+    """The call tap of one engine's scheduler: records a segment in a folder that holds at most `max_bytes` of them.
+
+    `clock` is the engine's.
+    """
 
     def __init__(self, folder: Path, max_bytes: int, header: Header, clock: Callable[[], float]) -> None:
         self._folder = folder
@@ -121,7 +65,7 @@ class Recorder:
         self._header = replace(header, limits=self._encoder.masked(header.limits))
         self._clock = clock
         self._max_bytes = max_bytes
-        self._queue: deque[Call] = deque()
+        self._queue: deque[RecordedCall] = deque()
         self._records: list[tuple[Any, ...]] = []
         self._wake = threading.Event()
         self._is_resting = False
@@ -139,7 +83,7 @@ class Recorder:
 
     # --- the engine's thread --------------------------------------------------------------------------
 
-    def put(self, call: Call) -> None:
+    def called(self, call: Call) -> None:
         """Take a call in. Costs a queue's append; where the queue is full the recording ends."""
         if self._is_over:
             return
@@ -149,7 +93,7 @@ class Recorder:
             self._is_over = True
             self._end_reason = f"the writer was {MAX_QUEUED} calls behind; is the disk too slow?"
         else:
-            self._queue.append(call)
+            self._queue.append(RecordedCall(call, self._clock()))
         if self._is_resting:
             self._wake.set()
 
@@ -220,8 +164,9 @@ class Recorder:
             self._rest()
         return True
 
-    def _take(self, call: Call) -> None:
-        self._records.append(self._encoder.encode(call))
+    def _take(self, recorded: RecordedCall) -> None:
+        self._records.append(self._encoder.encode(recorded))
+        call = recorded.call
         if isinstance(call, AdmitCall):
             num_ids = call.request.num_prompt_tokens if self._header.has_text else 0
             self._weight += 5 * num_ids + 10 * sum(len(run.keys) for run in call.keys)
@@ -297,7 +242,7 @@ class Recorder:
             self._flush()
         if not self._is_orderly:
             _LOG.warning("recording ended: %s", self._end_reason)
-        self._write(pack_records([self._encoder.encode(EndMarker(self._clock(), self._end_reason))]))
+        self._write(pack_records([self._encoder.encode(RecordedCall(EndMarker(self._clock(), self._end_reason)))]))
 
 
 def open_recorder(config: RecordingConfig, header: Header, clock: Callable[[], float]) -> Recorder:

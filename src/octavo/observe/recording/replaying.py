@@ -14,21 +14,11 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
-from octavo.core.request import FinishError, Request
+from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
-from octavo.errors import ErrorKind, InvariantError, RequestError
-from octavo.observe.recording.format import (
-    AdmitCall,
-    Call,
-    CancelCall,
-    CommitCall,
-    ControlCall,
-    EndChoiceCall,
-    Header,
-    KeyRun,
-    PlanCall,
-    RecordingError,
-)
+from octavo.core.tap import AdmitCall, CancelCall, CommitCall, ControlCall, EndChoiceCall, KeyRun, PlanCall
+from octavo.errors import InvariantError, RequestError
+from octavo.observe.recording.format import Header, RecordedCall, RecordingError
 from octavo.observe.recording.reader import Recording, Segment
 from octavo.observe.sink import EventSink
 
@@ -78,13 +68,14 @@ class ReplayReport:
         """Whether every plan was the recorded one."""
         return self.difference is None
 
-    def count(self, call: Call, made: Replayed) -> None:
+    def count(self, recorded: RecordedCall, made: Replayed) -> None:
         """Count a call that came out as recorded."""
+        call = recorded.call
         self.num_calls += 1
         if isinstance(call, AdmitCall):
             self.num_requests += 1
         elif isinstance(call, PlanCall):
-            self.num_equal += bool(call.digest)
+            self.num_equal += bool(recorded.digest)
         elif isinstance(call, CommitCall):
             self.num_failed_steps += isinstance(call.outcome, StepFailure)
             self.num_tokens += 0 if made.events is None else len(made.events.request_ids)
@@ -102,11 +93,11 @@ class RecordedInputs:
         self._due: deque[KeyRun] = deque()
         self._drafts: dict[int, array[int]] = {}
 
-    def begin(self, call: AdmitCall | PlanCall | CommitCall) -> None:
+    def begin(self, call: AdmitCall | PlanCall | CommitCall, is_blind: bool) -> None:
         """Take in what the next call will ask for."""
         self._due.extend(call.keys)
         if isinstance(call, AdmitCall):
-            self._is_blind = call.is_blind
+            self._is_blind = is_blind
         elif isinstance(call, PlanCall):
             self._drafts = {}
             plan, at = call.plan, 0
@@ -140,16 +131,20 @@ class RecordedInputs:
 
 
 class Replayed(NamedTuple):
-    """What came of one call: decisions; of an admission, the tokens in force; of a commit, its plans and events."""
+    """What came of one call: decisions; of an admission its max_tokens; of a commit its plan and events.
+
+    `planned` is when the live engine had made the plan.
+    """
 
     decisions: tuple[Event, ...] = ()
     max_tokens: int = 0
     plan: StepPlan | None = None
-    planned: PlanCall | None = None
+    planned: float = 0.0
     events: Events | None = None
 
-    def feed(self, sink: EventSink, call: Call) -> None:
+    def feed(self, sink: EventSink, recorded: RecordedCall) -> None:
         """Tell a sink what it would have heard of the live call."""
+        call = recorded.call
         if isinstance(call, AdmitCall):
             sink.admitted(call.request)
         if self.decisions:
@@ -167,23 +162,22 @@ class Replayer:
         self._has_text = segment.header.has_text
         self._inputs = RecordedInputs(self._has_text)
         self.scheduler = Scheduler(segment.header.limits, source=self._inputs)
-        self._flight: deque[tuple[StepPlan, PlanCall]] = deque()
+        self._flight: deque[tuple[StepPlan, float]] = deque()
         self._owners: dict[int, str] = {}
 
-    def make(self, call: Call) -> Replayed:
+    def make(self, recorded: RecordedCall) -> Replayed:
         """Make one call. Raises DivergenceError where it turns out otherwise."""
-        scheduler = self.scheduler
+        scheduler, call = self.scheduler, recorded.call
         if isinstance(call, PlanCall | CommitCall | AdmitCall):
-            self._inputs.begin(call)
+            self._inputs.begin(call, recorded.is_blind)
             try:
-                made = self._make_step(call)
+                made = self._make_step(call, recorded)
             except InvariantError as error:
                 raise DivergenceError(f"the scheduler refuses: {error}") from None
             self._inputs.end()
             return made
         if isinstance(call, CancelCall):
-            cause = None if call.message is None else FinishError(ErrorKind.ENGINE, call.message)  # kinds are not kept
-            scheduler.cancel(call.request_ids, call.now, call.reason, cause)
+            scheduler.cancel(call.request_ids, call.now, call.reason, call.error)
         elif isinstance(call, EndChoiceCall):
             scheduler.end_choice(call.request_id, call.choice, call.now, call.reason)
         elif isinstance(call, ControlCall):
@@ -191,9 +185,9 @@ class Replayer:
             return Replayed()
         return Replayed(scheduler.take_events())
 
-    def _make_step(self, call: AdmitCall | PlanCall | CommitCall) -> Replayed:
+    def _make_step(self, call: AdmitCall | PlanCall | CommitCall, recorded: RecordedCall) -> Replayed:
         if isinstance(call, PlanCall):
-            return self._plan(call)
+            return self._plan(call, recorded)
         return self._commit(call) if isinstance(call, CommitCall) else self._admit(call)
 
     def _control(self, call: ControlCall) -> None:
@@ -211,15 +205,15 @@ class Replayer:
             name = call.request.request_id
             raise DivergenceError(f"request {name} was taken, and is refused now: {error}") from None
 
-    def _plan(self, call: PlanCall) -> Replayed:
+    def _plan(self, call: PlanCall, recorded: RecordedCall) -> Replayed:
         self.step = call.plan.step
         plan = self.scheduler.plan(call.now, call.only)
-        if (b"" if plan.is_empty else plan.digest(self._has_text)) != call.digest:
+        if (b"" if plan.is_empty else plan.digest(self._has_text)) != recorded.digest:
             raise DivergenceError(*differences(call.plan, plan, self._owners))
         for new in plan.new_sequences:
             self._owners[new.slot] = new.request_id
         if not plan.is_empty:
-            self._flight.append((plan, call))
+            self._flight.append((plan, recorded.done))
         return Replayed(plan.events, plan=plan)
 
     def _commit(self, call: CommitCall) -> Replayed:
@@ -240,11 +234,11 @@ class _StepClock:
         self._add_times = add_times
         self._pending: tuple[float, ...] = ()
 
-    def committed(self, planned: PlanCall, call: CommitCall) -> None:
-        """Keep what is known of a step that gave a result."""
-        if isinstance(call.outcome, StepResult):
-            schedule, parts = planned.planned - planned.now + call.committed - call.now, call.outcome.timings
-            self._pending = schedule, parts.prepare_s, parts.forward_s, parts.sample_s, call.committed, planned.now
+    def committed(self, begun: float, planned: float, commit: CommitCall, committed: float) -> None:
+        """Keep the times of a step that gave a result: of its plan (`begun`, `planned`) and its commit."""
+        if isinstance(commit.outcome, StepResult):
+            schedule, parts = planned - begun + committed - commit.now, commit.outcome.timings
+            self._pending = schedule, parts.prepare_s, parts.forward_s, parts.sample_s, committed, begun
 
     def flush(self, now: float) -> None:
         """Give the times of the last step, whose delivery ended now."""
@@ -262,19 +256,20 @@ def _replay_segment(
     sink = None if make_sink is None else make_sink(replayer.scheduler, segment.header)
     first, now = None, 0.0
     try:
-        for call in segment.calls():
+        for recorded in segment.calls():
+            call = recorded.call
             now = getattr(call, "now", now)
             first = now if first is None else first
             if isinstance(call, PlanCall):
-                report.num_plans += bool(call.digest)
+                report.num_plans += bool(recorded.digest)
                 if clock is not None:
                     clock.flush(now)
-            made = replayer.make(call)
-            report.count(call, made)
-            if clock is not None and isinstance(call, CommitCall) and made.planned is not None:
-                clock.committed(made.planned, call)
+            made = replayer.make(recorded)
+            report.count(recorded, made)
+            if clock is not None and isinstance(call, CommitCall) and made.plan is not None:
+                clock.committed(made.plan.now, made.planned, call, recorded.done)
             if sink is not None:
-                made.feed(sink, call)
+                made.feed(sink, recorded)
     except DivergenceError as divergence:
         report.difference = Difference(life, replayer.step, now, divergence.lines)
     if clock is not None:
