@@ -14,8 +14,7 @@ from tests.core.harness import Run, limits, prompt
 from tests.fake_model import quads
 
 from octavo.core import policy
-from octavo.core.policy.fcfs import Fcfs
-from octavo.core.policy.fifo import Fifo
+from octavo.core.policy.policies import Fcfs, Fifo
 from octavo.core.request import FinishReason, Request, RequestState, SamplingParams
 
 

@@ -10,9 +10,7 @@ from tests.core.harness import Run, limits, prompt
 
 from octavo.core.plan import EventKind
 from octavo.core.policy import Policy, register_policy
-from octavo.core.policy.prefix_affinity import PrefixAffinity
-from octavo.core.policy.priority import Priority
-from octavo.core.policy.shortest_prefill import ShortestPrefill
+from octavo.core.policy.policies import PrefixAffinity, Priority, ShortestPrefill
 
 ALL = ("deadline", "fair", "fcfs", "fifo", "prefill_first", "prefix_affinity", "priority", "shortest_prefill")
 

@@ -1,13 +1,17 @@
-"""Policy: the base class of all policies. Subclass it, give a name and a key, and register it.
+"""Policy: the base class of all policies, and their registry. Subclass it, give a name and a key, and register it.
 
-Owns: the protocol between scheduler and policy. Does not: check budgets, blocks or progress: the scheduler does,
-so that no policy can break them. Every answer of a policy is checked (see policy.guard).
+Owns: the protocol between scheduler and policy, and the policies by name. Does not: find plug-ins (octavo.plugins), or
+check budgets, blocks or progress: the scheduler does, so that no policy can break them. Every answer of a policy is
+checked (see policy.guard).
 """
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from octavo.core.limits import Limits
 from octavo.core.request import RequestState
+from octavo.errors import ConfigError
 
 
 class Policy:
@@ -70,3 +74,26 @@ class Policy:
 
     def served(self, request: RequestState, num_tokens: int) -> None:
         """Output tokens were committed for a request."""
+
+
+POLICIES: dict[str, type[Policy]] = {}
+AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
+
+
+def register_policy(policy: type[AnyPolicy]) -> type[AnyPolicy]:
+    """Register a policy under its name; usable as a decorator. Raises ConfigError for a name in use."""
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
+        raise ConfigError(f"{policy!r} is no policy; give a subclass of octavo.Policy")
+    name: object = policy.name
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ConfigError(f"policy {policy!r} has the name {name!r}; give it a name of letters, digits and _")
+    if POLICIES.setdefault(name, policy) is not policy:
+        raise ConfigError(f"policy {name!r} is registered already, by {POLICIES[name]!r}; choose another name")
+    return policy
+
+
+def find_policy(name: str) -> type[Policy]:
+    """Return the registered policy of that name. Raises ConfigError with the known names."""
+    if name not in POLICIES:
+        raise ConfigError(f"unknown policy {name!r}; give one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]

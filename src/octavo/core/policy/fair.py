@@ -12,7 +12,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush, heapreplace
 
 from octavo.core.limits import Limits
-from octavo.core.policy.base import Policy
+from octavo.core.policy.base import Policy, register_policy
 from octavo.core.request import RequestState
 
 
@@ -71,6 +71,7 @@ class _Lowest:
         return None
 
 
+@register_policy
 class Fair(Policy):
     """A line per tenant; the tenant with the least service for its weight is next. Within a line, order of arrival.
 

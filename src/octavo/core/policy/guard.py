@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from octavo.core.policy.base import Policy
+from octavo.core.limits import Limits
+from octavo.core.policy.base import Policy, find_policy
 from octavo.core.request import MAX_RETURNS, RequestState
 from octavo.errors import ConfigError
 
@@ -131,3 +132,15 @@ class PolicyGuard:
     def _count(self, message: str) -> None:
         self.num_errors += 1
         self.first_error = self.first_error or message
+
+
+def create_policy(name: str, limits: Limits) -> Policy:
+    """Create the policy of that name. Raises ConfigError if there is none, or it does not start."""
+    kind = find_policy(name)
+    try:
+        policy = kind()
+        policy.configure(limits)
+        PolicyGuard(policy)  # checks its attributes
+    except Exception as error:  # a user's code
+        raise ConfigError(f"policy {name!r} does not start: {type(error).__name__}: {shown(error)}") from error
+    return policy
