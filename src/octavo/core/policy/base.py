@@ -7,8 +7,6 @@ checked (see policy.guard).
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from octavo.core.limits import Limits
 from octavo.core.request import RequestState
 from octavo.errors import ConfigError
@@ -77,10 +75,9 @@ class Policy:
 
 
 POLICIES: dict[str, type[Policy]] = {}
-AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
 
 
-def register_policy(policy: type[AnyPolicy]) -> type[AnyPolicy]:
+def register_policy(policy: type[Policy]) -> type[Policy]:
     """Register a policy under its name; usable as a decorator. Raises ConfigError for a name in use."""
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise ConfigError(f"{policy!r} is no policy; give a subclass of octavo.Policy")
