@@ -1,4 +1,4 @@
-"""A reader of frames as a page is one: it knows nothing but docs/frames.md."""
+"""A reader of frames as a page is one: it knows nothing but docs/statistics.md."""
 
 from __future__ import annotations
 

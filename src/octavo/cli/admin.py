@@ -12,7 +12,7 @@ from octavo.cli.servers import add_server_arguments, named_server
 VERBS = {  # verb -> what it does
     "status": "processes, epoch, restarts and open requests, as JSON",
     "statistics": "the engine's counters and gauges, as JSON",
-    "frames": "what the engine did since the cursor ARG, as docs/frames.md has it",
+    "frames": "what the engine did since the cursor ARG, as docs/statistics.md has it",
     "top": "status, statistics and frames at once",
     "pause": "stop making steps; requests wait",
     "resume": "go on after pause",

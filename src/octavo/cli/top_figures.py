@@ -1,6 +1,6 @@
 """What `octavo top` shows, as numbers: made of a server's status, its engine's statistics and its frames.
 
-Owns: following frames (docs/frames.md), rates over the last seconds, a minute of history.
+Owns: following frames (docs/statistics.md), rates over the last seconds, a minute of history.
 Does not: ask the server (top) or draw (top_screen). Times are the engine's clock, so nothing here reads one.
 """
 

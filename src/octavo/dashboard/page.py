@@ -88,7 +88,7 @@ def bundle(entry: str) -> str:
 
 
 def write_page(frames: Iterable[Mapping[str, object]], path: Path | str) -> None:
-    """Write the dashboard with these frames (docs/frames.md) as one HTML file that works offline, from a disk too.
+    """Write the dashboard with these frames (docs/statistics.md) as one HTML file that works offline, from a disk too.
 
     The frames are compressed as they come, so that memory stays bounded. Raises OSError.
     """

@@ -94,7 +94,7 @@ class EngineClient(Protocol):
     async def control(self, verb: Verb, argument: str = "") -> object:
         """Return the statistics; pause, resume, drain, cancel every request (-> how many), reset the prefix cache
         (-> bool), explain a request or, without one, all (-> see observe.explainer), reset the statistics (-> bool),
-        export them (-> tables by name, see metrics.export), frames behind a cursor (-> see docs/frames.md)."""
+        export them (-> tables by name, see metrics.export), frames behind a cursor (-> see docs/statistics.md)."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The feed: frames of the engine (docs/frames.md) to whoever watches it.
+"""The feed: frames of the engine (docs/statistics.md) to whoever watches it.
 
 Owns: asking the engine for frames while somebody watches, once for all who stand at the same place; the watchers, their
 number and what waits for each of them; the response that sends it.

@@ -1,4 +1,4 @@
-// What came, as columns: steps, requests, looks at the queue and the pool. Knows frames (docs/frames.md), draws nothing.
+// What came, as columns: steps, requests, looks at the queue and the pool. Knows frames (docs/statistics.md), draws nothing.
 // Counts are kept as sums from the beginning, so that any span of time costs two look-ups.
 
 const LIVE_STEPS = 60_000; // kept of a live engine, about

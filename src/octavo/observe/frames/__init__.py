@@ -1,1 +1,1 @@
-"""Frames: what pages and terminals draw of a scheduler at work (docs/frames.md), from whatever runs it."""
+"""Frames: what pages and terminals draw of a scheduler at work (docs/statistics.md), from whatever runs it."""

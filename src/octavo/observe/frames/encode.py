@@ -1,4 +1,4 @@
-"""Frames as plain JSON values, from records of steps and views of the scheduler (docs/frames.md is the schema).
+"""Frames as plain JSON values, from records of steps and views of the scheduler (docs/statistics.md is the schema).
 
 Owns: every kind of frame but the end, and how much of the queue and the pool is shown: a look takes at most a
 millisecond, however large they are. Does not: say when to look, or keep anything (streams).

@@ -60,7 +60,7 @@ class FrameRing:
                 self._tail.apply(old)
 
     def poll(self, cursor: str) -> dict[str, object]:
-        """Return the frames after a cursor, as docs/frames.md has it; an unknown cursor is as ""."""
+        """Return the frames after a cursor, as docs/statistics.md has it; an unknown cursor is as ""."""
         begun = self._now()
         self._look(begun)
         life, _, digits = cursor.rpartition(":")
