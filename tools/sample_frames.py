@@ -21,7 +21,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.observe.frames.encode import Frame, FrameSource
 from octavo.observe.frames.streams import FrameWriter, Window
 from octavo.observe.history import History
-from octavo.observe.step_times import StepTimes
+from octavo.observe.series import StepTimes
 
 BLOCK_SIZE = 16
 SHARED_BLOCKS = 8  # of the prefix that a tenant's prompts begin with

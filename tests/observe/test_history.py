@@ -19,14 +19,13 @@ from octavo.observe.explainer import Explainer, unknown
 from octavo.observe.forecast import (
     LEAST_AGE_S,
     NEW_REQUEST,
-    AnswerLengths,
     Forecast,
     StepTimeModel,
     WaitModel,
     forecast,
 )
-from octavo.observe.guards import guarded_reader, guarded_verb
 from octavo.observe.history import NUM_FIRST, NUM_LAST, PHASES, History, StepRecord
+from octavo.observe.sink import guarded, guarded_reader
 from octavo.simulator.arrival import Arrival
 from octavo.simulator.run import Setup, simulate
 from tests.core.harness import limits
@@ -268,7 +267,7 @@ def test_a_look_that_fails_is_told_and_ends_nothing() -> None:
     def fails(argument: str) -> object:
         raise ZeroDivisionError("of course")
 
-    answer = guarded_verb("explain", fails)("x")
+    answer = guarded("explain", fails, EngineError)("x")
     assert isinstance(answer, EngineError) and "of course" in str(answer)
 
 
@@ -423,10 +422,10 @@ def test_the_step_time_is_that_of_the_steps() -> None:
         bench.admit(f"r{number}", 13, 9)
     bench.run()
     assert bench.history.step_times.fit() == pytest.approx((0.02, 0.003))
-    assert AnswerLengths().sorted() == [] and bench.history.answer_lengths.sorted() == [9] * 6
+    assert list(bench.history.answer_lengths) == [9] * 6
     bench.admit("vector", 13, 0, most=1, wants=Want.POOL)
     bench.run()
-    assert bench.history.answer_lengths.sorted() == [9] * 6, "a vector says nothing of how long answers are"
+    assert list(bench.history.answer_lengths) == [9] * 6, "a vector says nothing of how long answers are"
 
 
 def test_the_wait_model_gives_the_wait_that_a_request_then_has() -> None:

@@ -15,7 +15,7 @@ from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.observe.history import History
 from octavo.observe.perfetto import ENGINE, PARTS, REQUESTS, STEPS, PerfettoWriter, TraceFile
-from octavo.observe.step_times import StepTimes
+from octavo.observe.series import StepTimes
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
 from tests.observe.test_frames import LOADS, TieredExecutor
 

@@ -25,12 +25,10 @@ from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.sessions import Sessions
 from octavo.observe import statistics
-from octavo.observe.history import History, RequestFigures, WaitCounts, make_up
+from octavo.observe.history import History, RequestFigures, WaitCounts, count_prefill
 from octavo.observe.metrics.export import Table, records, save_json_lines, to_csv
-from octavo.observe.metrics.rings import RecordRing
-from octavo.observe.metrics.series import FINE_SECONDS, Histogram
+from octavo.observe.series import FINE_SECONDS, PARTS, Histogram, StepTimes
 from octavo.observe.statistics import Collector, StepTable, request_table
-from octavo.observe.step_times import PARTS, StepTimes
 from tests.engine.fakes import Harness, make_limits, make_request, make_text
 
 
@@ -113,7 +111,7 @@ def test_T01_a_step_has_its_own_times() -> None:
 )
 def test_T01_make_up_of_a_batch(counts: list[int], drafts: list[int], expected: tuple[int, int, int]) -> None:
     plan = StepPlan(0, 0.0, counts=array("i", counts), num_drafts=array("i", drafts), num_query_tokens=sum(counts))
-    assert make_up(plan.counts, plan.num_drafts, plan.num_query_tokens) == expected
+    assert count_prefill(plan) == expected
 
 
 def event(kind: EventKind, name: str, time: float = 0.0, **fields: Any) -> Event:
@@ -175,15 +173,18 @@ def test_T05_rings_keep_the_last_and_differences_stay_right() -> None:
     assert column(steps.table.table(), "output_tokens") == [3]
 
 
-def test_T05_a_ring_of_records_is_bounded() -> None:
-    ring = RecordRing("<dq", 3)
-    assert (len(ring), list(ring), ring.get(0)) == (0, [], None)
+def test_T05_the_times_of_steps_are_bounded() -> None:
+    times = StepTimes(3)
+    assert (times.num_steps, times.recent("step"), times.get(0)) == (0, [], None)
     for number in range(5):
-        ring.add(number / 2, number)
-    assert list(ring) == [(1.0, 2), (1.5, 3), (2.0, 4)]
-    assert (ring.get(1), ring.get(2), ring.get(5)) == (None, (1.0, 2), None)
-    ring.reset()
-    assert (len(ring), list(ring)) == (0, [])
+        times.add([number / 2] * len(PARTS))
+    assert times.recent("step") == [1.0, 1.5, 2.0]
+    assert (times.get(1), times.get(2), times.get(5)) == (None, (1.0,) * len(PARTS), None)
+    assert times.summary() == {
+        "num_steps": 5,
+        "total_s": dict.fromkeys(PARTS, 5.0),
+        "median_s": dict.fromkeys(PARTS, 1.5),
+    }
 
 
 # --- requests ------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class Requests:
 
     def table(self) -> Table:
         self.history.settle()
-        return request_table(self.figures)
+        return request_table(self.history)
 
     @property
     def num_open(self) -> int:

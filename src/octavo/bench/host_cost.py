@@ -28,7 +28,7 @@ from octavo.executors.loading import DecoderChoice, LoadedDecoder
 from octavo.executors.torch_executor import TorchExecutor
 from octavo.frontend.local_client import LocalClient
 from octavo.observe.live import observe_engine
-from octavo.observe.step_times import PARTS
+from octavo.observe.series import PARTS
 from octavo.ops.attention import AttentionBackend
 
 PROMPT_TOKENS = 64

@@ -14,8 +14,8 @@ from octavo.bench.floor import StepFloor
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.engine.loop import EngineLoop
-from octavo.observe.history import make_up
-from octavo.observe.step_times import PARTS, StepTimes
+from octavo.observe.history import count_prefill
+from octavo.observe.series import PARTS, StepTimes
 
 DEVICE_PARTS = ("forward", "sample")  # the rest of a step is the host's: schedule, prepare, emit, and between them
 _NOT_TIMED = (0.0,) * len(PARTS)
@@ -104,10 +104,7 @@ class StepRecorder:
             counts.num_rows.append(plan.num_rows)
             counts.num_query_tokens.append(plan.num_query_tokens)
             counts.num_kv_read.append(plan.num_kv_read)
-            counts.is_decode.append(
-                plan.num_query_tokens == plan.num_rows
-                or not make_up(plan.counts, plan.num_drafts, plan.num_query_tokens)[0]
-            )
+            counts.is_decode.append(plan.num_query_tokens == plan.num_rows or not count_prefill(plan)[0])
             self._find = self._finder()
 
     def take(self) -> StepCounts:

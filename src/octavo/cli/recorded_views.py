@@ -16,7 +16,7 @@ from octavo.observe.frames.streams import MAX_WRITTEN, FrameSpool, FrameWriter, 
 from octavo.observe.history import History
 from octavo.observe.perfetto import MAX_TRACKS, LifeOrigin, PerfettoWriter, TraceClip, TraceFile
 from octavo.observe.recording import Header, Recording, ReplayReport, replay
-from octavo.observe.step_times import StepTimes
+from octavo.observe.series import StepTimes
 
 
 @dataclass(frozen=True, slots=True)

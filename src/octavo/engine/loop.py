@@ -26,9 +26,8 @@ from octavo.engine.outbox import Outbox
 from octavo.engine.suspects import Suspects
 from octavo.errors import EngineDeadError, EngineError, ErrorKind, QueueFullError, RequestError
 from octavo.executors.protocol import Executor, Ticket
-from octavo.observe.guards import Instruments
-from octavo.observe.sink import EventSink
-from octavo.observe.step_times import StepTimes
+from octavo.observe.series import StepTimes
+from octavo.observe.sink import EventSink, FanOutSink
 
 _LOG = logging.getLogger(__name__)
 MIN_WAIT_S = 0.001  # an empty plan waits at least this long, so that a deadline just missed cannot spin
@@ -69,7 +68,7 @@ class EngineLoop:
         grammars: Grammars | None = None,
     ) -> None:
         self.clock: Clock = clock or MonotonicClock()
-        self.instruments = Instruments()
+        self.instruments = FanOutSink()
         self.step_times = StepTimes()
         self.sections: dict[str, Callable[[], object]] = {}  # more of the statistics, read in the loop's thread
         self.verbs: dict[str, Callable[[str], object]] = {}  # more of control; both are set before start

@@ -119,7 +119,7 @@ class Explainer:
             why = "the engine is paused"
         elif self._history.step_times.fit() is None:
             why = "too few steps were made yet"
-        elif self._history.answer_lengths.is_known:
+        elif self._history.answer_lengths:
             why = "it was made before this came here; ask again"
         else:
             why = "it has to wait for answers to end, and how long they get is not known yet"

@@ -1,7 +1,7 @@
 """Forecaster: when requests without a token get their first one, from the last steps and answers.
 
-Owns: the model of a step's time, the lengths of the last answers, the forecast, and the WaitModel by which another
-process estimates waits. Does not: decide, or read a clock.
+Owns: the model of a step's time, the forecast, and the WaitModel by which another process estimates waits.
+Does not: decide, or read a clock.
 Method: a step of k tokens takes a + b k seconds, by least squares over the last steps with and without prompts. With
 that, the queue is simulated in jumps from one event (a prompt is done, an answer ends) to the next: slots, blocks and
 a step's tokens are shared out as admission does. Where lengths of answers are not known, it is simulated several
@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from itertools import chain
@@ -102,31 +102,6 @@ class StepTimeModel:
         return mean_s - slope * mean_k, slope
 
 
-class AnswerLengths:
-    """Tokens of the last answers that ended by themselves."""
-
-    def __init__(self) -> None:
-        self._last: deque[int] = deque(maxlen=NUM_ANSWERS)
-
-    def add(self, num_tokens: int) -> None:
-        """Note an answer's end."""
-        self._last.append(num_tokens)
-
-    @property
-    def is_known(self) -> bool:
-        """Return True once an answer has ended by itself."""
-        return bool(self._last)
-
-    @property
-    def mean(self) -> float:
-        """Tokens of an answer; 0 while none is known."""
-        return sum(self._last) / len(self._last) if self._last else 0.0
-
-    def sorted(self) -> list[int]:
-        """Return all that are kept, shortest first."""
-        return sorted(self._last)
-
-
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """Seconds from now to the next token: the median, and the least and most of all runs."""
@@ -135,24 +110,20 @@ class Forecast:
     least: float
     most: float
 
-    def after(self, age: float) -> Forecast:
-        """Return the same as of `age` seconds later."""
-        return Forecast(max(0.0, self.seconds - age), max(0.0, self.least - age), max(0.0, self.most - age))
 
-
-def forecast(scheduler: Scheduler, step_times: StepTimeModel, lengths: AnswerLengths) -> dict[str, Forecast]:
+def forecast(scheduler: Scheduler, step_times: StepTimeModel, answers: Collection[int]) -> dict[str, Forecast]:
     """Return when each request that waits or prefills gets its next token; those not known are left out.
 
-    Under NEW_REQUEST: when a request that arrived now would be admitted.
+    Under NEW_REQUEST: when a request that arrived now would be admitted. `answers` are the tokens of the last answers.
     Equal states get equal forecasts. O(requests log requests) a run: Forecaster bounds how often.
     """
     fit = step_times.fit()
     if fit is None or scheduler.is_paused:
         return {}
-    model, answers, rng = WaitModel(*fit, lengths.mean), lengths.sorted(), random.Random(0)
+    model, lengths, rng = WaitModel(*fit, 0.0), sorted(answers), random.Random(0)
     work = scheduler.open_work()
     num_runs = NUM_RUNS if len(work.running) + len(work.waiting) <= MAX_REPEATED else 1
-    runs = [_QueueRun(work, model, answers, rng).run() for _ in range(num_runs)]
+    runs = [_QueueRun(work, model, lengths, rng).run() for _ in range(num_runs)]
     found = {}
     for name in runs[0]:
         times = sorted(run.get(name, inf) for run in runs)
@@ -162,19 +133,17 @@ def forecast(scheduler: Scheduler, step_times: StepTimeModel, lengths: AnswerLen
 
 
 class Forecaster:
-    """Forecasts for any number of questions: made anew not so often that making them would slow the steps.
+    """Answers any number of questions with forecasts that are not made so often that they would slow the steps.
 
-    `now` is the scheduler's clock. A forecast that is not new is told less the time since.
+    `now` is the scheduler's clock. From an older forecast the time since is subtracted.
     """
 
     def __init__(
-        self, scheduler: Scheduler, step_times: StepTimeModel, lengths: AnswerLengths, now: Callable[[], float]
+        self, scheduler: Scheduler, step_times: StepTimeModel, answers: Collection[int], now: Callable[[], float]
     ) -> None:
-        self.step_times, self.lengths = step_times, lengths
-        self._scheduler, self._now = scheduler, now
+        self._scheduler, self._step_times, self._answers, self._now = scheduler, step_times, answers, now
         self._found: dict[str, Forecast] = {}
-        self._made_at = -inf
-        self._until = -inf
+        self._made_at = self._until = -inf
 
     def next_tokens(self) -> dict[str, Forecast]:
         """Return the forecasts as of now, by request id (and NEW_REQUEST)."""
@@ -182,16 +151,21 @@ class Forecaster:
             return {}
         now = self._now()
         if now >= self._until:
-            self._found = forecast(self._scheduler, self.step_times, self.lengths)
+            self._found = forecast(self._scheduler, self._step_times, self._answers)
             self._made_at = now
             self._until = now + max(LEAST_AGE_S, (self._now() - now) / MAX_SHARE)
         age = now - self._made_at
-        return {name: told.after(age) for name, told in self._found.items()} if age else self._found
+        if not age:
+            return self._found
+        return {
+            name: Forecast(max(0.0, was.seconds - age), max(0.0, was.least - age), max(0.0, was.most - age))
+            for name, was in self._found.items()
+        }
 
     def wait_model(self) -> WaitModel | None:
-        """Return the figures of now; None before there were enough steps and an answer."""
-        fit = self.step_times.fit()
-        return None if fit is None or not self.lengths.is_known else WaitModel(*fit, self.lengths.mean)
+        """Return the figures of now; None until there were enough steps and an answer."""
+        fit, answers = self._step_times.fit(), self._answers
+        return WaitModel(*fit, sum(answers) / len(answers)) if fit is not None and answers else None
 
     def new_request(self, is_model_only: bool = False) -> dict[str, object]:
         """Return the wait of a request that would arrive now, and the WaitModel, as plain values for admission."""

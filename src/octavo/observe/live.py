@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from octavo.config import StatisticsConfig
@@ -17,11 +18,10 @@ from octavo.errors import EngineError
 from octavo.observe.explainer import Explainer
 from octavo.observe.frames.encode import FrameSource
 from octavo.observe.frames.streams import FrameRing
-from octavo.observe.guards import guarded_reader, guarded_section, guarded_verb
 from octavo.observe.history import History, RequestFigures
-from octavo.observe.sink import WatchedLoop
+from octavo.observe.series import StepTimes
+from octavo.observe.sink import WatchedLoop, guarded, guarded_reader
 from octavo.observe.statistics import Collector
-from octavo.observe.step_times import StepTimes
 
 _OFF = "statistics are not collected; start the engine with --collect-statistics"
 
@@ -31,7 +31,6 @@ class Observation:
     """What observes one engine; `collector` is None where statistics are not collected."""
 
     history: History
-    explainer: Explainer
     frames: FrameRing
     collector: Collector | None
 
@@ -40,11 +39,10 @@ def observe_engine(
     loop: WatchedLoop, scheduler: Scheduler, config: StatisticsConfig, model: str = "", device: str = ""
 ) -> Observation:
     """Observe a loop as configured, and give it the sections and verbs. Call before it starts."""
-    figures = None
+    now, figures = loop.clock.now, RequestFigures()
     if config.collect_statistics:
         loop.step_times = StepTimes(config.step_records)
         figures = RequestFigures(config.request_records)
-    now = loop.clock.now
     history = History(
         scheduler,
         loop.step_times,
@@ -54,26 +52,29 @@ def observe_engine(
         figures=figures,
     )
     loop.watch(history)
-    collector = _collect(loop, history, config)
+    collector = Collector(config, history, loop.step_times) if config.collect_statistics else None
     explainer = Explainer(history, now)
-    loop.verbs["explain"] = guarded_verb("explain", explainer.answer)
-    forecaster = explainer.forecaster
-    loop.verbs["forecast"] = guarded_verb("forecast", lambda argument: forecaster.new_request(argument == "model"))
-    ring = FrameRing(history, FrameSource("live", model, time.time() - now(), secrets.token_hex(4), device), now)
-    history.add_reader(guarded_reader("frames", ring.add))
-    loop.verbs["frames"] = guarded_verb("frames", lambda cursor: ring.poll(cursor))
-    return Observation(history, explainer, ring, collector)
-
-
-def _collect(loop: WatchedLoop, history: History, config: StatisticsConfig) -> Collector | None:
+    frames = FrameRing(history, FrameSource("live", model, time.time() - now(), secrets.token_hex(4), device), now)
+    verbs: dict[str, Callable[[str], object]] = {
+        "explain": explainer.answer,
+        "forecast": lambda argument: explainer.forecaster.new_request(argument == "model"),
+        "frames": frames.poll,
+    }
+    sections: dict[str, Callable[[], object]] = {}
     if config.memory_analysis:
-        loop.sections["memory"] = guarded_section(lambda: asdict(history.scheduler.memory()))
-    if history.figures is None:
+        sections["memory"] = lambda: asdict(scheduler.memory())
+    if collector is None:
         loop.verbs["reset_statistics"] = loop.verbs["export_statistics"] = lambda _: EngineError(_OFF)
-        return None
-    collector = Collector(config, history, loop.step_times)
-    history.add_reader(guarded_reader("statistics", collector.read))
-    loop.sections["collected"] = guarded_section(collector.figures)
-    loop.verbs["reset_statistics"] = guarded_verb("reset_statistics", lambda _: collector.reset())
-    loop.verbs["export_statistics"] = guarded_verb("export_statistics", lambda _: collector.export())
-    return collector
+    else:
+        history.add_reader(guarded_reader("statistics", collector.read))
+        sections["collected"] = collector.figures
+        verbs["reset_statistics"] = lambda _: collector.reset()
+        verbs["export_statistics"] = lambda _: collector.export()
+    history.add_reader(guarded_reader("frames", frames.add))
+    loop.verbs.update((name, guarded(name, act, EngineError)) for name, act in verbs.items())
+    loop.sections.update((name, guarded(name, read, _section_error)) for name, read in sections.items())
+    return Observation(history, frames, collector)
+
+
+def _section_error(text: str) -> object:
+    return {"error": text}

@@ -1,31 +1,37 @@
-"""EventSink: what the step loop, a replay and a simulation report their events to.
+"""EventSink: what the step loop, a replay and a simulation report to; and the guards of what observes a live engine.
 
-Owns: the protocols. Does not: guard a step against a sink that fails (guards).
+Owns: the protocols, and the guards: nothing that observes an engine can end it. A sink or reader that raises is dropped
+with one entry in the log; a question that raises is answered with the error.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.request import Request
-from octavo.observe.step_times import StepTimes
+from octavo.observe.series import StepTimes
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class EventSink(Protocol):
     """Called in the thread that steps, in order; must be quick, and copy what it needs and does not own."""
 
     def admitted(self, request: Request) -> None:
-        """A request was admitted."""
+        """Take in an admitted request."""
         ...
 
     def decided(self, decisions: tuple[Event, ...]) -> None:
-        """Decisions were made, by plans and commits alike; each is reported exactly once."""
+        """Take in decisions of plans and commits, each reported exactly once."""
         ...
 
     def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        """A plan was committed."""
+        """Take in a committed plan."""
         ...
 
 
@@ -33,7 +39,7 @@ class LoopClock(Protocol):
     """The clock of a loop."""
 
     def now(self) -> float:
-        """Seconds, monotonic."""
+        """Return seconds, monotonic."""
         ...
 
 
@@ -52,3 +58,64 @@ class WatchedLoop(Protocol):
     def watch(self, sink: EventSink) -> None:
         """Report to the sink from now on."""
         ...
+
+
+class FanOutSink:
+    """Reports to each of its sinks; one that raises is dropped."""
+
+    def __init__(self) -> None:
+        self._sinks: list[EventSink] = []
+
+    def add(self, sink: EventSink) -> None:
+        """Report to a sink from now on."""
+        self._sinks.append(sink)
+
+    def admitted(self, request: Request) -> None:
+        """Report an admitted request."""
+        self._report("admitted", request)
+
+    def decided(self, decisions: tuple[Event, ...]) -> None:
+        """Report decisions, if there are any."""
+        if decisions:
+            self._report("decided", decisions)
+
+    def stepped(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
+        """Report a committed plan."""
+        self._report("stepped", plan, outcome, events)
+
+    def _report(self, verb: str, *facts: object) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                getattr(sink, verb)(*facts)
+            except Exception:  # the instrument shell
+                _LOG.exception("%s failed and is switched off", type(sink).__name__)
+                self._sinks.remove(sink)
+
+
+def guarded_reader(name: str, read: Callable[[T], object]) -> Callable[[T], None]:
+    """Return a reader that is switched off when it raises."""
+    is_on = True
+
+    def guarded(record: T) -> None:
+        nonlocal is_on
+        if is_on:
+            try:
+                read(record)
+            except Exception:  # the instrument shell
+                _LOG.exception("%s failed and is switched off", name)
+                is_on = False
+
+    return guarded
+
+
+def guarded(name: str, act: Callable[P, object], answer: Callable[[str], object]) -> Callable[P, object]:
+    """Return a function that returns what `act` does; where that raises, `answer` of the error's text."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> object:
+        try:
+            return act(*args, **kwargs)
+        except Exception as error:  # the instrument shell
+            _LOG.exception("%s failed", name)
+            return answer(f"{name} failed: {type(error).__name__}: {error}")
+
+    return run

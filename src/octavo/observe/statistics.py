@@ -2,8 +2,8 @@
 
 Owns: the collector, which reads the history's records; its verbs (reset, export) and the status line while busy.
 Does not: fold events, keep anything unbounded, or read a clock: every time is that of an event.
-Invariants: without collection nothing is called by a step; the scheduler's totals never go back, also by a reset.
-Gauges of a step are as of its commit. Totals are kept as they are and shown as differences, so that they add up.
+Invariants: without collection a step calls nothing here; the scheduler's totals never decrease, not by a reset either.
+Gauges of a step are as of its commit.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
+from operator import attrgetter, sub
+from typing import Any
 
 from octavo.config import StatisticsConfig
 from octavo.core.request import FinishReason
 from octavo.core.views import Gauges
-from octavo.observe.history import History, RequestFigures, RequestHistory, StepRecord, make_up
+from octavo.observe.history import History, RequestHistory, StepRecord
 from octavo.observe.metrics.export import Table
-from octavo.observe.metrics.rings import RecordRing
-from octavo.observe.metrics.series import Histogram
+from octavo.observe.series import PARTS, Histogram, StepTimes
 from octavo.observe.status_line import STATUS_LINE_S, StatusLine
-from octavo.observe.step_times import PARTS, StepTimes
 
 _LOG = logging.getLogger(__name__)
 MEMORY_RECORDS = 720  # an hour of them
@@ -37,8 +37,11 @@ _COUNTERS = (
     "preemptions", "queried_tokens", "hit_tokens", "host_hit_tokens", "swapped_out_tokens", "swapped_in_tokens",
     "output_tokens", "accepted_tokens",
 )  # fmt: skip
+_TOTALS = attrgetter(
+    "num_preemptions", "queried_tokens", "hit_tokens", "num_host_hit_tokens", "num_swapped_out_tokens",
+    "num_swapped_in_tokens", "num_output_tokens", "num_accepted_tokens",
+)  # fmt: skip
 STEP_COLUMNS = ("time_s", *(f"{part}_s" for part in PARTS), *_GAUGES, *_COUNTERS, "waiting_by_reason")
-_STEP_LAYOUT = f"<dq{len(_GAUGES) + len(_COUNTERS)}q"  # time, its number in the step times, gauges, counters
 REQUEST_COLUMNS = (
     "request_id", "finish_reason", "arrival_s", "queue_s", "ttft_s", "e2e_s", "prompt_tokens", "output_tokens",
     "cached_tokens", "preemptions", "gap_mean_s", "gap_p50_s", "gap_p90_s", "gap_p99_s", "gap_max_s",
@@ -46,94 +49,75 @@ REQUEST_COLUMNS = (
 
 
 class StepTable:
-    """The last `size` steps that gave a result, one packed record each."""
+    """The last `size` steps that gave a result."""
 
     def __init__(self, size: int, gauges: Gauges, times: StepTimes) -> None:
         self._times = times
-        self._ring = RecordRing(_STEP_LAYOUT, size + 1)  # the oldest is what the next one's differences are taken from
-        self._waits: list[dict[str, int]] = [{}] * (size + 1)
-        self._base = _totals(gauges)
+        self._rows: deque[tuple[Any, ...]] = deque(maxlen=size)  # as in the table, but for the number in step times
+        self._totals: tuple[int, ...] = _TOTALS(gauges)
 
     def __len__(self) -> int:
-        return min(len(self._ring), self._ring.size - 1)
+        return len(self._rows)
 
     def add(self, record: StepRecord, waiting_by_reason: dict[str, int]) -> None:
-        """Keep a step. The mapping is not changed after."""
+        """Add a step. The mapping must not change later."""
         assert record.slots is not None
-        gauges, moved = record.gauges, record.moved
-        prefill_rows, fork_rows, prefill_tokens = 0, 0, 0
-        if not record.is_decode:
-            prefill_rows, fork_rows, prefill_tokens = make_up(record.counts, record.num_drafts, record.num_tokens)
-        place = self._ring.add(
-            record.end,
-            record.timing,
-            record.step,
-            len(record.slots),
-            prefill_rows,
-            fork_rows,
-            record.num_tokens,
-            prefill_tokens,
-            sum(record.num_drafts),
-            record.num_kv_read,
-            len(record.taken),
-            gauges.num_running,
-            gauges.num_waiting,
-            gauges.num_swapped,
-            sum(gauges.blocks_used),
-            sum(gauges.blocks_cached),
-            gauges.host_blocks_used,
-            moved[2],
-            moved[0],
-            moved[1],
-            *_totals(gauges),
+        gauges = record.gauges
+        prefill_rows, fork_rows, prefill_tokens = record.prefill
+        num_swapped_out, num_loaded, num_copied = record.moved
+        totals = _TOTALS(gauges)
+        self._rows.append(
+            (
+                record.end,
+                record.timing,
+                record.step,
+                len(record.slots),
+                prefill_rows,
+                fork_rows,
+                record.num_tokens,
+                prefill_tokens,
+                sum(record.num_drafts),
+                record.num_kv_read,
+                len(record.taken),
+                gauges.num_running,
+                gauges.num_waiting,
+                gauges.num_swapped,
+                sum(gauges.blocks_used),
+                sum(gauges.blocks_cached),
+                gauges.host_blocks_used,
+                num_copied,
+                num_swapped_out,
+                num_loaded,
+                *map(sub, totals, self._totals),
+                waiting_by_reason,
+            )
         )
-        self._waits[place] = waiting_by_reason
+        self._totals = totals
 
     def table(self) -> Table:
-        """Return every step kept, oldest first: seconds, counts, and what the totals grew by. None: not known."""
-        ring, before, rows = self._ring, self._base, []
-        first = ring.num_added - len(ring)
-        for number, record in enumerate(ring, first):
-            time, timing, gauges = record[0], int(record[1]), record[2 : 2 + len(_GAUGES)]
-            totals = record[2 + len(_GAUGES) :]
-            if number > first or ring.num_added < ring.size:
-                grown = [new - old for new, old in zip(totals, before, strict=True)]
-                seconds = self._times.get(timing) or (None,) * len(PARTS)
-                rows.append((time, *seconds, *gauges, *grown, self._waits[number % ring.size]))
-            before = totals
+        """Return the steps, oldest first: seconds, counts, and what the totals grew by. None: not known."""
+        unknown = (None,) * len(PARTS)
+        rows = [(time, *(self._times.get(timing) or unknown), *rest) for time, timing, *rest in self._rows]
         return {"columns": STEP_COLUMNS, "rows": rows}
 
     def reset(self, gauges: Gauges) -> None:
-        """Forget the steps; what the totals grow by is counted from these gauges on."""
-        self._ring.reset()
-        self._base = _totals(gauges)
+        """Drop the steps; what the totals grow by is counted from these gauges on."""
+        self._rows.clear()
+        self._totals = _TOTALS(gauges)
 
 
-def _totals(gauges: Gauges) -> tuple[float, ...]:
-    return (
-        gauges.num_preemptions,
-        gauges.queried_tokens,
-        gauges.hit_tokens,
-        gauges.num_host_hit_tokens,
-        gauges.num_swapped_out_tokens,
-        gauges.num_swapped_in_tokens,
-        gauges.num_output_tokens,
-        gauges.num_accepted_tokens,
-    )
-
-
-def request_table(figures: RequestFigures) -> Table:
-    """Return the ended requests kept, oldest first. O(tokens of theirs): for an export, not for a step."""
-    times = [time for (time,) in figures.token_times]
-    first = figures.token_times.num_added - len(times)
-    rows = [_request_row(request, request.gaps(times, first)) for request in figures.ended]
+def request_table(history: History) -> Table:
+    """Return the ended requests that are kept, oldest first. O(their tokens): for an export, not for a step."""
+    times = list(history.token_times)
+    first = history.num_token_steps - len(times)
+    rows = [_request_row(request, request.gaps(times, first)) for request in history.figures.ended]
     return {"columns": REQUEST_COLUMNS, "rows": rows}
 
 
 def _request_row(request: RequestHistory, gaps: list[float]) -> tuple[object, ...]:
     end = request.end
     assert end is not None
-    shares = [gaps[min(len(gaps) - 1, int(share * len(gaps)))] if gaps else None for share in (0.5, 0.9, 0.99)]
+    quantiles = [gaps[min(len(gaps) - 1, int(share * len(gaps)))] if gaps else None for share in (0.5, 0.9, 0.99, 1)]
     return (
         request.request_id,
         (FinishReason.ERROR if end.finish_reason is None else end.finish_reason).name.lower(),
@@ -146,16 +130,14 @@ def _request_row(request: RequestHistory, gaps: list[float]) -> tuple[object, ..
         end.cached_tokens,
         request.num_preemptions,
         request.mean_gap_s,
-        *shares,
-        gaps[-1] if gaps else None,
+        *quantiles,
     )
 
 
 class Collector:
-    """Keeps the last steps and requests of a history that has figures. All methods belong to the engine's thread."""
+    """Keeps the last steps, and reports on them and on the history's requests, in the engine's thread."""
 
     def __init__(self, config: StatisticsConfig, history: History, times: StepTimes) -> None:
-        assert history.figures is not None
         self._history = history
         self._scheduler = history.scheduler
         self._requests = history.figures
@@ -168,7 +150,7 @@ class Collector:
         self._last_time = 0.0
 
     def read(self, record: StepRecord) -> None:
-        """Take in a record of the history."""
+        """Add a record of the history."""
         if record.slots is None:
             return
         now = record.end
@@ -191,15 +173,9 @@ class Collector:
         """Return requests' quantiles, ends of choices, and how much is kept."""
         self._history.settle()
         kept = self._requests
+        histograms = {name: getattr(kept, name).summary() for name in ("queue_s", "ttft_s", "gap_s", "e2e_s")}
         return {
-            "requests": {
-                "num_open": len(self._history.open),
-                "num_ended": kept.num_ended,
-                "queue_s": kept.queue_s.summary(),
-                "ttft_s": kept.ttft_s.summary(),
-                "gap_s": kept.gap_s.summary(),
-                "e2e_s": kept.e2e_s.summary(),
-            },
+            "requests": {"num_open": len(self._history.open), "num_ended": kept.num_ended, **histograms},
             "choice_ends": dict(kept.choice_ends),
             "step_tokens": {"buckets": dict(self._step_tokens.cumulative()), "total": self._step_tokens.total},
             "num_step_records": len(self._steps),
@@ -215,12 +191,12 @@ class Collector:
         return {
             "totals": {"columns": tuple(totals), "rows": [tuple(totals.values())]},
             "steps": self._steps.table(),
-            "requests": request_table(self._requests),
+            "requests": request_table(self._history),
             "memory": {"columns": ("time_s", *names), "rows": memory},
         }
 
     def reset(self) -> bool:
-        """Forget what is kept; totals since the start and open requests stay."""
+        """Drop what is kept; totals since the start and open requests stay."""
         self._history.settle()
         self._steps.reset(self._scheduler.gauges())
         self._requests.reset()

@@ -18,8 +18,8 @@ from octavo.core.plan import Event, EventKind
 from octavo.core.scheduler import Scheduler
 from octavo.core.views import Gauges, PoolSample, RequestView
 from octavo.observe.explainer import reason_name
-from octavo.observe.history import OpenSlots, RequestHistory, StepRecord, WaitCounts, make_up
-from octavo.observe.step_times import StepTimes
+from octavo.observe.history import OpenSlots, RequestHistory, StepRecord, WaitCounts
+from octavo.observe.series import StepTimes
 
 VERSION = 1
 Frame = dict[str, Any]
@@ -81,10 +81,8 @@ def step_frame(record: StepRecord, previous: StepRecord | None, times: StepTimes
     totals = _totals(record.gauges)
     if record.slots is None:
         return {"k": "note", "t": round(record.begin, 6), **_news(record), "totals": _named(totals)}
-    prompt, decode = 0, len(record.slots)
-    if not record.is_decode:
-        num_prefills, num_forks, prompt = make_up(record.counts, record.num_drafts, record.num_tokens)
-        decode -= num_prefills + num_forks
+    num_prefills, num_forks, prompt = record.prefill
+    decode = len(record.slots) - num_prefills - num_forks
     accepted = record.gauges.num_accepted_tokens - previous.gauges.num_accepted_tokens if previous is not None else 0
     seconds, idle = _part_seconds(record, times), record.idle_s
     before = _part_seconds(previous, times) if idle and previous is not None else None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from octavo.observe.metrics.series import SECONDS, TOKENS, Histogram
+from octavo.observe.series import SECONDS, TOKENS, Histogram
 
 # Buckets of vLLM's histograms: quantiles that a board takes from several engines need the same ones.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
