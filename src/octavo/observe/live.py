@@ -58,7 +58,7 @@ def observe_engine(
     verbs: dict[str, Callable[[str], object]] = {
         "explain": explainer.answer,
         "forecast": lambda argument: explainer.forecaster.new_request(argument == "model"),
-        "frames": frames.poll,
+        "frames": lambda cursor: frames.poll(cursor),
     }
     sections: dict[str, Callable[[], object]] = {}
     if config.memory_analysis:
