@@ -1,4 +1,4 @@
-"""docs/limits.md tells every limit as the code has it."""
+"""docs/limits.md has every limit as the code has it."""
 
 from dataclasses import fields
 from importlib import import_module
@@ -21,20 +21,20 @@ HTTP = {
     "max_header_bytes": "bytes of headers",
     "max_headers": "headers",
     "max_prompts": "prompts of a text completion",
-    "max_choices": "choices, made or returned, and beams",
-    "max_head_bytes": "bytes of a head that are read at all",
+    "max_choices": "choices, generated or returned, and beams",
+    "max_head_bytes": "bytes of a head that are read",
     "head_timeout_s": "seconds for a head",
     "handshake_timeout_s": "seconds of a TLS handshake",
     "max_connections": "connections",
     "max_pipelined": "requests sent ahead on one connection",
     "body_timeout_s": "seconds for a body",
-    "body_grace_s": "seconds more until its connection is cut",
-    "upload_grace_s": "seconds of an upload after which its speed counts",
-    "min_upload_bytes_per_s": "bytes a second that an upload then has on average",
-    "stranger_body_timeout_s": "seconds for a body without a valid key, where keys are set",
-    "max_stranger_bodies": "unfinished bodies without a valid key, where keys are set",
+    "body_grace_s": "further seconds until its connection is cut",
+    "upload_grace_s": "seconds of an upload after which its speed is checked",
+    "min_upload_bytes_per_s": "bytes a second that an upload must then have on average",
+    "stranger_body_timeout_s": "seconds for a body without a valid key, if keys are set",
+    "max_stranger_bodies": "unfinished bodies without a valid key, if keys are set",
     "stall_timeout_s": "seconds that a client may not read a stream",
-    "max_unread_bytes": "bytes of a stream that may wait for its reader, beside its connection's buffer of 64 KB",
+    "max_unread_bytes": "bytes of a stream that may wait for its reader, in addition to its connection's buffer of 64 KB",
     "keep_alive_s": "seconds between keep-alive comments",
 }
 JSON = {
@@ -95,10 +95,10 @@ def told(words: str, value: float) -> bool:
 
 
 def test_the_page_has_every_limit_of_a_connection_a_body_and_a_request() -> None:
-    assert set(HTTP) | {"json"} == {field.name for field in fields(HttpLimits)}, "tell of it in docs/limits.md"
+    assert set(HTTP) | {"json"} == {field.name for field in fields(HttpLimits)}, "add it to docs/limits.md"
     assert set(JSON) == {field.name for field in fields(JsonLimits)}
     found = bounds_of_bodies()
-    assert set(BODIES) == set(found), "tell of it in docs/limits.md"
+    assert set(BODIES) == set(found), "add it to docs/limits.md"
     for name, words in BODIES.items():
         assert told(words, found[name]), f"{name} is {found[name]}, docs/limits.md says otherwise"
     limits = HttpLimits()
@@ -118,7 +118,7 @@ def test_the_page_has_the_queues_limits_and_levels() -> None:
         assert _BOUNDS[level - 1] == int(top) / int(bottom)
     assert f"at most {key_file.MAX_KEYS}" in PAGE
     for name in key_file.KeyEntry.model_fields:
-        assert name in PAGE, f"docs/limits.md does not tell of {name}"
+        assert name in PAGE, f"docs/limits.md lacks {name}"
     assert SamplingParams(logprobs=20) and "| 20 | `top_logprobs`" in PAGE
 
 
