@@ -13,16 +13,17 @@ from octavo.server.faults import ApiError
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 HEAD = """# Errors
 
-This page lists every error code of the server: its status, its meaning, and whether a retry can succeed. `tools/errors.py` generates it
-from `octavo.server.error_codes` (`make docs`).
+This page lists every error code of the server: its status, its meaning, and whether a retry can succeed.
+`tools/errors.py` generates it from `octavo.server.error_codes` (`make docs`).
 
-Errors have OpenAI's form: `{"error": {"message", "type", "param", "code"}}`. `code` is for programs and does not change. `message` is for
-people and has the numbers and the remedy. `param` is the field at fault, as the client spelled it. During a stream, the same object is sent
-as a `data:` event, followed by `[DONE]`. Anthropic's and Ollama's endpoints, and streams of `/v1/responses`, use the forms of those
-[APIs](apis.md).
+Errors have OpenAI's form: `{"error": {"message", "type", "param", "code"}}`. `code` is for programs and does not
+change. `message` is for people and has the numbers and the remedy. `param` is the field at fault, as the client
+spelled it. During a stream, the same object is sent as a `data:` event, followed by `[DONE]`. Anthropic's and
+Ollama's endpoints, and streams of `/v1/responses`, use the forms of those [APIs](apis.md).
 
-Every 429 and 503 has `Retry-After`, in whole seconds of at least 1. If the same request would fail again, the answer has
-`x-should-retry: false`. Invalid fields are 400, never 422. The column "Python" names the exception of `octavo.errors`.
+Every 429 and 503 has `Retry-After`, in whole seconds of at least 1. If the same request would fail again, the answer
+has `x-should-retry: false`. Invalid fields are 400, never 422. The column "Python" names the exception of
+`octavo.errors`.
 
 | status | code | meaning | type | retry | Python |
 |---|---|---|---|---|---|

@@ -34,7 +34,7 @@ HTTP = {
     "stranger_body_timeout_s": "seconds for a body without a valid key, if keys are set",
     "max_stranger_bodies": "unfinished bodies without a valid key, if keys are set",
     "stall_timeout_s": "seconds that a client may not read a stream",
-    "max_unread_bytes": "bytes of a stream that may wait for its reader, in addition to its connection's buffer of 64 KB",
+    "max_unread_bytes": "bytes of a stream that may wait for its reader, besides its connection's buffer of 64 KB",
     "keep_alive_s": "seconds between keep-alive comments",
 }
 JSON = {
