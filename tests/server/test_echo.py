@@ -8,10 +8,9 @@ import pytest
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import ErrorKind, FinishError, FinishReason, Want
 from octavo.frontend.outputs import slice_tokens
-from octavo.server.answer import LOWEST_LOGPROB
+from octavo.server.api.completions.answers import LOWEST_LOGPROB, EchoedPrompt, LogprobColumns, top_logprobs
 from octavo.server.bodies.sampling import MAX_PROMPT_SCORES
 from octavo.server.params import check_scores
-from octavo.server.shapes.text_logprobs import EchoedPrompt, LogprobColumns, top_logprobs
 from tests.server.fakes import Harness, events
 
 COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

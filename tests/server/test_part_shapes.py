@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from octavo.core.request import FinishReason
 from octavo.frontend.outputs import TextDelta, Usage
-from octavo.server.answer import format_fact
-from octavo.server.generation import Choice
+from octavo.server.api.encoders import ENCODERS
+from octavo.server.encoding import AnswerSpec, Choice
 from octavo.server.shapes.anthropic import SIGNATURE
-from octavo.server.shapes.form import AnswerSpec
-from octavo.server.shapes.registry import shape_of
 from octavo.text.answer_format import AnswerFormat
 from tests.server.fakes import make_text
 from tests.server.test_anthropic import stream_events
@@ -49,16 +47,16 @@ def deltas(text: str, cuts: Sequence[int], reason: FinishReason = FinishReason.S
 
 def form(kind: str, answer_format: AnswerFormat | None, **facts: Any) -> AnswerSpec:
     told = {"num_prompt_tokens": 30, "max_tokens": 12, "shows_thinking": True, "is_chat": True}
-    return AnswerSpec(kind, IDENTITY, facts={**told, **format_fact(answer_format), **facts})
+    return AnswerSpec(kind, IDENTITY, facts={**told, "format": answer_format, **facts})
 
 
 def streamed(made: AnswerSpec, pieces: Sequence[TextDelta]) -> bytes:
-    shape = shape_of(made, TOKENIZER)
-    return b"".join((shape.first(), *(shape.chunk(0, piece) for piece in pieces), shape.last()))
+    shape = ENCODERS[made.kind](made, TOKENIZER)
+    return b"".join((shape.head, *(shape.chunk(0, piece) for piece in pieces), shape.last()))
 
 
 def whole(made: AnswerSpec, pieces: Sequence[TextDelta]) -> Any:
-    return json.loads(msgspec.json.encode(shape_of(made, TOKENIZER).whole([Choice(list(pieces))])))
+    return json.loads(msgspec.json.encode(ENCODERS[made.kind](made, TOKENIZER).whole([Choice(list(pieces))])))
 
 
 def message_of(stream: bytes) -> Any:

@@ -11,10 +11,9 @@ from openai.types.responses import Response
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishReason
 from octavo.frontend.outputs import TextDelta, Usage
+from octavo.server.api.encoders import ENCODERS
+from octavo.server.encoding import AnswerSpec, Choice
 from octavo.server.faults import ApiError
-from octavo.server.generation import Choice
-from octavo.server.shapes.form import AnswerSpec
-from octavo.server.shapes.registry import shape_of
 from octavo.text.answer_format import AnswerFormat
 from tests.server.fakes import make_text
 from tests.server.response_events import check_events, check_model, put_together, read_events
@@ -65,12 +64,12 @@ def deltas_of(text: str, size: int, end: FinishReason = FinishReason.STOP, has_l
 
 
 def stream_of(form: AnswerSpec, deltas: list[TextDelta]) -> list[Any]:
-    shape = shape_of(form, make_text().tokenizer)
-    return read_events(b"".join((shape.first(), *(shape.chunk(0, delta) for delta in deltas), shape.last())).decode())
+    shape = ENCODERS[form.kind](form, make_text().tokenizer)
+    return read_events(b"".join((shape.head, *(shape.chunk(0, delta) for delta in deltas), shape.last())).decode())
 
 
 def whole_of(form: AnswerSpec, deltas: list[TextDelta]) -> Any:
-    return json.loads(msgspec.json.encode(shape_of(form, make_text().tokenizer).whole([Choice(deltas)])))
+    return json.loads(msgspec.json.encode(ENCODERS[form.kind](form, make_text().tokenizer).whole([Choice(deltas)])))
 
 
 @pytest.mark.parametrize("end", [FinishReason.STOP, FinishReason.LENGTH])
@@ -147,10 +146,10 @@ def test_log_probabilities_belong_to_the_text_alone() -> None:
 
 
 def test_a_failure_in_mid_stream_ends_the_response() -> None:
-    shape = shape_of(form_of(), make_text().tokenizer)
-    begun = shape.first() + b"".join(shape.chunk(0, delta) for delta in deltas_of("Hello", 1)[:3])
-    failure = shape.framing.error(ApiError(500, "the engine failed", code="engine_error"))
-    events = read_events((begun + failure + shape.framing.done).decode())
+    shape = ENCODERS["response"](form_of(), make_text().tokenizer)
+    begun = shape.head + b"".join(shape.chunk(0, delta) for delta in deltas_of("Hello", 1)[:3])
+    failure = shape.stream_format.error(ApiError(500, "the engine failed", code="engine_error"))
+    events = read_events((begun + failure + shape.stream_format.done).decode())
     check_events(events)
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
     assert (events[-2]["code"], events[-2]["message"]) == ("engine_error", "the engine failed")
@@ -162,7 +161,7 @@ def test_a_failure_in_mid_stream_ends_the_response() -> None:
 
 
 def test_whoever_keeps_answers_is_told_before_the_end_is() -> None:
-    shape = shape_of(form_of(), make_text().tokenizer)
+    shape = ENCODERS["response"](form_of(), make_text().tokenizer)
     kept: list[Any] = []
     shape.keep = kept.append  # type: ignore[attr-defined]
     deltas = deltas_of("Hi", 1)
@@ -183,8 +182,8 @@ def test_a_form_that_was_kept_gives_the_same_bytes() -> None:
 
 def test_events_that_the_reader_has_are_left_out() -> None:
     deltas = deltas_of(TEXTS["text"], 2)
-    shape = shape_of(form_of(), make_text().tokenizer)
+    shape = ENCODERS["response"](form_of(), make_text().tokenizer)
     shape.behind = 5  # type: ignore[attr-defined]
-    data = b"".join((shape.first(), *(shape.chunk(0, delta) for delta in deltas))).decode()
+    data = b"".join((shape.head, *(shape.chunk(0, delta) for delta in deltas))).decode()
     numbers = [json.loads(block.split("data: ")[1])["sequence_number"] for block in data.split("\n\n") if block]
     assert numbers == list(range(6, len(stream_of(form_of(), deltas))))

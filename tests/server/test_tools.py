@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from octavo.config import ChatConfig, Config
 from octavo.core.request import FinishReason
 from octavo.frontend.outputs import TextDelta
-from octavo.server.answer import format_fact, format_of
+from octavo.server.api.encoders import ENCODERS
 from octavo.server.bodies.chat import read_chat
+from octavo.server.chat_task import format_of
+from octavo.server.encoding import AnswerSpec, Choice
 from octavo.server.faults import ApiError
-from octavo.server.generation import Choice
-from octavo.server.shapes.form import AnswerSpec
-from octavo.server.shapes.registry import shape_of
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.text_model import TextModel
 from octavo.text.tokenizer import Tokenizer
@@ -199,10 +198,10 @@ async def test_a_form_that_was_kept_reads_calls_as_before() -> None:
     """Forms outlive the server in the journal."""
     harness = saying(CALLS)
     known = format_of(harness.context.dialect, read_chat({**ASKED, "tools": TOOLS}), "")
-    form = AnswerSpec("chat", ("chatcmpl-1", 0, "tiny"), facts=format_fact(known))
+    form = AnswerSpec("chat", ("chatcmpl-1", 0, "tiny"), facts={"format": known})
     kept = msgspec.msgpack.decode(msgspec.msgpack.encode(form), type=AnswerSpec)
     delta = TextDelta(0, CALLS, array("i"), finish_reason=FinishReason.STOP)
-    answers = [shape_of(each, harness.text.tokenizer).whole([Choice([delta])]) for each in (form, kept)]
+    answers = [ENCODERS[each.kind](each, harness.text.tokenizer).whole([Choice([delta])]) for each in (form, kept)]
     assert answers[0] == answers[1] and len(answers[0]["choices"][0]["message"]["tool_calls"]) == 2
 
 

@@ -5,23 +5,27 @@ Owns: the task of a ChatBody. Does not: know how the answer looks (its form's ki
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
 from octavo.errors import RequestError
 from octavo.grammar.answer import AnswerSource, CallSource
-from octavo.server.answer import FORCED_AS, TAIL_IDS, format_fact, format_of, reasoning_of
 from octavo.server.bodies.chat import ChatBody
-from octavo.server.bodies.structure import STRUCTURE_FIELDS
+from octavo.server.bodies.structure import STRUCTURE_FIELDS, given_structures
+from octavo.server.bodies.tools import Tool
 from octavo.server.context import Context
+from octavo.server.encoding import AnswerSpec, Identity
 from octavo.server.faults import bad_field, from_exception, with_field
 from octavo.server.grammars import Structure, refusal, structure_of
 from octavo.server.params import read_params
 from octavo.server.reply import Task, answer_facts, wants_usage
-from octavo.server.shapes.form import AnswerSpec
-from octavo.server.shapes.shape import Identity
+from octavo.text.answer_format import AnswerFormat
+from octavo.text.dialect import Dialect, Tags
 
+FORCED_AS = {"qwen3_coder": "hermes"}  # under a grammar: its values have no form that a schema could be held to
+TAIL_IDS = 32  # of a prompt: tags and blank space at its end are spelled with fewer
 MAX_FORCED_CALLS = 16  # of one answer that a grammar holds to calls
 
 
@@ -114,9 +118,9 @@ async def chat_task(
         return tokenizer.decode(prompt[-TAIL_IDS:], skip_special_tokens=False) if has_reasoning else ""
 
     def make_form(identity: Identity, num_prompt_tokens: int) -> AnswerSpec:
-        answer_format = format_fact(format_of(context.dialect, body, prompt_end()))
-        shared = answer_facts(body, [prompt])
-        own = {"num_prompt_tokens": num_prompt_tokens, **answer_format, **shared, **(facts or {})}
+        answer_format = format_of(context.dialect, body, prompt_end())
+        told = {} if answer_format is None else {"format": answer_format}
+        own = {"num_prompt_tokens": num_prompt_tokens, **told, **answer_facts(body, [prompt]), **(facts or {})}
         return AnswerSpec(form, identity, wants_usage(body), facts=own)
 
     params = await read_params(body, context.params.chat)
@@ -133,3 +137,44 @@ async def chat_task(
         read_grammar=read_grammar(context, body, prompt_end),
         can_continue=form == "chat",
     )
+
+
+def format_of(dialect: Dialect, body: ChatBody, prompt_end: str) -> AnswerFormat | None:
+    """How the answer to a body is told apart, None when all of it is content; `prompt_end` is the prompt's end."""
+    tools = body.usable_tools if body.tools else []
+    calls = dialect.calls if tools else None
+    reasoning, starts_inside = reasoning_of(dialect, prompt_end)
+    if calls is None:
+        return None if reasoning is None else AnswerFormat(reasoning, starts_inside)
+    return AnswerFormat(
+        reasoning=reasoning,
+        starts_inside=starts_inside,
+        calls=FORCED_AS.get(calls, calls) if body.forced or given_structures(body) else calls,
+        forced=body.forced,
+        names=tuple(tool.function.name for tool in tools),
+        texts=tuple(text for tool in tools for text in _texts(tool)) if calls == "qwen3_coder" else (),
+        is_single=body.parallel_tool_calls is False,
+    )
+
+
+def reasoning_of(dialect: Dialect, prompt_end: str) -> tuple[Tags | None, bool]:
+    """The tags to be looked for, and whether the prompt has opened them."""
+    tags, end = dialect.reasoning, prompt_end.rstrip()
+    if tags is None or end.endswith(tags[1]):  # it is over before the answer begins
+        return None, False
+    return tags, end.endswith(tags[0])
+
+
+def _texts(tool: Tool) -> list[str]:
+    """The arguments that are strings, by their schema."""
+    properties = json.loads(tool.function.parameters).get("properties")
+    if not isinstance(properties, dict):
+        return []
+    name = tool.function.name
+    return [f"{name}.{key}" for key, schema in properties.items() if isinstance(schema, dict) and _is_text(schema)]
+
+
+def _is_text(schema: Mapping[str, object]) -> bool:
+    if "enum" in schema and isinstance(schema["enum"], list):
+        return all(isinstance(value, str) for value in schema["enum"])
+    return schema.get("type") == "string"

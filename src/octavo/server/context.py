@@ -18,7 +18,6 @@ from octavo.observe.metrics.requests import RequestMetrics
 from octavo.observe.metrics.snapshots import cache_info
 from octavo.observe.otel import Tracer
 from octavo.server.admission import AdmissionControl
-from octavo.server.answer import shown_ids
 from octavo.server.batches.service import BatchService
 from octavo.server.faults import ApiError
 from octavo.server.feed import Feed
@@ -28,7 +27,7 @@ from octavo.server.keys import KeyRing
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
 from octavo.server.logins import Logins
-from octavo.server.params import ParamsReader
+from octavo.server.params import ParamsReader, shown_ids
 from octavo.server.prompts import PromptReader
 from octavo.server.queue_forecast import QueueForecast
 from octavo.server.request_index import RequestIndex

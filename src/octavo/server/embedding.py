@@ -24,8 +24,9 @@ from octavo.server.admission import AdmissionRequest
 from octavo.server.auth import KEY
 from octavo.server.bodies.served import ServedFields
 from octavo.server.context import Context, context_of
+from octavo.server.encoding import Choice
 from octavo.server.faults import ApiError, draining_error, from_exception
-from octavo.server.generation import Choice, Generation, GenerationRequest, open_sessions
+from octavo.server.generation import Generation, GenerationRequest, open_sessions
 from octavo.server.inputs import Inputs, read_inputs
 from octavo.server.lifecycle import ClientGoneError, ServerStoppingError
 from octavo.server.offload import off_loop

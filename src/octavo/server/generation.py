@@ -20,6 +20,7 @@ from octavo.frontend.sessions import RequestOptions
 from octavo.observe.metrics.requests import Finished, RequestMetrics
 from octavo.observe.request_trace import RequestTrace, Timed
 from octavo.server.admission import AdmissionTicket
+from octavo.server.encoding import REASONS, Choice
 from octavo.server.faults import ApiError, cancelled_error, from_exception
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 Merged = asyncio.Queue["tuple[int, TextDelta] | asyncio.Task[None]"]
 GIVEN_UP = (FinishReason.CANCELLED, FinishReason.TIMEOUT)
-REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,6 @@ class GenerationRequest:
         if len(self.prompts) == 1:
             return [self.request_id]
         return [f"{self.request_id}-{index}" for index in range(len(self.prompts))]
-
-
-@dataclass(slots=True)
-class Choice:
-    """One choice, collected whole."""
-
-    deltas: list[TextDelta] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        """All of its text."""
-        return "".join(delta.text for delta in self.deltas)
 
 
 class Generation:

@@ -24,17 +24,17 @@ from starlette.requests import Request
 
 from octavo.errors import OctavoError
 from octavo.frontend.journal_files import Began
+from octavo.server.api.encoders import ENCODERS
+from octavo.server.encoding import AnswerSpec
 from octavo.server.faults import ApiError, bad_field, draining_error, from_exception, internal_error
 from octavo.server.resumable_stream import Position, ResumableStream, TokenLog
-from octavo.server.shapes.form import AnswerSpec
-from octavo.server.shapes.registry import shape_of
 from octavo.server.shares import Shares, keeps_most
 
 if TYPE_CHECKING:
     from octavo.config import RetryConfig
     from octavo.frontend.journal import Journal
     from octavo.frontend.outputs import TextDelta
-    from octavo.server.answer import Pieces
+    from octavo.server.encoding import Pieces
 
 KEY_HEADER = b"idempotency-key"
 EVENT_HEADER = b"last-event-id"
@@ -279,7 +279,8 @@ class IdempotentRequests:
         if run.orphaned is not None:
             run.orphaned.cancel()
             run.orphaned = None
-        return ResumableStream(run.tape, shape_of(form, self._pieces), form.identity[0], seen, lambda: self._leave(run))
+        encoder = ENCODERS[form.kind](form, self._pieces)
+        return ResumableStream(run.tape, encoder, form.identity[0], seen, lambda: self._leave(run))
 
     def _leave(self, run: IdempotentRequest) -> None:
         run.num_readers -= 1

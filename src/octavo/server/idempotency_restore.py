@@ -24,10 +24,10 @@ from octavo.frontend.sessions import OutputClient, Session
 from octavo.frontend.transcript import Transcript
 from octavo.server.admission import AdmissionRequest, AdmissionTicket
 from octavo.server.context import Context
-from octavo.server.generation import REASONS, Generation, GenerationRequest, failure_of
+from octavo.server.encoding import REASONS, AnswerSpec
+from octavo.server.generation import Generation, GenerationRequest, failure_of
 from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey
 from octavo.server.request_index import MARK
-from octavo.server.shapes.form import AnswerSpec
 
 _log = logging.getLogger(__name__)
 RestoreEntries = Callable[[Iterable[OpenRequest]], None]

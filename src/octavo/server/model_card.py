@@ -9,7 +9,7 @@ import hashlib
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from octavo.server.answer import Json
+from octavo.server.encoding import Json
 
 if TYPE_CHECKING:
     from octavo.artifacts.spec import ModelSpec

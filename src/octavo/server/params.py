@@ -19,6 +19,8 @@ from octavo.server.bodies.sampling import MAX_PROMPT_SCORES, SamplingBody
 from octavo.server.bodies.structure import given_structures
 from octavo.server.faults import bad_field, from_exception
 from octavo.server.offload import off_loop
+from octavo.text.dialect import Dialect
+from octavo.text.tokenizer import Tokenizer
 
 B = TypeVar("B", bound=SamplingBody)
 HERE_CHARACTERS, HERE_WORDS, HERE_IDS = 512, 8, 256  # what is read in the event loop takes a millisecond at most
@@ -162,6 +164,12 @@ class ParamsReader:
         except InvalidRequestError as error:
             raise from_exception(error, {**spellings(body), **renamed}) from None
         return params
+
+
+def shown_ids(dialect: Dialect, has_tools: bool, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Special tokens that are shown all the same: those that tell the parts of an answer apart."""
+    ids = [tokenizer.backend.token_to_id(marker) for marker in dialect.markers(has_tools)]
+    return tuple(sorted({token_id for token_id in ids if token_id in tokenizer.special_ids}))
 
 
 DRY_BREAKERS = ("\n", ":", '"', "*")  # where DRY is on and none are given; those that its author proposed

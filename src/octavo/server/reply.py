@@ -24,12 +24,14 @@ from octavo.frontend.outputs import MAX_SLICE
 from octavo.frontend.sessions import RequestOptions
 from octavo.observe.request_trace import RequestTrace, Value
 from octavo.server.admission import AdmissionRequest
+from octavo.server.api.encoders import ENCODERS
 from octavo.server.auth import KEY
 from octavo.server.bodies.sampling import SamplingBody
 from octavo.server.bodies.served import ServedFields
 from octavo.server.context import Context, context_of
+from octavo.server.encoding import AnswerEncoder, AnswerSpec, Choice, Identity
 from octavo.server.faults import ApiError, bad_field, draining_error, from_exception
-from octavo.server.generation import Choice, Generation, GenerationRequest, open_sessions
+from octavo.server.generation import Generation, GenerationRequest, open_sessions
 from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
 from octavo.server.keys import KeyInfo
 from octavo.server.lifecycle import ClientGoneError, ServerStoppingError
@@ -38,9 +40,6 @@ from octavo.server.offload import off_loop
 from octavo.server.params import check_scores, spellings
 from octavo.server.request_index import engine_id
 from octavo.server.resumable_stream import ResumableStream
-from octavo.server.shapes.form import AnswerSpec
-from octavo.server.shapes.registry import shape_of
-from octavo.server.shapes.shape import AnswerEncoder, Identity
 from octavo.server.shell import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
 from octavo.server.stream import EventStream
 
@@ -103,7 +102,7 @@ async def reply(request: Request, task: Task) -> Response:
         source = shape = await _replay(request, context, task)
     else:
         source, form = await _begin(request, context, task)
-        shape = shape_of(form, context.text.tokenizer)
+        shape = ENCODERS[form.kind](form, context.text.tokenizer)
         if task.on_shape is not None:
             task.on_shape(shape)
     if task.body.stream:

@@ -16,11 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from octavo.core.plan import TokenLogprobs
 from octavo.frontend.outputs import TextDelta, slice_tokens, token_bytes
-from octavo.server.answer import Json
+from octavo.server.encoding import AnswerEncoder, Choice, Json, StreamFormat
 from octavo.server.faults import ApiError, bad_field
-from octavo.server.generation import Choice
-from octavo.server.shapes.framing import StreamFormat
-from octavo.server.shapes.shape import AnswerEncoder
 
 MAX_IDENTIFIED = 64  # choices; the streams of more carry no ids: each would name all of them
 _PLACE = re.compile(r"(-|[0-9]{1,9})([+.]?)")
@@ -195,7 +192,7 @@ class ResumableStream:
         self.shape = shape
         self._at = [_NOTHING] * len(tape.choices)
         self._has = seen or Position.start(len(tape.choices))  # the client, once it has read all that was sent
-        self._is_identified = len(tape.choices) <= MAX_IDENTIFIED and shape.framing.has_ids
+        self._is_identified = len(tape.choices) <= MAX_IDENTIFIED and shape.stream_format.has_ids
         self._on_close: Callable[[], None] | None = on_close
 
     @property
@@ -228,13 +225,14 @@ class ResumableStream:
             on_close()
 
     @property
-    def framing(self) -> StreamFormat:
+    def stream_format(self) -> StreamFormat:
         """The shape's."""
-        return self.shape.framing
+        return self.shape.stream_format
 
-    def first(self) -> bytes:
+    @property
+    def head(self) -> bytes:
         """The events before any delta, unless the client has some of what follows."""
-        event = self.shape.first()
+        event = self.shape.head
         return event if all(place == _NOTHING for place in self._has.places) else b""
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
@@ -262,7 +260,7 @@ class ResumableStream:
 
     def _pieces(self, index: int) -> Iterator[TextDelta]:
         """What a choice has beyond this reader; it takes turns with the others."""
-        choice, by_token = self._tape.choices[index], self.framing.by_token
+        choice, by_token = self._tape.choices[index], self.stream_format.by_token
         while True:
             stop = max(0, self._at[index][0]) + 1 if by_token else self._has.places[index][0]
             found = choice.next_piece(index, self._at[index], stop)

@@ -19,10 +19,10 @@ from starlette.types import Receive, Scope, Send
 from octavo.errors import OctavoError
 from octavo.observe.metrics.requests import RequestMetrics
 from octavo.server.connection import CUT
+from octavo.server.encoding import AnswerEncoder
 from octavo.server.faults import ApiError, draining_error, from_exception, internal_error
 from octavo.server.lifecycle import ClientGoneError, Lifecycle, ServerStoppingError
 from octavo.server.limits import HttpLimits
-from octavo.server.shapes.shape import AnswerEncoder
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta
@@ -73,11 +73,11 @@ class EventStream(Response):
         limits: HttpLimits,
         metrics: RequestMetrics,
     ) -> None:
-        super().__init__(headers=_HEADERS, media_type=shape.framing.media_type)
+        super().__init__(headers=_HEADERS, media_type=shape.stream_format.media_type)
         del self.headers["content-length"]
         self._source = source
         self._shape = shape
-        self._framing = shape.framing
+        self._format = shape.stream_format
         self._lifecycle = lifecycle
         self._limits = limits
         self._metrics = metrics
@@ -90,9 +90,9 @@ class EventStream(Response):
             error = await self._run(receive, send)
             if error is not None:
                 self._metrics.failed(error.code)
-                await self._write(send, self._framing.error(error))
-            if self._framing.done:
-                await self._write(send, self._framing.done)
+                await self._write(send, self._format.error(error))
+            if self._format.done:
+                await self._write(send, self._format.done)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientGoneError, OSError):
             self._metrics.failed("client_disconnected")
@@ -100,7 +100,7 @@ class EventStream(Response):
             self._metrics.failed("slow_reader")
             cut = scope.get(CUT)
             if cut is not None:
-                cut(self._framing.error(_too_slow()) + self._framing.done)
+                cut(self._format.error(_too_slow()) + self._format.done)
         finally:
             await self._source.close()
 
@@ -122,7 +122,7 @@ class EventStream(Response):
     async def _write_all(self, send: Send) -> None:
         ticker = asyncio.create_task(self._keep_alive(send))
         try:
-            first = self._shape.first()
+            first = self._shape.head
             if first:
                 await self._write(send, first)
             async with aclosing(self._source.deltas()) as deltas:
@@ -161,5 +161,5 @@ class EventStream(Response):
         while True:
             seen = self._num_writes
             await asyncio.sleep(self._limits.keep_alive_s)
-            if self._num_writes == seen and self._framing.keep_alive:
-                await send({"type": "http.response.body", "body": self._framing.keep_alive, "more_body": True})
+            if self._num_writes == seen and self._format.keep_alive:
+                await send({"type": "http.response.body", "body": self._format.keep_alive, "more_body": True})

@@ -21,7 +21,7 @@ from octavo.server.shapes.responses import ResponseEncoder
 if TYPE_CHECKING:
     from starlette.types import Message
 
-    from octavo.server.answer import Json
+    from octavo.server.encoding import Json
     from octavo.server.idempotency import IdempotentRequests, RetryKey
     from octavo.server.lifecycle import Lifecycle
     from octavo.server.resumable_stream import ResumableStream

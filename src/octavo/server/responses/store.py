@@ -22,7 +22,7 @@ from octavo.server.shares import keeps_most
 
 if TYPE_CHECKING:
     from octavo.config import ResponsesConfig
-    from octavo.server.answer import Json
+    from octavo.server.encoding import Json
 
 _OVERHEAD_BYTES = 1024  # of a response's own objects
 _ID_BYTES = 256  # of an item's id, and of finding it

@@ -18,6 +18,7 @@ from octavo.server.bodies.response_items import Item
 from octavo.server.bodies.responses import ResponsesBody
 from octavo.server.chat_task import chat_task
 from octavo.server.context import Context
+from octavo.server.encoding import AnswerEncoder, AnswerSpec, Identity
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.limits import OFF_LOOP_BYTES
 from octavo.server.offload import parse_off_loop
@@ -25,13 +26,11 @@ from octavo.server.reply import Task
 from octavo.server.responses.messages import SPELLING, chat_fields
 from octavo.server.responses.store import Given, Link, Stored
 from octavo.server.responses.truncation import fitted
-from octavo.server.shapes.form import AnswerSpec
 from octavo.server.shapes.responses import ID_PREFIX, ResponseEncoder
-from octavo.server.shapes.shape import AnswerEncoder, Identity
 from octavo.server.spelling import rename_field
 
 if TYPE_CHECKING:
-    from octavo.server.answer import Json
+    from octavo.server.encoding import Json
 
 T = TypeVar("T")
 _ITEM_CHARACTERS = 64  # that an item counts beside its text

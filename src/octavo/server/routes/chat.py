@@ -33,7 +33,7 @@ async def chat_completions(request: Request) -> Response:
     if num_top is None:
         return await reply(request, await chat_task(context, body))
     facts: dict[str, object] = {"num_prompt_logprobs": num_top}
-    return await reply(request, await chat_task(context, body, form="scored_chat", facts=facts))
+    return await reply(request, await chat_task(context, body, facts=facts))
 
 
 def add_routes(app: FastAPI) -> None:

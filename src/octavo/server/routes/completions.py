@@ -11,13 +11,13 @@ from octavo.server.bodies.checks import field_notes
 from octavo.server.bodies.completion import REFUSED_COMPLETION, CompletionBody, read_completion
 from octavo.server.bodies.sampling import MAX_ALLOWED_IDS
 from octavo.server.context import context_of
+from octavo.server.encoding import AnswerSpec
 from octavo.server.faults import bad_field
 from octavo.server.grammars import structure_of
 from octavo.server.limits import read_json
 from octavo.server.params import read_params
 from octavo.server.reply import RETRY_NOTE, Task, answer_facts, reply, wants_usage
 from octavo.server.routes.posting import add_post
-from octavo.server.shapes.form import AnswerSpec
 
 
 async def completions(request: Request) -> Response:

@@ -24,14 +24,14 @@ from octavo.server.bodies.ollama import (
 )
 from octavo.server.chat_task import chat_task
 from octavo.server.context import Context, context_of
+from octavo.server.encoding import AnswerSpec
 from octavo.server.faults import ApiError
 from octavo.server.limits import read_json
 from octavo.server.ollama_chat import GENERATE_SPELLING, SPELLING, chat_of, generate_of, model_of, raw_of
 from octavo.server.params import read_params
 from octavo.server.reply import RETRY_NOTE, Task, reply
 from octavo.server.routes.posting import add_post
-from octavo.server.shapes.form import AnswerSpec
-from octavo.server.shapes.ollama import head
+from octavo.server.shapes.ollama import line_begin
 from octavo.server.spelling import rename_field
 from octavo.text.dialect import Dialect
 
@@ -101,7 +101,7 @@ async def _raw_task(context: Context, body: CompletionBody) -> Task:
 
 
 def _loaded(model: str, said: dict[str, object]) -> Response:
-    body = {**head(model, int(time.time())), **said, "done": True, "done_reason": "load"}
+    body = {**line_begin(model, int(time.time())), **said, "done": True, "done_reason": "load"}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 

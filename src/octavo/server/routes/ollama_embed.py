@@ -9,7 +9,6 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from octavo.server.answer import Json
 from octavo.server.bodies.checks import field_notes
 from octavo.server.bodies.ollama_embed import (
     IGNORED_EMBED,
@@ -21,6 +20,7 @@ from octavo.server.bodies.ollama_embed import (
 )
 from octavo.server.context import context_of
 from octavo.server.embedding import Embedded, embed, shortened, worked
+from octavo.server.encoding import Json
 from octavo.server.faults import bad_field
 from octavo.server.inputs import Inputs
 from octavo.server.limits import read_json

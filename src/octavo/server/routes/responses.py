@@ -33,7 +33,7 @@ from octavo.server.shapes.responses import ResponseEncoder
 from octavo.server.stream import EventStream
 
 if TYPE_CHECKING:
-    from octavo.server.answer import Json
+    from octavo.server.encoding import Json
 
 MAX_LISTED = 100
 _RETRIES = (

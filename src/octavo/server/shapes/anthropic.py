@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from octavo.core.request import FinishReason
-from octavo.server.answer import Json, last_usage, read_format
+from octavo.server.encoding import AnswerSpec, Choice, Json, Pieces, StreamFormat
 from octavo.server.faults import anthropic_error
-from octavo.server.generation import Choice
-from octavo.server.shapes.framing import StreamFormat
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.faults import ApiError
-    from octavo.server.shapes.form import AnswerSpec
 
 SIGNATURE = "unsigned"  # clients keep it and send it back; nobody looks at it here
 
@@ -42,28 +39,29 @@ ANTHROPIC = StreamFormat("text/event-stream", b"", event("ping", {}), _error)
 
 
 class MessagesEncoder:
-    """One message. `facts` of the form: num_prompt_tokens, max_tokens, shows_thinking, format."""
+    """One message. Facts of the spec: num_prompt_tokens, max_tokens, shows_thinking, format."""
 
-    framing = ANTHROPIC
+    stream_format = ANTHROPIC
 
-    def __init__(self, form: AnswerSpec) -> None:
-        self._form = form
-        self._reader = reader_of(form)
+    def __init__(self, spec: AnswerSpec, pieces: Pieces) -> None:
+        self._spec = spec
+        self._reader = reader_of(spec)
         self._open: str | None = None  # the kind of the block that has begun
         self._num_blocks = 0
         self._end: TextDelta | None = None
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """A message object."""
-        reader = reader_of(self._form)
+        reader = reader_of(self._spec)
         deltas = choices[0].deltas
         blocks = self._blocks([*reader.push(choices[0].text), *reader.finish()])
-        message = self._message(blocks, usage_json(last_usage(deltas)))
+        message = self._message(blocks, usage_json(choices[0].usage))
         return {**message, **self._stop(deltas[-1], reader.has_calls)}
 
-    def first(self) -> bytes:
+    @property
+    def head(self) -> bytes:
         """The message without its content; what was found in the cache is told at the end."""
-        usage = {**usage_json(None), "input_tokens": self._form.facts["num_prompt_tokens"]}
+        usage = {**usage_json(None), "input_tokens": self._spec.facts["num_prompt_tokens"]}
         message = self._message([], usage)
         return event("message_start", {"message": {**message, "stop_reason": None, "stop_sequence": None}})
 
@@ -85,7 +83,7 @@ class MessagesEncoder:
         return event("message_delta", delta) + event("message_stop", {})
 
     def _message(self, blocks: list[Json], usage: Json) -> Json:
-        name, _, model = self._form.identity
+        name, _, model = self._spec.identity
         message = {"id": name, "type": "message", "role": "assistant", "model": model}
         return {**message, "content": blocks, "usage": usage}
 
@@ -93,7 +91,7 @@ class MessagesEncoder:
         word = end.stop_reason if isinstance(end.stop_reason, str) else None
         if end.finish_reason is FinishReason.LENGTH:
             used = end.usage.completion_tokens if end.usage is not None else 0
-            is_full = 0 < used < self._form.facts["max_tokens"]
+            is_full = 0 < used < self._spec.facts["max_tokens"]
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif has_calls:
             reason = "tool_use"
@@ -129,7 +127,7 @@ class MessagesEncoder:
         return begun + self._delta({"type": delta_kind, field: text})
 
     def _text(self, part: Part) -> str:
-        if isinstance(part, CallBegin) or (isinstance(part, Reasoning) and not self._form.facts["shows_thinking"]):
+        if isinstance(part, CallBegin) or (isinstance(part, Reasoning) and not self._spec.facts["shows_thinking"]):
             return ""
         return part.text
 
@@ -155,9 +153,9 @@ _DELTAS = {
 }
 
 
-def reader_of(form: AnswerSpec) -> AnswerReader:
-    """A new reader of the form's only choice."""
-    return AnswerReader(read_format(form.facts), f"{form.identity[0]}:0")
+def reader_of(spec: AnswerSpec) -> AnswerReader:
+    """Return a new reader of the only choice."""
+    return AnswerReader(spec.answer_format, f"{spec.identity[0]}:0")
 
 
 def usage_json(usage: Usage | None) -> Json:

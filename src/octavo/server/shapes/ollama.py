@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage
+from octavo.server.api.completions.answers import chat_logprobs
+from octavo.server.encoding import REASONS, AnswerSpec, Choice, Json, Pieces, StreamFormat
 from octavo.server.faults import ollama_error
-from octavo.server.generation import REASONS, Choice
 from octavo.server.shapes.anthropic import call_input, reader_of
-from octavo.server.shapes.framing import StreamFormat
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.faults import ApiError
-    from octavo.server.shapes.form import AnswerSpec
 
 
 def line(body: Json) -> bytes:
@@ -39,31 +37,28 @@ OLLAMA = StreamFormat("application/x-ndjson", b"", b"", _error, has_ids=False)
 
 
 class OllamaEncoder:
-    """One answer. `facts` of the form: is_chat, format."""
+    """One answer. Facts of the spec: is_chat, format."""
 
-    framing = OLLAMA
+    stream_format = OLLAMA
+    head = b""
 
-    def __init__(self, form: AnswerSpec, pieces: Pieces) -> None:
-        self._form = form
+    def __init__(self, spec: AnswerSpec, pieces: Pieces) -> None:
+        self._spec = spec
         self._pieces = pieces
-        self._head = head(form.identity[2], form.identity[1])
-        self._reader = reader_of(form)
+        self._begin = line_begin(spec.identity[2], spec.identity[1])
+        self._reader = reader_of(spec)
         self._calls = Calls()
         self._end: TextDelta | None = None
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """The answer as one object."""
-        reader, calls = reader_of(self._form), Calls()
+        reader, calls = reader_of(self._spec), Calls()
         deltas = choices[0].deltas
         parts = [*reader.push(choices[0].text), *reader.finish()]
         whole = [*calls.take(parts), *calls.finish()]
-        body = {**self._head, **self._said(parts, whole), **ending(deltas[-1], last_usage(deltas))}
+        body = {**self._begin, **self._said(parts, whole), **ending(deltas[-1], choices[0].usage)}
         logprobs = chat_logprobs(deltas, self._pieces)
         return body if logprobs is None else {**body, "logprobs": logprobs["content"]}
-
-    def first(self) -> bytes:
-        """Nothing: each line stands by itself."""
-        return b""
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """A line with what is new."""
@@ -77,19 +72,19 @@ class OllamaEncoder:
         logprobs = chat_logprobs((delta,), self._pieces) if delta.logprobs else None
         if not whole and logprobs is None and not any(isinstance(part, Text | Reasoning) for part in parts):
             return b""
-        body = {**self._head, **self._said(parts, whole), "done": False}
+        body = {**self._begin, **self._said(parts, whole), "done": False}
         return line(body if logprobs is None else {**body, "logprobs": logprobs["content"]})
 
     def last(self) -> bytes:
         """The line that says why it ended, and how long it took."""
         assert self._end is not None
-        return line({**self._head, **self._said([], []), **ending(self._end, self._end.usage)})
+        return line({**self._begin, **self._said([], []), **ending(self._end, self._end.usage)})
 
     def _said(self, parts: Iterable[Part], calls: list[Json]) -> Json:
         text = "".join(part.text for part in parts if isinstance(part, Text))
         thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
         thought: Json = {"thinking": thinking} if thinking else {}
-        if not self._form.facts["is_chat"]:
+        if not self._spec.facts["is_chat"]:
             return {"response": text, **thought}
         return {
             "message": {"role": "assistant", "content": text, **thought, **({"tool_calls": calls} if calls else {})}
@@ -125,7 +120,7 @@ class Calls:
         return [{"id": begun.call_id, "function": function}]
 
 
-def head(model: str, created: int) -> Json:
+def line_begin(model: str, created: int) -> Json:
     """What every line begins with; `created` is in Unix seconds."""
     moment = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
     return {"model": model, "created_at": moment}

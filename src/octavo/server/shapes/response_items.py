@@ -15,7 +15,7 @@ from msgspec.json import encode
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 
 if TYPE_CHECKING:
-    from octavo.server.answer import Json
+    from octavo.server.encoding import Json
 
 Event = tuple[str, "Json"]  # its type, and what it says beside type and sequence number
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}

@@ -13,8 +13,8 @@ from msgspec import Raw
 from msgspec.json import encode
 
 from octavo.core.request import FinishReason
-from octavo.server.answer import Json, Pieces, chat_logprobs, last_usage, read_format, timings_json
-from octavo.server.shapes.framing import StreamFormat
+from octavo.server.api.completions.answers import chat_logprobs, timings_json
+from octavo.server.encoding import AnswerSpec, Choice, Json, Pieces, StreamFormat
 from octavo.server.shapes.response_items import Event, ItemWriter
 from octavo.text.answer_parts import Part, Text
 from octavo.text.answer_reader import AnswerReader
@@ -22,8 +22,6 @@ from octavo.text.answer_reader import AnswerReader
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.faults import ApiError
-    from octavo.server.generation import Choice
-    from octavo.server.shapes.form import AnswerSpec
 
 ID_PREFIX = "resp_"
 _TEXT_EVENT = (
@@ -38,22 +36,22 @@ class ResponseEncoder:
     Events up to the number `behind` are left out: their reader has them.
     """
 
-    def __init__(self, form: AnswerSpec, pieces: Pieces) -> None:
-        facts = form.facts
-        self.framing = StreamFormat(
+    def __init__(self, spec: AnswerSpec, pieces: Pieces) -> None:
+        facts = spec.facts
+        self.stream_format = StreamFormat(
             "text/event-stream", b"", b": keep-alive\n\n", self._failure, has_ids=False, by_token=True
         )
         self.keep: Callable[[Json], None] | None = None
         self.behind = -1
         self.response_id: str = facts["id"]
-        self._created = form.identity[1]
-        self._model = form.identity[2]
+        self._created = spec.identity[1]
+        self._model = spec.identity[2]
         self._echo = {name: Raw(text.encode()) for name, text in facts["echo"].items()}
         self._pieces = pieces
-        self._reader = AnswerReader(read_format(facts), seed=f"{self.response_id}:0")
+        self._reader = AnswerReader(spec.answer_format, seed=f"{self.response_id}:0")
         self._items = ItemWriter(self.response_id.removeprefix(ID_PREFIX))
         self._num_characters = 0
-        self._number = -1
+        self._number = 1  # of the last event; `head` has two
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """A response object."""
@@ -63,10 +61,11 @@ class ResponseEncoder:
                 response = facts.get("response", response)
         return response
 
-    def first(self) -> bytes:
+    @property
+    def head(self) -> bytes:
         """The response before it has any output, twice: it is made, and it goes on."""
-        response = self.begun()
-        return self._bytes((kind, {"response": response}) for kind in ("response.created", "response.in_progress"))
+        events = enumerate(("response.created", "response.in_progress"))
+        return b"".join(_event(kind, number, response=self.begun()) for number, kind in events if number > self.behind)
 
     def begun(self) -> Json:
         """The response without any output."""
@@ -103,7 +102,7 @@ class ResponseEncoder:
             is_cut = delta.finish_reason is FinishReason.LENGTH
             yield from self._items.finish(is_cut)
             status = "incomplete" if is_cut else "completed"
-            response = self._response(status, last_usage((delta,)))
+            response = self._response(status, delta.usage)
             if self.keep is not None:
                 self.keep(response)
             yield f"response.{status}", {"response": response}
@@ -155,7 +154,9 @@ class ResponseEncoder:
     def _numbered(self, event: Event) -> bytes:
         kind, facts = event
         self._number += 1
-        if self._number <= self.behind:
-            return b""
-        data = {"type": kind, "sequence_number": self._number, **facts}
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(data))
+        return _event(kind, self._number, **facts) if self._number > self.behind else b""
+
+
+def _event(kind: str, number: int, **facts: object) -> bytes:
+    data = {"type": kind, "sequence_number": number, **facts}
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(data))

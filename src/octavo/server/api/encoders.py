@@ -1,0 +1,19 @@
+"""Which encoder makes an answer: the table by the kind that an AnswerSpec names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from octavo.server.api.completions.answers import ChatEncoder, CompletionEncoder
+from octavo.server.encoding import AnswerEncoder, AnswerSpec, Pieces
+from octavo.server.shapes.anthropic import MessagesEncoder
+from octavo.server.shapes.ollama import OllamaEncoder
+from octavo.server.shapes.responses import ResponseEncoder
+
+ENCODERS: Mapping[str, Callable[[AnswerSpec, Pieces], AnswerEncoder]] = {
+    "chat": ChatEncoder,
+    "text": CompletionEncoder,
+    "anthropic": MessagesEncoder,
+    "ollama": OllamaEncoder,
+    "response": ResponseEncoder,
+}
