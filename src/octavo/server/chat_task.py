@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,6 +24,9 @@ from octavo.server.params import read_params
 from octavo.server.reply import Task, answer_facts, wants_usage
 from octavo.text.answer_format import AnswerFormat
 from octavo.text.dialect import Dialect, Tags
+
+if TYPE_CHECKING:
+    pass
 
 FORCED_AS = {"qwen3_coder": "hermes"}  # under a grammar: its values have no form that a schema could be held to
 TAIL_IDS = 32  # of a prompt: tags and blank space at its end are spelled with fewer

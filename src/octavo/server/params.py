@@ -7,7 +7,7 @@ Does not: repeat SamplingParams' ranges, or check ids against the vocabulary (Se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from octavo.core.request import SamplingParams
 from octavo.core.sampling_params import DEFAULT_MAX_TOKENS, MODEL_FIELDS
@@ -20,7 +20,9 @@ from octavo.server.bodies.structure import given_structures
 from octavo.server.faults import bad_field, from_exception
 from octavo.server.offload import off_loop
 from octavo.text.dialect import Dialect
-from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.text.tokenizer import Tokenizer
 
 B = TypeVar("B", bound=SamplingBody)
 HERE_CHARACTERS, HERE_WORDS, HERE_IDS = 512, 8, 256  # what is read in the event loop takes a millisecond at most
