@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+import sys
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,23 @@ class DirectClient:
         return cls(requests, await SocketClient.connect(path, epoch, requests.accept))
 
     async def submit(self, request: Request) -> Accepted:
-        self.socket._check_alive()
+        if not self.socket.is_alive:
+            raise EngineDeadError(str(self.socket._end))
         return await self.requests.submit(request)
 
-    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
-        return self.requests.outputs(request_id, final_only)
+    def outputs(
+        self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize
+    ) -> AsyncIterator[TokenOutput]:
+        return self.requests.outputs(request_id, final_only, max_ids)
 
-    async def cancel(
+    def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
-    ) -> None:
-        self.requests.cancel(request_ids, reason, choice)
+    ) -> int:
+        return self.requests.cancel(request_ids, reason, choice)
+
+    async def statistics(self) -> Mapping[str, Any]:
+        statistics: Any = await self.socket.control("statistics")
+        return statistics
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.socket, name)

@@ -168,7 +168,7 @@ def test_every_message_survives_the_wire(message: wire.ToEngine | wire.FromEngin
     ids=lambda error: type(error).__name__,
 )
 def test_errors_keep_their_class_message_and_param(error: Exception) -> None:
-    message = wire.decode_from_engine(body_of(wire.frame(wire.ErrorReply.of(1, error, request_id="a"))))
+    message = wire.decode_from_engine(body_of(wire.frame(wire.ErrorReply.of(1, error, "a"))))
     assert isinstance(message, wire.ErrorReply)
     back = message.error()
     assert type(back) is type(error) and str(back) == str(error)

@@ -96,7 +96,7 @@ async def test_what_comes_while_there_is_no_engine_waits_for_the_next() -> None:
         held = await keeper.control("explain", "a")
         assert isinstance(held, dict) and (held["state"], held["epoch"]) == ("held", 1)
         assert held["text"] == "a waits: the engine is being restarted" == f"a {held['public_text']}"
-        await keeper.cancel(["b", "nobody"])
+        keeper.cancel(["b", "nobody"])
         assert (await submits[1]).request_id == "b"
         assert (await read(keeper, "b"))[1].finish_reason is FinishReason.CANCELLED
         assert (await submits[2]).request_id == "c"
@@ -112,7 +112,7 @@ async def test_a_cancel_that_the_engine_did_not_hear_is_not_forgotten() -> None:
     async with keeping("gated") as keeper:
         both = [asyncio.create_task(keeper.submit(make_request(name, max_tokens=60))) for name in ("a", "b")]
         await until(lambda: num_ids(keeper, "a") == 3)
-        await keeper.cancel(["a"])
+        keeper.cancel(["a"])
         os.kill(keeper.pid, signal.SIGKILL)
         ids, last = await read(keeper, "a")
         assert len(ids) == 3 and last.finish_reason is FinishReason.CANCELLED
@@ -237,7 +237,7 @@ async def test_choices_go_on_where_they_were() -> None:
         request = make_request("a", params=SamplingParams(n=3, max_tokens=40, seed=5, temperature=0.0))
         await keeper.submit(request)
         await until(lambda: num_ids(keeper, "a") > 5)
-        await keeper.cancel(["a"], FinishReason.STOP, choice=1)
+        keeper.cancel(["a"], FinishReason.STOP, choice=1)
         entry = keeper.requests.get("a")
         assert entry is not None
         await until(lambda: 1 in entry.ended_choices)

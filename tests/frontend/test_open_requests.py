@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.engine.fakes import make_request
 
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
@@ -186,7 +188,7 @@ def test_P03_each_choice_has_its_own_positions_and_one_end() -> None:
     assert not accepts(ledger, 0, tokens("a", 1, 8, choice=2)) and not accepts(ledger, 0, choice_end(2))
     assert not accepts(ledger, 0, tokens("a", 0, 8, choice=3)) and not accepts(ledger, 0, choice_end(3))
     (ended,) = entry.take()
-    assert (ended.choice, ended.finish_reason, ended.stop_token_id) == (2, FinishReason.STOP, 7)
+    assert (ended.choice, ended.finish_reason) == (2, FinishReason.STOP)
     assert not ended.is_final and not entry.take()
     ledger.accept(0, tokens("a", 2, 8, end=FinishReason.LENGTH))
     rest = entry.take()
@@ -207,6 +209,34 @@ def test_P03_a_slow_reader_gets_ids_and_end_of_a_choice_at_once() -> None:
     assert list(output.token_ids) == [5] and output.finish_reason is FinishReason.STOP
 
 
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9), st.booleans())
+def test_bounded_outputs_add_up_to_all(first: int, second: int, most: int, is_ended: bool) -> None:
+    ledger = OpenRequests()
+    entry = ledger.add(make_request("a", params=several(2, logprobs=1)))
+    marks = [TokenLogprobs(i, -1.0, 1) for i in range(40)]
+    ledger.accept(0, Events(1, 0.0, scores=(("a", 1, tuple(marks[:2])),)))
+    for choice, count in enumerate((first, second)):
+        ledger.accept(0, replace_logprobs(tokens("a", 0, *range(count), choice=choice), list(marks[:count])))
+    if is_ended:
+        ledger.accept(0, tokens("a", 0, end=FinishReason.STOP))
+    parts = []
+    while outputs := entry.take(most):
+        parts += outputs
+        assert len({output.choice for output in outputs}) == len(outputs), "one of each choice, so that none waits"
+    for choice, count in enumerate((first, second)):
+        own = [part for part in parts if part.choice == choice]
+        assert [i for part in own for i in part.token_ids] == list(range(count))
+        assert [entry for part in own for entry in part.logprobs or ()] == marks[:count]
+        assert all(len(part.token_ids) <= most for part in own)
+        assert [part.position for part in own] == list(range(0, max(count, is_ended), most))
+        ends = [(part.finish_reason, part.message) for part in own]
+        assert all(end == (None, None) for end in ends[:-1])
+        assert not own or ends[-1] == ((FinishReason.STOP, "why") if is_ended else (None, None))
+    assert [part.is_final for part in parts] == [False] * (len(parts) - 1) + [is_ended] * bool(parts)
+    scores = [None if part.prompt_logprobs is None else part.prompt_logprobs[0] for part in parts]
+    assert scores == ([1] + [None] * (len(parts) - 1) if parts else []) and entry.num_unread == 0
+
+
 def test_P03_the_last_choice_ends_with_its_request() -> None:
     """So there is always an output left that can be final."""
     ledger = OpenRequests()
@@ -214,7 +244,7 @@ def test_P03_the_last_choice_ends_with_its_request() -> None:
     ledger.accept(0, choice_end(0))
     entry.take()
     ledger.accept(0, choice_end(1))
-    assert not entry.take() and entry.ended_choices == [0]
+    assert not entry.take() and entry.ended_choices == [0, 1]
     ledger.accept(0, choice_end(1))
     ledger.accept(0, tokens("a", 0, 9, choice=1))
     assert ledger.rejections.late == 2

@@ -279,7 +279,7 @@ async def test_ended_and_unknown_requests_have_no_outputs() -> None:
         for name in ("a", "unknown"):
             with pytest.raises(RequestError, match="no request"):
                 sessions.client.outputs(name)
-        await sessions.client.cancel(["a", "unknown"])
+        sessions.client.cancel(["a", "unknown"])
 
 
 async def test_L04_close_answers_open_streams() -> None:
@@ -358,8 +358,8 @@ async def test_a_client_ignores_deliveries_of_no_request() -> None:
     async with running() as sessions:
         client = sessions.client
         assert isinstance(client, LocalClient)
-        client._requests.accept(1, Events(1, 0.0, ["ghost"], *(_column(0) for _ in range(3))))
-        assert client._requests.rejections.unknown == 1
+        client.requests.accept(1, Events(1, 0.0, ["ghost"], *(_column(0) for _ in range(3))))
+        assert client.requests.rejections.unknown == 1
 
 
 def _column(value: int) -> Any:

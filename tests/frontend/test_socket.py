@@ -160,7 +160,7 @@ async def test_L03_stream_then_cancel() -> None:
     async with connected(executor) as (client, server):
         await client.submit(make_request("a", max_tokens=100))
         await asyncio.to_thread(executor.shut.wait, 20)
-        await client.cancel(["a", "nobody"])
+        client.cancel(["a", "nobody"])
         while not server.loop._inbox:
             await asyncio.sleep(0.002)
         executor.gate.set()
@@ -200,9 +200,7 @@ async def test_P05_choices_end_one_by_one_over_a_socket() -> None:
     assert texts == ["the ", "it goes on and on", "no"]
     ended = [delta.choice for delta in deltas if delta.finish_reason is not None]
     assert sorted(ended) == [0, 1, 2] and deltas[-1].usage is not None
-    assert (
-        statistics["scheduler"]["num_blocks_used"] == 0 and client.num_malformed == server.server.dropped.malformed == 0
-    )
+    assert statistics["scheduler"]["num_blocks_used"] == 0 and client.num_malformed == server.server.num_malformed == 0
 
 
 async def test_an_engine_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -273,7 +271,7 @@ async def test_a_connection_that_ends_answers_everyone_with_an_error() -> None:
         last = (await reading)[1]
         assert last.finish_reason is FinishReason.ERROR and last.error.kind is ErrorKind.ENGINE_DEAD
         assert not client.is_alive
-        await client.cancel(["a"])
+        client.cancel(["a"])
 
 
 async def test_a_dying_engine_says_why_and_ends_its_server() -> None:
@@ -306,7 +304,7 @@ async def test_frames_of_another_epoch_are_dropped_and_counted() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await client.submit(make_request("a"))
-        assert client.num_stale >= 1 and server.server.dropped.stale_epochs >= 1
+        assert client.num_stale >= 1 and server.server.num_stale >= 1
         assert len(client.requests) == 0
 
 
@@ -338,7 +336,7 @@ def test_reliability_30_fuzzed_frames_at_the_server_are_dropped() -> None:
         assert data, "the server hung up"
         messages = [wire.decode_from_engine(body) for body in splitter.feed(data)]
         answer = next((m for m in messages if isinstance(m, wire.Answer)), None)
-    assert server.server.dropped.malformed > 200
+    assert server.server.num_malformed > 200
     connection.sendall(b"\xff\xff\xff\xff")
     while connection.recv(1 << 16):
         pass

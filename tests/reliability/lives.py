@@ -7,6 +7,7 @@ over OpenRequests). Does not: start processes; deaths of real ones are in the ro
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
@@ -125,13 +126,15 @@ class Lives:
     async def submit(self, request: Request) -> Accepted:
         return await self.requests.submit(request)
 
-    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
-        return self.requests.outputs(request_id, final_only)
+    def outputs(
+        self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize
+    ) -> AsyncIterator[TokenOutput]:
+        return self.requests.outputs(request_id, final_only, max_ids)
 
-    async def cancel(
+    def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
-    ) -> None:
-        self.requests.cancel(request_ids, reason, choice)
+    ) -> int:
+        return self.requests.cancel(request_ids, reason, choice)
 
     async def statistics(self) -> Mapping[str, object]:
         return {}

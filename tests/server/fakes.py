@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 from array import array
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -176,17 +177,20 @@ class FakeClient:
             self._open[request.request_id] = set()
         self._queues[request.request_id].put_nowait(output)
 
-    async def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+    async def outputs(
+        self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize
+    ) -> AsyncIterator[TokenOutput]:
         while request_id in self._queues:
             output = await self._queues[request_id].get()
             if output.is_final:
                 del self._queues[request_id], self._open[request_id]
             yield output
 
-    async def cancel(
+    def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
-    ) -> None:
-        for request_id in request_ids:
+    ) -> int:
+        ids = tuple(request_ids)
+        for request_id in ids:
             request = next(r for r in self.requests if r.request_id == request_id)
             if choice is None or num_choices(request.params) == 1:
                 self.cancelled.append((request_id, reason))
@@ -195,6 +199,7 @@ class FakeClient:
             for each in sorted(self._open.get(request_id, ())):
                 if choice in (None, each):
                     self._put(request, (each, 99), None, (reason, None))
+        return len(ids)
 
     async def statistics(self) -> Mapping[str, object]:
         return STATISTICS

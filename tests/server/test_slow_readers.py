@@ -6,18 +6,13 @@ import asyncio
 import json
 import socket
 import time
-from array import array
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.config import ServingConfig
-from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishError, FinishReason
-from octavo.engine.client import TokenOutput
-from octavo.errors import ErrorKind
-from octavo.frontend.outputs import MAX_SLICE, slice_tokens, slices
+from octavo.frontend.outputs import MAX_SLICE, slice_tokens
 from octavo.server import connection, stream
 from octavo.server.faults import ApiError
 from octavo.server.limits import HttpLimits
@@ -26,24 +21,6 @@ from octavo.server.resumable_stream import Position
 from tests.server.fakes import Harness, Wire
 from tests.server.test_idempotency import CHAT, assembled, blocks, chat_body, key, plain
 from tests.server.test_run import KEY, running
-
-
-@given(st.integers(0, 40), st.integers(1, 9), st.booleans())
-def test_slices_are_the_output(count: int, most: int, is_last: bool) -> None:
-    entries = tuple(TokenLogprobs(i, -1.0, 1) for i in range(count))
-    end = FinishReason.STOP if is_last else None
-    ids, scores = array("i", range(count)), (1, ())
-    output = TokenOutput(
-        "a", 2, 7, ids, entries, scores, finish_reason=end, error=FinishError(ErrorKind.ENGINE, "m"), is_final=is_last
-    )
-    parts = list(slices(output, most))
-    assert [i for part in parts for i in part.token_ids] == list(range(count))
-    assert tuple(entry for part in parts for entry in part.logprobs or ()) == entries
-    assert all(1 <= len(part.token_ids) <= most for part in parts) or count == 0
-    assert [part.position for part in parts] == list(range(7, 7 + max(1, count), most))
-    ends = [(part.finish_reason, part.is_final, part.message) for part in parts]
-    assert ends[-1] == (end, is_last, "m") and set(ends[:-1]) <= {(None, False, None)}
-    assert [part.prompt_logprobs for part in parts] == [(1, ())] + [None] * (len(parts) - 1)
 
 
 def test_slices_with_many_log_probabilities_are_short() -> None:

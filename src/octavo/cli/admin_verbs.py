@@ -76,7 +76,7 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
 
     async def cancel(request_id: str) -> object:
         names = context.directory.find(_needed(request_id, "cancel"))
-        await engine.client.cancel(names or (request_id,))
+        engine.client.cancel(names or (request_id,))
         return names
 
     async def explain(request_id: str) -> object:

@@ -7,6 +7,7 @@ the request's last output, and only that, is_final.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,12 +27,11 @@ class TokenOutput:
     """New ids of one choice since the last output: a snapshot, never an alias of live lists.
 
     `position` is the index of the first new id among the choice's outputs. `finish_reason` is set on the choice's last
-    one, together with stop_token_id and, where something went wrong, error. `is_final` marks the last output of the
-    whole request. That one has queue_s (seconds from arrival to the first admission), cached_tokens (of the prompt,
-    found in the cache then; what a later engine finds does not count) and preempted (when it was out of the batch of
-    the engine that ended it; from and to, in seconds since its arrival).
-    `logprobs` is None or aligned.
-    `first_at` is when the request's first id came here, on the monotonic clock.
+    output, with `error` if something went wrong. `is_final` marks the last output of the whole request. That one has
+    queue_s (seconds from arrival to the first admission), cached_tokens (of the prompt, found in the cache then; what a
+    later engine finds does not count) and preempted (when it was out of the batch of the engine that ended it; from and
+    to, in seconds since its arrival). `logprobs` is None or aligned.
+    `first_at` is when the front end received the request's first id, on the monotonic clock.
     `prompt_logprobs` arrives once, before or with the first id: (first position, entries). `pooled`, with the last
     output of a request that wants it, is the state after the prompt: float32, scaled to length 1.
     """
@@ -44,7 +44,6 @@ class TokenOutput:
     prompt_logprobs: tuple[int, tuple[TokenLogprobs, ...]] | None = None
     pooled: bytes | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
     cached_tokens: int = 0
     error: FinishError | None = None
     queue_s: float = 0.0
@@ -74,17 +73,20 @@ class EngineClient(Protocol):
         """Hand a request over. Raises AdmissionError, DuplicateRequestError, EngineDeadError."""
         ...
 
-    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+    def outputs(
+        self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize
+    ) -> AsyncIterator[TokenOutput]:
         """Outputs of an accepted request, ending after the final one; one reader per request.
 
-        A slow reader gets what came meanwhile as one output. `final_only` wakes the reader at the end only.
+        A slow reader gets what came meanwhile as one output, or several of at most `max_ids` ids. `final_only` wakes
+        the reader at the end only.
         """
         ...
 
-    async def cancel(
+    def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
-    ) -> None:
-        """End requests in whatever state, or only one choice of them; unknown and finished ones are ignored."""
+    ) -> int:
+        """End requests in whatever state, or only one choice of them; return how many were open."""
         ...
 
     async def statistics(self) -> Mapping[str, object]:

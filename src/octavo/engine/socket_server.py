@@ -11,7 +11,6 @@ import contextlib
 import logging
 import socket
 import threading
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,15 +26,7 @@ from octavo.executors.protocol import Capacity
 
 _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 18
-MOST_TOLD = 20  # dropped frames that make a line in the log; all are counted
-
-
-@dataclass(slots=True)
-class Dropped:
-    """Frames not acted on."""
-
-    malformed: int = 0
-    stale_epochs: int = 0
+MAX_LOGGED_DROPS = 20  # dropped frames that make a line in the log; all are counted
 
 
 class EngineServer:
@@ -45,7 +36,8 @@ class EngineServer:
         if path.parent.stat().st_mode & 0o077:
             raise EngineError(f"{path.parent} is open to other users; the engine's socket needs a folder of mode 0700")
         self.epoch = epoch
-        self.dropped = Dropped()
+        self.num_malformed = 0
+        self.num_stale = 0  # frames of another epoch
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         early = path.with_name(f"{path.name}~")  # a client connects once it sees the name: it comes after listening
@@ -106,26 +98,26 @@ class EngineServer:
         except wire.WireError as error:
             return self._drop(error)
         if message.epoch != self.epoch:
-            self.dropped.stale_epochs += 1
+            self.num_stale += 1
             return True
         if isinstance(message, wire.Submit):
             try:
                 request = message.request()
             except RequestError as error:
-                self._took(message.request_id, error)
+                self._reply(message.request_id, error)
                 return True
             except (wire.WireError, ValueError, OverflowError) as error:
                 return self._drop(error)
-            engine.submit(request, partial(self._took, request.request_id))
+            engine.submit(request, partial(self._reply, request.request_id))
         elif isinstance(message, wire.CancelRequests):
             engine.cancel(message.request_ids, message.reason, message.choice)
         elif isinstance(message, wire.Ask):
-            engine.control(message.verb, message.argument, partial(self._answer, message.number))
+            engine.control(message.verb, message.argument, partial(self._reply, message.number))
         return not isinstance(message, wire.Close)
 
     def _drop(self, error: Exception) -> bool:
-        self.dropped.malformed += 1
-        if self.dropped.malformed <= MOST_TOLD:
+        self.num_malformed += 1
+        if self.num_malformed <= MAX_LOGGED_DROPS:
             _LOG.warning("a frame was dropped: %s", error)
         return True
 
@@ -142,17 +134,14 @@ class EngineServer:
         with contextlib.suppress(OSError):  # the client closed it first
             self._connection.shutdown(socket.SHUT_RD)
 
-    def _took(self, request_id: str, answer: object) -> None:
-        if isinstance(answer, Accepted):
-            self._send(wire.Took(self.epoch, answer))
-        elif isinstance(answer, Exception):
-            self._send(wire.ErrorReply.of(self.epoch, answer, request_id=request_id))
-
-    def _answer(self, number: int, value: object) -> None:
+    def _reply(self, to: wire.ReplyTo, value: object) -> None:
+        """Answer a Submit or an Ask."""
         if isinstance(value, Exception):
-            self._send(wire.ErrorReply.of(self.epoch, value, number=number))
+            self._send(wire.ErrorReply.of(self.epoch, value, to))
+        elif isinstance(value, Accepted):
+            self._send(wire.Took(self.epoch, value))
         else:
-            self._send(wire.Answer(self.epoch, number, value))
+            self._send(wire.Answer(self.epoch, to, value))
 
     def _send(self, message: wire.FromEngine | Events | None) -> None:
         """Queue for the writer, from any thread. What waits here is bounded by what the open requests may make."""
@@ -179,7 +168,7 @@ class EngineServer:
                 return wire.frame(message)
             except (wire.WireError, TypeError, ValueError, OverflowError) as error:
                 failed = EngineError(f"the answer cannot be sent: {error}")
-                return wire.frame(wire.ErrorReply.of(self.epoch, failed, number=message.number))
+                return wire.frame(wire.ErrorReply.of(self.epoch, failed, message.to))
         if not isinstance(message, Events):
             return wire.frame(message)
         try:

@@ -23,7 +23,7 @@ from octavo.engine.outbox import ENDS
 from octavo.errors import EngineError, ErrorKind, OctavoError, RequestError, error_of, kind_of
 from octavo.executors.protocol import Capacity
 
-VERSION = 6
+VERSION = 7
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
 
@@ -36,6 +36,7 @@ class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=
     epoch: int
 
 
+ReplyTo = str | int  # the id of a Submit's request, or the number of an Ask
 BlockKey = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
@@ -66,23 +67,20 @@ class Submit(_Message):
     def of(cls, epoch: int, request: Request) -> Submit:
         """Pack a request."""
         values = {name: getattr(request, name) for name in _REQUEST_FIELDS}
-        values["prompt_token_ids"] = _pack(request.prompt_token_ids)
-        values["emitted_token_ids"] = _pack(request.emitted_token_ids)
-        values["wants"] = int(request.wants)
-        return cls(epoch, **values)
+        packed = {name: ids.tobytes() for name in _ID_FIELDS if (ids := values[name]) is not None}
+        return cls(epoch, **values | packed | {"wants": int(request.wants)})
 
     def request(self) -> Request:
         """Unpack it. Raises WireError, InvalidRequestError."""
         if not 0 < self.wants < 8:
             raise WireError(f"wants is {self.wants}")
         values = {name: getattr(self, name) for name in _REQUEST_FIELDS}
-        values["prompt_token_ids"] = _unpack(self.prompt_token_ids)
-        values["emitted_token_ids"] = _unpack(self.emitted_token_ids)
-        values["wants"] = Want(self.wants)
-        return Request(**values)
+        unpacked = {name: _ids(packed) for name in _ID_FIELDS if (packed := values[name]) is not None}
+        return Request(**values | unpacked | {"wants": Want(self.wants)})
 
 
-_REQUEST_FIELDS: tuple[str, ...] = tuple(name for name in Submit.__struct_fields__ if name != "epoch")
+_REQUEST_FIELDS = Submit.__struct_fields__[1:]  # all but the epoch
+_ID_FIELDS = ("prompt_token_ids", "emitted_token_ids")
 
 
 class CancelRequests(_Message):
@@ -94,7 +92,7 @@ class CancelRequests(_Message):
 
 
 class Ask(_Message):
-    """A question or an order, answered by an Answer of the same number."""
+    """A question or an order, answered by an Answer or an ErrorReply with its number."""
 
     number: int
     verb: Verb | str
@@ -113,22 +111,19 @@ class Ready(_Message):
 
 
 class ErrorReply(_Message):
-    """An error of one submit (request_id), of one question (number), or of the whole engine (neither)."""
+    """An error of one Submit or Ask, or of the whole engine (`to` is None)."""
 
     kind: ErrorKind
     message: str
     param: str | None = None
-    request_id: str | None = None
-    number: int | None = None
+    to: ReplyTo | None = None
 
     @classmethod
-    def of(
-        cls, epoch: int, error: BaseException, request_id: str | None = None, number: int | None = None
-    ) -> ErrorReply:
+    def of(cls, epoch: int, error: BaseException, to: ReplyTo | None = None) -> ErrorReply:
         """Pack an error; one that is not Octavo's own becomes an EngineError naming its type."""
         message = str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"
         param = getattr(error, "param", None) or getattr(error, "path", None)
-        return cls(epoch, kind_of(error), message, param, request_id, number)
+        return cls(epoch, kind_of(error), message, param, to)
 
     def error(self) -> OctavoError:
         """Return it as an exception."""
@@ -136,13 +131,13 @@ class ErrorReply(_Message):
 
 
 class Took(_Message):
-    """The request was taken."""
+    """The answer to a Submit: the engine accepted the request."""
 
     accepted: Accepted
 
 
 class Outputs(_Message):
-    """What a step gave: `Events`, its columns packed."""
+    """The `Events` of a step, columns of ids packed."""
 
     step: int
     time: float
@@ -158,53 +153,28 @@ class Outputs(_Message):
     @classmethod
     def of(cls, epoch: int, events: Events) -> Outputs:
         """Pack events."""
-        return cls(
-            epoch,
-            events.step,
-            events.time,
-            events.request_ids,
-            events.choices.tobytes(),
-            events.positions.tobytes(),
-            events.token_ids.tobytes(),
-            events.logprobs,
-            events.scores,
-            events.pooled,
-            events.decisions,
-        )
+        ids = events.choices.tobytes(), events.positions.tobytes(), events.token_ids.tobytes()
+        columns = *ids, events.logprobs, events.scores, events.pooled, events.decisions
+        return cls(epoch, events.step, events.time, events.request_ids, *columns)
 
     def events(self) -> Events:
         """Unpack them. Raises WireError for columns that differ in length, or an end without a reason."""
-        choices, positions, token_ids = map(_ids, (self.choices, self.positions, self.token_ids))
-        columns = (
-            self.request_ids,
-            choices,
-            positions,
-            token_ids,
-            *(() if self.logprobs is None else (self.logprobs,)),
-        )
-        lengths = set(map(len, columns))
+        ids = _ids(self.choices), _ids(self.positions), _ids(self.token_ids)
+        lengths = {len(self.request_ids), *map(len, ids)}
+        if self.logprobs is not None:
+            lengths.add(len(self.logprobs))
         if len(lengths) != 1:
             raise WireError(f"columns of {sorted(lengths)} entries in one message")
         if any(event.kind in ENDS and event.finish_reason is None for event in self.decisions):
             raise WireError("an end without a reason")
-        return Events(
-            self.step,
-            self.time,
-            self.request_ids,
-            choices,
-            positions,
-            token_ids,
-            self.logprobs,
-            self.scores,
-            self.pooled,
-            self.decisions,
-        )
+        columns = *ids, self.logprobs, self.scores, self.pooled, self.decisions
+        return Events(self.step, self.time, self.request_ids, *columns)
 
 
 class Answer(_Message):
     """The answer to an Ask: plain JSON values."""
 
-    number: int
+    to: ReplyTo
     value: Any
 
 
@@ -265,14 +235,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RequestError, RecursionError) as error:
         raise WireError(f"not a message: {error}") from None
-
-
-def _pack(ids: array[int] | None) -> bytes | None:
-    return None if ids is None else ids.tobytes()
-
-
-def _unpack(packed: bytes | None) -> array[int] | None:
-    return None if packed is None else _ids(packed)
 
 
 def _ids(packed: bytes) -> array[int]:

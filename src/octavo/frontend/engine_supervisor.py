@@ -12,14 +12,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from octavo.config import Config
 from octavo.core.plan import Events
 from octavo.core.request import FinishReason, Request
-from octavo.engine.client import Accepted, TokenOutput, Verb
+from octavo.engine.client import Accepted, Verb
 from octavo.engine.heartbeat import Phase
 from octavo.errors import EngineDeadError, QueueFullError
 from octavo.executors.protocol import Capacity
@@ -59,6 +59,7 @@ class EngineSupervisor:
         self.num_restarts = 0
         self.num_stalls = 0
         self.requests = OpenRequests(observer=observer)
+        self.outputs, self.cancel = self.requests.outputs, self.requests.cancel
         self.spawner = EngineSpawner(config, command, self._receive)
         self._has_standby = config.serving.standby
         self._engine: EngineProcess
@@ -138,19 +139,9 @@ class EngineSupervisor:
             raise QueueFullError("the engine is draining and takes no new requests; try another, or later")
         return await self.requests.submit(request)
 
-    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
-        """Return the outputs of an accepted request, ending after the final one, across engines."""
-        return self.requests.outputs(request_id, final_only)
-
-    async def cancel(
-        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
-    ) -> None:
-        """End requests, or one choice of them, in whatever state; at once where no engine has them."""
-        self.requests.cancel(request_ids, reason, choice)
-
     async def statistics(self) -> Mapping[str, object]:
         """Return counters and gauges of the current engine, since it began. Raises EngineDeadError without one."""
-        return await self._client_or_raise().statistics()
+        return cast(Mapping[str, object], await self.control("statistics"))
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """See EngineClient. Later engines are paused or draining too; a paused one admits no resumed request."""

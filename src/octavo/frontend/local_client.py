@@ -11,12 +11,12 @@ import ctypes
 import os
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from octavo.core.request import FinishReason, Request
-from octavo.engine.client import Accepted, TokenOutput, Verb
+from octavo.engine.client import Accepted, Verb
 from octavo.engine.loop import EngineLoop
 from octavo.frontend.open_requests import OpenRequests, settle
 
@@ -29,23 +29,24 @@ class LocalClient:
 
     def __init__(self, engine: EngineLoop) -> None:
         self.epoch = _EPOCH
+        self.requests = OpenRequests(resumes=False)
+        self.requests.begin_epoch(self)
+        self.outputs, self.cancel = self.requests.outputs, self.requests.cancel
         self._engine = engine
-        self._requests = OpenRequests(resumes=False)
-        self._requests.begin_epoch(self)
-        self._pending: deque[Callable[[], None]] = deque()
+        self._pending: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()  # calls for the event loop
         self._is_woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wakeup = LoopWakeup(self._drain)
-        engine.attach(lambda events: self._hand_over(partial(self._requests.accept, _EPOCH, events)))
+        engine.attach(partial(self._hand_over, self.requests.accept, _EPOCH))
 
     async def submit(self, request: Request) -> Accepted:
         """Hand a request over. Raises RequestError, EngineDeadError; cancelled while waiting, the request is too."""
         self._bind()
-        return await self._requests.submit(request)
+        return await self.requests.submit(request)
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:
         """See EngineLink."""
-        return cast("asyncio.Future[Accepted]", self._ask(partial(self._engine.submit, request)))
+        return self._ask(self._engine.submit, request)
 
     def post_cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
@@ -53,24 +54,14 @@ class LocalClient:
         """See EngineLink."""
         self._engine.cancel(request_ids, reason, choice)
 
-    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
-        """Outputs of an accepted request, ending after the final one."""
-        return self._requests.outputs(request_id, final_only)
-
-    async def cancel(
-        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
-    ) -> None:
-        """End requests, or one choice of them, in whatever state."""
-        self._requests.cancel(request_ids, reason, choice)
-
     async def statistics(self) -> Mapping[str, object]:
-        """Engine counters and gauges as plain JSON values."""
+        """Return engine counters and gauges as plain JSON values."""
         return cast(Mapping[str, object], await self.control("statistics"))
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """See EngineClient."""
         self._bind()
-        return await self._ask(partial(self._engine.control, verb, argument))
+        return await self._ask(self._engine.control, verb, argument)
 
     async def close(self) -> None:
         """Stop the engine; every open request is answered first. Idempotent."""
@@ -92,14 +83,15 @@ class LocalClient:
             self._wakeup.attach(loop)
         self._engine.start()
 
-    def _ask(self, ask: Callable[[Callable[[object], None]], None]) -> asyncio.Future[object]:
-        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        ask(lambda value: self._hand_over(partial(settle, answer, value)))
+    def _ask(self, ask: Callable[..., None], *arguments: object) -> asyncio.Future[Any]:
+        """Call a verb of the engine; the future has its answer."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        ask(*arguments, partial(self._hand_over, settle, answer))
         return answer
 
-    def _hand_over(self, action: Callable[[], None]) -> None:
-        """From any thread: run the action in the event loop, with one wake-up for all that are pending."""
-        self._pending.append(action)
+    def _hand_over(self, action: Callable[..., object], *arguments: Any) -> None:
+        """From any thread: make this call in the event loop, with one wake-up for all that are pending."""
+        self._pending.append((action, arguments))
         if self._is_woken or self._loop is None:
             return
         self._is_woken = True
@@ -107,13 +99,14 @@ class LocalClient:
             self._wakeup.wake()
         else:  # the event loop was closed over open requests: no reader is left
             self._pending.clear()
-            self._engine.cancel([entry.request.request_id for entry in self._requests])
+            self._engine.cancel([entry.request.request_id for entry in self.requests])
 
     def _drain(self) -> None:
-        # Reset first: an action appended from here on either is seen by the loop below or wakes us again.
+        # Reset first: a call appended from here on either is seen by the loop below or wakes us again.
         self._is_woken = False
         while self._pending:
-            self._pending.popleft()()
+            action, arguments = self._pending.popleft()
+            action(*arguments)
 
 
 class LoopWakeup:

@@ -2,19 +2,20 @@
 
 Owns: the pages, the reader's place in them, what was given of prompt scores, the request as it resumes.
 Does not: judge epochs or wait (see open_requests).
-Invariants: a choice has one end and takes nothing after it, and the last one to end does so with its request; a prompt
-score is kept once; what was true at the first admission (queue, cached tokens) stays true under later engines.
+Invariants: a choice has one end and takes nothing after it; a prompt score is kept once; what was true at the first
+admission (queue, cached tokens) stays true under later engines.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
-from asyncio import Future
-from dataclasses import replace
+from asyncio import Future, get_running_loop
+from dataclasses import dataclass, field, replace
 
 from octavo.core.plan import Event, EventKind, TokenLogprobs
 from octavo.core.request import FinishReason, Request, SamplingParams, Want
-from octavo.engine.client import TokenOutput
+from octavo.engine.client import Accepted, TokenOutput
 from octavo.engine.outbox import finished
 
 MAX_PREEMPTIONS_TOLD = 32  # of one request, with their times
@@ -25,17 +26,15 @@ def num_choices(params: SamplingParams) -> int:
     return params.n if params.beam_width else params.num_sequences
 
 
+@dataclass(slots=True, eq=False)
 class Page:
     """One choice: its ids, those read so far, and its end. `logprobs` are those of the ids not yet read."""
 
-    __slots__ = ("end", "ids", "is_end_read", "logprobs", "num_read")
-
-    def __init__(self, ids: array[int] | None = None) -> None:
-        self.ids: array[int] = array("i", ids or ())
-        self.num_read = len(self.ids)
-        self.logprobs: list[TokenLogprobs | None] = []
-        self.end: Event | None = None
-        self.is_end_read = False
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    num_read: int = 0
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    end: Event | None = None
+    is_end_read: bool = False
 
     @property
     def has_news(self) -> bool:
@@ -46,42 +45,45 @@ class Page:
 class OpenRequest:
     """One request: as sent (its seed set), a page per choice, and its end. Pages are made as their choices turn up.
 
-    `waiter` and `final_only` belong to its reader (see open_requests). `queue_s` and `cached_tokens` are those of its
-    first admission, None before it. `has_progress`: it got a token in this epoch, if only one that was here already.
-    `epoch` is that of its arrival, 0 where an earlier front end took it. `max_tokens` is what the engine put in force,
-    0 before it took the request. `requested_ends` are ends asked for, by choice (None = the whole request), which an
-    engine that died may not have heard of.
+    `epoch` is that of its arrival, 0 where an earlier front end took it. `has_progress`: it got a token in this epoch,
+    if only one that was here already; `num_crashes` are the engines that died with it in their batch since its last
+    token. `requested_ends` are ends asked for, by choice (None = the whole request), which an engine that died may not
+    have received. `queue_s` and `cached_tokens` are those of its first admission, None and 0 before it. `max_tokens` is
+    what the engine decided on, 0 before it accepted the request. `answer` is what its submit waits for, `waiter` what
+    its reader waits for, for any output or (`final_only`) for the end.
     """
 
     __slots__ = (
-        "_has_logprobs", "_last_choice_end", "_num_choices", "_num_ended", "_out_since", "_scores", "_scores_from",
-        "cached_tokens", "end", "epoch", "final_only", "first_at", "has_progress", "is_abandoned", "is_read",
-        "max_tokens", "next_score", "pages", "pooled", "preempted", "queue_s", "request", "requested_ends", "waiter",
+        "_num_choices", "_num_ended", "_out_since", "_scores", "_scores_from", "answer", "cached_tokens", "end",
+        "epoch", "final_only", "first_at", "has_logprobs", "has_progress", "is_abandoned", "is_read", "max_tokens",
+        "next_score", "num_crashes", "pages", "pooled", "preempted", "queue_s", "request", "requested_ends", "waiter",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
+        emitted = array("i", request.emitted_token_ids or ())
         self.request = request
         self.epoch = 0
-        self.pages: dict[int, Page] = {0: Page(request.emitted_token_ids)}
+        self.pages: dict[int, Page] = {0: Page(emitted, len(emitted))}
         self.queue_s: float | None = None
         self.cached_tokens = 0
         self.preempted: tuple[tuple[float, float], ...] = ()
         self.end: Event | None = None
         self.is_read = False
         self.is_abandoned = False  # it has no reader any more
+        self.answer: Future[Accepted] | None = None
         self.waiter: Future[None] | None = None
         self.final_only = False
         self.first_at: float | None = None
         self.has_progress = False
+        self.num_crashes = 0
         self.max_tokens = 0
         self.requested_ends: dict[int | None, FinishReason] = {}
         self.next_score = request.score_from
         self.pooled: bytes | None = None
+        self.has_logprobs = request.params.num_logprobs is not None
         self._num_choices = num_choices(request.params)
-        self._num_ended = 0
-        self._last_choice_end: Event | None = None
+        self._num_ended = 0  # choices
         self._out_since: float | None = None
-        self._has_logprobs = request.params.num_logprobs is not None
         self._scores: list[TokenLogprobs] = []
         self._scores_from = 0
 
@@ -96,17 +98,16 @@ class OpenRequest:
         """Choices that ended before the request."""
         return [choice for choice, page in self.pages.items() if page.end is not None]
 
+    @property
+    def num_unread(self) -> int:
+        """Tokens that its reader has not taken."""
+        return sum(len(page.ids) - page.num_read for page in self.pages.values())
+
     def page(self, choice: int) -> Page | None:
         """The page of a choice; None when the request has no such choice."""
         if choice not in self.pages and 0 <= choice < self._num_choices:
             self.pages[choice] = Page()
         return self.pages.get(choice)
-
-    def append(self, page: Page, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Add the next id of a choice."""
-        page.ids.append(token_id)
-        if self._has_logprobs:
-            page.logprobs.append(logprobs)
 
     def note(self, event: Event) -> None:
         """Take a decision that ends nothing: it was admitted, preempted, or resumed."""
@@ -127,23 +128,15 @@ class OpenRequest:
     def end_choice(self, end: Event) -> bool:
         """End one choice; False where it cannot: ended, or unknown.
 
-        The last one ends with its request. An engine that begins the request anew does not know which are over, and
-        may end the last one first: its reason is kept until then.
+        The engine ends the last one with its request. One that begins the request anew does not know which are over,
+        and may end the last one first: its reader gets that end together with the request's.
         """
         page = self.page(end.choice)
-        if page is None or page.end is not None or self._last_choice_end is not None:
+        if page is None or page.end is not None:
             return False
-        if self._num_ended + 1 >= self._num_choices:
-            self._last_choice_end = end
-        else:
-            page.end = end
-            self._num_ended += 1
+        page.end = end
+        self._num_ended += 1
         return True
-
-    def is_closed(self, choice: int, page: Page) -> bool:
-        """Whether a choice takes no more ids."""
-        last = self._last_choice_end
-        return page.end is not None or (last is not None and last.choice == choice)
 
     def is_last(self, choice: int) -> bool:
         """Whether all other choices have ended."""
@@ -154,13 +147,9 @@ class OpenRequest:
         """End the request, and with it every choice that has not ended."""
         self.end = end
         self._return_to_batch(end.time)
-        last = self._last_choice_end
         for choice in range(self._num_choices):
-            page = self.page(choice)
-            assert page is not None
-            if page.end is not None:
-                continue
-            page.end = last if last is not None and last.choice == choice else end
+            page = self.pages.setdefault(choice, Page())
+            page.end = page.end or end
 
     def add_scores(self, first: int, entries: tuple[TokenLogprobs, ...]) -> bool:
         """Add log-probabilities of prompt positions from `first` on; chunks come in order. False: none was new.
@@ -216,14 +205,16 @@ class OpenRequest:
             return finished(request.request_id, FinishReason.LENGTH)
         return None
 
-    def take(self) -> list[TokenOutput]:
-        """Return what came since the last take, one output per choice: snapshots; once ended, the last one is final."""
-        outputs = [self._snapshot(choice) for choice in sorted(self.pages) if self.pages[choice].has_news]
+    def take(self, max_ids: int = sys.maxsize) -> list[TokenOutput]:
+        """Return what the reader lacks, one output per choice, of at most `max_ids` new ids each. The last is final."""
+        end, pages = self.end, self.pages
+        if end is None and self._num_ended == self._num_choices:
+            return []  # the last choice ends with its request, so that an output is left that can be final
+        outputs = [self._take_page(choice, max_ids) for choice in sorted(pages) if pages[choice].has_news]
         if outputs and self._scores:
             outputs[0] = replace(outputs[0], prompt_logprobs=(self._scores_from, tuple(self._scores)))
             self._scores = []
-        end = self.end
-        if end is not None and not self.is_read:
+        if end is not None and outputs and not any(page.has_news for page in pages.values()):
             cached_tokens = end.cached_tokens if self.queue_s is None else self.cached_tokens
             outputs[-1] = replace(
                 outputs[-1],
@@ -236,20 +227,37 @@ class OpenRequest:
             self.is_read = True
         return outputs
 
-    def _snapshot(self, choice: int) -> TokenOutput:
+    async def wait(self, final_only: bool) -> None:
+        """Wait until there is something to take, or only for the end."""
+        assert self.waiter is None, "a request has one reader"
+        self.final_only = final_only
+        self.waiter = get_running_loop().create_future()
+        try:
+            await self.waiter
+        finally:
+            self.waiter = None
+
+    def wake(self) -> None:
+        """Wake the reader, if it waits for what came."""
+        waiter = self.waiter
+        if waiter is not None and not waiter.done() and (self.end is not None or not self.final_only):
+            waiter.set_result(None)
+
+    def _take_page(self, choice: int, max_ids: int) -> TokenOutput:
         page = self.pages[choice]
-        start, end = page.num_read, page.end
-        page.num_read = len(page.ids)
+        start = page.num_read
+        page.num_read = min(start + max_ids, len(page.ids))
+        end = page.end if page.num_read == len(page.ids) else None
         page.is_end_read = end is not None
-        logprobs, page.logprobs = page.logprobs, []
+        logprobs = tuple(page.logprobs[: page.num_read - start])
+        del page.logprobs[: len(logprobs)]
         return TokenOutput(
             self.request.request_id,
             choice,
             start,
-            page.ids[start:],
-            tuple(logprobs) if logprobs else None,
+            page.ids[start : page.num_read],
+            logprobs or None,
             finish_reason=None if end is None else end.finish_reason,
-            stop_token_id=None if end is None else end.stop_token_id,
             error=None if end is None else end.error,
             first_at=self.first_at,
         )

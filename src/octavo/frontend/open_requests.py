@@ -1,11 +1,12 @@
 """The open requests of a front end, which outlive its engines.
 
-Owns: what was asked, every id that came back, who reads it, and which engine has it. This is the ledger: an output
-counts if its epoch is current and its position is next; a later engine resumes what is here. Does not: start, watch or
-end engines (engine_supervisor does); one request's record is in open_request.
+Owns: what was asked, every id that came back, the reader, and which engine has it. This is the ledger: an output counts
+if its epoch is current and its position is next; a later engine resumes what is here. A request in the batch of an
+engine that died is resumed; after ALONE_AFTER deaths without a token it runs alone, after MAX_CRASHES it is failed.
+Does not: start, watch or end engines (engine_supervisor does); one request's record is in open_request.
 Invariants: append first, then tell the observer, then wake the reader; a choice's ids have no gap and no duplicate; a
 slow reader finds one larger output, never a queue; a submit is answered once; a request that was cancelled, or whose
-time is over, is sent to no other engine; a resume that an engine refuses ends that request alone.
+time is over, is sent to no other engine; while one runs alone no other is sent.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -33,10 +36,11 @@ from octavo.errors import (
     RequestError,
     kind_of,
 )
-from octavo.frontend.crash_suspects import MAX_CRASHES, CrashSuspects
 from octavo.frontend.open_request import OpenRequest
 
 _LOG = logging.getLogger(__name__)
+ALONE_AFTER = 2  # engines that died with a request in their batch, none with a token of it, before it runs alone
+MAX_CRASHES = 3  # the same, before it is failed
 MAX_UNREAD = 1024  # ended requests that were not read to the end; the oldest is dropped beyond
 
 
@@ -107,8 +111,8 @@ class OpenRequests:
         self.rejections = Rejections()
         self.num_resumed = 0
         self.num_failed_suspects = 0
-        self._suspects = CrashSuspects()
-        self._answers: dict[str, asyncio.Future[Accepted]] = {}  # of submits that wait
+        self._held: dict[str, OpenRequest] = {}  # not sent to the engine yet: suspects first, then oldest first
+        self._alone: OpenRequest | None = None  # the suspect that was sent, until it has a token or its end
         self._now = now
         self._observer = observer
         self._resumes = resumes
@@ -137,12 +141,12 @@ class OpenRequests:
 
     @property
     def is_holding(self) -> bool:
-        """Whether some requests wait while another runs alone."""
-        return self._suspects.is_holding
+        """Whether requests are held until one that runs alone has a token or its end."""
+        return self._alone is not None
 
     def has_engine(self, request_id: str) -> bool:
         """Return True if an engine was sent this request, so that it is the one to end it."""
-        return self.engine is not None and not self._suspects.is_held(request_id)
+        return self.engine is not None and request_id not in self._held
 
     # --- requests are submitted, read and dropped
 
@@ -152,22 +156,19 @@ class OpenRequests:
         Raises RequestError; EngineDeadError when there will be no engine. Cancelled while waiting, the request is too.
         """
         state, name = self.add(request), request.request_id
-        self._suspects.clear(name)  # an earlier request of this id may have been in a crash
-        answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
-        self._answers[name] = answer
+        state.answer = asyncio.get_running_loop().create_future()
         try:
             self._send_or_hold(state)
-            return await answer
+            return await state.answer
         except BaseException:
             if self.get(name) is state:
                 if self.engine is not None and self.has_engine(name):
                     self.engine.post_cancel((name,))
                 self.forget(name)
-                self._clear(name)
+                self._release(name)
             raise
         finally:
-            if self._answers.get(name) is answer:
-                del self._answers[name]
+            state.answer = None
 
     def add(self, request: Request) -> OpenRequest:
         """Record a request before the engine sees it. Raises DuplicateRequestError; a seed must be set."""
@@ -213,12 +214,12 @@ class OpenRequests:
         if state.end is not None:
             self.forget_ended(state)
 
-    def outputs(self, request_id: str, final_only: bool = False) -> OutputReader:
+    def outputs(self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize) -> OutputReader:
         """Return the outputs of one request, for one reader. Raises RequestError at once when it is not open here."""
         state = self.get(request_id)
         if state is None:
             raise RequestError(f"no request {request_id!r} is open here, or it was read to its end", "request_id")
-        return OutputReader(self, state, final_only)
+        return OutputReader(self, state, final_only, max_ids)
 
     # --- what engines send
 
@@ -244,9 +245,9 @@ class OpenRequests:
         for state in touched.values():
             if state.end is not None and state.is_abandoned:
                 self.forget_ended(state)
-            _wake(state)
-        if self._suspects.is_holding:
-            self._send_released()
+            state.wake()
+        if self._alone is not None:
+            self._send_held()
 
     def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
@@ -293,7 +294,7 @@ class OpenRequests:
         end = finished(request_id, reason, error, choice=choice, time=self._now())
         if not state.request.params.beam_width and state.end_choice(end):
             self._tell(Events(0, end.time, decisions=(end,)))
-            _wake(state)
+            state.wake()
 
     def finish(self, state: OpenRequest, end: Event) -> None:
         """End an open request here with this event."""
@@ -302,18 +303,16 @@ class OpenRequests:
         self._tell(Events(0, end.time, decisions=(end,)))
         if state.is_abandoned:
             self.forget_ended(state)
-        _wake(state)
-        name = end.request_id
-        accepted = Accepted(name, state.max_tokens or state.request.params.max_tokens or 1, capped=False)
-        settle(self._answers.get(name), accepted)
-        self._clear(name)
+        state.wake()
+        max_tokens = state.max_tokens or state.request.params.max_tokens or 1
+        settle(state.answer, Accepted(end.request_id, max_tokens, capped=False))
+        self._release(end.request_id)
 
     def end_all(self, reason: FinishReason, refusal: OctavoError) -> None:
         """End every open request here, and refuse submits that were never answered: there will be no engine."""
         self.engine = None
-        for answer in self._answers.values():
-            settle(answer, refusal)
         for state in self:
+            settle(state.answer, refusal)
             self.end(state.request.request_id, reason, FinishError(kind_of(refusal), str(refusal)))
 
     # --- engines follow one another
@@ -327,52 +326,55 @@ class OpenRequests:
         for state in self._open.values():
             state.begin_epoch()
         self.num_resumed += len(self._open)
-        self._suspects.begin_epoch(self._open)
-        self._send_released()
+        suspects_first = sorted(self._open.items(), key=lambda item: item[1].num_crashes < ALONE_AFTER)
+        self._held, self._alone = dict(suspects_first), None
+        self._send_held()
         return len(self._open)
 
     def lose_engine(self, batch: Iterable[str]) -> None:
         """The engine died with these requests in its batch: fail those that kill engines; end what was to end."""
-        self.engine = None
+        self.engine = self._alone = None
+        self._held.clear()
+        names = frozenset(batch)
         for state in self:
+            name = state.request.request_id
             if state.has_progress:
-                self._suspects.clear(state.request.request_id)
-        found = [self._open.get(name) for name in batch]
-        stuck = [each.request.request_id for each in found if each is not None and not each.has_progress]
-        for name in self._suspects.crashed(stuck):
-            self.num_failed_suspects += 1
-            _LOG.error("request %s ends: the last %d engines that ran it died in its step", name, MAX_CRASHES)
-            what = f"the engine died {MAX_CRASHES} times with this request in its batch, the last time with it alone"
-            self.end(name, FinishReason.ERROR, FinishError(ErrorKind.STEP_FAILED, what))
-        for state in self:
+                state.num_crashes = 0
+            elif name in names:
+                state.num_crashes += 1
+            if state.num_crashes >= MAX_CRASHES:
+                self.num_failed_suspects += 1
+                _LOG.error("request %s ends: the last %d engines that ran it died in its step", name, MAX_CRASHES)
+                what = (
+                    f"the engine died {MAX_CRASHES} times with this request in its batch, the last time with it alone"
+                )
+                self.end(name, FinishReason.ERROR, FinishError(ErrorKind.STEP_FAILED, what))
             for choice, reason in tuple(state.requested_ends.items()):
-                self.end(state.request.request_id, reason, choice=choice)
+                self.end(name, reason, choice=choice)
             state.requested_ends.clear()
 
     def _send_or_hold(self, state: OpenRequest) -> None:
-        if self.engine is not None and not self._suspects.hold(state.request.request_id):
+        if self.is_holding:
+            self._held[state.request.request_id] = state
+        elif self.engine is not None:
             self._send(self.engine, state)
 
-    def _send_released(self) -> None:
-        """Send what may be sent now: one that ran alone is cleared once it has a token or its end."""
+    def _send_held(self) -> None:
+        """Send the held requests; after a suspect, which runs alone, the next once it has a token or its end."""
         while self.engine is not None:
-            name = self._suspects.alone
-            if name is not None:
-                state = self._open.get(name)
-                if state is not None and not state.has_progress:
-                    return
-                self._suspects.clear(name)
-            released = self._suspects.release()
-            if not released:
+            alone = self._alone
+            if alone is not None and not alone.has_progress and self.get_open(alone.request.request_id) is alone:
                 return
-            for name in released:
-                state = self._open.get(name)
-                if state is not None:
-                    self._send(self.engine, state)
+            self._alone = None
+            if not self._held:
+                return
+            state = self._held.pop(next(iter(self._held)))
+            if state.num_crashes >= ALONE_AFTER:
+                self._alone = state
+            self._send(self.engine, state)
 
     def _send(self, engine: EngineLink, state: OpenRequest) -> None:
         """Send a request as it resumes. Its answer comes later, or never when the engine dies first."""
-        name = state.request.request_id
         end = state.implied_end()
         if end is not None:
             self.finish(state, end)
@@ -380,40 +382,37 @@ class OpenRequests:
         try:
             answer = engine.send(state.resumed())
         except OctavoError as error:
-            self._refused(name, error)
+            self._refused(state, error)
             return
-        answer.add_done_callback(partial(self._answered, name))
+        answer.add_done_callback(partial(self._answered, state))
         if state.has_several:  # it starts anew, and what is over here would run again
             for choice in state.ended_choices:
-                engine.post_cancel((name,), FinishReason.STOP, choice)
+                engine.post_cancel((state.request.request_id,), FinishReason.STOP, choice)
 
-    def _answered(self, name: str, answer: asyncio.Future[Accepted]) -> None:
+    def _answered(self, state: OpenRequest, answer: asyncio.Future[Accepted]) -> None:
         if answer.cancelled():
             return
         error = answer.exception()
         if error is not None:
-            self._refused(name, error)
+            self._refused(state, error)
             return
-        accepted, state = answer.result(), self._open.get(name)
-        if state is not None:
-            state.max_tokens = accepted.max_tokens
-        settle(self._answers.get(name), accepted)
+        state.max_tokens = answer.result().max_tokens
+        settle(state.answer, answer.result())
 
-    def _refused(self, name: str, error: BaseException) -> None:
+    def _refused(self, state: OpenRequest, error: BaseException) -> None:
+        """The engine refused a request: its submitter gets the error, or it ends with it if it was resumed."""
         if self._resumes and isinstance(error, EngineDeadError):
             return  # the supervisor notices its death, and the request is sent to the next one
-        waiting = self._answers.get(name)
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(error)
-            self._clear(name)
-        else:
-            self.end(name, FinishReason.ERROR, FinishError(kind_of(error), str(error)))
+        if state.answer is not None and not state.answer.done():
+            state.answer.set_exception(error)
+        elif self.get_open(state.request.request_id) is state:
+            self.end(state.request.request_id, FinishReason.ERROR, FinishError(kind_of(error), str(error)))
 
-    def _clear(self, name: str) -> None:
-        """A request no longer makes others wait."""
-        self._suspects.clear(name)
-        if self._suspects.is_holding:
-            self._send_released()
+    def _release(self, name: str) -> None:
+        """A request that ended or was dropped no longer makes others wait."""
+        self._held.pop(name, None)
+        if self._alone is not None:
+            self._send_held()
 
     def _tell(self, events: Events) -> None:
         if self._observer is not None and not events.is_empty:
@@ -433,11 +432,13 @@ class OpenRequests:
                 continue
             state.has_progress = True
             expected = len(page.ids)
-            if position != expected or state.is_closed(choice, page):
+            if position != expected or page.end is not None:
                 self._count(position, expected)
                 rejected.append(index)
                 continue
-            state.append(page, token_id, None if logprobs is None else logprobs[index])
+            page.ids.append(token_id)
+            if state.has_logprobs:
+                page.logprobs.append(None if logprobs is None else logprobs[index])
             if state.first_at is None:
                 state.first_at = now
             touched[request_id] = state
@@ -482,45 +483,37 @@ class OpenRequests:
 
 
 class OutputReader(AsyncIterator[TokenOutput]):
-    """The outputs of one request, and how much of it waits to be read. Without it the request has no reader."""
+    """The outputs of one request, with at most `max_ids` new ids each. Without it the request has no reader."""
 
-    def __init__(self, requests: OpenRequests, state: OpenRequest, final_only: bool) -> None:
+    def __init__(self, requests: OpenRequests, state: OpenRequest, final_only: bool, max_ids: int) -> None:
         self._requests = requests
         self._state = state
-        self._outputs = _read(requests, state, final_only)
+        self._final_only = final_only
+        self._max_ids = max_ids
+        self._taken: deque[TokenOutput] = deque()
 
-    def __anext__(self) -> Awaitable[TokenOutput]:
-        return self._outputs.__anext__()
+    async def __anext__(self) -> TokenOutput:
+        state = self._state
+        while not self._taken:
+            if state.is_read:
+                raise StopAsyncIteration
+            if state.end is not None or not self._final_only:
+                self._taken.extend(state.take(self._max_ids))
+            if not self._taken:
+                await state.wait(self._final_only)
+        output = self._taken.popleft()
+        if output.is_final:
+            self._requests.forget_ended(state)
+        return output
 
     def __del__(self) -> None:
-        if not self._state.is_read:
+        if self._taken or not self._state.is_read:
             self._requests.abandon(self._state)
 
     @property
     def num_unread(self) -> int:
         """Tokens that the reader has not taken."""
-        return sum(len(page.ids) - page.num_read for page in self._state.pages.values())
-
-
-async def _read(requests: OpenRequests, state: OpenRequest, final_only: bool) -> AsyncIterator[TokenOutput]:
-    """Yield the outputs of a request. It holds no OutputReader, whose end would then wait for the garbage collector."""
-    assert state.waiter is None, "a request has one reader"
-    state.final_only = final_only
-    has_ended = state.is_read
-    while not has_ended:
-        outputs = state.take() if state.end is not None or not final_only else []
-        if not outputs:
-            state.waiter = asyncio.get_running_loop().create_future()
-            try:
-                await state.waiter
-            finally:
-                state.waiter = None
-            continue
-        has_ended = outputs[-1].is_final
-        if has_ended:
-            requests.forget_ended(state)
-        for output in outputs:
-            yield output
+        return self._state.num_unread
 
 
 def settle(answer: asyncio.Future[Any] | None, value: object) -> None:
@@ -529,14 +522,9 @@ def settle(answer: asyncio.Future[Any] | None, value: object) -> None:
         return
     if isinstance(value, Exception):
         answer.set_exception(value)
+        answer.exception()  # marked as retrieved: its waiter may have been cancelled meanwhile
     else:
         answer.set_result(value)
-
-
-def _wake(state: OpenRequest) -> None:
-    waiter = state.waiter
-    if waiter is not None and not waiter.done() and (state.end is not None or not state.final_only):
-        waiter.set_result(None)
 
 
 def _without(events: Events, places: Iterable[int]) -> Events:

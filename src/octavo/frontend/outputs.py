@@ -1,21 +1,19 @@
-"""Outputs of requests: slices of token outputs, text deltas, and the whole answers that they add up to.
+"""Outputs of requests: text deltas, and the whole answers that they add up to.
 
 Owns: TextDelta and Usage, RequestOutput, CompletionOutput and EmbeddingOutput, how deltas join, and which choices
 best_of keeps. Does not: make text, run anything, or wait.
-Invariants: the slices of an output are that output, and what belongs to a choice's end is in its last slice; of best_of
-choices the n of highest mean log-probability are kept, ties to the lower index.
+Invariant: of best_of choices the n of highest mean log-probability are kept, ties to the lower index.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import FinishError, FinishReason, SamplingParams
-from octavo.engine.client import TokenOutput
 from octavo.errors import EngineError
 
 _ID_BYTES = 4
@@ -108,28 +106,8 @@ def _rank(delta: TextDelta) -> tuple[bool, float, int]:
     return delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH), -mean, delta.choice
 
 
-def slices(output: TokenOutput, most: int) -> Iterator[TokenOutput]:
-    """Yield an output in slices of at most so many tokens."""
-    count = len(output.token_ids)
-    if count <= most:
-        yield output
-        return
-    for start in range(0, count, most):
-        end = start + most
-        part = replace(
-            output,
-            position=output.position + start,
-            token_ids=output.token_ids[start:end],
-            logprobs=None if output.logprobs is None else output.logprobs[start:end],
-            prompt_logprobs=output.prompt_logprobs if start == 0 else None,
-        )
-        if end < count:
-            part = replace(part, finish_reason=None, stop_token_id=None, error=None, is_final=False)
-        yield part
-
-
 def slice_tokens(num_logprobs: int | None) -> int:
-    """Return the tokens of a slice where each has so many alternatives with log-probabilities."""
+    """Return the most tokens given to a reader at once, where each has so many alternatives with log-probabilities."""
     return MAX_SLICE if num_logprobs is None else max(1, MAX_SLICE // (1 + num_logprobs))
 
 

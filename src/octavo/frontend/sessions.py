@@ -28,7 +28,7 @@ from octavo.errors import AdmissionError, EngineDeadError, InvalidRequestError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.open_request import num_choices
 from octavo.frontend.open_requests import OutputReader
-from octavo.frontend.outputs import Scores, TextDelta, Usage, best_choices, slice_tokens, slices
+from octavo.frontend.outputs import Scores, TextDelta, Usage, best_choices, slice_tokens
 from octavo.frontend.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -75,12 +75,14 @@ def _wants(params: SamplingParams) -> Want:
 class OutputClient(Protocol):
     """What a session needs of an EngineClient once its request is accepted."""
 
-    def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+    def outputs(
+        self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize
+    ) -> AsyncIterator[TokenOutput]:
         """See EngineClient."""
 
-    async def cancel(
+    def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
-    ) -> None:
+    ) -> int:
         """See EngineClient."""
 
 
@@ -108,10 +110,8 @@ class Session:
         self._client = client
         self._request = request
         self._choices = [make_transcript() for _ in range(num_choices(params))]
-        self._outputs = client.outputs(request.request_id)
+        self._outputs = client.outputs(request.request_id, max_ids=min(max_slice, slice_tokens(params.num_logprobs)))
         self._is_ranked = len(self._choices) > params.n
-        self._slices: deque[TokenOutput] = deque()  # of an output that was larger
-        self._slice_tokens = min(max_slice, slice_tokens(params.num_logprobs))
         self._ready: deque[TextDelta] = deque()
         self._has_ended = False
 
@@ -124,8 +124,7 @@ class Session:
     @property
     def num_unread(self) -> int:
         """Tokens that are here and were not read, as far as the client knows."""
-        waiting = self._outputs.num_unread if isinstance(self._outputs, OutputReader) else 0
-        return waiting + sum(len(output.token_ids) for output in self._slices)
+        return self._outputs.num_unread if isinstance(self._outputs, OutputReader) else 0
 
     @property
     def has_ended(self) -> bool:
@@ -147,10 +146,10 @@ class Session:
         if self._has_ended:
             raise StopAsyncIteration
         held: list[TextDelta] = []
-        while (output := await self._next_output()) is not None:
+        while (output := await anext(self._outputs, None)) is not None:
             if output.prompt_logprobs is not None:
                 self._give_scores(output.prompt_logprobs)
-            delta = await self._take(output)
+            delta = self._take(output)
             self._has_ended = output.is_final
             if self._is_ranked:
                 held += [delta] if delta is not None else []
@@ -163,26 +162,15 @@ class Session:
         self._has_ended = True
         raise EngineDeadError(f"the outputs of request {self.request_id} ended without a finish reason")
 
-    async def _next_output(self) -> TokenOutput | None:
-        """Return the next output, None after the last. Large ones are sliced, as the deltas of a slow reader."""
-        if not self._slices:
-            output = await anext(self._outputs, None)
-            if output is None or len(output.token_ids) <= self._slice_tokens:
-                return output
-            self._slices.extend(slices(output, self._slice_tokens))
-        return self._slices.popleft()
-
     async def collect(self) -> list[TextDelta]:
         """Return all deltas. Without stop strings this wakes up once, at the end."""
-        self._slice_tokens = sys.maxsize
-        if not self.params.stop:
-            self._outputs = self._client.outputs(self.request_id, final_only=True)
+        self._outputs = self._client.outputs(self.request_id, final_only=not self.params.stop)
         return [delta async for delta in self]
 
     async def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the request in whatever state; iterating still gives its last delta. Idempotent."""
         if not self._has_ended:
-            await self._client.cancel((self.request_id,), reason)
+            self._client.cancel((self.request_id,), reason)
 
     def _give_scores(self, scores: Scores) -> None:
         """Make deltas of the prompt's log-probabilities, small enough to be encoded quickly."""
@@ -193,14 +181,14 @@ class Session:
             piece = (first + start, entries[start : start + size])
             self._ready.append(TextDelta(0, "", array("i"), prompt_logprobs=piece))
 
-    async def _take(self, output: TokenOutput) -> TextDelta | None:
+    def _take(self, output: TokenOutput) -> TextDelta | None:
         """Return the delta of an output, None for an empty one; end a choice that met a stop string."""
         now = time.monotonic()
         transcript = self._choices[output.choice]
         was_cut = transcript.stop_string is not None
         text, count = transcript.push(output.token_ids, output.finish_reason)
         if transcript.stop_string is not None and not was_cut and output.finish_reason is None:
-            await self._client.cancel((self.request_id,), FinishReason.STOP, output.choice)
+            self._client.cancel((self.request_id,), FinishReason.STOP, output.choice)
         logprobs = None if output.logprobs is None else output.logprobs[:count]
         transcript.add_logprobs(logprobs or (), count)
         shown = logprobs if self.params.logprobs is not None else None

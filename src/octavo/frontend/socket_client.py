@@ -1,7 +1,7 @@
 """One connection to an engine process: frames out, frames in.
 
-Owns: the connection, and the answers awaited. Events go to `receive`. Does not: keep requests (open_requests), or start
-and end the process (engine_process).
+Owns: the connection, and the answers that are awaited. Events are passed to `receive`. Does not: keep requests
+(open_requests), or start and end the process (engine_process).
 Invariants: when the connection ends, every question is answered with an error; frames of another epoch, and malformed
 ones, are dropped and counted.
 """
@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from octavo.core.plan import Events
 from octavo.core.request import FinishReason, Request
@@ -30,14 +30,10 @@ Receive = Callable[[int, Events], None]  # gets the epoch and what came
 
 
 class SocketClient:
-    """One connection to one engine process; lives in one event loop."""
+    """One connection to one engine process; belongs to one event loop."""
 
     def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        epoch: int,
-        receive: Receive,
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, epoch: int, receive: Receive
     ) -> None:
         loop = asyncio.get_running_loop()
         self.epoch = epoch
@@ -47,9 +43,7 @@ class SocketClient:
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[object]] = {}
-        self._submits: dict[str, asyncio.Future[Accepted]] = {}
-        self._asked_at: dict[str | int, float] = {}  # what has no answer yet, oldest first
+        self._pending: dict[wire.ReplyTo, tuple[float, asyncio.Future[Any]]] = {}  # asked when, and the answer
         self._ready: asyncio.Future[Capacity] = loop.create_future()
         self._end: OctavoError | None = None
         self._is_closing = False
@@ -76,91 +70,71 @@ class SocketClient:
 
     @property
     def unanswered(self) -> tuple[str, ...]:
-        """Requests that were sent and neither taken nor refused; those at the connection's end, once it has ended."""
-        return tuple(self._submits)
+        """Requests that were sent and neither accepted nor refused; those at the connection's end, once it ended."""
+        return tuple(key for key in self._pending if isinstance(key, str))
 
     @property
     def asked_at(self) -> float | None:
         """When the oldest question without an answer was asked, on the monotonic clock."""
-        return next(iter(self._asked_at.values()), None)
+        return next((asked_at for asked_at, _ in self._pending.values()), None)
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:
         """Send a request; the future has the engine's answer, or what ended the engine.
 
         Raises InvalidRequestError when no frame holds it, EngineDeadError.
         """
-        self._check_alive()
-        frame = _frame_of(wire.Submit.of(self.epoch, request))
-        answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
-        self._submits[request.request_id] = answer
-        self._asked_at[request.request_id] = time.monotonic()
-        self._post(frame)
-        return answer
+        try:
+            return self._ask(request.request_id, wire.Submit.of(self.epoch, request))
+        except wire.WireError as error:
+            raise InvalidRequestError(f"the request is too large: {error}", "prompt") from None
 
     def post_cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
         """End requests, or one choice of them, in whatever state, without waiting."""
-        if self.is_alive:
-            self._post(wire.frame(wire.CancelRequests(self.epoch, tuple(request_ids), reason, choice)))
+        self._post(wire.CancelRequests(self.epoch, tuple(request_ids), reason, choice))
 
     def post_order(self, verb: Verb) -> None:
         """Give an order whose answer says nothing, without waiting."""
-        if self.is_alive:
-            self._post(wire.frame(wire.Ask(self.epoch, next(self._numbers), verb, "")))
-
-    async def statistics(self) -> Mapping[str, object]:
-        """Engine counters and gauges as plain JSON values."""
-        return cast(Mapping[str, object], await self.control("statistics"))
+        self._post(wire.Ask(self.epoch, next(self._numbers), verb, ""))
 
     async def control(self, verb: Verb, argument: str = "") -> object:
         """See EngineClient."""
         number = next(self._numbers)
-        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
-        self._asked_at[number] = time.monotonic()
         try:
-            await self._write(wire.frame(wire.Ask(self.epoch, number, verb, argument)))
-            return await answer
+            return await self._ask(number, wire.Ask(self.epoch, number, verb, argument))
         finally:
-            _unasked(self._answered(self._answers, number))
+            self._pending.pop(number, None)
 
     async def close(self) -> None:
         """Let the engine answer its requests, then end the connection. Idempotent."""
         if not self._is_closing:
             self._is_closing = True
-            with contextlib.suppress(EngineDeadError):
-                await self._write(wire.frame(wire.Close(self.epoch)))
+            self._post(wire.Close(self.epoch))
         await self.ended()
 
     def abandon(self) -> None:
         """End the connection at once."""
         self._writer.close()
 
-    def _answered(self, waiting: dict[Any, asyncio.Future[Any]], key: str | int) -> asyncio.Future[Any] | None:
-        """Nothing is awaited under this key any more; the future that was."""
-        self._asked_at.pop(key, None)
-        return waiting.pop(key, None)
+    def _ask(self, key: wire.ReplyTo, message: wire.ToEngine) -> asyncio.Future[Any]:
+        """Write a message; the future has the answer. Raises EngineDeadError, WireError."""
+        if self._end is not None:
+            raise EngineDeadError(str(self._end))
+        self._post(message)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending[key] = time.monotonic(), answer
+        return answer
 
-    def _post(self, frame: bytes) -> None:
+    def _post(self, message: wire.ToEngine) -> None:
         """Write without waiting. A connection that has just broken takes nothing; its end answers every request soon.
 
         uvloop calls that an error, asyncio does not.
         """
-        with contextlib.suppress(RuntimeError):
-            self._writer.write(frame)
-
-    async def _write(self, frame: bytes) -> None:
-        self._check_alive()
-        self._post(frame)
-        try:
-            await self._writer.drain()
-        except (ConnectionError, RuntimeError) as error:
-            raise EngineDeadError(f"the engine process ended: {error}") from None
-
-    def _check_alive(self) -> None:
-        if self._end is not None:
-            raise EngineDeadError(str(self._end))
+        frame = wire.frame(message)
+        if self.is_alive:
+            with contextlib.suppress(RuntimeError):
+                self._writer.write(frame)
 
     async def _read_all(self) -> None:
         splitter = wire.FrameSplitter()
@@ -188,54 +162,35 @@ class SocketClient:
         elif events is not None:
             self._receive(message.epoch, events)
         elif isinstance(message, wire.Took):
-            settle(self._answered(self._submits, message.accepted.request_id), message.accepted)
+            self._answer(message.accepted.request_id, message.accepted)
         elif isinstance(message, wire.Answer):
-            settle(self._answered(self._answers, message.number), message.value)
-        elif isinstance(message, wire.ErrorReply):
-            self._fail(message)
+            self._answer(message.to, message.value)
         elif isinstance(message, wire.Ready):
-            settle(
-                self._ready, message.capacity if message.version == wire.VERSION else _other_version(message.version)
-            )
+            is_same = message.version == wire.VERSION
+            settle(self._ready, message.capacity if is_same else _other_version(message.version))
+        elif isinstance(message, wire.ErrorReply):
+            if message.to is not None:
+                self._answer(message.to, message.error())
+            elif self._ready.done():
+                self._finish(message.message)
+            else:
+                self._end = message.error()
+                settle(self._ready, self._end)
 
-    def _fail(self, message: wire.ErrorReply) -> None:
-        if message.request_id is not None:
-            settle(self._answered(self._submits, message.request_id), message.error())
-        elif message.number is not None:
-            settle(self._answered(self._answers, message.number), message.error())
-        elif self._ready.done():
-            self._finish(message.message)
-        else:
-            self._end = message.error()
-            settle(self._ready, self._end)
-            self._ready.exception()  # marked as retrieved: only the one that starts the engine awaits it
+    def _answer(self, key: wire.ReplyTo, value: object) -> None:
+        _, answer = self._pending.pop(key, (0.0, None))
+        settle(answer, value)
 
     def _finish(self, reason: str) -> None:
-        """Answer all that waits: the connection ended."""
+        """Answer every question: the connection ended."""
         if self._end is None:
             self._end = EngineDeadError(
                 "the engine was stopped" if self._is_closing else f"the engine process ended: {reason}"
             )
-        waiting: tuple[asyncio.Future[Any], ...] = (self._ready, *self._submits.values(), *self._answers.values())
-        for answer in waiting:
+        settle(self._ready, self._end)
+        for _, answer in self._pending.values():
             settle(answer, self._end)
-        self._asked_at.clear()
-        if not self._ready.cancelled():
-            self._ready.exception()
 
 
 def _other_version(version: int) -> EngineError:
     return EngineError(f"the engine process speaks version {version} of the protocol, this one {wire.VERSION}")
-
-
-def _frame_of(message: wire.Submit) -> bytes:
-    try:
-        return wire.frame(message)
-    except wire.WireError as error:
-        raise InvalidRequestError(f"the request is too large: {error}", "prompt") from None
-
-
-def _unasked(answer: asyncio.Future[Any] | None) -> None:
-    """This answer is no longer awaited: mark an error in it as retrieved."""
-    if answer is not None and answer.done() and not answer.cancelled():
-        answer.exception()

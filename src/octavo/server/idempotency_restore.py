@@ -8,6 +8,7 @@ that cannot be taken over is forgotten, so that a retry begins it anew.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -141,15 +142,19 @@ class _StoredOutputs:
     def __init__(self, entries: Mapping[str, OpenRequest]) -> None:
         self._entries = entries
 
-    async def outputs(self, request_id: str, final_only: bool = False) -> AsyncIterator[TokenOutput]:
+    async def outputs(
+        self, request_id: str, final_only: bool = False, max_ids: int = sys.maxsize
+    ) -> AsyncIterator[TokenOutput]:
         """Yield all outputs of a request."""
-        for output in self._entries[request_id].take():
-            yield output
+        while outputs := self._entries[request_id].take(max_ids):
+            for output in outputs:
+                yield output
 
-    async def cancel(
+    def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
-    ) -> None:
+    ) -> int:
         """Do nothing: they have ended."""
+        return 0
 
 
 class _StoredAnswer:

@@ -30,7 +30,7 @@ async def cancel(request: Request) -> Response:
     ids = context.directory.find(name, key.tenant)
     if not ids:
         raise ApiError(404, f"no request {name[:128]!r} of yours is open", code="request_not_found")
-    await context.sessions.client.cancel(ids)
+    context.sessions.client.cancel(ids)
     return _json({"id": name, "cancelled": True})
 
 
