@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -48,9 +48,9 @@ def pack_header(header: Header) -> bytes:
     return _frame(msgspec.json.encode(header))
 
 
-def pack_records(records: list[tuple[Any, ...]]) -> bytes:
-    """Return the frame of some records."""
-    return _frame(msgspec.msgpack.encode(records))
+def pack_records(records: Iterable[bytes]) -> bytes:
+    """Return the frame of some packed records."""
+    return _frame(msgspec.msgpack.encode([msgspec.Raw(record) for record in records]))
 
 
 def read_header(path: Path) -> Header | None:

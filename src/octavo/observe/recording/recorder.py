@@ -1,8 +1,8 @@
-"""Records a scheduler: a tap on its calls, a bounded queue from the engine's thread, and a thread that writes.
+"""Records a scheduler: the tap of its calls, a bounded queue from the engine's thread, and a thread that writes.
 
-Owns: the tap, the queue, the thread, the bound in bytes, the end. Does not: know how a call is encoded (format).
-Invariants: `called` never waits, copies nothing and raises nothing; what cannot be kept ends the recording, with a
-marker where one can still be written, and a line in the log; a segment begins with an engine's first request.
+Owns: the queue, the thread, the bound in bytes, the end. Does not: know how a call is encoded (format).
+Invariants: `called` never waits, copies nothing and raises nothing; what cannot be written ends the recording, with a
+marker if that can still be written, and with a warning; a segment begins with an engine's first request.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import math
 import os
 import tempfile
 import threading
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from octavo.config import RecordingConfig
 from octavo.core.tap import AdmitCall, Call
@@ -31,13 +32,13 @@ MAX_QUEUED = 16384  # calls that the writer may be behind; some minutes of a dis
 FRAME_CALLS = 1024
 FRAME_BYTES = 1 << 20  # unpacked, about
 FLUSH_S = 1.0  # how much a kill may cost
-_POLL_S = 0.05  # between looks while there are calls, so that no step has to wake anybody
+_POLL_S = 0.05  # between looks at the queue while there are calls, so that no step has to wake the thread
 _MARKER_BYTES = 1024  # kept for the marker at the end
 _CLOSED = "the engine was stopped"
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder of a recording, and see that it can be written to. Raises ConfigError."""
+    """Make the folder of a recording and check that it can be written to. Raises ConfigError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as trial:
@@ -46,11 +47,6 @@ def prepare_folder(folder: Path) -> None:
         raise ConfigError(
             f"--record {folder} cannot be written to ({(error.strerror or str(error)).lower()}); give another folder"
         ) from None
-
-
-def num_bytes_in(folder: Path) -> int:
-    """Bytes of the segments that a folder holds."""
-    return sum(path.stat().st_size for path in folder.glob(f"*{SUFFIX}"))
 
 
 class Recorder:
@@ -66,47 +62,45 @@ class Recorder:
         self._clock = clock
         self._max_bytes = max_bytes
         self._queue: deque[RecordedCall] = deque()
-        self._records: list[tuple[Any, ...]] = []
         self._wake = threading.Event()
         self._is_resting = False
+        self._is_over = False  # no more calls are taken
         self._is_orderly = False  # ended by close, not by a bound
-        self._is_over = False  # nothing is taken any more
         self._end_reason = ""
         self._num_calls = 0
         self._num_bytes = 0
-        self._weight = 0  # bytes in prompts and keys that are not written yet
-        self._room = 0  # bytes that may still be written
+        self._room = 0  # bytes that the segment may take
+        self._records: list[bytes] = []  # of the next frame
+        self._num_packed = 0  # bytes of these
+        self._oldest = 0.0  # when the first of these was packed
         self._file: BinaryIO | None = None
         self._path: Path | None = None
-        self._flushed_at = 0.0
         self._thread: threading.Thread | None = None
 
     # --- the engine's thread --------------------------------------------------------------------------
 
     def called(self, call: Call) -> None:
-        """Take a call in. Costs a queue's append; where the queue is full the recording ends."""
+        """Queue a call. If the queue is full the recording ends.
+
+        The thread starts with the first request: plans before it are empty and change nothing.
+        """
         if self._is_over:
             return
-        if self._thread is None and not self._start(call):
-            return
+        if self._thread is None:
+            if not isinstance(call, AdmitCall):
+                return
+            self._thread = threading.Thread(target=self._run, name="octavo-record", daemon=True)
+            self._thread.start()
         if len(self._queue) >= MAX_QUEUED:
-            self._is_over = True
             self._end_reason = f"the writer was {MAX_QUEUED} calls behind; is the disk too slow?"
+            self._is_over = True
         else:
             self._queue.append(RecordedCall(call, self._clock()))
         if self._is_resting:
             self._wake.set()
 
-    def _start(self, call: Call) -> bool:
-        """The thread starts with the first request: plans before it are empty and change nothing."""
-        if not isinstance(call, AdmitCall):
-            return False
-        self._thread = threading.Thread(target=self._run, name="octavo-record", daemon=True)
-        self._thread.start()
-        return True
-
     def close(self, reason: str = _CLOSED) -> None:
-        """End the recording with its marker, once all that was taken is written. Idempotent."""
+        """End the recording with its marker, once all queued calls are written. Idempotent."""
         if not self._is_over:
             self._end_reason, self._is_orderly = reason, True
         self._is_over = True
@@ -115,7 +109,7 @@ class Recorder:
             self._thread.join()
 
     def status(self) -> Mapping[str, object]:
-        """What is told of it in the statistics."""
+        """Return the section `recording` of the statistics."""
         return {
             "is_recording": not self._is_over,
             "path": str(self._path or self._folder),
@@ -129,11 +123,11 @@ class Recorder:
 
     def _run(self) -> None:
         try:
-            if not self._open():
-                return
-            self._flushed_at = time.monotonic()
-            while self._turn():
-                pass
+            if self._open():
+                self._write_calls()
+                if not self._is_orderly:
+                    _LOG.warning("recording ended: %s", self._end_reason)
+                self._write([self._encoder.encode(RecordedCall(EndMarker(self._clock(), self._end_reason)))])
         except OSError as error:
             self._give_up(f"{self._path or self._folder} cannot be written: {error.strerror or error}")
         except Exception as error:  # the instrument shell
@@ -151,82 +145,59 @@ class Recorder:
         self._end_reason = reason
         _LOG.warning("recording ended: %s", reason)
 
-    def _turn(self) -> bool:
-        """Take what is queued, write when it is time; False at the end."""
-        while self._queue:
-            self._take(self._queue.popleft())
-            time.sleep(0)  # let the engine's thread have the interpreter
-        if self._is_over:
-            self._finish()
-            return False
-        self._flush_if_due()
-        if not self._is_over:
-            self._rest()
-        return True
-
-    def _take(self, recorded: RecordedCall) -> None:
-        self._records.append(self._encoder.encode(recorded))
-        call = recorded.call
-        if isinstance(call, AdmitCall):
-            num_ids = call.request.num_prompt_tokens if self._header.has_text else 0
-            self._weight += 5 * num_ids + 10 * sum(len(run.keys) for run in call.keys)
-        self._flush_if_due()
-
-    def _flush_if_due(self) -> None:
-        is_due = time.monotonic() - self._flushed_at >= FLUSH_S
-        if self._records and (is_due or len(self._records) >= FRAME_CALLS or self._weight >= FRAME_BYTES):
-            self._flush()
-
-    def _rest(self) -> None:
-        """Wait: a moment while something is to be written, else for the next call."""
-        if self._records:
-            self._wake.wait(_POLL_S)
-        else:
-            self._is_resting = True
-            if not self._queue and not self._is_over:
-                self._wake.wait()
-            self._is_resting = False
-            self._flushed_at = time.monotonic()
-        self._wake.clear()
-
     def _open(self) -> bool:
-        """Begin a segment under the next free number; False where the folder is full."""
-        self._room = self._max_bytes - num_bytes_in(self._folder)
-        data = preamble() + pack_header(self._header)
-        if self._room < len(data) + 2 * _MARKER_BYTES:
+        """Begin a segment under the next free number; False if the folder is full."""
+        paths = list(self._folder.glob(f"*{SUFFIX}"))
+        num_bytes = sum(path.stat().st_size for path in paths)
+        self._room = self._max_bytes - num_bytes - _MARKER_BYTES
+        head = preamble() + pack_header(self._header)
+        if self._room < len(head) + _MARKER_BYTES:
             self._give_up(
-                f"{self._folder} holds {self._max_bytes - self._room} of at most {self._max_bytes} bytes already; "
+                f"{self._folder} holds {num_bytes} of at most {self._max_bytes} bytes already; "
                 "name another folder, or raise --record-bytes"
             )
             return False
-        numbers = [int(path.stem) for path in self._folder.glob(f"*{SUFFIX}") if path.stem.isdigit()]
-        number = max(numbers, default=0) + 1
-        while True:
-            path = self._folder / f"{number:04d}{SUFFIX}"
-            try:
-                self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
-            except FileExistsError:  # another engine of the same server
-                number += 1
-                continue
-            self._path = path
-            break
-        self._write(data)
+        number = max((int(path.stem) for path in paths if path.stem.isdigit()), default=0)
+        while self._file is None:
+            number += 1
+            self._path = self._folder / f"{number:04d}{SUFFIX}"
+            with contextlib.suppress(FileExistsError):  # of another engine of the same server
+                self._file = os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+        self._write_bytes(head)
         return True
 
-    def _write(self, data: bytes) -> None:
-        assert self._file is not None
-        self._file.write(data)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._num_bytes += len(data)
+    def _write_calls(self) -> None:
+        """Write queued calls until the recording is over: a frame when it is full or FLUSH_S old."""
+        while self._queue or not self._is_over:
+            while self._queue:
+                if not self._records:
+                    self._oldest = time.monotonic()
+                self._records.append(self._encoder.encode(self._queue.popleft()))
+                self._num_packed += len(self._records[-1])
+                self._flush_if_due()
+                time.sleep(0)  # let the engine's thread have the interpreter
+            self._flush_if_due()
+            self._rest()
+        if self._records:
+            self._flush()
+
+    def _rest(self) -> None:
+        """Wait: a moment while there is a frame to write, else for the next call."""
+        self._is_resting = not self._records
+        if not self._queue and not self._is_over:
+            self._wake.wait(_POLL_S if self._records else None)
+        self._is_resting = False
+        self._wake.clear()
+
+    def _flush_if_due(self) -> None:
+        is_full = len(self._records) >= FRAME_CALLS or self._num_packed >= FRAME_BYTES
+        if self._records and (is_full or time.monotonic() - self._oldest >= FLUSH_S):
+            self._flush()
 
     def _flush(self) -> None:
-        """Write what is encoded as one frame; where there is no room for it the recording is over."""
-        records, self._records, self._weight = self._records, [], 0
-        self._flushed_at = time.monotonic()
-        frame = pack_records(records)
-        if self._num_bytes + len(frame) + _MARKER_BYTES <= self._room:
-            self._write(frame)
+        """Write a frame; if there is no room for it the recording is over."""
+        records, self._records, self._num_packed = self._records, [], 0
+        if self._write(records, self._room):
             self._num_calls += len(records)
             return
         self._is_over, self._is_orderly = True, False
@@ -236,17 +207,24 @@ class Recorder:
             "a recording begins with its engine, so the next begins when an engine starts next"
         )
 
-    def _finish(self) -> None:
-        """Write the rest, and the marker."""
-        if self._records:
-            self._flush()
-        if not self._is_orderly:
-            _LOG.warning("recording ended: %s", self._end_reason)
-        self._write(pack_records([self._encoder.encode(RecordedCall(EndMarker(self._clock(), self._end_reason)))]))
+    def _write(self, records: list[bytes], room: float = math.inf) -> bool:
+        """Write a frame of records; False if the segment would exceed `room`."""
+        frame = pack_records(records)
+        if self._num_bytes + len(frame) > room:
+            return False
+        self._write_bytes(frame)
+        return True
+
+    def _write_bytes(self, data: bytes) -> None:
+        assert self._file is not None
+        self._file.write(data)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._num_bytes += len(data)
 
 
 def open_recorder(config: RecordingConfig, header: Header, clock: Callable[[], float]) -> Recorder:
-    """A recorder as configured, whose folder is there. Raises ConfigError when it cannot be written to."""
+    """Return a recorder as configured, and make its folder. Raises ConfigError if that cannot be written to."""
     assert config.record is not None
     folder = Path(config.record).expanduser().absolute()
     prepare_folder(folder)
