@@ -21,13 +21,13 @@ MAX_ON_THE_WAY_S = 3600.0  # from the front to the engine; more than that is ano
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request. Times are seconds since the first request of all came; None where one did not come.
+    """One request. Times are seconds since the first arrival of all; None if the event did not happen.
 
-    `arrival` is when it came to the server, `taken` when the engine took it in, between two steps. `output_tokens` has
-    one number for each choice. `keys` are those of the prompt's full blocks, `output_keys` those behind them of the
-    first choice, the one that straddles both first; one for each `key_tokens` tokens. `life` is its segment's number,
-    from 0. `is_resumed`: it was open in an earlier life of the engine, and its first `emitted_tokens` outputs come from
-    there.
+    `arrival` is its arrival at the server, `taken` its admission by the engine, between two steps. `output_tokens` has
+    one number for each choice. `keys` are those of the prompt's full blocks, `output_keys` the later ones of the first
+    choice, beginning with the block that holds the prompt's end; one for each `key_tokens` tokens. `life` is its
+    segment's number, from 0. `is_resumed`: it was open in an earlier life of the engine, which generated its first
+    `emitted_tokens` outputs.
     """
 
     name: str
@@ -60,7 +60,7 @@ class RecordedRequest:
 
 
 class _Gathered:
-    """A request while its segment is replayed: what its history does not have."""
+    """What is gathered of a request while its segment is replayed, beside its history."""
 
     def __init__(self, call: AdmitCall, max_tokens: int, history: RequestHistory) -> None:
         params, emitted = call.request.params, len(call.request.emitted_token_ids or ())
@@ -68,7 +68,6 @@ class _Gathered:
         self.max_tokens = max_tokens
         self.history = history
         self.keys: list[bytes] = []
-        self.first_token: float | None = None  # also one that came when it had been preempted
         self.num_emitted = emitted
         self.num_outputs = [emitted] * (params.n if params.beam_width else params.num_sequences)
 
@@ -97,7 +96,7 @@ class _Gathered:
             request.ttft_objective,
             request.tpot_objective,
             first_scheduled=at(history.admitted_at),
-            first_token=at(self.first_token),
+            first_token=at(history.first_token_at),
             end=None if end is None else end.time - origin,
             finish_reason=None if end is None else end.finish_reason,
             taken=self.call.now - origin,
@@ -107,16 +106,16 @@ class _Gathered:
 
 
 def _arrival(call: AdmitCall) -> float:
-    """When a request came to the server; by its own account, where that can be."""
+    """Return when a request arrived at the server, by its own clock if that is plausible."""
     arrival = call.request.arrival
     return arrival if call.now - MAX_ON_THE_WAY_S <= arrival <= call.now else call.now
 
 
 def arrivals(recording: Recording, at_end: Callable[[Scheduler], object] | None = None) -> list[RecordedRequest]:
-    """The requests of all segments in order of arrival; replays the recording to know what became of them.
+    """Return the requests of all segments in order of arrival; replays the recording to know their outcomes.
 
-    `at_end` gets each life's scheduler as it was in the end. Raises RecordingError where the replay is not equal, and
-    what replay raises.
+    `at_end` gets each life's scheduler in its last state. Raises RecordingError if the replay is not equal, and what
+    replay raises.
     """
     found: list[RecordedRequest] = []
     origin: float | None = None
@@ -138,9 +137,8 @@ def _gather(segment: Segment, replayer: Replayer) -> list[_Gathered]:
     gathered: list[_Gathered] = []
     newest: dict[str, _Gathered] = {}  # by id, which may be used again
     try:
-        for recorded in segment.calls():
-            made, call = replayer.make(recorded), recorded.call
-            made.feed(history, recorded)
+        for made in replayer.play(history):
+            call = made.recorded.call
             if isinstance(call, AdmitCall):
                 name = call.request.request_id
                 newest[name] = _Gathered(call, made.max_tokens, history.open[name])
@@ -151,10 +149,7 @@ def _gather(segment: Segment, replayer: Replayer) -> list[_Gathered]:
                     one.keys.extend(run.keys)
             if made.events is not None:
                 for name, choice in zip(made.events.request_ids, made.events.choices, strict=True):
-                    one = newest[name]
-                    one.num_outputs[choice] += 1
-                    if one.first_token is None:
-                        one.first_token = made.events.time
+                    newest[name].num_outputs[choice] += 1
     except DivergenceError as divergence:
         raise RecordingError(
             f"{segment.path} does not replay to the same decisions from step {replayer.step} on "

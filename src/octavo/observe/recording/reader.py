@@ -206,31 +206,50 @@ class RecordedStep:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it gave nothing."""
+        """Return True if it gave nothing."""
         return isinstance(self.outcome, StepFailure)
+
+    def seconds(self, result: StepResult) -> tuple[float, ...]:
+        """Return its seconds by PARTS, given its result; if the end of its delivery is not known, up to its commit."""
+        end = self.committed if self.next_plan is None else self.next_plan
+        schedule_s, parts = self.planned - self.plan.now + self.committed - self.collected, result.timings
+        return schedule_s, parts.prepare_s, parts.forward_s, parts.sample_s, end - self.committed, end - self.plan.now
+
+
+class StepPairs:
+    """Pairs the plans of a segment with their outcomes; plans voided by a failure before them are left out."""
+
+    def __init__(self, life: int = 0) -> None:
+        self.last: RecordedStep | None = None  # until it is known when the next plan was begun
+        self._life = life
+        self._flight: deque[tuple[StepPlan, float]] = deque()
+        self._free_from: float | None = None
+
+    def take(self, recorded: RecordedCall) -> RecordedStep | None:
+        """Add the next call; return the step that ended before it."""
+        call, ended = recorded.call, None
+        if isinstance(call, PlanCall):
+            if self.last is not None:
+                ended, self.last = replace(self.last, next_plan=call.now), None
+            if recorded.digest:
+                self._flight.append((call.plan, recorded.done))
+        elif isinstance(call, CommitCall) and self._flight:
+            ended = self.last
+            plan, planned = self._flight.popleft()
+            times = planned, call.now, recorded.done, self._free_from
+            self.last = RecordedStep(self._life, plan, call.outcome, *times)
+            self._free_from = call.now
+            if self.last.has_failed:
+                self._flight.clear()
+        return ended
 
 
 def steps(recording: Recording) -> Iterator[RecordedStep]:
-    """The steps of all segments that were committed, in order; plans voided by a failure before them are left out."""
+    """Yield the steps of all segments that were committed, in order."""
     for life, segment in enumerate(recording.segments):
-        flight: deque[tuple[StepPlan, float]] = deque()
-        free_from: float | None = None
-        last: RecordedStep | None = None  # until it is known when the next plan was begun
+        pairs = StepPairs(life)
         for recorded in segment.calls():
-            call = recorded.call
-            if isinstance(call, PlanCall):
-                if last is not None:
-                    yield replace(last, next_plan=call.now)
-                    last = None
-                if recorded.digest:
-                    flight.append((call.plan, recorded.done))
-            elif isinstance(call, CommitCall) and flight:
-                if last is not None:
-                    yield last
-                plan, planned = flight.popleft()
-                last = RecordedStep(life, plan, call.outcome, planned, call.now, recorded.done, free_from)
-                free_from = call.now
-                if isinstance(call.outcome, StepFailure):
-                    flight.clear()
-        if last is not None:
-            yield last
+            if (ended := pairs.take(recorded)) is not None:
+                yield ended
+        if pairs.last is not None:
+            yield pairs.last
