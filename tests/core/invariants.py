@@ -82,7 +82,9 @@ def check_no_leaks(scheduler: Scheduler) -> None:
     _require(state.num_swapped == 0, f"{state.num_swapped} requests count as swapped")
     _require(state.adapters.num_used == 0, f"{state.adapters.num_used} adapter slots are held")
     _require(state.encoder.num_references == 0, "encoder outputs are held by nobody")
-    _require(not state.announced and not state.id_edits and not state.table_edits, "the executor was not told all")
+    updates = state.updates
+    is_told = not (updates.sequences or updates.id_edits or updates.table_edits)
+    _require(is_told, "the executor was not told all")
 
 
 def _require(ok: bool, message: str) -> None:
@@ -199,7 +201,7 @@ def _check_slots(state: State) -> None:
 
 def _check_running(state: State, entry: RequestState, sequence: Sequence) -> None:
     name, size = entry.name, state.limits.block_size
-    is_told = sequence.is_entered or sequence in state.announced
+    is_told = sequence.is_entered or sequence in state.updates.sequences
     _require(is_told or not entry.is_decoding, f"{name} decodes, but a choice of it has not come in")
     _require(entry.status == Status.RUNNING, f"{name} runs with status {entry.status}")
     _require(

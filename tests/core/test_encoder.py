@@ -19,9 +19,9 @@ def spans(*items: tuple[int, int, str]) -> tuple[Span, ...]:
 
 def plan(cache: EncoderCache) -> tuple[list[bytes], list[bytes]]:
     """End a plan: keys encoded and keys freed."""
-    jobs, frees = cache.take_jobs(), cache.take_frees()
+    jobs, frees = cache.end_plan()
     check_encoder(cache)
-    cache.renew()
+    cache.begin_plan()
     return [job.key for job in jobs], list(frees)
 
 
@@ -49,7 +49,7 @@ def test_E01_X06_an_item_is_encoded_whole_by_the_first_range_that_touches_it(
 def test_E01_a_job_names_slot_span_key_and_size() -> None:
     cache = EncoderCache(10, 10)
     assert cache.grant("r", 3, spans((0, 2, "a"), (5, 4, "b")), 2, 5) == 5
-    assert cache.take_jobs() == (EncodeJob(3, 1, b"b", 4),)
+    assert cache.end_plan()[0] == (EncodeJob(3, 1, b"b", 4),)
 
 
 def test_E01_a_later_chunk_of_the_same_item_encodes_nothing() -> None:
@@ -165,7 +165,7 @@ def test_E02_a_job_that_another_row_of_the_plan_needs_stays_and_names_that_row()
     cache.grant("x", 0, spans((0, 5, "a")), 0, 5)
     cache.grant("y", 1, spans((0, 1, "b"), (1, 5, "a")), 1, 5)
     cache.release("x")
-    assert cache.take_jobs() == (EncodeJob(1, 1, b"a", 5),)
+    assert cache.end_plan()[0] == (EncodeJob(1, 1, b"a", 5),)
 
 
 def test_E02_after_a_failed_step_its_outputs_are_encoded_anew() -> None:
@@ -173,11 +173,11 @@ def test_E02_after_a_failed_step_its_outputs_are_encoded_anew() -> None:
     cache.grant("x", 0, spans((0, 3, "a")), 0, 3)
     plan(cache)
     cache.grant("y", 1, spans((0, 3, "a"), (3, 3, "b")), 0, 6)
-    jobs, frees = cache.take_jobs(), cache.take_frees()
+    jobs, frees = cache.end_plan()
     cache.void(jobs, frees)
     assert cache.num_references == 2  # both of a, which an earlier plan made
     cache.release("y")
-    cache.renew()
+    cache.begin_plan()
     assert cache.grant("y", 1, spans((0, 3, "a"), (3, 3, "b")), 0, 6) == 6
     assert plan(cache) == ([b"b"], [])
 
@@ -188,11 +188,11 @@ def test_E02_what_a_failed_step_was_to_drop_counts_as_dropped() -> None:
     plan(cache)
     cache.release("x")
     cache.grant("y", 1, spans((0, 4, "b")), 0, 4)
-    jobs, frees = cache.take_jobs(), cache.take_frees()
+    jobs, frees = cache.end_plan()
     assert frees == (b"a",)
     cache.void(jobs, frees)  # it may have come as far as dropping a, or encoding b
     cache.release("y")
-    cache.renew()
+    cache.begin_plan()
     assert cache.grant("x", 0, spans((0, 4, "a")), 0, 4) == 4
     assert plan(cache) == ([b"a"], [b"b"])
     assert plan(cache) == ([], [])
@@ -323,7 +323,7 @@ class World:
         return Life(f"r{index}", tuple(items), position + 1)
 
     def plan(self) -> None:
-        self.cache.renew()
+        self.cache.begin_plan()
         rows: list[tuple[Life, int, int]] = []
         for life in self.lives:
             if life.granted == life.length or self.rng.random() < 0.3:
@@ -352,7 +352,7 @@ class World:
             made.rows = [row for row in made.rows if row[0] is not life]
 
     def end_plan(self, rows: list[tuple[Life, int, int]]) -> None:
-        made = Made(rows, self.cache.take_jobs(), self.cache.take_frees())
+        made = Made(rows, *self.cache.end_plan())
         encoded, freed = self.slow.end_plan()
         lost = [key for key in dict.fromkeys(self.lost) if not self.slow.size(key)]
         self.lost = []

@@ -51,7 +51,8 @@ def fork_choices(step: Step, request: RequestState, root: Sequence) -> bool:
     for child in children:
         cache.fork(root, child)
         child.num_computed = 0  # until the root's row is committed
-        step.announce_with_table(child)
+        step.enter(child)
+        cache.announce(child)
         step.add_fork(child)
     state.totals.num_forks += len(children)
     return True
@@ -77,16 +78,16 @@ def enter_late(step: Step, request: RequestState, sequence: Sequence) -> bool:
     """Enter a choice that was not forked, once its siblings have computed what it shares with them."""
     siblings = [other for other in request.sequences if other.is_entered]
     if any(other.num_scheduled < other.num_committed for other in siblings):
-        keep_room(step, sequence)
+        reserve_room(step, sequence)
         return False
     match = _match(step, sequence)
     if match is not None and (_is_one_too_many(step, sequence, match) or _is_promised(step, sequence, match)):
-        keep_room(step, sequence)
+        reserve_room(step, sequence)
         return False
     while match is None:
         if siblings:  # they will end, and then there is room
             step.defer(request, WaitReason.FORK_BLOCKS, 1, step.state.cache.num_free())
-            keep_room(step, sequence)
+            reserve_room(step, sequence)
             return False
         if not step.evict(request, may_wait=False):
             return False
@@ -96,12 +97,12 @@ def enter_late(step: Step, request: RequestState, sequence: Sequence) -> bool:
     return True
 
 
-def keep_room(step: Step, sequence: Sequence) -> None:
-    """Keep blocks from admissions for a choice that has not entered: at least its own tail."""
+def reserve_room(step: Step, sequence: Sequence) -> None:
+    """Reserve blocks for a choice that has not entered: at least its own tail."""
     cache = step.state.cache
     shared = sequence.num_prompt - 1 if cache.sharing else 0
     own = cache.num_blocks_for(sequence.num_known) - shared // cache.block_size
-    step.keep(sequence.request, [max(1, own)] * cache.num_groups)
+    step.reserve(sequence.request, [max(1, own)] * cache.num_groups)
 
 
 def _match(step: Step, sequence: Sequence) -> Match | None:
@@ -153,10 +154,10 @@ def advance_beams(state: State, request: RequestState) -> list[Hypothesis] | Non
     for choice, (beam, (_, token)) in enumerate(zip(beams, chosen, strict=True)):
         beam.choice = choice
         if beam.slot >= 0:
-            state.id_edits.extend((beam.slot, beam.num_committed, token))
+            state.updates.id_edits.extend((beam.slot, beam.num_committed, token))
         else:
             state.take_slot(beam, request.spare_slots.pop())
-            state.announced.append(beam)
+            state.updates.sequences.append(beam)
         if beam.token_ids is not None:
             beam.token_ids.append(token)
         beam.num_committed += 1
@@ -184,7 +185,7 @@ def finish_beams(state: State, request: RequestState, best: list[Hypothesis], no
     """End a search's choices and then the request. Without any hypothesis (every id was barred) it ends empty."""
     ends = [_end_of(request, beam) for beam in best] or [(FinishReason.LENGTH, None)]
     for choice, (beam, (reason, stop_id)) in enumerate(zip(best[1:], ends[1:], strict=True), start=1):
-        state.tell(
+        state.log(
             EventKind.CHOICE_FINISHED, request, now, num_tokens=len(beam.token_ids), finish_reason=reason,
             stop_token_id=stop_id, choice=choice,
         )  # fmt: skip

@@ -92,7 +92,7 @@ class StepCommit:
     def close(self) -> Events:
         """Return what became known: the columns of tokens, and all decisions since the last plan or commit."""
         state, events = self.state, self.events
-        state.settle()
+        state.report_ended()
         events.choices = array("i", self.choices)
         events.positions = array("i", self.positions)
         events.token_ids = array("i", self.token_ids)
@@ -288,7 +288,7 @@ class StepCommit:
             cached = state.cache.find_duplicated(made)
             if cached is not None:
                 for sequence in state.cache.dedup(made, cached):
-                    state.table_edits.extend((sequence.slot, made.group, made.index, cached))
+                    state.updates.table_edits.extend((sequence.slot, made.group, made.index, cached))
                     state.defer_release(made.group, made.block)
                 state.totals.num_adopted_blocks += 1
 

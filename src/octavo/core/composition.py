@@ -1,7 +1,7 @@
-"""Composition: which kinds of row may share a step (S12, S13).
+"""Composition: which kinds of row may share a step (S12, S13), where the configuration separates kinds.
 
-Owns: the alternation of text and media, and of prefills and decodes, where the configuration separates them.
-Does not: plan. Where nothing is separated, every step is ANY.
+Owns: the alternation of text and media, and of prefills and decodes. Does not: plan. Without separation the state has
+no Composition, and a step has no Turn.
 Invariants: work of one modality waits for at most one step of the other, and decodes for at most `max_prefill_run`
 steps of prefills; when the kind that is due has nothing to run, the next kind gets the step.
 """
@@ -31,24 +31,18 @@ class Turn:
         return None
 
 
-ANY = Turn()
-
-
 class Composition:
-    """The kind of step that is due. `is_mixed`: all kinds of row may share a step."""
+    """The kind of step that is due."""
 
-    __slots__ = ("_limits", "_media_next", "_num_prefills", "is_mixed")
+    __slots__ = ("_limits", "_media_next", "_num_prefills")
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.is_mixed = not limits.separate_modalities and limits.composition == "mixed"
         self._media_next = False
         self._num_prefills = 0  # steps of prefills since the last one of decodes
 
     def turns(self) -> list[Turn]:
         """Return the kinds of step in the order to try them: the first that has a row is planned."""
-        if self.is_mixed:
-            return [ANY]
         media = (self._media_next, not self._media_next) if self._limits.separate_modalities else (None,)
         decode_first = self._num_prefills >= self._limits.max_prefill_run
         phases = (decode_first, not decode_first) if self._limits.composition == "separate" else (None,)

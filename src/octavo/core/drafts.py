@@ -54,11 +54,6 @@ def allows(request: Request) -> bool:
     )
 
 
-def may_wait(state: State) -> bool:
-    """Return True if rows of some requests may have to wait for a commit, because of drafts."""
-    return bool(state.limits.max_draft_tokens and state.flight)
-
-
 def must_wait(state: State, request: RequestState) -> bool:
     """Return True if a request's next row waits for a commit: of its drafts, or of the id that drafts would follow."""
     is_quiet = state.num_sequences <= state.limits.max_draft_rows
@@ -121,4 +116,4 @@ def take_result(state: State, sequence: Sequence, start: int, num_drafted: int, 
     sequence.num_drafts = 0
     sequence.num_computed = sequence.num_scheduled = start + num_ids
     for group, index in state.cache.trim(sequence):
-        state.table_edits.extend((sequence.slot, group, index, DROP_BLOCK))
+        state.updates.table_edits.extend((sequence.slot, group, index, DROP_BLOCK))

@@ -50,7 +50,7 @@ class EncoderCache:
         """Needs of all requests."""
         return sum(self._counts.values())
 
-    def renew(self) -> None:
+    def begin_plan(self) -> None:
         """Start a plan with the whole encoder budget."""
         self._left = self._limit
 
@@ -149,17 +149,14 @@ class EncoderCache:
             self._idle.pop(key, None)
             self._used -= self._sizes.pop(key)
 
-    def take_jobs(self) -> tuple[EncodeJob, ...]:
-        """Return what the plan has to encode."""
-        jobs, self._jobs = tuple(self._jobs), []
-        return jobs
+    def end_plan(self) -> tuple[tuple[EncodeJob, ...], tuple[bytes, ...]]:
+        """Return what the plan encodes, and the keys of outputs that it drops.
 
-    def take_frees(self) -> tuple[bytes, ...]:
-        """Return keys whose outputs the plan drops; after a failed plan, also keys that may have no output."""
-        lost = [key for key in dict.fromkeys(self._lost) if key not in self._sizes]
-        frees = (*self._frees, *lost)
-        self._frees, self._lost = [], []
-        return frees
+        After a failed plan these include keys that may have no output.
+        """
+        jobs, frees = tuple(self._jobs), (*self._frees, *[k for k in dict.fromkeys(self._lost) if k not in self._sizes])
+        self._jobs, self._frees, self._lost = [], [], []
+        return jobs, frees
 
     def _drop(self, need: _Reference) -> None:
         left = self._counts[need.key] - 1

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from operator import attrgetter
@@ -140,8 +141,7 @@ class Row:
     drafts: tuple[int, ...] = ()
 
 
-def _ints() -> array[int]:
-    return array("i")
+int_column: Callable[[], array[int]] = partial(array, "i")  # an empty one
 
 
 @dataclass(slots=True)
@@ -168,18 +168,18 @@ class StepPlan:
 
     step: int
     now: float
-    slots: array[int] = field(default_factory=_ints)
-    starts: array[int] = field(default_factory=_ints)
-    counts: array[int] = field(default_factory=_ints)
-    flags: array[int] = field(default_factory=_ints)
-    num_drafts: array[int] = field(default_factory=_ints)
-    draft_token_ids: array[int] = field(default_factory=_ints)
-    edits: array[int] = field(default_factory=_ints)
-    copies: array[int] = field(default_factory=_ints)
-    swap_outs: array[int] = field(default_factory=_ints)
-    host_loads: array[int] = field(default_factory=_ints)
-    freed_slots: array[int] = field(default_factory=_ints)
-    id_edits: array[int] = field(default_factory=_ints)
+    slots: array[int] = field(default_factory=int_column)
+    starts: array[int] = field(default_factory=int_column)
+    counts: array[int] = field(default_factory=int_column)
+    flags: array[int] = field(default_factory=int_column)
+    num_drafts: array[int] = field(default_factory=int_column)
+    draft_token_ids: array[int] = field(default_factory=int_column)
+    edits: array[int] = field(default_factory=int_column)
+    copies: array[int] = field(default_factory=int_column)
+    swap_outs: array[int] = field(default_factory=int_column)
+    host_loads: array[int] = field(default_factory=int_column)
+    freed_slots: array[int] = field(default_factory=int_column)
+    id_edits: array[int] = field(default_factory=int_column)
     encode_jobs: tuple[EncodeJob, ...] = ()
     encoder_frees: tuple[bytes, ...] = ()
     shared_prefixes: tuple[tuple[int, tuple[int, ...]], ...] = ()
@@ -329,9 +329,9 @@ class Events:
     step: int
     time: float
     request_ids: list[str] = field(default_factory=list)
-    choices: array[int] = field(default_factory=_ints)
-    positions: array[int] = field(default_factory=_ints)
-    token_ids: array[int] = field(default_factory=_ints)
+    choices: array[int] = field(default_factory=int_column)
+    positions: array[int] = field(default_factory=int_column)
+    token_ids: array[int] = field(default_factory=int_column)
     logprobs: list[TokenLogprobs | None] | None = None
     scores: tuple[tuple[str, int, tuple[TokenLogprobs, ...]], ...] = ()
     pooled: tuple[tuple[str, bytes], ...] = ()

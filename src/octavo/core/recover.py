@@ -165,9 +165,7 @@ def undo_steps(state: State, first: Flight, now: float) -> None:
             sequence.in_flight = sequence.stale = sequence.num_pending = 0
     for plan in [flight.plan for flight in reversed(flights)]:  # what they told is told before what is new
         state.encoder.void(plan.encode_jobs, plan.encoder_frees)
-        state.finished_ids[:0] = plan.finished_ids
-        state.preempted_ids[:0] = plan.preempted_ids
-        state.freed_slots = plan.freed_slots + state.freed_slots
+        state.updates.put_back(plan)
     for request in _touched(state, flights):
         state.preempt(request, now, None, None)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, StepPlan, WaitReason
 from octavo.core.request import RequestState, Sequence
 from octavo.core.start import is_still_short
-from octavo.core.state import State
+from octavo.core.state import State, Updates
 from octavo.core.step import is_fast
 
 _MOST_STEPS = 2**31
@@ -103,13 +103,13 @@ def _steps_of(request: RequestState, sequence: Sequence, depth: int) -> int:
 
 def _is_calm(state: State) -> bool:
     """Return True if the next plan reports nothing but rows and ended requests, and no step does more than its rows."""
-    limits, cache = state.limits, state.cache
+    limits, cache, updates = state.limits, state.cache, state.updates
     return not (
-        state.announced
+        updates.sequences
+        or updates.id_edits
+        or updates.table_edits
         or state.events
         or state.ended
-        or state.id_edits
-        or state.table_edits
         or state.encoder.num_references
         or limits.max_kv_read
         or limits.max_draft_tokens
@@ -117,7 +117,7 @@ def _is_calm(state: State) -> bool:
         or limits.encoder_budget
         or cache.has_windows
         or cache.host.pools
-        or not state.composition.is_mixed
+        or state.composition is not None
     )
 
 
@@ -202,9 +202,7 @@ def repeat(state: State, num_steps: int, planned: float) -> None:
     _note_shortage(state)
     if state.flight:
         _replace_flight(state, planned, num_steps == 1)
-    state.freed_slots = array("i")
-    state.finished_ids = []
-    state.preempted_ids = []
+    state.updates = Updates()
 
 
 def _note_shortage(state: State) -> None:
@@ -247,9 +245,9 @@ def _replace_flight(state: State, now: float, is_first: bool) -> None:
         counts,
         array("i", [ROW_SAMPLE | ROW_CARRY]) * len(starts),
         edits=flight.effects.edits,
-        freed_slots=state.freed_slots if is_first else array("i"),
-        finished_ids=tuple(state.finished_ids) if is_first else (),
-        preempted_ids=tuple(state.preempted_ids) if is_first else (),
+        freed_slots=state.updates.freed_slots if is_first else array("i"),
+        finished_ids=tuple(state.updates.finished_ids) if is_first else (),
+        preempted_ids=tuple(state.updates.preempted_ids) if is_first else (),
         num_query_tokens=len(starts),
         num_kv_read=sum(starts) + len(starts),
         is_fast_path=is_fast(starts, counts, state.limits),

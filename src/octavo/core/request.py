@@ -12,6 +12,7 @@ import math
 from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
+from typing import NamedTuple
 
 from octavo.core.beam_search import BeamGroup
 from octavo.core.ngrams import DraftHistory
@@ -217,12 +218,23 @@ class BlockShortage:
     kept: int
 
 
+class PrefixSeen(NamedTuple):
+    """What the cache had of a request when it was last looked up: tokens, the key that ended the match.
+
+    `num_published` is the cache's count of published blocks at that time.
+    """
+
+    num_tokens: int
+    missing: bytes | None
+    num_published: int
+
+
 class RequestState:
     """The scheduler's state of one request. `rank` = (the policy's key, order of arrival), unique among open requests.
 
     `sequences` are those that have not ended, oldest choice first. `num_scored` is the first prompt position whose
-    log-probability must still be returned. `seen` is the last match: tokens, the key that ended it, blocks published
-    by then; `shortage` is what it lacked: until that can have changed, admission need not look again.
+    log-probability must still be returned. `seen` is the last look into the cache, `shortage` what
+    it lacked then: until that can have changed, no look is needed.
     `num_bypassed` counts the steps since its last admission in which a later request was admitted before it.
     `can_run_ahead`: a row may be planned while the id before it is in flight; not for beams, and not where a grammar
     decides which ids may follow.
@@ -271,7 +283,7 @@ class RequestState:
         """Reset what concerns one stay in the waiting queue: it starts, or ends."""
         self.num_bypassed = 0
         self.wait_reason = -1
-        self.seen: tuple[int, bytes | None, int] | None = None
+        self.seen: PrefixSeen | None = None
         self.shortage: BlockShortage | None = None
 
     @property

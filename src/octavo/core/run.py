@@ -1,15 +1,13 @@
 """Grants rows to running requests, in the policy's order.
 
-Owns: the pass over running requests of one step, and how a grant is cut to what may run. Does not: admit waiting
-requests (start), or keep the columns (step).
+Owns: the pass over running requests of one step. Does not: start waiting requests (start), or keep the columns (step).
 Invariant: a request that has to be preempted for lack of room is preempted whole, before it has a row.
 """
 
 from __future__ import annotations
 
 from octavo.core import branching, drafts
-from octavo.core.composition import ANY
-from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, EventKind, WaitReason
+from octavo.core.plan import ROW_CARRY, ROW_SAMPLE, WaitReason
 from octavo.core.request import RequestState, Sequence, Status
 from octavo.core.step import Step
 
@@ -23,7 +21,8 @@ def grant_running(step: Step) -> None:
     each would cost more than the rest of the step. All other rows take `grant_row`.
     """
     state, tokens, limits_reads = step.state, step.tokens, step.limits_reads
-    may_skip = step.only is not None or step.turn is not ANY or drafts.may_wait(state)
+    has_drafts_in_flight = bool(state.limits.max_draft_tokens and state.flight)
+    may_skip = step.only is not None or step.turn is not None or has_drafts_in_flight
     rows, starts, counts, flags = step.rows, step.starts, step.counts, step.flags
     left = tokens.left
     for request in _in_order(step) if limits_reads else tuple(state.running.requests):
@@ -72,16 +71,19 @@ def _in_order(step: Step) -> list[RequestState]:
 
 
 def _skips(step: Step, request: RequestState) -> bool:
-    """Return True if no row of a request may be in this step; one that still computes its prompt keeps its room."""
+    """Return True if no row of a request may be in this step.
+
+    One that still computes its prompt is not skipped here, so that its blocks are reserved.
+    """
     if step.only is not None and request.name not in step.only:
         return True
-    reason = step.turn.refusal(request, request.is_decoding)
+    reason = step.refusal(request, request.is_decoding)
     if request.may_draft and drafts.must_wait(step.state, request):
         reason = WaitReason.UNCOMMITTED
     elif not request.is_decoding:
         return False
     if reason is not None:
-        step.hold(reason)
+        step.skip(reason)
     return reason is not None
 
 
@@ -99,44 +101,36 @@ def grant_row(step: Step, request: RequestState, sequence: Sequence) -> bool:
     """Grant a row that needs a block, or has several tokens, or other conditions. Return True if it forked."""
     if request.status != Status.RUNNING or not step.tokens.left or request.awaits_id(sequence):
         return False
-    if not sequence.is_entered and (
-        step.turn.refusal(request, is_decoding=False) or not branching.enter_late(step, request, sequence)
-    ):
+    if not sequence.is_entered and (step.refusal(request, False) or not branching.enter_late(step, request, sequence)):
         return False
     count, todo = 1, sequence.num_known - sequence.num_scheduled
-    if todo > 1 or step.limits_reads or step.turn is not ANY or request.request.spans:
-        reason, count = _cut(step, request, sequence, todo)
+    if todo > 1 or step.limits_reads or step.turn is not None or request.request.spans:
+        count, reason = _cut(step, request, sequence, todo)
         if reason is not None:
-            step.hold(reason)
-            step.keep_rest(sequence)
+            step.skip(reason)
+            step.reserve_rest(sequence)
             return False
     if not step.make_room(sequence, sequence.num_scheduled + count):
         if request.status == Status.RUNNING:
-            step.keep_rest(sequence)
+            step.reserve_rest(sequence)
         return False
     has_forked = step.add_row(sequence, count) and branching.fork_choices(step, request, sequence)
     request.num_bypassed = 0
     if sequence.num_scheduled < sequence.num_committed:
-        left = sequence.num_committed - sequence.num_scheduled
-        step.event(EventKind.CHUNKED, request, num_tokens=count, needed=left)
-        step.keep_rest(sequence)
+        step.note_rest(request, sequence, count)
     return has_forked
 
 
-def _cut(step: Step, request: RequestState, sequence: Sequence, todo: int) -> tuple[WaitReason | None, int]:
-    """Return how many of `todo` tokens may run in this step, or what the row waits for."""
-    start, count = sequence.num_scheduled, step.chunk(todo)
-    if count < todo and not step.may_split(todo):
-        return WaitReason.TOKEN_BUDGET, 0
-    is_decoding = request.is_decoding or (todo == 1 and sequence.num_known > sequence.num_prompt)
-    refusal = step.turn.refusal(request, is_decoding)
-    if refusal is not None:
-        return refusal, 0
-    if step.limits_reads and not step.reads.fits(step.reads.cost(start, count)):
-        request.num_bypassed += 1
-        return WaitReason.KV_READ_BUDGET, 0
+def _cut(step: Step, request: RequestState, sequence: Sequence, todo: int) -> tuple[int, WaitReason | None]:
+    """Return how many of `todo` tokens may run in this step, or 0 and what the row waits for."""
+    start = sequence.num_scheduled
+    reason = step.refusal(request, request.is_decoding or (todo == 1 and sequence.num_known > sequence.num_prompt))
+    if reason is not None:
+        return 0, reason
+    count, shortage = step.cut(start, todo)
+    if shortage is not None:
+        request.num_bypassed += shortage[0] == WaitReason.KV_READ_BUDGET
+        return 0, shortage[0]
     if request.request.spans:
         count = step.state.encoder.grant(request.name, sequence.slot, request.request.spans, start, count)
-        if not count:
-            return WaitReason.ENCODER_BUDGET, 0
-    return None, count
+    return count, None if count else WaitReason.ENCODER_BUDGET

@@ -24,7 +24,7 @@ from octavo.core.plan import Event, Events, StepFailure, StepPlan, StepResult
 from octavo.core.repeat import Repeat, find_repeat, repeat
 from octavo.core.request import FinishError, FinishReason, Request, RequestState, Sequence
 from octavo.core.run import grant_running
-from octavo.core.start import Admitter
+from octavo.core.start import start_waiting
 from octavo.core.state import State
 from octavo.core.statistics import MemoryAnalysis, Statistics, analyse_memory, read_statistics
 from octavo.core.step import Step
@@ -118,7 +118,7 @@ class Scheduler:
         sequence = next((one for one in sequences if one.choice == choice), None)
         if sequence is not None:
             self._state.end_choice(sequence, now, reason)
-            self._state.settle()
+            self._state.report_ended()
         if self._tap is not None:
             self._tap.called(EndChoiceCall(now, request_id, choice, reason))
         return sequence is not None
@@ -137,7 +137,7 @@ class Scheduler:
             if request is not None:
                 self._state.finish(request, now, reason, error=error)
                 count += 1
-        self._state.settle()
+        self._state.report_ended()
         if self._tap is not None:
             self._tap.called(CancelCall(now, names, reason, error))
         return count
@@ -149,14 +149,16 @@ class Scheduler:
         """
         while (late := self._state.deadlines.expired(now)) is not None:
             self._expire(late[0], late[1], now)
-        self._state.settle()
+        self._state.report_ended()
         step = Step(self._state, now, only)
-        for turn in self._state.composition.turns():
+        composition = self._state.composition
+        for turn in (None,) if composition is None else composition.turns():
             step.begin_turn(turn)
             grant_running(step)
-            Admitter(step).run()
-            if step.rows or step.num_admitted:  # what was swapped in may have its row in another turn
-                self._state.composition.count(turn)
+            start_waiting(step)
+            if step.rows or step.num_started:  # what was swapped in may have its row in another turn
+                if composition is not None and turn is not None:
+                    composition.count(turn)
                 break
         if self._state.limits.max_draft_tokens:
             add_drafts(step, self._drafter)

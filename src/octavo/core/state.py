@@ -20,7 +20,7 @@ from octavo.core.gates import AdapterSlots, Gate
 from octavo.core.kv.cache import KVCache
 from octavo.core.kv.effects import Effects, without_slots
 from octavo.core.limits import Limits
-from octavo.core.plan import Event, EventKind, StepPlan, WaitReason
+from octavo.core.plan import Event, EventKind, StepPlan, WaitReason, int_column
 from octavo.core.policy import PolicyGuard, create_policy
 from octavo.core.queues import Deadlines, RunningList, WaitingQueue
 from octavo.core.request import FinishError, FinishReason, RequestState, Sequence, Status
@@ -37,6 +37,37 @@ class Flight:
     rows: list[Sequence]
     effects: Effects
     releases: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Updates:
+    """What the next plan tells the executor of decisions made since the last one, beside rows and blocks.
+
+    `sequences` have got a slot (forked beams) and are sent in full; the columns are as in StepPlan.
+    """
+
+    freed_slots: array[int] = field(default_factory=int_column)
+    sequences: list[Sequence] = field(default_factory=list)
+    id_edits: array[int] = field(default_factory=int_column)
+    table_edits: array[int] = field(default_factory=int_column)
+    finished_ids: list[str] = field(default_factory=list)
+    preempted_ids: list[str] = field(default_factory=list)
+
+    def put_back(self, plan: StepPlan) -> None:
+        """Tell again, and first, what a failed plan told."""
+        self.finished_ids[:0] = plan.finished_ids
+        self.preempted_ids[:0] = plan.preempted_ids
+        self.freed_slots = plan.freed_slots + self.freed_slots
+
+    def free_slot(self, sequence: Sequence) -> None:
+        """Have the executor drop a sequence; what it was still to be told of it is void."""
+        self.freed_slots.append(sequence.slot)
+        if sequence in self.sequences:
+            self.sequences.remove(sequence)
+        if self.id_edits or self.table_edits:
+            slots = frozenset((sequence.slot,))
+            self.id_edits = without_slots(self.id_edits, 3, slots)
+            self.table_edits = without_slots(self.table_edits, 4, slots)
 
 
 @dataclass(slots=True)
@@ -67,10 +98,9 @@ class State:
     """The scheduler's memory."""
 
     __slots__ = (
-        "adapters", "announced", "cache", "composition", "deadlines", "encoder", "ended", "events", "finished_ids",
-        "flight", "free_slots", "freed_slots", "gates", "headroom", "id_edits", "is_draining", "is_paused", "limits",
-        "next_order", "num_swapped", "overdue", "policy", "preempted_ids", "read_budget", "requests", "running",
-        "slot_owner", "step", "table_edits", "token_budget", "totals", "waiting",
+        "adapters", "cache", "composition", "deadlines", "encoder", "ended", "events", "flight", "free_slots", "gates",
+        "headroom", "is_draining", "is_paused", "limits", "next_order", "num_swapped", "overdue", "policy",
+        "read_budget", "requests", "running", "slot_owner", "step", "token_budget", "totals", "updates", "waiting",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
@@ -89,18 +119,14 @@ class State:
         self.encoder = EncoderCache(limits.encoder_budget, limits.encoder_cache)
         self.adapters = AdapterSlots(limits.adapter_slots)
         self.gates: tuple[Gate, ...] = (self.adapters,) if limits.adapter_slots else ()
-        self.composition = Composition(limits)
+        is_mixed = limits.composition == "mixed" and not limits.separate_modalities
+        self.composition = None if is_mixed else Composition(limits)
         self.flight: deque[Flight] = deque()
         self.overdue: list[RequestState] = []  # bypassed too often: nothing is admitted before them (S10)
         self.free_slots = list(range(limits.max_sequences - 1, -1, -1))
         self.slot_owner: list[Sequence | None] = [None] * limits.max_sequences
-        self.freed_slots: array[int] = array("i")  # the executor is told of these four with the next plan
-        self.announced: list[Sequence] = []  # sequences with a new slot, in full
-        self.id_edits: array[int] = array("i")
-        self.table_edits: array[int] = array("i")
+        self.updates = Updates()
         self.num_swapped = 0  # requests on the host
-        self.finished_ids: list[str] = []
-        self.preempted_ids: list[str] = []
         self.ended: list[RequestState] = []  # the policy has not been told of them yet
         self.events: list[Event] = []
         self.totals = Totals()
@@ -114,12 +140,12 @@ class State:
         """Slots in use: running sequences, and beams of running requests that do not exist yet."""
         return self.limits.max_sequences - len(self.free_slots)
 
-    def tell(self, kind: EventKind, request: RequestState, now: float, **fields: Any) -> None:
-        """Log a decision."""
+    def log(self, kind: EventKind, request: RequestState, now: float, **fields: Any) -> None:
+        """Log a decision, to be returned with the next plan or commit."""
         self.events.append(Event(kind, request.name, now, self.step, **fields))
 
-    def settle(self) -> None:
-        """Tell the policy which requests ended; after what they were given has been charged."""
+    def report_ended(self) -> None:
+        """Tell the policy which requests ended: not before it was told what they were given."""
         for request in self.ended:
             self.policy.tell("finished", request)
         self.ended.clear()
@@ -143,14 +169,14 @@ class State:
             self.unswap(request)
         request.status = Status.FINISHED
         if was_scheduled:
-            self.finished_ids.append(request.name)
+            self.updates.finished_ids.append(request.name)
         outputs = request.num_ended_outputs
         if request.beams is None:  # nothing of a beam was given before the search ended
             outputs += sum(sequence.num_outputs for sequence in request.sequences)
         del self.requests[request.name]
         self.totals.finished[reason.name.lower()] += 1
         self.ended.append(request)
-        self.tell(
+        self.log(
             EventKind.FINISHED, request, now, num_tokens=outputs, cached_tokens=request.cached_tokens,
             finish_reason=reason, stop_token_id=stop_id, error=error, choice=request.sequences[0].choice,
         )  # fmt: skip
@@ -163,7 +189,7 @@ class State:
             return
         self.drop_sequence(sequence)
         request.num_ended_outputs += outputs
-        self.tell(
+        self.log(
             EventKind.CHOICE_FINISHED, request, now, num_tokens=outputs, finish_reason=reason, stop_token_id=stop_id,
             choice=sequence.choice,
         )  # fmt: skip
@@ -187,28 +213,29 @@ class State:
 
     # --- running -------------------------------------------------------------------------------------
 
-    def enter_running(self, request: RequestState, now: float) -> bool:
-        """Move a waiting request to the running list, with slots; return True if it has run before."""
+    def enter_running(self, request: RequestState, now: float) -> EventKind:
+        """Move a waiting request to the running list, with slots; return ADMITTED, or RESUMED if it has run before."""
         self.waiting.remove(request)
         request.status = Status.RUNNING
         request.forget_waiting()
         for gate in self.gates:
             gate.take(request)
-        slots = [self.free_slots.pop() for _ in range(request.num_slots)]
+        slots = self.free_slots[: -request.num_slots - 1 : -1]
+        del self.free_slots[-request.num_slots :]
         for sequence, slot in zip(request.sequences, slots, strict=False):
             self.take_slot(sequence, slot)
         request.spare_slots = slots[len(request.sequences) :]
         request.rank = self.policy.rank(request)
         self.running.add(request)
         if request.first_scheduled_at is not None:
-            return True
+            return EventKind.RESUMED
         request.first_scheduled_at = now
         self.totals.num_admitted += 1
         self.totals.num_prompt_tokens += request.request.num_prompt_tokens
-        return False
+        return EventKind.ADMITTED
 
     def take_slot(self, sequence: Sequence, slot: int) -> None:
-        """Give a sequence its slot."""
+        """Give a sequence a slot."""
         sequence.slot = slot
         self.slot_owner[slot] = sequence
 
@@ -244,17 +271,17 @@ class State:
                 sequence.num_pending = 0
         request.rank = self.policy.rank(request)
         self.waiting.add(request)
-        self.preempted_ids.append(request.name)
+        self.updates.preempted_ids.append(request.name)
         self.totals.num_preemptions += by is not None
         self.totals.num_requeued += by is None
         self.policy.tell("preempted", request)
         recompute = 0 if is_swapped else num_tokens
-        self.tell(EventKind.PREEMPTED, request, now, reason=reason, num_tokens=recompute, by=by)
+        self.log(EventKind.PREEMPTED, request, now, reason=reason, num_tokens=recompute, by=by)
         if is_swapped:
             self.num_swapped += 1
             self.cache.effects.swapped_requests.append(request)
             self.totals.num_swapped_out_tokens += num_tokens
-            self.tell(EventKind.SWAPPED, request, now, num_tokens=num_tokens, by=by)
+            self.log(EventKind.SWAPPED, request, now, num_tokens=num_tokens, by=by)
 
     def swap_in(self, request: RequestState) -> list[Sequence]:
         """Move a running request from the host to the device, where there is room; return its sequences."""
@@ -309,15 +336,7 @@ class State:
             self.encoder.release(request.name)
 
     def _leave_slot(self, sequence: Sequence) -> None:
-        """Have the executor drop the sequence with the next plan; what it was still to be told of it is void."""
-        slot = sequence.slot
-        self.freed_slots.append(slot)
-        self.slot_owner[slot] = None
+        self.updates.free_slot(sequence)
+        self.slot_owner[sequence.slot] = None
         sequence.slot = -1
         sequence.is_entered = False
-        if sequence in self.announced:
-            self.announced.remove(sequence)
-        if self.id_edits or self.table_edits:
-            no_longer = frozenset((slot,))
-            self.id_edits = without_slots(self.id_edits, 3, no_longer)
-            self.table_edits = without_slots(self.table_edits, 4, no_longer)

@@ -1,15 +1,15 @@
 """One step in the making: the plan's columns and budgets, and every change to them.
 
-Owns: the rows of the plan and what else the executor is told; what the step may still use; the blocks it keeps for
+Owns: the rows of the plan and what else the executor is told; what the step may still use; the blocks it reserves for
 running requests; preemption, which also takes back what this plan gave its victim.
-Does not: choose which requests run (run) or are admitted (admit), or keep anything between steps (state).
+Does not: choose which running requests get rows (run) or which waiting ones start (start), or keep anything between
+steps (state).
 Invariants: granted tokens <= token budget; running sequences <= sequence cap.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import Any
 
 from octavo.core.budget import UNBOUNDED
 from octavo.core.composition import Turn
@@ -29,20 +29,20 @@ from octavo.core.plan import (
     WaitReason,
 )
 from octavo.core.request import RequestState, Sequence, Status
-from octavo.core.state import Flight, State
+from octavo.core.state import Flight, State, Updates
 
 
 class Step:
     """A plan in the making, one object for each plan; `finish` returns the plan and enters it in flight.
 
-    `waits` and `held` count waiting and running requests that are left out, by reason. `outstanding` is the number of
-    blocks per group that running sequences still need for tokens they know, and `kept` the same by request.
+    `waits` counts the waiting requests that are left out, by reason, and `skipped` the running ones. `reserved` has the
+    blocks per group that each running request still needs for tokens it knows, and `outstanding` their sum.
     """
 
     __slots__ = (
-        "counts", "draft_ids", "effects", "flags", "has_cleared", "has_preempted", "held", "kept", "limits_reads",
-        "moved", "new_sequences", "now", "num_admitted", "num_drafts", "num_partial_left", "only", "outstanding",
-        "reads", "rows", "starts", "state", "tokens", "turn", "waits",
+        "counts", "draft_ids", "effects", "flags", "forked_slots", "has_made_room", "has_preempted", "limits_reads",
+        "new_sequences", "now", "num_partial_left", "num_started", "only", "outstanding", "passed_over", "reads",
+        "reserved", "rows", "skipped", "starts", "state", "tokens", "turn", "waits",
     )  # fmt: skip
 
     def __init__(self, state: State, now: float, only: frozenset[str] | None) -> None:
@@ -53,7 +53,7 @@ class Step:
         self.starts: list[int] = []
         self.counts: list[int] = []
         self.flags: list[int] = []
-        self.num_drafts = self.draft_ids = array("i")
+        self.draft_ids = array("i")
         self.effects: Effects = state.cache.begin_plan(state.step)
         self.tokens = state.token_budget
         self.tokens.renew()
@@ -61,28 +61,38 @@ class Step:
         self.reads.renew()
         self.limits_reads = bool(state.limits.max_kv_read)
         if state.limits.encoder_budget:
-            state.encoder.renew()
-        self.num_admitted = 0
+            state.encoder.begin_plan()
+        self.num_started = 0
         self.has_preempted = False
-        self.has_cleared = False  # a request was preempted for a waiting one, which is admitted in the next step
+        self.has_made_room = False  # a request was preempted for a waiting one, which starts in the next step
         self.new_sequences: list[NewSequence] = []
-        self.moved = frozenset(sequence.slot for sequence in state.announced)
-        for sequence in state.announced:
-            self.announce_with_table(sequence)
-        state.announced.clear()
-        self.effects.edits.extend(state.table_edits)
-        state.table_edits = array("i")
+        self.forked_slots: frozenset[int] = frozenset()
+        updates = state.updates
+        if updates.sequences:
+            self.forked_slots = frozenset([sequence.slot for sequence in updates.sequences])
+            for sequence in updates.sequences:
+                self.enter(sequence)
+                state.cache.announce(sequence)
+            updates.sequences = []
+        if updates.table_edits:
+            self.effects.edits.extend(updates.table_edits)
+            updates.table_edits = array("i")
 
-    def begin_turn(self, turn: Turn) -> None:
-        """Begin a pass over all requests for a plan of this kind; an earlier pass made no row."""
+    def begin_turn(self, turn: Turn | None) -> None:
+        """Begin a pass over all requests for rows of this kind (None: of any); an earlier pass made no row."""
         self.turn = turn
         self.waits: dict[WaitReason, int] = {}
-        self.held: dict[WaitReason, int] = {}
+        self.skipped: dict[WaitReason, int] = {}
+        self.passed_over: list[tuple[RequestState, WaitReason]] = []  # waiting requests since the last that started
         self.outstanding = [0] * self.state.cache.num_groups
-        self.kept: dict[str, list[int]] = {}
+        self.reserved: dict[str, list[int]] = {}
         self.num_partial_left = self.state.limits.max_partial_prefills or UNBOUNDED
 
     # --- requests that are left out ---------------------------------------------------------------------
+
+    def refusal(self, request: RequestState, is_decoding: bool) -> WaitReason | None:
+        """Return why this kind of step has no row of a request, if it is so."""
+        return None if self.turn is None else self.turn.refusal(request, is_decoding)
 
     def count_waiting(self, reason: WaitReason, count: int) -> None:
         """Count waiting requests that are left out for `reason`."""
@@ -93,30 +103,28 @@ class Step:
         """Count all waiting requests that are left out and not counted yet, for `reason`."""
         self.count_waiting(reason, len(self.state.waiting) - sum(self.waits.values()))
 
-    def hold(self, reason: WaitReason) -> None:
+    def skip(self, reason: WaitReason) -> None:
         """Count a running request, or a choice of one, that is left out for `reason`."""
-        self.held[reason] = self.held.get(reason, 0) + 1
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
     def defer(self, request: RequestState, reason: WaitReason, needed: int = 0, available: int = 0) -> WaitReason:
         """Note why a request is left out, as an event where the reason is new; return the reason."""
         if request.status == Status.RUNNING:
-            self.hold(reason)
+            self.skip(reason)
         else:
             self.count_waiting(reason, 1)
         request.wait_numbers = (needed, available, self.state.step)
         if request.wait_reason != reason:
             request.wait_reason = reason
-            self.event(EventKind.DEFERRED, request, reason=reason, needed=needed, available=available)
+            self.state.log(
+                EventKind.DEFERRED, request, self.now, reason=reason, needed=needed, available=available
+            )  # fmt: skip
         return reason
-
-    def event(self, kind: EventKind, request: RequestState, **fields: Any) -> None:
-        """Log a decision of this step."""
-        self.state.tell(kind, request, self.now, **fields)
 
     # --- rows ---------------------------------------------------------------------------------------------
 
     def chunk(self, todo: int) -> int:
-        """Return how many of `todo` tokens may be granted: the rest of the budget, under the threshold for prompts."""
+        """Return how many of `todo` tokens the budget allows now; of a long prompt, no more than the threshold."""
         limits = self.state.limits
         if limits.long_prefill_threshold and limits.chunked_prefill and len(self.state.requests) > 1:
             todo = min(todo, limits.long_prefill_threshold)
@@ -125,6 +133,22 @@ class Step:
     def may_split(self, todo: int) -> bool:
         """Return True if `todo` tokens may be computed in parts: prompts are chunked, or no step could hold them."""
         return self.state.limits.chunked_prefill or todo > self.tokens.limit
+
+    def cut(self, start: int, todo: int, may_be_partial: bool = True) -> tuple[int, tuple[WaitReason, int, int] | None]:
+        """Return how many of the `todo` tokens from `start` on the budgets allow in this step.
+
+        If it is none of them: also the reason, and how much is needed of what is available.
+        """
+        count = self.chunk(todo)
+        if count < todo and not self.may_split(todo):
+            return 0, (WaitReason.TOKEN_BUDGET, todo, self.tokens.left)
+        if count < todo and not may_be_partial:
+            return 0, (WaitReason.PARTIAL_PREFILL_CAP, 1, 0)
+        if self.limits_reads:
+            cost = self.reads.cost(start, count)
+            if not self.reads.fits(cost):
+                return 0, (WaitReason.KV_READ_BUDGET, cost, self.reads.left)
+        return count, None
 
     def add_row(self, sequence: Sequence, count: int) -> bool:
         """Grant a sequence its next `count` positions: blocks, budgets, columns, and keys of blocks that it fills.
@@ -167,10 +191,6 @@ class Step:
     def add_drafts(self, index: int, drafts: array[int]) -> None:
         """Add drafts to a row that has its one token: more positions, which are written but not yet scheduled."""
         sequence, count = self.rows[index], len(drafts)
-        if not self.num_drafts:
-            self.num_drafts = array("i", [0]) * len(self.rows)
-            self.draft_ids = array("i")
-        self.num_drafts[index] = count
         self.draft_ids.extend(drafts)
         self.counts[index] += count
         self.tokens.take(count)
@@ -193,7 +213,10 @@ class Step:
         ):
             flag |= ROW_SCORE
         if end == sequence.num_known:
-            if not request.is_decoding and _is_last_to_catch_up(request, sequence, self.state.cache.sharing):
+            may_fork = self.state.cache.sharing
+            if not request.is_decoding and (
+                not request.has_several or _is_last_to_catch_up(request, sequence, may_fork)
+            ):
                 self.state.set_decoding(request, True)
             if request.pools and end == sequence.num_prompt and sequence is request.sequences[0]:  # the prompt's, once
                 flag |= ROW_POOL
@@ -207,10 +230,10 @@ class Step:
         cache = self.state.cache
         cache.adopt(sequence, match)
         cache.count_hit(sequence.num_known, match.num_tokens)
-        self.announce(sequence)
+        self.enter(sequence)
 
-    def announce(self, sequence: Sequence) -> None:
-        """Tell the executor of a sequence in full; its table is told by edits."""
+    def enter(self, sequence: Sequence) -> None:
+        """Enter a sequence in the executor, in full; the plan's table edits have its blocks."""
         request = sequence.request.request
         ids = sequence.token_ids[:] if sequence.token_ids is not None else None
         sequence.is_entered = True
@@ -221,24 +244,25 @@ class Step:
             )
         )  # fmt: skip
 
-    def announce_with_table(self, sequence: Sequence) -> None:
-        """Tell the executor of a sequence that has blocks already."""
-        self.announce(sequence)
-        self.state.cache.announce(sequence)
-
     # --- blocks -------------------------------------------------------------------------------------------
 
-    def keep_rest(self, sequence: Sequence) -> None:
-        """Keep a place and blocks for the known tokens of a sequence that this plan does not reach."""
+    def note_rest(self, request: RequestState, sequence: Sequence, count: int) -> None:
+        """Log that a row of `count` tokens does not reach all known ones, and reserve blocks for the rest."""
+        left = sequence.num_committed - sequence.num_scheduled
+        self.state.log(EventKind.CHUNKED, request, self.now, num_tokens=count, needed=left)
+        self.reserve_rest(sequence)
+
+    def reserve_rest(self, sequence: Sequence) -> None:
+        """Reserve blocks for the known tokens of a sequence that this plan does not reach."""
         if sequence.num_scheduled < sequence.num_committed:
             self.num_partial_left = max(0, self.num_partial_left - 1)
             held = self.state.cache.held_blocks(sequence)
             peaks = self.state.cache.peak_blocks(sequence.num_known)
-            self.keep(sequence.request, [max(0, peak - have) for peak, have in zip(peaks, held, strict=True)])
+            self.reserve(sequence.request, [max(0, peak - have) for peak, have in zip(peaks, held, strict=True)])
 
-    def keep(self, request: RequestState, blocks: list[int]) -> None:
-        """Keep so many blocks of each group for a running request: admissions leave them free."""
-        mine = self.kept.setdefault(request.name, [0] * len(blocks))
+    def reserve(self, request: RequestState, blocks: list[int]) -> None:
+        """Reserve so many blocks of each group for a running request: requests that start leave them free."""
+        mine = self.reserved.setdefault(request.name, [0] * len(blocks))
         for group, count in enumerate(blocks):
             self.outstanding[group] += count
             mine[group] += count
@@ -273,14 +297,14 @@ class Step:
     def preempt(self, victim: RequestState, by: RequestState, reason: WaitReason) -> None:
         """Put a running request back in the queue, and take back what this plan gave it: rows, keys, effects."""
         self.has_preempted = True
-        self.has_cleared |= by.status == Status.WAITING
-        slots = frozenset(sequence.slot for sequence in victim.sequences)
+        self.has_made_room |= by.status == Status.WAITING
+        slots = frozenset([sequence.slot for sequence in victim.sequences])
         rows = [sequence for sequence in victim.sequences if sequence in self.rows]
-        is_fresh = any(new.slot in slots and new.slot not in self.moved for new in self.new_sequences)
+        is_fresh = any(new.slot in slots and new.slot not in self.forked_slots for new in self.new_sequences)
         for sequence in rows:
             self._take_back(sequence)
         self.state.cache.unpublish(self.effects, victim.sequences)
-        for group, count in enumerate(self.kept.pop(victim.name, ())):
+        for group, count in enumerate(self.reserved.pop(victim.name, ())):
             self.outstanding[group] -= count
         self.new_sequences = [new for new in self.new_sequences if new.slot not in slots]
         self.effects.drop(slots)
@@ -303,9 +327,13 @@ class Step:
 
     def finish(self) -> StepPlan:
         """Return the plan, and enter it in flight unless it is empty."""
-        state, effects = self.state, self.effects
+        state, effects, updates = self.state, self.effects, self.state.updates
         starts, counts = array("i", self.starts), array("i", self.counts)
-        has_encoder = bool(state.limits.encoder_budget)
+        num_tokens = sum(counts)
+        num_read = sum(starts) + num_tokens
+        if not self.reads.is_plain or 0 in counts:
+            num_read = sum(map(self.reads.cost, starts, counts))
+        encode_jobs, encoder_frees = state.encoder.end_plan() if state.limits.encoder_budget else ((), ())
         plan = StepPlan(
             state.step,
             self.now,
@@ -313,33 +341,31 @@ class Step:
             starts,
             counts,
             array("i", self.flags),
-            self.num_drafts,
+            array("i", [sequence.num_drafts for sequence in self.rows] if self.draft_ids else ()),
             self.draft_ids,
             edits=effects.edits,
             copies=effects.copies,
             swap_outs=effects.swap_outs,
             host_loads=effects.host_loads,
-            freed_slots=state.freed_slots,
-            id_edits=state.id_edits,
-            encode_jobs=state.encoder.take_jobs() if has_encoder else (),
-            encoder_frees=state.encoder.take_frees() if has_encoder else (),
+            freed_slots=updates.freed_slots,
+            id_edits=updates.id_edits,
+            encode_jobs=encode_jobs,
+            encoder_frees=encoder_frees,
             new_sequences=tuple(self.new_sequences),
-            finished_ids=tuple(state.finished_ids),
-            preempted_ids=tuple(state.preempted_ids),
-            num_query_tokens=sum(counts),
-            num_kv_read=self._count_reads(starts, counts),
+            finished_ids=tuple(updates.finished_ids),
+            preempted_ids=tuple(updates.preempted_ids),
+            num_query_tokens=num_tokens,
+            num_kv_read=num_read,
             is_fast_path=is_fast(starts, counts, state.limits),
             wake_at=state.deadlines.next(),
         )
-        state.freed_slots, state.id_edits = array("i"), array("i")
         state.cache.end_plan()
         if plan.is_empty:
             plan.waits = self._reasons()
         else:
             if state.limits.find_shared_prefixes:
                 plan.shared_prefixes, plan.num_common_blocks = shared_prefixes(self.rows, counts)
-            state.finished_ids = []
-            state.preempted_ids = []
+            state.updates = Updates()
             state.totals.num_copies += len(effects.copies) // 3
             state.flight.append(Flight(plan, self.rows, effects))
             state.step += 1
@@ -347,15 +373,10 @@ class Step:
         state.events = []
         return plan
 
-    def _count_reads(self, starts: array[int], counts: array[int]) -> int:
-        if not self.limits_reads and 0 not in counts and self.reads.is_plain:
-            return sum(starts) + sum(counts)
-        return sum(map(self.reads.cost, starts, counts))
-
     def _reasons(self) -> tuple[tuple[WaitReason, int], ...]:
         """Return why the plan is empty: reasons, and how many requests each holds."""
         self.count_rest(WaitReason.BEHIND)
-        for reason, count in self.held.items():
+        for reason, count in self.skipped.items():
             self.count_waiting(reason, count)
         if not self.waits:
             return ((WaitReason.DRAINING if self.state.is_draining else WaitReason.IDLE, 0),)

@@ -133,7 +133,7 @@ def _view(state: State, entry: RequestState, group: int, reason: WaitReason | No
         todo = sum(one.num_known - one.num_scheduled for one in sequences)
         blocks = sum(len(one.tables[group]) for one in sequences)
     else:
-        todo = sequences[0].num_known - (entry.seen[0] if entry.seen is not None else 0)
+        todo = sequences[0].num_known - (entry.seen.num_tokens if entry.seen is not None else 0)
         if entry.is_swapped:
             todo = len(sequences)
         blocks = needed_blocks(state.cache, entry)[group]

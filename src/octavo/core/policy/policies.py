@@ -165,5 +165,5 @@ class PrefixAffinity(Policy):
 
     def why(self, request: RequestState) -> str:
         """Return its number in the order of arrival, and what is cached of it if that was looked up."""
-        cached = "a prefix not looked up yet" if request.seen is None else f"{request.seen[0]} tokens cached"
+        cached = "a prefix not looked up yet" if request.seen is None else f"{request.seen.num_tokens} tokens cached"
         return f"arrival {request.order + 1}, {cached}, {self.weight} of which are worth a place"
