@@ -17,7 +17,7 @@ from octavo.core.plan import ROW_BEAM, ROW_CARRY, ROW_FORK, Event, EventKind, Ev
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.core.statistics import Statistics
-from octavo.engine.grammars import Grammars, collect, submit
+from octavo.engine.grammars import collect, submit
 from octavo.executors.protocol import Capacity, Executor, Ticket
 from octavo.grammar.bank import GrammarBank
 from octavo.grammar.matcher import Matcher
@@ -121,7 +121,8 @@ def serve(
     for _ in range(rounds):
         loop.round(requests)
     check_no_leaks(loop.scheduler)
-    loop.grammars.close()
+    if loop.bank is not None:
+        loop.bank.close()
     return loop.finish()
 
 
@@ -135,13 +136,11 @@ class _Loop:
         self._flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._digest = blake2b(digest_size=8)
         self._round = -1
-        self.grammars = Grammars()
-        self._bank: GrammarBank | None = None
+        self.bank: GrammarBank | None = None
         self._vocabulary: Vocabulary | None = None
 
     def hold_to_grammars(self, vocabulary: Vocabulary) -> None:
-        self._bank, self._vocabulary = GrammarBank(vocabulary), vocabulary
-        self.grammars = Grammars(self._bank)
+        self.bank, self._vocabulary = GrammarBank(vocabulary), vocabulary
 
     def round(self, requests: Sequence[Request]) -> None:
         self._round += 1
@@ -156,9 +155,9 @@ class _Loop:
                 name, now = f"{self._round}-{index}", float(self.run.num_steps)
                 self.scheduler.admit(replace(request, request_id=name, arrival=now), now)
                 if request.params.grammar:
-                    assert self._bank is not None and self._vocabulary is not None
+                    assert self.bank is not None and self._vocabulary is not None
                     matcher = Matcher.of(request.params.grammar, self._vocabulary, request.eos_token_ids)
-                    self._bank.open(name, matcher)
+                    self.bank.open(name, matcher)
             last = self._fill()
             if self._flight:
                 self._retire()
@@ -184,7 +183,7 @@ class _Loop:
             if plan.is_empty:
                 return plan
             self._count(plan)
-            self._flight.append((plan, submit(self._executor, plan, self.grammars)))
+            self._flight.append((plan, submit(self._executor, plan, self.bank)))
             self.run.max_in_flight = max(self.run.max_in_flight, len(self._flight))
         return None
 
@@ -192,7 +191,8 @@ class _Loop:
         plan, ticket = self._flight.popleft()
         events = self.scheduler.commit(plan, collect(self._executor, ticket), float(self.run.num_steps))
         self.run.num_steps += 1
-        self.grammars.committed(events)
+        if self.bank is not None:
+            self.bank.committed(events)
         self._note(events.decisions)
         self._take(events)
 
@@ -217,7 +217,8 @@ class _Loop:
             self._watch(self.scheduler, plan)
 
     def _note(self, decisions: Sequence[Event]) -> None:
-        self.grammars.ended(decisions)
+        if self.bank is not None:
+            self.bank.ended(decisions)
         for event in decisions:
             self.run.num_swaps += event.kind == EventKind.SWAPPED
             if event.kind == EventKind.ADMITTED:

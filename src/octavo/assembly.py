@@ -24,10 +24,8 @@ from octavo.config import Config
 from octavo.config.spelling import unknown
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
-from octavo.engine.clock import Clock, MonotonicClock
-from octavo.engine.grammars import Grammars
 from octavo.engine.limits import configured_limits, read_tenant_weights
-from octavo.engine.loop import EngineLoop
+from octavo.engine.loop import Clock, EngineLoop
 from octavo.engine.process_side import run_engine_process
 from octavo.engine.warm_up import warm_up
 from octavo.errors import ConfigError
@@ -121,12 +119,12 @@ def open_engine(
     with opening(files), ThreadPoolExecutor(1, "octavo-open") as pool:
         executor, device, capacity = pool.submit(_open_executor, config, files, is_own_process).result()
     sizes = limits(config, capacity, device)
-    clock = MonotonicClock()
+    clock = Clock()
     scheduler, recorder = _open_scheduler(config, sizes, capacity, clock)
     load = load_tokenizer or partial(_load_tokenizer, config, files)
     vocabulary = Vocabulary(load, capacity.vocab_size)
-    grammars = Grammars(GrammarBank(vocabulary)) if capacity.has_masks else Grammars()
-    loop = EngineLoop(scheduler, executor, clock=clock, depth=config.execution.depth, grammars=grammars)
+    bank = GrammarBank(vocabulary) if capacity.has_masks else None
+    loop = EngineLoop(scheduler, executor, clock=clock, depth=config.execution.depth, bank=bank)
     if is_own_process and files.kind != "scripted":  # a script has no kernels, and may end the process in any step
         loop.warm_up = partial(warm_up, sizes, executor, capacity.has_masks, clock.now)
     if recorder is not None:

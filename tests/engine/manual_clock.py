@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 
+from octavo.engine.loop import Clock
 
-class ManualClock:
+
+class ManualClock(Clock):
     """A clock that stands still until advance() is called."""
 
     def __init__(self, start: float = 0.0) -> None:

@@ -20,8 +20,8 @@ from octavo.core.plan import EventKind, Events, StepPlan, StepResult
 from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted
-from octavo.engine.grammars import MAX_BUILD_S, STIR_S, Grammars
-from octavo.engine.heartbeat import NoHeart
+from octavo.engine.grammars import CHECK_S, MAX_BUILD_S, GrammarBuilds
+from octavo.engine.heartbeat import HeartbeatWriter
 from octavo.engine.loop import EngineLoop
 from octavo.errors import EngineDeadError, InvalidRequestError, RequestError
 from octavo.executors.protocol import Executor, Ticket
@@ -96,14 +96,23 @@ class SilentBank(GrammarBank):
         self.asked.append(request.request_id)
 
 
-class RestingHeart(NoHeart):
-    """Says when the loop has gone to rest three times."""
+class IdleCounter(HeartbeatWriter):
+    """Writes no page; says when the loop has been idle three times."""
 
     def __init__(self) -> None:
         self.num_rests = 0
         self.rested = threading.Event()
 
-    def rests(self) -> None:
+    def step_begins(self, plan: StepPlan) -> None:
+        pass
+
+    def step_ended(self, is_committed: bool) -> None:
+        pass
+
+    def commands_begin(self) -> None:
+        pass
+
+    def idle(self) -> None:
         self.num_rests += 1
         if self.num_rests >= 3:
             self.rested.set()
@@ -115,7 +124,7 @@ class Engine:
     def __init__(self, executor: Executor, limits: Any, vocabulary: Vocabulary, depth: int = 1) -> None:
         self.executor = Faulty(executor)
         self.bank = GatedBank(vocabulary)
-        self.loop = EngineLoop(Scheduler(limits), self.executor, depth=depth, grammars=Grammars(self.bank))
+        self.loop = EngineLoop(Scheduler(limits), self.executor, depth=depth, bank=self.bank)
         self.answers: dict[str, list[object]] = {}
         self.ids: dict[str, list[int]] = {}
         self.ends: dict[str, Any] = {}
@@ -269,24 +278,23 @@ def test_P06_a_request_cancelled_while_its_grammar_is_built_ends(engine: Engine)
 
 
 def test_P06_an_idle_engine_stirs_while_a_grammar_is_built_but_not_for_ever() -> None:
-    grammars = Grammars(bank := SilentBank())
     stirred: list[int] = []
-    grammars.stir = lambda: stirred.append(1)
+    grammars = GrammarBuilds(bank := SilentBank(), lambda: stirred.append(1))
     assert grammars.wake_by(None, 5.0) is None and grammars.wake_by(9.0, 5.0) == 9.0
-    grammars.prepare(held("a"), lambda built: None)
+    grammars.begin(held("a"), 9.5, lambda built: None)
     assert bank.asked == ["a"] and stirred == [1]
-    assert grammars.wake_by(None, 10.0) == 10.0 + STIR_S
-    assert grammars.wake_by(10.0 + STIR_S / 2, 10.0) == 10.0 + STIR_S / 2
-    assert grammars.wake_by(None, 9.0 + MAX_BUILD_S) == 9.0 + MAX_BUILD_S + STIR_S
+    assert grammars.wake_by(None, 10.0) == 10.0 + CHECK_S
+    assert grammars.wake_by(10.0 + CHECK_S / 2, 10.0) == 10.0 + CHECK_S / 2
+    assert grammars.wake_by(None, 9.0 + MAX_BUILD_S) == 9.0 + MAX_BUILD_S + CHECK_S
     assert grammars.wake_by(None, 10.0 + MAX_BUILD_S) is None
-    grammars.arrived(held("a"), None)
-    grammars.prepare(held("b"), lambda built: None)
-    assert grammars.wake_by(None, 200.0) == 200.0 + STIR_S
+    grammars.finish(held("a"), None)
+    grammars.begin(held("b"), 199.0, lambda built: None)
+    assert grammars.wake_by(None, 200.0) == 200.0 + CHECK_S
 
 
 def test_P06_a_resting_loop_is_woken_to_be_seen_while_a_grammar_is_built(engine: Engine) -> None:
-    heart = RestingHeart()
-    engine.loop.heart = heart
+    heart = IdleCounter()
+    engine.loop.heartbeat = heart
     engine.bank.gate.clear()
     engine.submit(held("a"))
     assert engine.bank.reached.wait(WAIT_S)

@@ -11,7 +11,7 @@ import pytest
 from octavo.core.plan import NewSequence, StepPlan
 from octavo.core.request import SamplingParams
 from octavo.engine import heartbeat
-from octavo.engine.heartbeat import LONG_CONTEXT, MIN_STEP_S, Heart, HeartbeatPage, NoHeart, Phase, StepLimits
+from octavo.engine.heartbeat import LONG_CONTEXT, MIN_STEP_S, HeartbeatPage, HeartbeatWriter, Phase, StepLimits
 
 
 @pytest.fixture
@@ -48,36 +48,36 @@ def test_an_empty_page_has_no_beat(page: HeartbeatPage) -> None:
 
 def test_another_process_sees_what_the_loop_does(tmp_path: Path) -> None:
     page, clock = HeartbeatPage(tmp_path / "page", create=True), Hand()
-    heart = Heart(HeartbeatPage(tmp_path / "page"), epoch=3, now=clock)
-    heart.rests()
+    heart = HeartbeatWriter(HeartbeatPage(tmp_path / "page"), epoch=3, now=clock)
+    heart.idle()
     beat = page.beat()
     assert beat is not None and (beat.phase, beat.epoch, beat.deadline) == (Phase.IDLE, 3, None)
-    heart.commands()
-    heart.begins(plan_of(8, [0, 1], {0: "a", 1: "b"}))
+    heart.commands_begin()
+    heart.step_begins(plan_of(8, [0, 1], {0: "a", 1: "b"}))
     beat = page.beat()
     assert beat is not None and (beat.phase, beat.step, beat.num_committed) == (Phase.STEP, 8, 0)
     assert beat.deadline == clock.now + MIN_STEP_S and ids_on(page) == ["a", "b"]
     clock.now += 0.5
-    heart.ended(True)
-    heart.begins(plan_of(9, [0, 1]))
+    heart.step_ended(True)
+    heart.step_begins(plan_of(9, [0, 1]))
     beat = page.beat()
     assert beat is not None and (beat.step, beat.num_committed, beat.deadline) == (9, 1, clock.now + 5.0)
-    heart.ended(False)
+    heart.step_ended(False)
     beat = page.beat()
     assert beat is not None and beat.num_committed == 1
 
 
 def test_the_batch_names_everybody_in_flight(page: HeartbeatPage) -> None:
-    heart = Heart(page, 1)
-    heart.begins(plan_of(1, [0, 1], {0: "a", 1: "b"}))
-    heart.begins(plan_of(2, [0]))
+    heart = HeartbeatWriter(page, 1)
+    heart.step_begins(plan_of(1, [0, 1], {0: "a", 1: "b"}))
+    heart.step_begins(plan_of(2, [0]))
     assert ids_on(page) == ["a", "b"]
-    heart.ended(True)
-    heart.begins(plan_of(3, [0]))
+    heart.step_ended(True)
+    heart.step_begins(plan_of(3, [0]))
     assert ids_on(page) == ["a"]
-    heart.ended(True)
-    heart.ended(True)
-    heart.begins(plan_of(4, [0], {0: "c"}))  # the same slots, another request
+    heart.step_ended(True)
+    heart.step_ended(True)
+    heart.step_begins(plan_of(4, [0], {0: "c"}))  # the same slots, another request
     assert ids_on(page) == ["c"]
 
 
@@ -155,22 +155,13 @@ def test_a_long_context_has_longer() -> None:
 
 def test_the_first_step_is_bounded_by_what_was_measured_before(page: HeartbeatPage) -> None:
     clock = Hand()
-    heart = Heart(page, 1, now=clock)
-    heart.measured({1: 0.7, 64: 2.0})
-    heart.begins(plan_of(1, [0], {0: "a"}, tokens=128))
+    heart = HeartbeatWriter(page, 1, now=clock)
+    heart.warmed_up({1: 0.7, 64: 2.0})
+    heart.step_begins(plan_of(1, [0], {0: "a"}, tokens=128))
     beat = page.beat()
     assert beat is not None and beat.deadline == clock.now + 40.0
-    heart.ended(True)
+    heart.step_ended(True)
     long = StepPlan(2, 0.0, slots=array("i", [0]), starts=array("i", [40_960]), num_query_tokens=1, num_kv_read=40_961)
-    heart.begins(long)
+    heart.step_begins(long)
     beat = page.beat()
     assert beat is not None and beat.deadline == clock.now + 70.0
-
-
-def test_a_loop_without_a_watcher_has_the_same_methods() -> None:
-    still = NoHeart()
-    still.measured({1: 0.1})
-    still.begins(plan_of(1, [0]))
-    still.ended(True)
-    still.commands()
-    still.rests()

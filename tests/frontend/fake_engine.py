@@ -25,7 +25,6 @@ from octavo.config import Config  # noqa: E402  the path comes first
 from octavo.core.plan import StepPlan  # noqa: E402
 from octavo.core.request import Request  # noqa: E402
 from octavo.core.scheduler import Scheduler  # noqa: E402
-from octavo.engine.grammars import Grammars  # noqa: E402
 from octavo.engine.loop import EngineLoop  # noqa: E402
 from octavo.engine.process_side import run_engine_process  # noqa: E402
 from octavo.errors import CapacityError, EngineDeadError, InvalidRequestError, RequestError  # noqa: E402
@@ -64,7 +63,7 @@ def open_engine(config: Config) -> tuple[EngineLoop, Capacity]:
 
     executor.fail = fail
     scheduler = Scheduler(limits)
-    loop = EngineLoop(scheduler, executor, grammars=Grammars(DeadlyBank()))
+    loop = EngineLoop(scheduler, executor, bank=DeadlyBank())
     observe_engine(loop, scheduler, config.statistics)
     if behaviour == "cold":
         loop.warm_up = fail_to_warm_up

@@ -17,9 +17,7 @@ from octavo.core.plan import Events
 from octavo.core.request import FinishReason, Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted, TokenOutput
-from octavo.engine.clock import MonotonicClock
-from octavo.engine.grammars import Grammars
-from octavo.engine.loop import EngineLoop
+from octavo.engine.loop import Clock, EngineLoop
 from octavo.errors import RequestError
 from octavo.executors.protocol import Executor
 from octavo.frontend.open_requests import OpenRequests
@@ -30,7 +28,7 @@ from octavo.grammar.vocabulary import Vocabulary
 Opened = tuple[Executor, Limits]
 
 
-class NoWait(MonotonicClock):
+class NoWait(Clock):
     """For a loop that shares its thread with those who would wake it."""
 
     def wait(self, condition: threading.Condition, until: float | None) -> None:
@@ -56,12 +54,12 @@ class Life:
         vocabulary: Vocabulary | None = None,
     ) -> None:
         executor, limits = opened
-        grammars = Grammars(None if vocabulary is None else PromptBank(vocabulary))
+        bank = None if vocabulary is None else PromptBank(vocabulary)
         self.epoch = epoch
         self.is_alive = True
         self.num_turns = 0
         self.scheduler = Scheduler(limits)
-        self.loop = EngineLoop(self.scheduler, executor, clock=NoWait(), depth=depth, grammars=grammars)
+        self.loop = EngineLoop(self.scheduler, executor, clock=NoWait(), depth=depth, bank=bank)
         self.loop.attach(lambda events: receive(epoch, events) if self.is_alive else None)
 
     def send(self, request: Request) -> asyncio.Future[Accepted]:
@@ -81,7 +79,7 @@ class Life:
 
     def turn(self) -> bool:
         """One beat of the loop; False when there is nothing to do."""
-        if not (self.loop._inbox or self.scheduler.has_work or self.loop._flight):
+        if not (self.loop._inbox or self.scheduler.has_work or self.loop._in_flight):
             return False
         self.num_turns += 1
         self.loop._turn()
@@ -104,7 +102,8 @@ class Lives:
         """The engine in force, if there is one, is no more; another begins."""
         if self.epoch:
             self.life.is_alive = False
-            self.life.loop._grammars.close()
+            if self.life.loop._bank is not None:
+                self.life.loop._bank.close()
             self.requests.lose_engine(())
         self.epoch += 1
         opened, receive = self._open_engine(), self.requests.accept

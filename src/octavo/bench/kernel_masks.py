@@ -19,7 +19,7 @@ from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.limits import Limits
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.engine.grammars import Grammars, collect, submit
+from octavo.engine.grammars import collect, submit
 from octavo.executors.openmp import limit_spinning
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
 from octavo.grammar.bank import GrammarBank
@@ -85,7 +85,6 @@ class _Halves:
         self._executor = executor
         self._scheduler = Scheduler(limits)
         self._bank = GrammarBank(vocabulary)
-        self._grammars = Grammars(self._bank)
         self._vocabulary = vocabulary
         self._prompt = prompt
 
@@ -103,7 +102,7 @@ class _Halves:
                         taken.append(time.perf_counter() - begun)
             return times[free][-STEPS:], times[held][-STEPS:]
         finally:
-            self._grammars.close()
+            self._bank.close()
 
     def _admit(self, name: str, grammar: str, seed: int) -> str:
         params = SamplingParams(
@@ -117,7 +116,7 @@ class _Halves:
     def _step(self, half: frozenset[str]) -> bool:
         """One step of a half; False when it was one of prompts."""
         plan = self._scheduler.plan(0.0, half)
-        ticket = submit(self._executor, plan, self._grammars)
+        ticket = submit(self._executor, plan, self._bank)
         events = self._scheduler.commit(plan, collect(self._executor, ticket), 0.0)
-        self._grammars.committed(events)
+        self._bank.committed(events)
         return plan.num_query_tokens == len(half)

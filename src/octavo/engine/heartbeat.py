@@ -177,27 +177,8 @@ def _weight(context: int) -> float:
     return context / LONG_CONTEXT if context > LONG_CONTEXT else 1.0
 
 
-class NoHeart:
-    """The heartbeat of a loop that is not watched."""
-
-    def measured(self, seconds: Mapping[int, float]) -> None:
-        """See Heart."""
-
-    def begins(self, plan: StepPlan) -> None:
-        """See Heart."""
-
-    def ended(self, is_committed: bool) -> None:
-        """See Heart."""
-
-    def commands(self) -> None:
-        """See Heart."""
-
-    def rests(self) -> None:
-        """See Heart."""
-
-
-class Heart(NoHeart):
-    """Writes the page as the loop goes; all methods belong to the loop's thread."""
+class HeartbeatWriter:
+    """Writes the page as the loop runs; all methods belong to the loop's thread."""
 
     def __init__(self, page: HeartbeatPage, epoch: int, now: Callable[[], float] = monotonic) -> None:
         self._page = page
@@ -216,11 +197,11 @@ class Heart(NoHeart):
         self._names: tuple[str, ...] = ()  # that plan's requests
         self._owners: dict[int, str] = {}
 
-    def measured(self, seconds: Mapping[int, float]) -> None:
-        """Take note of what steps of so many tokens took before there were requests."""
+    def warmed_up(self, seconds: Mapping[int, float]) -> None:
+        """Note what steps of so many tokens took before there were requests."""
         self._limits = StepLimits(seconds)
 
-    def begins(self, plan: StepPlan) -> None:
+    def step_begins(self, plan: StepPlan) -> None:
         """A plan is about to be submitted."""
         if plan.new_sequences or plan.slots != self._slots:
             self._write_batch(plan)
@@ -232,7 +213,7 @@ class Heart(NoHeart):
         self._step = plan.step
         self._beat(_STEP, now + self._allowed)
 
-    def ended(self, is_committed: bool) -> None:
+    def step_ended(self, is_committed: bool) -> None:
         """The oldest plan in flight was committed, or it failed, and with it all that were in flight."""
         now = self._now()
         if is_committed:
@@ -248,11 +229,11 @@ class Heart(NoHeart):
         self._last_end = now
         self._beat(_STEP, now + self._allowed + MIN_STEP_S)
 
-    def commands(self) -> None:
+    def commands_begin(self) -> None:
         """Commands are about to be carried out."""
         self._beat(_COMMANDS, self._now() + self._allowed + COMMANDS_S)
 
-    def rests(self) -> None:
+    def idle(self) -> None:
         """There is nothing to do."""
         self._beat(_IDLE, 0.0)
 

@@ -2,14 +2,15 @@
 
 Owns: plan -> submit -> collect -> commit -> deliver, up to `depth` plans in flight; recovery from failed steps.
 Does not: decide (scheduler), compute (executor), or know sockets, asyncio and text.
-Invariants: each admitted request gets exactly one end, also when the engine stops or dies; while nothing is to
-be done the thread waits on a condition; only this thread calls scheduler and executor once started.
+Invariants: each admitted request gets exactly one end, also when the engine stops or dies; a loop without work waits on
+a condition; once started, only this thread calls scheduler and executor.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,13 +20,14 @@ from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, St
 from octavo.core.request import FinishError, FinishReason, Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted, Verb
-from octavo.engine.clock import Clock, MonotonicClock
-from octavo.engine.grammars import Built, Grammars, collect, submit
-from octavo.engine.heartbeat import NoHeart
+from octavo.engine.grammars import Built, GrammarBuilds, collect, submit
+from octavo.engine.heartbeat import HeartbeatWriter
 from octavo.engine.outbox import Outbox
 from octavo.engine.suspects import Suspects
 from octavo.errors import EngineDeadError, EngineError, ErrorKind, QueueFullError, RequestError
 from octavo.executors.protocol import Executor, Ticket
+from octavo.grammar.bank import GrammarBank
+from octavo.grammar.matcher import Matcher
 from octavo.observe.series import StepTimes
 from octavo.observe.sink import EventSink, FanOutSink
 
@@ -36,6 +38,16 @@ Reply = Callable[[object], None]  # called once, in the loop's thread or the cal
 
 def ignore(*_: object) -> None:
     """Drop an answer."""
+
+
+class Clock:
+    """Seconds on the machine's monotonic clock, which on Linux and macOS is the same in every process."""
+
+    now = staticmethod(time.monotonic)
+
+    def wait(self, condition: threading.Condition, until: float | None) -> None:
+        """Wait on `condition`, which the caller holds, until notified or until the time; None = no time."""
+        condition.wait(None if until is None else max(0.0, until - self.now()))
 
 
 @dataclass(slots=True)
@@ -53,8 +65,8 @@ class EngineLoop:
     """Runs an opened executor under a scheduler.
 
     `receive` gets the Events of each step, in the loop's thread. `max_waiting` bounds the queue (0 = no bound):
-    beyond it submit answers QueueFullError. Without `grammars`, requests that have one are refused. Verbs may be called
-    from any thread; each answers through `reply`.
+    beyond it submit answers QueueFullError. Without a `bank` of grammars, requests that have one are refused. Verbs may
+    be called from any thread; each answers through `reply`.
     """
 
     def __init__(
@@ -65,15 +77,15 @@ class EngineLoop:
         clock: Clock | None = None,
         depth: int = 1,
         max_waiting: int = 0,
-        grammars: Grammars | None = None,
+        bank: GrammarBank | None = None,
     ) -> None:
-        self.clock: Clock = clock or MonotonicClock()
+        self.clock = clock or Clock()
         self.instruments = FanOutSink()
         self.step_times = StepTimes()
         self.sections: dict[str, Callable[[], object]] = {}  # more of the statistics, read in the loop's thread
         self.verbs: dict[str, Callable[[str], object]] = {}  # more of control; both are set before start
         self.closers: list[Callable[[], object]] = [executor.close]  # called in the end
-        self.heart = NoHeart()  # notes what the loop does; set before start
+        self.heartbeat: HeartbeatWriter | None = None  # notes what the loop does; set before start
         self.warm_up: Callable[[], Mapping[int, float]] = dict  # runs before the first turn; set before start
         self.num_turns = 0
         self.num_discarded = 0
@@ -81,11 +93,11 @@ class EngineLoop:
         self._executor = executor
         self._depth = depth
         self._max_waiting = max_waiting
-        self._grammars = grammars or Grammars()
-        self._grammars.stir = partial(self._post, ignore, ignore)
+        self._bank = bank
+        self._builds = GrammarBuilds(bank, partial(self._post, ignore, ignore))
         self._receive: Callable[[Events], None] = ignore
         self._ended: Callable[[], None] = ignore
-        self._flight: deque[PlanInFlight] = deque()
+        self._in_flight: deque[PlanInFlight] = deque()
         self._outbox = Outbox()
         self._suspects = Suspects(scheduler.limit_step)
         self._owners: dict[int, str] = {}  # executor slot -> request, as of the plan last retired
@@ -150,18 +162,18 @@ class EngineLoop:
 
     def submit(self, request: Request, reply: Reply) -> None:
         """Hand a request over; answers Accepted, a RequestError or an EngineError."""
-        admit = partial(self._do_submit, request, reply)
-        self._grammars.prepare(request, lambda built: self._post(partial(admit, built), reply))
+        admit = partial(self._admit, request, reply)
+        self._builds.begin(request, self.clock.now(), lambda built: self._post(partial(admit, built), reply))
 
     def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> None:
         """End requests in whatever state, or only one choice of them; unknown and finished ones are ignored."""
-        self._post(partial(self._do_cancel, tuple(request_ids), reason, choice), ignore)
+        self._post(partial(self._cancel, tuple(request_ids), reason, choice), ignore)
 
     def control(self, verb: Verb | str, argument: str, reply: Reply) -> None:
         """Answers the verb's value (see EngineClient.control), or an EngineError."""
-        self._post(lambda: reply(self._do_control(verb, argument)), reply)
+        self._post(lambda: reply(self._control(verb, argument)), reply)
 
     def _post(self, command: Callable[[], object], reply: Reply) -> None:
         with self._condition:
@@ -173,11 +185,13 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            self.heart.measured(self.warm_up())
+            step_seconds = self.warm_up()
+            if self.heartbeat is not None:
+                self.heartbeat.warmed_up(step_seconds)
             self._is_warm.set()
             while not self._is_stopping:
                 self._turn()
-        except Exception as error:  # the shell: whatever broke, all are answered
+        except Exception as error:  # the shell: whatever broke, every request is answered
             self._failure = f"{type(error).__name__}: {error}"
             _LOG.exception("the engine died")
         finally:
@@ -185,131 +199,133 @@ class EngineLoop:
             self._end()
 
     def _turn(self) -> None:
-        """One beat: commands, plans, one result; or a wait when there is nothing of these."""
+        """Run the commands in the inbox, submit plans, and finish the oldest; wait if there is nothing to do."""
         self.num_turns += 1
-        if self._inbox:
-            self.heart.commands()
-        for _ in range(len(self._inbox)):  # those that come meanwhile wait for a step
-            self._run_command(*self._inbox.popleft())
+        self._run_commands()
         only = self._suspects.only
-        last = self._fill(only)
-        if self._flight:
-            self._retire()
+        empty = self._submit_plans(only)
+        if self._in_flight:
+            self._finish_step()
         elif only is not None:
             self._suspects.set_aside(only)
-        elif last is not None:
-            self._wait(last.wake_at)
+        elif empty is not None:
+            self._wait(empty.wake_at)
 
-    def _run_command(self, command: Callable[[], object], reply: Reply) -> None:
-        try:
-            command()
-        except Exception as error:  # it kills the engine, but its caller is answered first
-            reply(EngineDeadError(f"the engine died: {type(error).__name__}: {error}"))
-            raise
+    def _run_commands(self) -> None:
+        if self._inbox and self.heartbeat is not None:
+            self.heartbeat.commands_begin()
+        for _ in range(len(self._inbox)):  # those that are posted meanwhile wait for a step
+            command, reply = self._inbox.popleft()
+            try:
+                command()
+            except Exception as error:  # it kills the engine, but its caller is answered first
+                reply(EngineDeadError(f"the engine died: {type(error).__name__}: {error}"))
+                raise
 
-    def _wait(self, wake_at: float | None) -> None:
-        now = self.clock.now()
-        until = None if wake_at is None else max(wake_at, now + MIN_WAIT_S)
-        until = self._grammars.wake_by(until, now)
-        self.heart.rests()
-        with self._condition:
-            if not (self._inbox or self._is_stopping):
-                self.clock.wait(self._condition, until)
-
-    def _fill(self, only: frozenset[str] | None) -> StepPlan | None:
-        """Submit plans up to the depth; returns the empty plan that ended it, if one did."""
-        if self._flight and self._flight[-1].error is not None:
+    def _submit_plans(self, only: frozenset[str] | None) -> StepPlan | None:
+        """Plan and submit up to the depth; return the empty plan that ended it, if one did."""
+        if self._in_flight and self._in_flight[-1].error is not None:
             return None  # nothing may run after a plan that did not
         depth = self._depth if only is None else 1
-        while len(self._flight) < depth:
+        while len(self._in_flight) < depth:
             begun = self.clock.now()
             plan = self._scheduler.plan(begun, only)
-            planned = self.clock.now()
-            self._tell(plan.events)
+            schedule_s = self.clock.now() - begun
+            self._deliver_decisions(plan.events)
             if plan.is_empty:
                 return plan
-            flight = self._submit(plan, planned - begun, begun)
-            self._flight.append(flight)
-            if flight.error is not None:
+            if self.heartbeat is not None:
+                self.heartbeat.step_begins(plan)
+            ticket, failure = None, None
+            try:
+                ticket = submit(self._executor, plan, self._bank)
+            except EngineDeadError:
+                raise
+            except Exception as error:  # the executor shell: a step that fails is retried, then bisected
+                failure = error
+            self._in_flight.append(PlanInFlight(plan, ticket, failure, schedule_s, begun))
+            if failure is not None:
                 break
         return None
 
-    def _submit(self, plan: StepPlan, schedule_s: float, begun: float) -> PlanInFlight:
-        self.heart.begins(plan)
-        try:
-            return PlanInFlight(plan, submit(self._executor, plan, self._grammars), None, schedule_s, begun)
-        except EngineDeadError:
-            raise
-        except Exception as error:  # the executor shell: a step that fails is retried, then bisected
-            return PlanInFlight(plan, None, error, schedule_s, begun)
-
-    def _retire(self) -> None:
-        """Collect and commit the oldest plan in flight, deliver, and note the times."""
-        flight = self._flight.popleft()
-        plan = flight.plan
+    def _finish_step(self) -> None:
+        """Collect and commit the oldest plan in flight, deliver its events, and note the times."""
+        step = self._in_flight.popleft()
+        plan = step.plan
         for new in plan.new_sequences:
             self._owners[new.slot] = new.request_id
-        outcome = self._collect(flight)
+        outcome = self._collect(step)
         collected = self.clock.now()
         if isinstance(outcome, StepFailure):
-            self._discard_flight()
+            self._discard_later_plans()
         events = self._scheduler.commit(plan, outcome, collected)
         committed = self.clock.now()
         self._deliver(plan, outcome, events)
-        self.heart.ended(isinstance(outcome, StepResult))
-        if isinstance(outcome, StepResult):
-            sent, parts = self.clock.now(), outcome.timings
-            schedule_s, step_s = flight.schedule_s + committed - collected, sent - flight.begun
-            computed = parts.prepare_s, parts.forward_s, parts.sample_s
-            self.step_times.add((schedule_s, *computed, sent - committed, step_s))
-        else:
+        if self.heartbeat is not None:
+            self.heartbeat.step_ended(isinstance(outcome, StepResult))
+        if isinstance(outcome, StepFailure):
             self._recover(plan, outcome)
+            return
+        delivered, parts = self.clock.now(), outcome.timings
+        schedule_s, step_s = step.schedule_s + committed - collected, delivered - step.begun
+        computed = parts.prepare_s, parts.forward_s, parts.sample_s
+        self.step_times.add((schedule_s, *computed, delivered - committed, step_s))
 
-    def _collect(self, flight: PlanInFlight) -> StepResult | StepFailure:
-        error = flight.error
+    def _collect(self, step: PlanInFlight) -> StepResult | StepFailure:
+        error = step.error
         if error is None:
             try:
-                return collect(self._executor, flight.ticket)
+                return collect(self._executor, step.ticket)
             except EngineDeadError:
                 raise
             except Exception as raised:  # the executor shell
                 error = raised
-        _LOG.warning("step %d failed: %s: %s", flight.plan.step, type(error).__name__, error)
+        _LOG.warning("step %d failed: %s: %s", step.plan.step, type(error).__name__, error)
         return StepFailure(f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
 
-    def _discard_flight(self) -> None:
+    def _discard_later_plans(self) -> None:
         """Collect what was submitted after a failed plan, in order; its results are void."""
-        while self._flight:
-            later = self._flight.popleft()
+        while self._in_flight:
+            later = self._in_flight.popleft()
             self.num_discarded += 1
             if later.error is None:
                 self._collect(later)
 
+    def _wait(self, wake_at: float | None) -> None:
+        now = self.clock.now()
+        until = None if wake_at is None else max(wake_at, now + MIN_WAIT_S)
+        until = self._builds.wake_by(until, now)
+        if self.heartbeat is not None:
+            self.heartbeat.idle()
+        with self._condition:
+            if not (self._inbox or self._is_stopping):
+                self.clock.wait(self._condition, until)
+
     def _deliver(self, plan: StepPlan, outcome: StepResult | StepFailure, events: Events) -> None:
-        self._grammars.committed(events)
+        """Send the events of a commit, and tell those that follow requests."""
+        if self._bank is not None:
+            self._bank.committed(events)
         self._send(self._outbox.committed(events))
-        if events.request_ids:
-            self._suspects.progressed(events.request_ids)
         if isinstance(outcome, StepResult):
-            self._suspects.stepped(plan, self._owners)
-        self._note(events.decisions)
+            self._suspects.stepped(plan, self._owners, events.request_ids)
+        self._note_decisions(events.decisions)
         self.instruments.stepped(plan, outcome, events)
+
+    def _deliver_decisions(self, decisions: tuple[Event, ...]) -> None:
+        """Do the same with decisions that were made outside a commit."""
+        if decisions:
+            self._send(self._outbox.decided(decisions))
+            self._note_decisions(decisions)
 
     def _send(self, events: Events | None) -> None:
         if events is not None and not events.is_empty:
             self._receive(events)
 
-    def _tell(self, decisions: tuple[Event, ...]) -> None:
-        """Deliver and note decisions that came without a commit."""
+    def _note_decisions(self, decisions: tuple[Event, ...]) -> None:
         if decisions:
-            self._send(self._outbox.decided(decisions))
-            self._note(decisions)
-
-    def _note(self, decisions: tuple[Event, ...]) -> None:
-        if decisions:
-            self._grammars.ended(decisions)
-            if self._suspects.only is not None:
-                self._suspects.cleared([e.request_id for e in decisions if e.kind == EventKind.FINISHED])
+            if self._bank is not None:
+                self._bank.ended(decisions)
+            self._suspects.cleared(e.request_id for e in decisions if e.kind == EventKind.FINISHED)
             self.instruments.decided(decisions)
 
     def _recover(self, plan: StepPlan, failure: StepFailure) -> None:
@@ -324,9 +340,9 @@ class EngineLoop:
         if self._suspects.is_executor_broken:
             raise EngineDeadError(f"no step succeeds any more: {failure.message}")
 
-    def _do_submit(self, request: Request, reply: Reply, built: Built) -> None:
+    def _admit(self, request: Request, reply: Reply, built: Built) -> None:
         try:
-            ends_as = self._grammars.arrived(request, built)
+            ends_as = self._builds.finish(request, built)
             if self._is_draining:
                 raise QueueFullError("the engine is draining and takes no new requests; try another, or later")
             if self._max_waiting and self._scheduler.num_waiting >= self._max_waiting:
@@ -335,24 +351,25 @@ class EngineLoop:
         except RequestError as error:
             reply(error)
             return
-        self._grammars.open(request, built)
+        if self._bank is not None and isinstance(built, Matcher):
+            self._bank.open(request.request_id, built)
         self._outbox.open(request.request_id)
         self.instruments.admitted(request)
         reply(Accepted(request.request_id, admission.max_tokens, admission.capped))
         if ends_as is not None:
-            self._do_cancel((request.request_id,), ends_as)
+            self._cancel((request.request_id,), ends_as)
 
-    def _do_cancel(self, request_ids: tuple[str, ...], reason: FinishReason, choice: int | None = None) -> int:
+    def _cancel(self, request_ids: tuple[str, ...], reason: FinishReason, choice: int | None = None) -> int:
         now = self.clock.now()
         if choice is None:
-            self._grammars.cancel(request_ids, reason)
+            self._builds.cancel(request_ids, reason)
             num_ended = self._scheduler.cancel(request_ids, now, reason)
         else:
             num_ended = sum(self._scheduler.end_choice(name, choice, now, reason) for name in request_ids)
-        self._tell(self._scheduler.take_events())
+        self._deliver_decisions(self._scheduler.take_events())
         return num_ended
 
-    def _do_control(self, verb: str, argument: str) -> object:
+    def _control(self, verb: str, argument: str) -> object:
         if verb in self.verbs:
             return self.verbs[verb](argument)
         if verb == "statistics":
@@ -360,7 +377,7 @@ class EngineLoop:
         if verb == "reset_prefix_cache":
             return self._scheduler.reset_prefix_cache()
         if verb == "cancel_all":
-            return self._do_cancel(self._outbox.open_ids, FinishReason.CANCELLED)
+            return self._cancel(self._outbox.open_ids, FinishReason.CANCELLED)
         if verb == "pause":
             self._scheduler.pause()
         elif verb == "resume":
@@ -377,7 +394,7 @@ class EngineLoop:
         values = asdict(self._scheduler.statistics())
         loop = {
             "open_requests": len(self._outbox),
-            "in_flight": len(self._flight),
+            "in_flight": len(self._in_flight),
             "turns": self.num_turns,
             "discarded_plans": self.num_discarded,
             "max_step_tokens": self._suspects.step_limit.tokens,
@@ -387,9 +404,9 @@ class EngineLoop:
         return {"scheduler": values, "loop": loop, "steps": self.step_times.summary(), **more}
 
     def _end(self) -> None:
-        """Answer all requests, then release the executor."""
+        """Answer every request, then release the executor."""
         if self._failure is None:
-            self._wind_up()
+            self._finish_requests()
         reason = FinishReason.CANCELLED if self._failure is None else FinishReason.ERROR
         attempt(lambda: self._send(self._outbox.end_all(self.clock.now(), reason, self._end_error())))
         with self._condition:
@@ -398,18 +415,19 @@ class EngineLoop:
         for _, reply in left:
             attempt(partial(reply, EngineDeadError(self._end_message())))
         attempt(self._ended)
-        self._grammars.close()
+        if self._bank is not None:
+            self._bank.close()
         for close in self.closers:
             attempt(close)
 
-    def _wind_up(self) -> None:
-        """Take what is in flight, cancel the rest through the scheduler, and send the ends."""
+    def _finish_requests(self) -> None:
+        """Finish the steps in flight, cancel what is left through the scheduler, and send the ends."""
         try:
-            while self._flight:
-                self._retire()
+            while self._in_flight:
+                self._finish_step()
             self._scheduler.cancel(self._outbox.open_ids, self.clock.now(), error=self._end_error())
-            self._tell(self._scheduler.take_events())
-        except Exception as error:  # the shell: whatever broke, all are answered
+            self._deliver_decisions(self._scheduler.take_events())
+        except Exception as error:  # the shell: whatever broke, every request is answered
             self._failure = f"{type(error).__name__}: {error}"
             _LOG.exception("the engine failed while stopping")
 
@@ -421,7 +439,7 @@ class EngineLoop:
 
 
 def attempt(action: Callable[[], object]) -> None:
-    """Do one of the last things; what fails keeps no other from being done."""
+    """Run one of the last actions of an engine; log its error, so that the others still run."""
     try:
         action()
     except Exception:  # the shell: there is nothing left to answer

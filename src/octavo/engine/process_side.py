@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.config import Config
-from octavo.engine.heartbeat import Heart, HeartbeatPage
+from octavo.engine.heartbeat import HeartbeatPage, HeartbeatWriter
 from octavo.engine.loop import EngineLoop
 from octavo.engine.parent import end_with_parent
 from octavo.engine.scratch import PAGE_NAME
@@ -57,7 +57,7 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
             return EXIT_FAILED
         page = args.socket.with_name(PAGE_NAME)
         if page.exists():  # made by the process that watches
-            engine.heart = Heart(HeartbeatPage(page), args.epoch)
+            engine.heartbeat = HeartbeatWriter(HeartbeatPage(page), args.epoch)
         engine.sections["log"] = lambda: {"dropped": num_dropped_lines()}
         gc.freeze()  # what exists now lives as long as this process: the collector need not walk it between steps
         server.serve(engine, capacity)

@@ -116,13 +116,13 @@ class Suspects:
         self._num_culprits = 0
         self.cleared(ids)
 
-    def stepped(self, plan: StepPlan, owners: Mapping[int, str]) -> None:
-        """A step succeeded. A beam search gives its tokens at its end: until then, this is its progress."""
+    def stepped(self, plan: StepPlan, owners: Mapping[int, str], ids: Iterable[str] = ()) -> None:
+        """A step succeeded, and gave `ids` tokens. A beam search gets its own at its end; its step is its progress."""
         self.step_limit.stepped()
         if self._groups or self._num_failures or self._num_culprits:
             beams = [owners[slot] for slot, flags in zip(plan.slots, plan.flags, strict=True) if flags & ROW_BEAM]
-            if beams:
-                self.progressed(beams)
+            if progressed := [*ids, *beams]:
+                self.progressed(progressed)
 
     def cleared(self, ids: Iterable[str]) -> None:
         """Take requests out of the search, as when they ended."""
