@@ -2,7 +2,8 @@
 
 Each golden continuation is scored in both (SCORE rows, so every position sees the same ids); then it is generated
 freely and the first difference noted. A text of this project is scored for its perplexity: windows of 512 tokens, the
-second half of each counted, as llama.cpp's llama-perplexity does. OCTAVO_WRITE_TABLES=1 writes docs/divergence.md.
+second half of each counted, as llama.cpp's llama-perplexity does. OCTAVO_WRITE_TABLES=1 writes the table of
+docs/invariance.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from tools.sections import write_section
 
 from octavo.artifacts.model_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
@@ -137,11 +139,7 @@ def test_X07_coded_weights_diverge_little_from_float32(capsys: pytest.CaptureFix
     with capsys.disabled():
         print(f"\n{text}")
     if os.environ.get("OCTAVO_WRITE_TABLES"):
-        words = (
-            "# Coded weights beside float32\n\nThe default model. Its file holds 4 bits; float32 is what they mean.\n"
-            "Written by `OCTAVO_WRITE_TABLES=1 pytest tests/test_divergence.py`.\n"
-        )
-        (ROOT / "docs" / "divergence.md").write_text(f"{words}\n{text}\n")
+        write_section(ROOT / "docs" / "invariance.md", "divergence", text)
     for label, agreeing, difference in bounds:
         assert agreeing > 0.9, label
         assert difference < 0.1, label

@@ -1,6 +1,6 @@
-"""Measure the figures that the README quotes, and write docs/figures.md: one run, one table, one command.
+"""Measure the figures that the README quotes, and write their section of docs/performance.md: one run, one command.
 
-Owns: the workloads A, B and C, the page, the README's sentence. Does not: measure (`octavo bench compare` does).
+Owns: the workloads A, B and C, the section, the README's sentence. Does not: measure (`octavo bench compare` does).
 The engine (in a process of its own, without HTTP) and the server (over HTTP) are rows of their own; another engine's
 server is compared with the server only.
 Usage: python -m tools.headline [--llama-server PATH] [--rounds 3]; about 5 minutes on two cores, 20 with llama.cpp
@@ -16,26 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from tools.reliability import run_facts
+from tools.sections import write_section
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "figures.md"
+PAGE = ROOT / "docs" / "performance.md"
+SECTION = "headline"  # of the page
 WORKLOADS = {"A": "a.json.gz@32", "B": "b.json.gz@1", "C": "c.json.gz@32"}
 NAMES = {"octavo": "Octavo's engine", "octavo server": "Octavo's server", "llama.cpp": "llama.cpp's server"}
 OWN = ("octavo", "octavo server")
 BUSY_LOAD = 0.5  # load average for each core, above which a run is marked
 FIGURE = re.compile(r"\d[\d,.]*(?= (?:output )?tokens/s| times)")
-HEAD = """# Headline figures
-
-`python -m tools.headline` makes this page from one run; the README quotes nothing else. **Engine**: in a process of its
-own, token ids in and out, without HTTP. **Server**: `octavo serve`, its clients stream `/v1/completions` over loopback.
-They are different measurements: other engines' servers are compared with the server only.
-
-Workloads (`tools/workloads/`), token ids, greedy, end of sequence ignored: **A** is 64 requests (9,702 prompt and 5,794
-output tokens, lognormal lengths), 32 at a time; **B** single requests of 128 tokens in and 128 out; **C** groups of 32
-requests that share 384 tokens and have 32 of their own, 32 out. Every answer has the number of tokens asked for, or the
-run fails. The model is the default one, SmolLM2-135M-Instruct from its Q4_1 GGUF. Medians of interleaved rounds: while
-one runs, the others are stopped.
-"""
 Facts = dict[str, Any]
 
 
@@ -54,9 +44,9 @@ def measure(rounds: int, llama_server: str | None, model: str, python: str = sys
 
 
 def render(report: Facts, run: Facts, command: str) -> str:
-    """The page."""
-    lines = [HEAD, f"One run, begun {run['date']}, commit {run['commit']}, {run['cores']} cores ({run['cpu']}),"]
-    lines.append(f"load average {run['load']} at its begin: `{command}`\n")
+    """Return the section of the page."""
+    lines = [f"One run, begun {run['date']}, commit {run['commit']}, {run['cores']} cores ({run['cpu']}),"]
+    lines.append(f"load average {run['load']} at its start: `{command}`\n")
     if run["load"] > BUSY_LOAD * run["cores"]:
         lines.append("**The machine was busy with other work: these figures are too low.**\n")
     lines.append(
@@ -73,9 +63,7 @@ def render(report: Facts, run: Facts, command: str) -> str:
         "",
         *_processes(report),
         "",
-        "## In one sentence",
-        "",
-        sentence(report, run["cores"]),
+        f"In one sentence: {sentence(report, run['cores'])}",
         "",
     ]
     return "\n".join(lines)
@@ -127,14 +115,14 @@ def sentence(report: Facts, cores: int) -> str:
     return text + "."
 
 
-def strange_figures(text: str, page: str) -> list[str]:
-    """Figures of speed in a text that the page's sentence does not have."""
-    known = FIGURE.findall(" ".join(page.partition("## In one sentence")[2].split()))
+def strange_figures(text: str, section: str) -> list[str]:
+    """Return the figures of speed in a text that the section's sentence does not have."""
+    known = FIGURE.findall(" ".join(section.partition("In one sentence: ")[2].split()))
     return [figure for figure in FIGURE.findall(" ".join(text.split())) if figure not in known]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write the page, and print the sentence for the README."""
+    """Measure, write the section, and print the sentence for the README."""
     parser = argparse.ArgumentParser(prog="python -m tools.headline")
     parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server, which takes part")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
@@ -143,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     run = run_facts()
     report = measure(args.rounds, args.llama_server, args.model)
     command = "python -m tools.headline" + (" --llama-server PATH" if args.llama_server else "")
-    PAGE.write_text(render(report, run, f"{command} --rounds {args.rounds}"), encoding="utf-8")
+    write_section(PAGE, SECTION, render(report, run, f"{command} --rounds {args.rounds}"))
     print(sentence(report, run["cores"]))
     return 0
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.source_tree import ROOT
 from tools import headline
+from tools.sections import read_section, write_section
 
 from octavo.bench.workload import read_workload
 
@@ -67,11 +68,23 @@ def test_figures_that_the_page_does_not_have_are_noticed() -> None:
 
 
 def test_the_readme_quotes_the_page() -> None:
-    page = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
-    assert headline.FIGURE.findall(page.partition("## In one sentence")[2])
+    section = read_section(headline.PAGE, headline.SECTION)
+    assert headline.FIGURE.findall(section.partition("In one sentence: ")[2])
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "docs/figures.md" in readme
-    assert headline.strange_figures(readme, page) == []
+    assert "docs/performance.md#headline-figures" in readme
+    assert headline.strange_figures(readme, section) == []
+
+
+def test_only_the_text_between_the_marks_is_replaced(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n<!-- a: begin -->\nold\n<!-- a: end -->\nby hand\n")
+    write_section(page, "a", "new\n")
+    assert page.read_text() == "# Title\n<!-- a: begin -->\n\nnew\n\n<!-- a: end -->\nby hand\n"
+    write_section(page, "a", "newer")
+    assert read_section(page, "a") == "newer\n"
+    for change in (read_section, lambda page, name: write_section(page, name, "x")):
+        with pytest.raises(ValueError, match="no section between"):
+            change(page, "b")
 
 
 def test_the_comparison_is_run_with_the_servers_and_its_last_line_read(tmp_path: Path, monkeypatch: Any) -> None:

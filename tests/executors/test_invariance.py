@@ -1,8 +1,8 @@
-"""Does a row's result depend on what is beside it, on chunking, or on a cache hit? Measured, per dtype and backend.
+"""Measure for each dtype and backend if a row's result depends on the rest of the batch, chunks or a cache hit.
 
 Prints a table. With OCTAVO_WRITE_TABLES set it also measures the default model (when it is installed) and writes
-docs/invariance.md. Asserted is what is promised: the native decoder gives the same bits; torch's, in float32, logits
-within a tolerance and the same greedy token.
+its table into docs/invariance.md. It asserts what is promised: the native decoder gives the same bits, and torch's
+decoder, in float32, logits within a tolerance and the same greedy token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tools.sections import write_section
 
 from octavo.artifacts.model_spec import read_model_spec
 from octavo.artifacts.resolve import resolve_model
@@ -31,7 +32,7 @@ LENGTH = 45
 OTHERS = (1, 2, 8, 32)
 CHUNKS = (1, 7, 16)
 TOLERANCE = 1e-4
-TABLE = Path(__file__).parents[2] / "docs" / "invariance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "invariance.md"
 
 
 @dataclass
@@ -125,15 +126,17 @@ def measure(model: str, name: str, dtype: str, backend: str) -> list[Measured]:
 
 
 def as_table(rows: list[Measured]) -> str:
-    lines = [
-        "| model | dtype | attention | varied | bits | largest difference | greedy token |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """One line for each model, dtype and backend, with a column for each setting."""
+    settings = list(dict.fromkeys(row.setting for row in rows))
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in rows:
-        bits, token = "equal" if row.is_equal else "differ", "same" if row.is_same_token else "**differs**"
-        cells = (row.model, row.dtype, row.backend, row.setting, bits, f"{row.difference:.1e}", token)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        shown = "equal" if row.is_equal else f"{row.difference:.1e}"
+        cells.setdefault((row.model, row.dtype, row.backend), {})[row.setting] = (
+            shown if row.is_same_token else f"**{shown}, another token**"
+        )
+    lines = [["model", "dtype", "attention", *settings], ["---"] * (3 + len(settings))]
+    lines += [[*names, *(found[setting] for setting in settings)] for names, found in cells.items()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 @pytest.fixture(scope="module")
@@ -148,13 +151,7 @@ def table() -> Iterator[list[Measured]]:
         for dtype in ("float32", "bfloat16"):
             for backend in ("auto", "batched", "reference"):
                 rows.extend(measure("smollm2", "smollm2", dtype, backend))
-    TABLE.write_text(
-        "# What a row's result depends on\n\n"
-        "One prompt's last logits, computed in other ways and in other company, on one CPU thread. `auto` is the\n"
-        "native decoder, `batched` torch, `reference` the slow twin; weights in the file's 4 bits or as floats.\n"
-        "Written by `OCTAVO_WRITE_TABLES=1 pytest tests/executors/test_invariance.py`.\n\n" + as_table(rows),
-        encoding="utf-8",
-    )
+    write_section(PAGE, "invariance", as_table(rows))
 
 
 @pytest.mark.parametrize("backend", ["auto", "batched", "reference"])
