@@ -65,9 +65,9 @@ class Updates:
         if sequence in self.sequences:
             self.sequences.remove(sequence)
         if self.id_edits or self.table_edits:
-            slots = frozenset((sequence.slot,))
-            self.id_edits = without_slots(self.id_edits, 3, slots)
-            self.table_edits = without_slots(self.table_edits, 4, slots)
+            freed = frozenset((sequence.slot,))
+            self.id_edits = without_slots(self.id_edits, 3, freed)
+            self.table_edits = without_slots(self.table_edits, 4, freed)
 
 
 @dataclass(slots=True)
