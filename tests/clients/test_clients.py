@@ -83,6 +83,14 @@ def test_the_page_counts_fuzzed_requests_apart_and_names_packages(tmp_path: Path
         page.index("| x | 1 | 2 | 0 | 0 | Checks. |") < page.index("Fuzzed requests") < page.index("| y | 1 | 40 | 1 |")
     )
     assert "Packages: ai 6.0, zod 4.1" in page
+    tables = runner.tables(outcomes, "today")
+    assert tables in page and "Packages" not in tables
+    text = runner.PAGE.read_text(encoding="utf-8")
+    changed = runner.with_tables(text, tables)
+    assert tables in changed and runner.with_tables(changed, "") == runner.with_tables(text, "")
+    assert changed.startswith("# Clients") and len(runner.with_tables(text, "")) > 2000, "what people wrote stays"
+    with pytest.raises(ValueError, match="checks: make clients"):
+        runner.with_tables("# Clients", tables)
     scripts = {script.path.stem: script for script in SCRIPTS}
     assert scripts["check_schemathesis"].is_fuzz and not scripts["check_openai"].is_fuzz
 

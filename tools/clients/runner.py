@@ -1,8 +1,8 @@
 """Prove the server with the clients that people have: `make clients`, or `python tools/clients/runner.py openai llm`.
 
 Owns: environments with the clients' packages (.venv-clients, and folders in it for npm packages and for packages whose
-pins collide with the others'), servers for the scripts, counting, and the page docs/clients.md, written when all
-scripts ran. Does not: know any client; a script `check_*.py` beside this file does (see checking).
+pins collide with the others'), servers for the scripts, counting, results.md and the table in docs/clients.md, written
+when all scripts ran. Does not: know any client; a script `check_*.py` beside this file does (see checking).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
-PAGE = ROOT / "docs" / "clients.md"
+PAGE = ROOT / "docs" / "clients.md"  # has the tables, between these two lines
+BEGIN, END = "<!-- checks: make clients -->", "<!-- end of checks -->"
+RESULTS = FOLDER / "results.md"  # has every check
 ENVIRONMENT = ROOT / ".venv-clients"
 DEFAULT_SERVER = ("--model", "smollm2")
 READY_S = 120.0
@@ -237,34 +239,52 @@ def _not_run(script: Script, status: str, reason: str) -> Outcome:
 
 
 def page(outcomes: Sequence[Outcome], when: str) -> str:
-    """Return docs/clients.md: checks of clients, and generated requests, which are counted apart."""
+    """Return results.md: the tables, then every check of each client."""
+    parts = [
+        "# Checks of clients\n",
+        "`make clients` installs other projects' clients into their own environments, runs the scripts in this folder",
+        "against a server, and writes this page. [docs/clients.md](../../docs/clients.md) has the tables too.\n",
+        tables(outcomes, when),
+    ]
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.script.is_fuzz):
+        parts += [f"## {outcome.script.client}", *_listed(outcome), ""]
+    return "\n".join(parts)
+
+
+def tables(outcomes: Sequence[Outcome], when: str) -> str:
+    """Return the tables of checks and of generated requests, which are counted apart."""
     checked = [outcome for outcome in outcomes if not outcome.script.is_fuzz]
     fuzzed = [outcome for outcome in outcomes if outcome.script.is_fuzz]
     passed, failed, skipped = _totals(checked)
     parts = [
-        "# Clients\n",
-        "Other projects' clients against a running server. `make clients` installs them into their own environments,",
-        "runs the scripts in `tools/clients/` and writes this page; do not edit it. The quick part, with what the",
-        "test extra has, also runs in `make test`.\n",
         f"{when}: {passed} checks passed, {failed} failed, {skipped} skipped.\n",
         "| client | version | passed | failed | skipped | what |",
         "|---|---|---|---|---|---|",
         *map(_row, checked),
+        "",
     ]
     if fuzzed:
         passed, failed, _ = _totals(fuzzed)
         parts += [
-            "\n## Fuzzed requests\n",
+            "### Fuzzed requests\n",
             f"{passed} generated requests passed and {failed} operations failed, apart from the checks.",
             "A request passes if the server answers it, and not with a 5xx status (501 and 503 with a code pass).",
-            "That does not say that the answer was right: most have faults on purpose and are refused with 400.\n",
+            "This does not mean that the answer was right: most requests have faults on purpose and get 400.\n",
             "| client | version | requests passed | operations failed | skipped | what |",
             "|---|---|---|---|---|---|",
             *map(_row, fuzzed),
+            "",
         ]
-    for outcome in [*checked, *fuzzed]:
-        parts += [f"\n## {outcome.script.client}", *_listed(outcome)]
-    return "\n".join(parts) + "\n"
+    return "\n".join(parts)
+
+
+def with_tables(text: str, new: str) -> str:
+    """Return docs/clients.md with other tables. Raises ValueError where the two lines around them are not there."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{PAGE.name} lacks the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{new}{END}{after}"
 
 
 def _totals(outcomes: Sequence[Outcome]) -> list[int]:
@@ -315,7 +335,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not args.clients:
         system = f"Python {platform.python_version()}, {platform.machine()}"
         when = f"{datetime.date.today().isoformat()}, {_commit()}{system}"
-        PAGE.write_text(page(outcomes, when), encoding="utf-8")
+        RESULTS.write_text(page(outcomes, when), encoding="utf-8")
+        PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), tables(outcomes, when)), encoding="utf-8")
     passed, failed, skipped = _totals([outcome for outcome in outcomes if not outcome.script.is_fuzz])
     fuzz_passed, fuzz_failed, _ = _totals([outcome for outcome in outcomes if outcome.script.is_fuzz])
     print(f"checks: {passed} passed, {failed} failed, {skipped} skipped")

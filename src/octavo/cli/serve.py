@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal ends it; 0 after a clean drain (docs/operating.md lists the other statuses)."""
+    """Serve until a signal ends it; 0 after a clean drain (docs/serving.md lists the other statuses)."""
     set_up_log("text", "warning", "supervisor")  # until the settings are known
     try:
         config = _config(args)

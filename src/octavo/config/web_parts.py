@@ -12,7 +12,7 @@ from octavo.config.option import option
 
 @dataclass(frozen=True, slots=True)
 class WebConfig:
-    """Browsers, certificates, proxies (docs/operating.md)."""
+    """Browsers, certificates, proxies (docs/serving.md)."""
 
     allowed_hosts: tuple[str, ...] = option(
         (),
