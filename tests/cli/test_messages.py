@@ -132,6 +132,8 @@ def test_every_foreign_flag_has_one_answer() -> None:
         with pytest.raises(UsageError) as caught:
             parser.parse([flag, "x"])
         assert ours not in own or str(caught.value) == f"unknown flag {flag!r}; did you mean {ours!r}?"
+    with pytest.raises(UsageError, match="unknown flag '-n'; see octavo serve --help"):  # not a short form of -np
+        parser.parse(["-n", "5"])
 
 
 @pytest.mark.parametrize("line", ["/bye", "/exit", "/quit", "exit", "quit", " exit "])
