@@ -1,4 +1,4 @@
-"""What the documents name exists: files, names, flags, make targets; and the page of behaviours is current."""
+"""What the documents name exists: files, names, flags, make targets. The page of behaviours is current."""
 
 import ast
 import importlib.util
@@ -209,7 +209,7 @@ def test_a_row_that_does_not_exist_is_an_error():
         behaviours.render(table, {"S99": [Claim("tests/x.py:test_S99_", True)]})
     text = behaviours.render(table, {"bug 01": [Claim("tests/x.py:test_bug_01_", False)]})
     assert "| S01 | a | HF | open |  |  |" in text
-    assert "| 01 | b | HF | end to end: why |  | `tests/x.py:test_bug_01_` |" in text
+    assert "| 01 | b | HF | end to end: why |  | `tests/x.py` 1 |" in text
     assert "Of 2 rows: end to end 1, scheduler's interface 0, open 1." in text
 
 

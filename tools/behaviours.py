@@ -12,6 +12,7 @@ import ast
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,18 +31,20 @@ DOORS = (
 )  # fmt: skip
 HEADING = """# Behaviours and their proofs
 
-Made by `tools/behaviours.py` from `docs/behaviours.toml`, the tests, and the states of `docs/reliability.md`;
-`make docs` makes it again. A row has one of these states:
+This page lists what the engine must do, and which tests prove each behaviour. `tools/behaviours.py` generates it from
+`docs/behaviours.toml`, the names of the tests, and `docs/reliability.md` (`make docs`). The tests of a row are named
+after it: `pytest -k S06` runs those of row S06, `-k bug_17` those of bug 17, `-k row_24` those of row R24. The tables
+have their files, with the number of tests in each.
 
-- **end to end**: a test named after it passes through the executor that computes, the HTTP application, a socket to
-  an engine process, the command line or a browser. It may show a part of the row; the other tests show the rest.
-- **scheduler's interface**: the tests named after it use a fake executor or none: they prove what the scheduler (or
-  another part by itself) decides, not that an engine acts on it.
-- **open**: no test is named after it, or the note says what is missing.
-- A row of the scorecard (R) that does not hold in `docs/reliability.md` has its state there: misses, in part, not run.
+- **end to end**: a test of the row uses the executor that computes, the HTTP application, a socket to an engine
+  process, the command line or a browser. It may show only a part of the row. The other tests show the rest.
+- **scheduler's interface**: the tests of the row use a fake executor or none. They prove what the scheduler (or another
+  part) decides, not that an engine acts on it.
+- **open**: no test is named after the row, or its note says what is missing.
+- **misses**, **in part**, **not run**: the state of a row R in the [scorecard](reliability.md), if it does not hold.
 
-"Whose" names the systems that do it: HF transformers continuous batching, V1 vLLM V1, CF CacheFlow, MR mistral.rs,
-AS AstrAI; + marks what goes beyond them.
+The column "of" names the systems that have the behaviour, or had the bug: HF transformers continuous batching, V1
+vLLM V1, CF CacheFlow, MR mistral.rs, AS AstrAI. A + marks what goes beyond them.
 """
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -183,20 +186,21 @@ def render(
     for section, rows in table.items():
         prefix = "bug " if section == "bugs" else ""
         title = "Bugs that must be impossible" if prefix else section.capitalize()
-        parts.append(f"## {title}\n\n| id | what | whose | state | tests end to end | other tests |\n{'|---' * 6}|")
+        parts.append(f"## {title}\n\n| id | what | of | state | tests end to end | other tests |\n{'|---' * 6}|")
         for row, (what, whose, *notes) in rows.items():
             found, note = claims.get(prefix + row, []), "".join(notes)
             states.append(state := state_of(note, found, (scored or {}).get(row, "")))
             shown = f"{state}{note and ': ' + note.partition(': ')[2]}"
-            parts.append(f"| {row} | {what} | {whose} | {shown} | {_names(found, True)} | {_names(found, False)} |")
+            parts.append(f"| {row} | {what} | {whose} | {shown} | {_files(found, True)} | {_files(found, False)} |")
         parts.append("")
     rest = sorted(set(states) - {END_TO_END, INTERFACE})
     counts = ", ".join(f"{state} {states.count(state)}" for state in (END_TO_END, INTERFACE, *rest))
     return "\n".join([HEADING, f"Of {len(known)} rows: {counts}.\n", *parts])
 
 
-def _names(claims: list[Claim], is_end_to_end: bool) -> str:
-    return "<br>".join(f"`{claim.test}`" for claim in claims if claim.is_end_to_end is is_end_to_end)
+def _files(claims: list[Claim], is_end_to_end: bool) -> str:
+    counts = Counter(claim.test.partition(":")[0] for claim in claims if claim.is_end_to_end is is_end_to_end)
+    return "<br>".join(f"`{path}` {count}" for path, count in counts.items())
 
 
 def page() -> str:

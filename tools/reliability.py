@@ -23,13 +23,15 @@ MISSING = ("open", "not run")  # names of notes about what a row lacks
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 HEAD = """# Reliability
 
-An accepted request gets one answer; each token position is delivered once; an engine's death is a pause; one bad
-request ends alone; nothing grows without a bound; nobody gets in without a key. How: [design](design.md).
+This page has the scorecard of the faults that Octavo is tested with, from one measured run, and a comparison with other
+servers. It shows these promises: an accepted request gets one answer, each token position is delivered once, a crash of
+the engine is a pause, a request that crashes the engine is isolated, everything is bounded, and a server with keys
+answers only clients with a key. [Design](design.md) explains how.
 
 ## Scorecard
-`make reliability` runs every row and writes this table from that one run; `make test` runs small doses of most. A count
-or a share that misses its goal fails the run; so does a time, under `make reliability` only. Where a row measures the
-same figure several times, the worst is shown, with how many there were.
+`make reliability` runs every row and writes this table from that run. `make test` runs small doses of most rows. A
+count or a share that misses its goal fails the run. A time that misses its goal fails it under `make reliability` only.
+If a row measures a figure several times, the table has the worst, with the number of measurements.
 """
 Figure = dict[str, Any]
 
@@ -63,7 +65,7 @@ def _cpu_name() -> str:
 
 
 def render(figures: list[Figure], run: Figure, tested: set[str]) -> str:
-    """The page. `tested` are the rows that have tests: without a figure they were not run, the others are open."""
+    """Return the page. Rows in `tested` have tests: without a figure they were not run. The others are open."""
     rows = tomllib.loads((ROOT / "docs" / "behaviours.toml").read_text(encoding="utf-8"))["reliability"]
     by_row: dict[str, list[Figure]] = defaultdict(list)
     for figure in figures:
@@ -71,7 +73,7 @@ def render(figures: list[Figure], run: Figure, tested: set[str]) -> str:
     states = {row: state_of(by_row[row], row in tested) for row in rows}
     held = list(states.values()).count("holds")
     lines = [HEAD, f"One run, begun {run['date']}, commit {run['commit']}, {run['cores']} cores ({run['cpu']}),"]
-    lines.append(f"load average {run['load']} at its begin.{run.get('note', '')}\n")
+    lines.append(f"load average {run['load']} at its start.{run.get('note', '')}\n")
     lines.append(f"Rows that hold: {held} of {len(rows)}.\n")
     lines.append("| row | what | state | figures (goal) |\n|---|---|---|---|")
     for row, (what, *_) in rows.items():
@@ -139,7 +141,7 @@ def main(arguments: list[str]) -> int:
     first, *figures = [json.loads(line) for line in Path(arguments[0]).read_text(encoding="utf-8").splitlines()]
     run = first["run"]
     if (now := commit()) != run["commit"]:
-        run["note"] = f" The tree changed meanwhile, to {now}."
+        run["note"] = f" During the run the tree changed to {now}."
     old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     _, mark, rest = old.partition("\n## Beside others\n")
     page = render(figures, run, tested_rows(ROOT / "tests" / "reliability"))

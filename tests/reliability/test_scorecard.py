@@ -104,10 +104,10 @@ def test_a_page_is_of_one_run_whose_commit_is_noted_at_its_begin(
     assert reliability.main([str(figures)]) == 0
     text = page.read_text()
     assert "lost: 0 (0)" in text and text.endswith("\n## Beside others\nof another day\n") and "by hand" not in text
-    assert f"commit {reliability.commit()}" in text and "changed meanwhile" not in text
+    assert f"commit {reliability.commit()}" in text and "tree changed" not in text
     monkeypatch.setattr(reliability, "commit", lambda: "another")
     assert reliability.main([str(figures)]) == 0
-    assert "The tree changed meanwhile, to another." in page.read_text()
+    assert "During the run the tree changed to another." in page.read_text()
 
 
 FAILING = """
