@@ -9,6 +9,7 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from octavo.engine.wire import Submit
 from octavo.errors import ConfigError, EngineDeadError, EngineError
 from octavo.frontend import journal as journal_module
 from octavo.frontend.journal import Journal
-from octavo.frontend.journal_files import Appended, Began, BootClock, Disk, Head, Opened, numbered, packed
+from octavo.frontend.journal_files import Began, BootClock, Disk, Head, Opened, Step, numbered, packed
 from octavo.frontend.journal_state import JournalState, recover
 from octavo.frontend.open_requests import OpenRequests
 
@@ -78,10 +79,33 @@ def tokens(
     return Events(1, 0.0, [name] * len(entries), choices, positions, token_ids, logprobs, decisions=decisions)
 
 
+LEDGERS: WeakKeyDictionary[Journal, OpenRequests] = WeakKeyDictionary()
+
+
+def ledger_of(journal: Journal) -> OpenRequests:
+    """The ledger that a journal observes, with what is open in the journal."""
+    if journal not in LEDGERS:
+        ledger = LEDGERS[journal] = OpenRequests(1, max_unread=10**6, observer=journal)
+        for request in tuple(journal.state.open.values()):
+            ledger.restore(request.state)
+    return LEDGERS[journal]
+
+
+def accept(journal: Journal, events: Events) -> None:
+    """An engine sent this."""
+    ledger_of(journal).accept(1, events)
+
+
 def start(journal: Journal, name: str = "a", key: str = "key", **options: Any) -> int:
     run = journal.begin(began(key), [name])
-    journal.opened(make_request(name, **options))
+    ledger_of(journal).add(make_request(name, **options))
     return run
+
+
+async def renewed(journal: Journal) -> None:
+    """Wait until no snapshot is being written."""
+    while journal._renewal is not None and not journal._renewal.done():
+        await asyncio.sleep(0.001)
 
 
 def contents(journal: Journal) -> dict[str, Any]:
@@ -92,7 +116,7 @@ def contents(journal: Journal) -> dict[str, Any]:
 def state_contents(state: JournalState) -> dict[str, Any]:
     return {
         held.request.request_id: (
-            {choice: list(page.ids) for choice, page in held.choices.items()},
+            {choice: list(page.ids) for choice, page in held.state.pages.items() if page.ids},
             held.end.finish_reason if held.end is not None else None,
         )
         for held in state.requests.values()
@@ -109,23 +133,23 @@ def test_a_next_life_finds_requests_ids_and_ends(tmp_path: Path) -> None:
     run = start(journal, "a", "first", n=2, logprobs=1)
     start(journal, "b", "second")
     entry = TokenLogprobs(7, -0.5, 1, (7,), (-0.5,))
-    journal.appended(tokens("a", (0, 0, 7), (1, 0, 8), logprobs=[entry, None], decisions=(ADMITTED,)))
-    journal.appended(tokens("b", (0, 0, 5)))
-    journal.appended(Events(1, 0.0, decisions=(finished("a", FinishReason.STOP, choice=0, stop_token_id=2),)))
-    journal.appended(tokens("b", (0, 1, 6), decisions=(replace(finished("b", FinishReason.LENGTH), cached_tokens=4),)))
-    journal.appended(tokens("unknown", (0, 0, 1)))
+    accept(journal, tokens("a", (0, 0, 7), (1, 0, 8), logprobs=[entry, None], decisions=(ADMITTED,)))
+    accept(journal, tokens("b", (0, 0, 5)))
+    accept(journal, Events(1, 0.0, decisions=(finished("a", FinishReason.STOP, choice=0, stop_token_id=2),)))
+    accept(journal, tokens("b", (0, 1, 6), decisions=(replace(finished("b", FinishReason.LENGTH), cached_tokens=4),)))
+    accept(journal, tokens("unknown", (0, 0, 1)))
     expected = contents(journal)
     journal.close()
     later = reopened(tmp_path / "j")
     assert contents(later) == expected == {"a": ({0: [7], 1: [8]}, None), "b": ({0: [5, 6]}, FinishReason.LENGTH)}
     held = later.recovered[0].requests[0]
     assert later.recovered[0].began.run == run and later.recovered[0].began.key == "first"
-    assert held.request == journal.state.requests[held.number].request and held.request.block_keys is None
-    assert held.choices[0].logprobs == [entry] and held.choices[1].logprobs == [None]
-    entry_of = held.as_open_request()
+    assert held.request == replace(journal.state.requests[held.number].request, block_keys=None)
+    assert held.logprobs == {0: [entry], 1: [None]}
+    entry_of = held.state
     assert (entry_of.queue_s, entry_of.cached_tokens) == (0.25, 3) and entry_of.page(0).end.stop_token_id == 2  # type: ignore[union-attr]
     assert [list(output.token_ids) for output in entry_of.take()] == [[7], [8]]
-    ended = later.recovered[1].requests[0].as_open_request()
+    ended = later.recovered[1].requests[0].state
     assert ended.end == replace(finished("b", FinishReason.LENGTH), cached_tokens=4) and ended.take()[-1].is_final
     assert later.begin(began(), []) > max(run.began.run for run in later.recovered[:2])
     later.close()
@@ -155,15 +179,30 @@ def test_the_ledger_tells_it(tmp_path: Path) -> None:
     journal.close()
 
 
+async def test_an_end_for_lack_of_an_engine_is_read_and_the_request_stays_for_the_next_process(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "m")
+    start(journal, "a")
+    accept(journal, tokens("a", (0, 0, 5)))
+    ledger = ledger_of(journal)
+    ledger.end_all(FinishReason.ERROR, EngineDeadError("there will be no other"))
+    outputs = [output async for output in ledger.outputs("a")]
+    assert outputs[-1].is_final and ledger.get("a") is None
+    await journal._renew()
+    journal.close()
+    later = reopened(tmp_path)
+    assert contents(later) == {"a": ({0: [5]}, None)} and later.state.open
+    later.close()
+
+
 def test_what_was_forgotten_or_never_whole_is_not_found(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "m")
     gone = start(journal, "a", "1")
     journal.begin(began("2", num_requests=2), ["b-0", "b-1"])
-    journal.opened(make_request("b-0"))
+    ledger_of(journal).add(make_request("b-0"))
     start(journal, "c", "3")
     journal.forget(gone)
     journal.forget(gone)
-    journal.appended(tokens("a", (0, 0, 1)))
+    accept(journal, tokens("a", (0, 0, 1)))
     journal.close()
     later = reopened(tmp_path)
     assert list(contents(later)) == ["c"] and [run.began.key for run in later.recovered] == ["3"]
@@ -215,14 +254,14 @@ def make_history(folder: Path) -> tuple[list[int], dict[int, dict[str, Any]]]:
     for name in ("a", "b"):
         journal.begin(began(name), [name])
         note()
-        journal.opened(make_request(name, n=2))
+        ledger_of(journal).add(make_request(name, n=2))
         note()
     for position in range(4):
-        journal.appended(tokens("a", (0, position, position + 7), (1, position, position + 9)))
+        accept(journal, tokens("a", (0, position, position + 7), (1, position, position + 9)))
         note()
-        journal.appended(tokens("b", (0, position, position + 3)))
+        accept(journal, tokens("b", (0, position, position + 3)))
         note()
-    journal.appended(Events(1, 0.0, decisions=(finished("a", FinishReason.STOP),)))
+    accept(journal, Events(1, 0.0, decisions=(finished("a", FinishReason.STOP),)))
     note()
     journal.close()
     return list(known), known
@@ -264,18 +303,18 @@ def test_damage_in_the_middle_never_makes_a_wrong_answer(
 def test_a_hole_between_segments_leaves_requests_open_with_what_came_before(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "m")
     start(journal)
-    journal.appended(tokens("a", (0, 0, 5)))
+    accept(journal, tokens("a", (0, 0, 5)))
     path = live_segment(tmp_path)
     whole = path.read_bytes()
-    journal.appended(tokens("a", (0, 1, 6)))
+    accept(journal, tokens("a", (0, 1, 6)))
     asyncio.run(journal._renew())
-    journal.appended(tokens("a", (0, 2, 7), decisions=(finished("a", FinishReason.LENGTH),)))
+    accept(journal, tokens("a", (0, 2, 7), decisions=(finished("a", FinishReason.LENGTH),)))
     journal.close()
     numbered(tmp_path)[0][1].unlink()  # the snapshot is lost, and an old segment with less is back
     path.write_bytes(whole)
     later = reopened(tmp_path)
     assert contents(later) == {"a": ({0: [5]}, None)}
-    later.appended(tokens("a", (0, 1, 6)))
+    accept(later, tokens("a", (0, 1, 6)))
     assert contents(later) == {"a": ({0: [5, 6]}, None)}, "it is resumed, and takes ids again"
     later.close()
 
@@ -292,7 +331,7 @@ def test_records_that_fit_nothing_are_counted_and_told_at_the_start(
     one = array("i", [0]).tobytes()
     stray = [
         Opened(77, 0, 9, Submit.of(0, replace(make_request("stray"), block_keys=None))),  # of a run that never began
-        Appended(1.0, one + one, one, one, one, None),  # columns of unequal lengths
+        Step(1.0, one + one, one, one, one, None),  # columns of unequal lengths
     ]
     with live_segment(tmp_path).open("ab") as file:
         file.write(b"".join(packed(record) for record in stray))
@@ -322,11 +361,11 @@ def test_a_request_that_ends_every_life_is_given_up(tmp_path: Path, caplog: pyte
     start(journal, "bad", "bad")
     start(journal, "good", "good")
     start(journal, "done", "done")
-    journal.appended(tokens("done", (0, 0, 1), decisions=(finished("done", FinishReason.STOP),)))
+    accept(journal, tokens("done", (0, 0, 1), decisions=(finished("done", FinishReason.STOP),)))
     for life in range(1, 6):
         journal.close()
         journal = reopened(tmp_path)
-        journal.appended(tokens("good", (0, life - 1, 1)))
+        accept(journal, tokens("good", (0, life - 1, 1)))
         lives = {run.began.key: run.began.num_restarts for run in journal.recovered}
         assert lives == {"good": int(life == 1), "done": 0} | ({"bad": life} if life <= 3 else {})
     journal.close()
@@ -342,15 +381,14 @@ async def test_compaction_keeps_what_is_held_and_frees_the_rest(
     for number in range(300):
         run = start(journal, f"r{number}", f"k{number}", length=200)
         entry = TokenLogprobs(7, -0.5, 1, (7,), (-0.5,))
-        journal.appended(tokens("kept", (0, number, 7), logprobs=[entry]))
-        journal.appended(tokens(f"r{number}", (0, 0, 1), decisions=(finished(f"r{number}", FinishReason.STOP),)))
+        accept(journal, tokens("kept", (0, number, 7), logprobs=[entry]))
+        accept(journal, tokens(f"r{number}", (0, 0, 1), decisions=(finished(f"r{number}", FinishReason.STOP),)))
         if number < 290:
             journal.forget(run)
         journal.tick()
         await asyncio.sleep(0)
     for _ in range(2):
-        while journal._tasks:
-            await asyncio.sleep(0.01)
+        await renewed(journal)
         journal.tick()
     assert journal.num_compactions >= 2 and not journal.trouble
     size = sum(path.stat().st_size for _, path in numbered(tmp_path))
@@ -359,7 +397,7 @@ async def test_compaction_keeps_what_is_held_and_frees_the_rest(
     journal.close()
     later = reopened(tmp_path)
     assert contents(later) == expected and len(expected) == 11 and len(expected["kept"][0][0]) == 300
-    assert all(entry is not None for entry in later.recovered[0].requests[0].choices[0].logprobs)
+    assert all(entry is not None for entry in later.recovered[0].requests[0].logprobs[0])
     later.close()
 
 
@@ -370,25 +408,23 @@ async def test_R21_a_full_disk_suspends_it_and_room_brings_it_back(
     disk = FailingDisk()
     journal = Journal(tmp_path, "m", disk=disk)
     start(journal, "a", "1")
-    journal.appended(tokens("a", (0, 0, 5)))
+    accept(journal, tokens("a", (0, 0, 5)))
     disk.room = 10  # the next record fits in part
-    journal.appended(tokens("a", (0, 1, 6)))
+    accept(journal, tokens("a", (0, 1, 6)))
     assert journal.trouble == "No space left on device" and journal.report()["state"] == "suspended"
     start(journal, "b", "2")
-    journal.appended(tokens("b", (0, 0, 8), decisions=(finished("b", FinishReason.STOP),)))
+    accept(journal, tokens("b", (0, 0, 8), decisions=(finished("b", FinishReason.STOP),)))
     journal.tick()
-    while journal._tasks:
-        await asyncio.sleep(0.001)
+    await renewed(journal)
     assert journal.trouble is not None, "still full"
     assert not list(tmp_path.glob("*.tmp"))
     later = recover(tmp_path, "m", BootClock.now())
-    assert list(later.state.requests[1].choices[0].ids) == [5] and not later.warnings, "what was there is whole"
+    assert list(later.state.requests[1].state.pages[0].ids) == [5] and not later.warnings, "what was there is whole"
     disk.room = None
     journal.tick()
-    while journal._tasks:
-        await asyncio.sleep(0.001)
+    await renewed(journal)
     assert not journal.trouble and journal.num_suspensions == 1
-    journal.appended(tokens("a", (0, 2, 7)))
+    accept(journal, tokens("a", (0, 2, 7)))
     expected = contents(journal)
     assert expected == {"a": ({0: [5, 6, 7]}, None), "b": ({0: [8]}, FinishReason.STOP)}
     journal.close()
@@ -408,8 +444,7 @@ async def test_R21_no_descriptor_for_a_compaction_is_no_trouble(
         journal.forget(start(journal, f"r{number}", length=100))
     disk.open_error = OSError(errno.EMFILE, "Too many open files")
     journal.tick()
-    while journal._tasks:
-        await asyncio.sleep(0.001)
+    await renewed(journal)
     assert journal.trouble is None
     start(journal, "a")
     journal.close()
@@ -496,11 +531,14 @@ def test_one_delivery_is_one_write(tmp_path: Path) -> None:
     before = disk.num_writes
     names = [f"r{number}" for number in range(8)]
     zeros = array("i", [0] * 8)
-    journal.appended(
-        Events(1, 0.0, names, zeros, zeros, zeros, decisions=tuple(finished(name, FinishReason.STOP) for name in names))
+    accept(
+        journal,
+        Events(
+            1, 0.0, names, zeros, zeros, zeros, decisions=tuple(finished(name, FinishReason.STOP) for name in names)
+        ),
     )
     assert disk.num_writes == before + 1
-    journal.appended(Events(1, 0.0, names, zeros, zeros, zeros))
+    accept(journal, Events(1, 0.0, names, zeros, zeros, zeros))
     assert disk.num_writes == before + 1, "nobody of them is open"
     journal.close()
 

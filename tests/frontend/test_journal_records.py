@@ -8,24 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishReason, Request, SamplingParams
+from octavo.core.plan import Event, EventKind, TokenLogprobs
+from octavo.core.request import FinishError, FinishReason, Request, SamplingParams
+from octavo.engine.outbox import finished
 from octavo.engine.wire import Submit
+from octavo.errors import ErrorKind
 from octavo.frontend import journal_files
 from octavo.frontend.journal_files import (
     VERSION,
-    Appended,
     Began,
-    EndedChoice,
-    EndedRequest,
     Forgotten,
     Head,
     Opened,
     Record,
     RecordTooLargeError,
-    StartedRequest,
+    Step,
     packed,
-    packed_logprobs,
     read_records,
 )
 
@@ -38,18 +36,14 @@ def sample() -> list[Record]:
     params = SamplingParams(max_tokens=9, seed=2**64 - 1, n=2, logprobs=2, stop=("é",), logit_bias=((4, -1.5),))
     request = Request("a", array("i", range(40)), params, 12.5, deadline=99.0, cache_salt=b"\xff\0", tenant="t")
     scores = [TokenLogprobs(7, -0.5, 1, (7, 8), (-0.5, float("-inf"))), None]
+    admitted = Event(EventKind.ADMITTED, "a", 12.6, 1, cached_tokens=16)
+    failed = finished("a", FinishReason.ERROR, FinishError(ErrorKind.STEP_FAILED, "m"), time=14.0)
     return [
         Head(VERSION, 3, 2, "boot", 10.0, 1e9, "model"),
         Began(1, "t", "key-é", b"h" * 32, b"facts", 1, 12.0),
         Opened(1, 0, 4, Submit.of(0, request)),
-        Appended(
-            13.0, ids(4, 4), ids(0, 1), ids(0, 0), ids(7, 9), packed_logprobs(scores),
-            starts=(StartedRequest(4, 0.1, 16),),
-        ),
-        Appended(
-            14.0, b"", b"", b"", b"", None, (EndedChoice(4, 1, FinishReason.STOP, 9, None),),
-            (EndedRequest(4, FinishReason.LENGTH, None, 16, 2, 0.1, "m"),),
-        ),
+        Step(13.0, ids(4, 4), ids(0, 1), ids(0, 0), ids(7, 9), scores, (admitted,)),
+        Step(14.0, decisions=(finished("a", FinishReason.STOP, choice=1, stop_token_id=9), failed)),
         Forgotten(1),
     ]  # fmt: skip
 

@@ -346,8 +346,8 @@ class Notes:
     def __init__(self) -> None:
         self.lines: list[tuple[object, ...]] = []
 
-    def opened(self, request: Request) -> None:
-        self.lines.append(("opened", request.request_id))
+    def opened(self, state: OpenRequest) -> None:
+        self.lines.append(("opened", state.request.request_id))
 
     def appended(self, events: Events) -> None:
         ends = [(e.request_id, e.finish_reason.name) for e in events.decisions if e.kind == EventKind.FINISHED]

@@ -1,11 +1,11 @@
 """Journal: requests with an Idempotency-Key and every id generated for them, on disk, for the next server process.
 
-Owns: when records are written, synced, compacted and forgotten, and going on without a disk that fails.
-Does not: serve a request, know the file format (journal_files does), or what the records add up to (journal_state).
+Owns: when records are written, synced, compacted and forgotten, and serving without a disk that fails.
+Does not: serve a request, know the file format (journal_files does), or combine records (journal_state does).
 Belongs to one event loop's thread.
 Invariants: a record is written before what it holds is sent; `synced` returns only when all written so far is as
 durable as `--journal-sync` promises, or the journal is suspended; no disk error ever reaches a request.
-While suspended, the state is updated in memory; a new snapshot then brings the folder up to date.
+While suspended, the requests stay in memory; a new snapshot then brings the folder up to date.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
+
+import msgspec
 
 from octavo.config import Config
 from octavo.core.plan import Events
-from octavo.core.request import Request
-from octavo.engine.wire import Submit
 from octavo.errors import ConfigError
 from octavo.frontend.journal_files import (
     VERSION,
@@ -32,7 +32,6 @@ from octavo.frontend.journal_files import (
     Forgotten,
     Head,
     JournalSegment,
-    Opened,
     Record,
     RecordTooLargeError,
     lock_folder,
@@ -41,7 +40,8 @@ from octavo.frontend.journal_files import (
     sync_folder,
     write_snapshot,
 )
-from octavo.frontend.journal_state import HeldRequest, HeldRun, recover
+from octavo.frontend.journal_state import JournaledRequest, JournaledRun, recover
+from octavo.frontend.open_request import OpenRequest
 
 SYNC_S = 0.010  # least time between two syncs
 RETRY_S = 5.0  # from a disk error to the next attempt
@@ -96,22 +96,19 @@ class Journal:
         self._drop_unusable()
         self._next_run = max(self.state.runs, default=0) + 1
         self._next_request = max(self.state.requests, default=0) + 1
-        self._expected: dict[str, tuple[int, int]] = {}
+        self._expected: dict[str, tuple[int, int]] = {}  # run and index of requests that will be opened
         self._segment: JournalSegment | None = None
         self._num_bytes = 0  # in all segments that count
         self._retry_at = 0.0
         self._num_written = self._num_durable = 0  # records
-        self._is_syncing = False
-        self._syncs = asyncio.Lock()  # of one segment before those of the next
-        self._waiters: list[asyncio.Future[None]] = []
+        self._syncs = asyncio.Lock()  # one at a time; of one segment before those of the next
         self._synced_at = 0.0
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_renewing = False
-        self._renew_now()
+        self._renewal: asyncio.Task[None] | None = None
+        self._begin()
 
     @property
-    def recovered(self) -> Sequence[HeldRun]:
-        """Every run held, oldest first; at the start, those of the former server process."""
+    def recovered(self) -> Sequence[JournaledRun]:
+        """Every run, oldest first; at the start, those of the former server process."""
         return tuple(self.state.runs.values())
 
     @property
@@ -134,8 +131,7 @@ class Journal:
         """Record a run whose requests will have these ids; return its number (`began.run` is ignored)."""
         number = self._next_run
         self._next_run += 1
-        record = Began(number, *(getattr(began, name) for name in began.__struct_fields__[1:]))
-        self._write(record)
+        self._write(msgspec.structs.replace(began, run=number))
         for index, request_id in enumerate(request_ids):
             self._expected[request_id] = (number, index)
         return number
@@ -147,18 +143,16 @@ class Journal:
         if run in self.state.runs:
             self._write(Forgotten(run))
 
-    def opened(self, request: Request) -> None:
+    def opened(self, state: OpenRequest) -> None:
         """Record a request, if it was announced by begin()."""
-        if not self._expected or (place := self._expected.pop(request.request_id, None)) is None:
+        if not self._expected or (place := self._expected.pop(state.request.request_id, None)) is None:
             return
-        (run, index), number = place, self._next_request
-        if run not in self.state.runs:
-            return
-        self._next_request += 1
-        # The keys of its blocks follow from its ids, and take more room than they do.
-        held = HeldRequest(run, index, number, replace(request, block_keys=None))
-        self.state.add(held)
-        self._put(Opened(run, index, number, Submit.of(0, held.request)))
+        run, index = place
+        if run in self.state.runs:
+            request = JournaledRequest(run, index, self._next_request, state)
+            self._next_request += 1
+            self.state.add(request)
+            self._put(next(request.records()))
 
     def appended(self, events: Events) -> None:
         """Record accepted tokens and ends: one record, one write."""
@@ -171,28 +165,25 @@ class Journal:
     def forgotten(self, request_id: str) -> None:
         """Drop the run of a request that was dropped without an end: it was refused."""
         self._expected.pop(request_id, None)
-        held = self.state.open.get(request_id)
-        if held is not None:
-            self.forget(held.run)
+        request = self.state.open.get(request_id)
+        if request is not None:
+            self.forget(request.run)
 
     async def synced(self) -> None:
         """Wait until what was written so far is as durable as promised."""
         target = self._num_written
         while self._is_synced and self._segment is not None and self._num_durable < target:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            if not self._is_syncing:
-                self._is_syncing = True
-                self._spawn(self._sync_group())
-            await waiter
+            async with self._syncs:
+                if self._num_durable < target:  # else the sync that this one waited for has done it
+                    await asyncio.sleep(max(0.0, self._synced_at + SYNC_S - self._now()))
+                    await self._sync()
 
     def tick(self) -> None:
         """Retry a failed disk, or compact; called about once a second."""
-        if self.is_closed or self._is_renewing:
+        if self.is_closed or (self._renewal is not None and not self._renewal.done()) or self._now() < self._retry_at:
             return
-        is_loose = self._num_bytes > max(COMPACT_BYTES, 2 * self.state.num_bytes)
-        if (is_loose or self.trouble is not None) and self._now() >= self._retry_at:
-            self._spawn(self._renew())
+        if self.trouble is not None or self._is_loose():
+            self._renewal = asyncio.get_running_loop().create_task(self._renew())
 
     def close(self) -> None:
         """Write no more; what is open stays open in the folder, for the next server process. Idempotent."""
@@ -205,7 +196,6 @@ class Journal:
             self._segment = None
         self.state.open.clear()
         self._expected.clear()
-        self._release()
         os.close(self._lock)
         self._lock = -1
 
@@ -217,8 +207,12 @@ class Journal:
             _log.error("journal: run %d is given up: %d restarts of the server got no token for it", run, MAX_RESTARTS)
             self.state.drop(run)
         self.state.begin_process()
-        for held in self.state.requests.values():
-            held.has_gap = False
+        for request in self.state.requests.values():
+            request.has_gap = False
+
+    def _is_loose(self) -> bool:
+        """Return True if more than half of the segments is of no use any more."""
+        return self._num_bytes > COMPACT_BYTES and self._num_bytes > 2 * self.state.num_bytes
 
     def _write(self, record: Record) -> None:
         self.state.apply(record)
@@ -255,91 +249,66 @@ class Journal:
         if self._segment is not None:
             self._segment.close()
             self._segment = None
-        self._release()
-
-    def _release(self) -> None:
-        """Wake all that wait for a sync: none will come."""
-        waiters, self._waiters = self._waiters, []
-        _wake(waiters)
-
-    async def _sync_group(self) -> None:
-        """Sync once for all that wait, and again while there are more."""
-        try:
-            while self._waiters and self._segment is not None:
-                await asyncio.sleep(max(0.0, self._synced_at + SYNC_S - self._now()))
-                async with self._syncs:
-                    await self._sync()
-                self._synced_at = self._now()
-        finally:
-            self._is_syncing = False
-            self._release()
 
     async def _sync(self) -> None:
+        """Sync the segment in another thread."""
         segment, num_written = self._segment, self._num_written
-        waiters, self._waiters = self._waiters, []
+        if segment is None:
+            return
         try:
-            if segment is not None:
-                await asyncio.to_thread(segment.sync)
-                self._num_durable = num_written
+            await asyncio.to_thread(segment.sync)
         except OSError as error:
             if self._segment is segment:
                 self._suspend(error)
-        finally:
-            _wake(waiters)
+        else:
+            self._num_durable = num_written
+        self._synced_at = self._now()
 
-    def _fresh(self) -> tuple[Head, JournalSegment]:
+    def _next_segment(self) -> tuple[Head, JournalSegment]:
         """Return the head of the next snapshot, and the segment after it, for all records from now on."""
-        clock = BootClock.now()
-        snapshot, live = self._next_number, self._next_number + 1
+        clock, snapshot = BootClock.now(), self._next_number
         self._next_number += 2
-        segment = JournalSegment(segment_path(self.folder, live), self._disk)
-        try:
-            segment.add(packed(Head(VERSION, live, 0, clock.boot, clock.mono, clock.wall, self._model)))
-        except OSError:
-            _discard(segment)
-            raise
-        return Head(VERSION, snapshot, snapshot, clock.boot, clock.mono, clock.wall, self._model), segment
+        head = Head(VERSION, snapshot + 1, 0, clock.boot, clock.mono, clock.wall, self._model)
+        segment = JournalSegment(segment_path(self.folder, snapshot + 1), head, self._disk)
+        return msgspec.structs.replace(head, number=snapshot, supersedes=snapshot), segment
 
-    def _renew_now(self) -> None:
+    def _begin(self) -> None:
         """Write a snapshot before the first request."""
+        segment = None
         try:
-            head, segment = self._fresh()
-            try:
-                size = write_snapshot(self.folder, head, _records(self.recovered), self._disk)
-            except BaseException:
-                _discard(segment)
-                raise
+            head, segment = self._next_segment()
+            size = write_snapshot(self.folder, head, _records(self.recovered), self._disk)
         except OSError as error:
+            if segment is not None:
+                segment.discard()
             self._suspend(error)
             return
         self._segment, self._num_bytes = segment, size + segment.num_bytes
 
     async def _renew(self) -> None:
-        """Write the state as a snapshot while requests run; then delete older segments."""
-        self._is_renewing = True
+        """Write all runs as a snapshot while requests run; then delete older segments."""
         was_suspended, is_settled = self.trouble is not None, True
         segment: JournalSegment | None = None
         try:
             async with self._syncs:
-                head, segment = self._fresh()
-                # From here to the next await nothing changes, so the copies and the new segment meet without a gap.
-                runs = [run if run.is_ended else run.copy() for run in self.state.runs.values()]
+                head, segment = self._next_segment()
+                # From here to the next await nothing changes, so the snapshot and the new segment meet without a gap.
+                unfinished = [run for run in self.state.runs.values() if not run.is_ended]
+                ended = [run for run in self.state.runs.values() if run.is_ended]
+                records = chain(tuple(_records(unfinished)), _records(ended))
                 old, self._segment, is_settled = self._segment, segment, False
                 await asyncio.to_thread(_settle, self.folder, old)
                 is_settled = True
-            size = await asyncio.to_thread(write_snapshot, self.folder, head, _records(runs), self._disk)
+            size = await asyncio.to_thread(write_snapshot, self.folder, head, records, self._disk)
         except OSError as error:
             self._retry_at = self._now() + RETRY_S
-            if was_suspended:
-                self._suspend(error)
-                _discard(segment)
-            elif not is_settled:
+            if was_suspended or not is_settled:
                 self._suspend(error)
             else:  # the present segments still hold everything
                 _log.warning("journal: not compacted, %s: %s", self.folder, error.strerror or error)
+            if was_suspended and segment is not None:
+                segment.discard()
             return
-        finally:
-            self._is_renewing = False
         if self._segment is segment:
             self._num_bytes = size + segment.num_bytes
             self.num_compactions += 1
@@ -347,13 +316,8 @@ class Journal:
                 self.trouble = None
                 _log.warning("journal: taken up again, %s", self.folder)
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
-
-def _records(runs: Iterable[HeldRun]) -> Iterable[Record]:
+def _records(runs: Iterable[JournaledRun]) -> Iterable[Record]:
     return (record for run in runs for record in run.records())
 
 
@@ -365,17 +329,3 @@ def _settle(folder: Path, old: JournalSegment | None) -> None:
         finally:
             old.close()
     sync_folder(folder)
-
-
-def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
-
-
-def _discard(segment: JournalSegment | None) -> None:
-    """Delete a segment that holds only its head."""
-    if segment is not None:
-        segment.close()
-        with contextlib.suppress(OSError):
-            segment.path.unlink()

@@ -1,12 +1,12 @@
-"""The journal on the disk: its folder of numbered segments, and the records in them.
+"""The journal on the disk: a folder of numbered segments, and the records in them.
 
 Owns: file names, modes (the folder 0700, files 0600: they hold prompts and answers), the lock, whole writes, syncs; the
 records, their size cap and checksums, and reading a segment's bytes. Does not: decide when to write, sync or compact
-(journal does), or know what the records add up to (journal_state does).
+(journal does), or combine records into requests (journal_state does).
 A record is `u32 length | u32 crc32 | msgpack` of a tagged struct. Lengths and checksums are little-endian; the checksum
 covers the length too; packed ids are in this machine's order: a journal stays on the machine that wrote it.
 Invariants: a segment is only appended to; a snapshot gets its name when it is whole and on the disk, and only then are
-the segments deleted that it replaces; one process holds the lock; a file that is no segment is neither read nor
+the segments deleted that it replaces; one process holds the lock; a file that is not a segment is neither read nor
 deleted; whatever the bytes, reading gives the longest prefix of whole, checked records and never raises.
 """
 
@@ -28,18 +28,19 @@ from typing import Annotated
 
 import msgspec
 
-from octavo.core.plan import TokenLogprobs
-from octavo.core.request import FinishError, FinishReason
+from octavo.core.plan import Event, TokenLogprobs
 from octavo.engine.wire import MAX_FRAME_BYTES, Submit
-from octavo.errors import ConfigError, ErrorKind, RequestError
+from octavo.errors import ConfigError, RequestError
+from octavo.frontend.journal_format1 import Appended
 
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
 MAX_RECORD_BYTES = MAX_FRAME_BYTES
-_HEAD = struct.Struct("<II")
+_PREFIX = struct.Struct("<II")
 _MARK = b"\xa4Head"  # the tag of a segment's first record, after its length, its checksum and one byte
-_MARK_AT = _HEAD.size + 1
-MARK_BYTES = _MARK_AT + len(_MARK)
-_NAME = re.compile(r"journal-(\d{8})\.seg")
+_MARK_AT = _PREFIX.size + 1
+_MARK_END = _MARK_AT + len(_MARK)
+_NAME = re.compile(r"journal-(\d{8})\.(seg|tmp)")
 _BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
 _WRITE_BYTES = 1 << 20
 SAME_CLOCK_S = 1.0  # clocks that drifted by less are taken as the same boot where the boot has no name
@@ -70,7 +71,7 @@ class Began(_Record):
     """A run: one HTTP request with a key, made of `num_requests` requests. `facts` are the server's own.
 
     `body_hash` says whether a later request with the same key is the same; `at` is on the monotonic clock.
-    `num_restarts`: server processes in a row that took it over and got no token for it.
+    `num_restarts`: server processes in a row that resumed it and got no token for it.
     """
 
     run: Number
@@ -92,70 +93,16 @@ class Opened(_Record):
     submit: Submit
 
 
-class LoggedLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Log-probabilities at one position."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
-
-
-class StartedRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The first admission of a request."""
-
-    number: Number
-    queue_s: float
-    cached_tokens: int
-
-
-class EndedChoice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The end of one choice of a request that has others."""
-
-    number: Number
-    choice: Number
-    finish_reason: FinishReason
-    stop_token_id: int | None
-    message: str | None
-    kind: ErrorKind | None = None  # None: of nothing, or written by an earlier version
-
-    @property
-    def error(self) -> FinishError | None:
-        """What went wrong."""
-        return _error_of(self.kind, self.message)
-
-
-class EndedRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The end of a request."""
-
-    number: Number
-    finish_reason: FinishReason
-    stop_token_id: int | None
-    cached_tokens: int
-    num_preemptions: int
-    queue_s: float
-    message: str | None
-    kind: ErrorKind | None = None
-
-    @property
-    def error(self) -> FinishError | None:
-        """What went wrong."""
-        return _error_of(self.kind, self.message)
-
-
-class Appended(_Record):
-    """What one `Events` added: columns of packed 32-bit numbers, an entry per token, then ends and admissions."""
+class Step(_Record):
+    """What one `Events` says of journaled requests: its columns, with numbers for names, and its decisions."""
 
     at: float
-    numbers: bytes
-    choices: bytes
-    positions: bytes
-    token_ids: bytes
-    logprobs: tuple[LoggedLogprobs | None, ...] | None = None
-    choice_ends: tuple[EndedChoice, ...] = ()
-    ends: tuple[EndedRequest, ...] = ()
-    starts: tuple[StartedRequest, ...] = ()
+    numbers: bytes = b""
+    choices: bytes = b""
+    positions: bytes = b""
+    token_ids: bytes = b""
+    logprobs: list[TokenLogprobs | None] | None = None
+    decisions: tuple[Event, ...] = ()
 
 
 class Forgotten(_Record):
@@ -164,7 +111,7 @@ class Forgotten(_Record):
     run: Number
 
 
-Record = Head | Began | Opened | Appended | Forgotten
+Record = Head | Began | Opened | Step | Forgotten | Appended
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
@@ -178,12 +125,7 @@ def packed(record: Record) -> bytes:
     body = _ENCODER.encode(record)
     if len(body) > MAX_RECORD_BYTES:
         raise RecordTooLargeError(f"a {type(record).__name__} record of {len(body)} bytes, at most {MAX_RECORD_BYTES}")
-    return _HEAD.pack(len(body), _checksum(len(body), body)) + body
-
-
-def is_segment(start: bytes) -> bool:
-    """Return True if a file that begins so is a segment: whole, cut off, or with no byte but zeros on the disk."""
-    return not any(start) or (len(start) > _MARK_AT and _MARK.startswith(start[_MARK_AT:MARK_BYTES]))
+    return _PREFIX.pack(len(body), _checksum(len(body), body)) + body
 
 
 def _checksum(length: int, body: bytes | memoryview) -> int:
@@ -217,59 +159,32 @@ def read_records(data: bytes) -> Contents:
     start = 0
     while start < len(view):
         body, end = _next_body(view, start)
-        if isinstance(body, str):
-            return _stopped(records, start, view, end, body)
-        try:
-            records.append(_DECODER.decode(body))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RequestError, RecursionError, OverflowError) as error:
-            return _stopped(records, start, view, 0, f"it is no record: {error}")
-        start = end
+        if not isinstance(body, str):
+            try:
+                records.append(_DECODER.decode(body))
+                start = end
+                continue
+            except (msgspec.MsgspecError, UnicodeDecodeError, RequestError, RecursionError, OverflowError) as error:
+                body, end = f"it is not a record: {error}", 0
+        is_torn = end == len(view) or not any(view[start:])  # the record reaches to the end, or only zeros follow
+        return Contents(tuple(records), start, len(view), f"record {len(records)} at byte {start}: {body}", is_torn)
     return Contents(tuple(records), start, len(view))
 
 
 def _next_body(view: memoryview, start: int) -> tuple[memoryview | str, int]:
     """Return the body at `start` and where it ends, or what is wrong and where the record would end."""
-    if start + _HEAD.size > len(view):
+    if start + _PREFIX.size > len(view):
         return "its head is incomplete", len(view)
-    length, checksum = _HEAD.unpack_from(view, start)
-    end = start + _HEAD.size + length
+    length, checksum = _PREFIX.unpack_from(view, start)
+    end = start + _PREFIX.size + length
     if length > MAX_RECORD_BYTES:
         return f"it announces {length} bytes, records have at most {MAX_RECORD_BYTES}", 0
     if end > len(view):
-        return f"it announces {length} bytes, {len(view) - start - _HEAD.size} are there", len(view)
-    body = view[start + _HEAD.size : end]
+        return f"it announces {length} bytes, {len(view) - start - _PREFIX.size} are there", len(view)
+    body = view[start + _PREFIX.size : end]
     if length == 0 or _checksum(length, body) != checksum:
         return "its checksum does not fit", end
     return body, end
-
-
-def _stopped(records: list[Record], start: int, view: memoryview, end: int, why: str) -> Contents:
-    """Return what was read; the tail is torn if the last record reaches to the end, or only zeros follow."""
-    is_torn = end == len(view) or not any(view[start:])
-    return Contents(tuple(records), start, len(view), f"record {len(records)} at byte {start}: {why}", is_torn)
-
-
-def _error_of(kind: ErrorKind | None, message: str | None) -> FinishError | None:
-    """Return an end's error; where an earlier version wrote it, the text begins with its kind."""
-    if message is None:
-        return None
-    if kind is None:
-        kind = next((each for each in ErrorKind if message.startswith(each.value)), ErrorKind.ENGINE)
-    return FinishError(kind, message)
-
-
-def packed_logprobs(entries: Iterable[TokenLogprobs | None]) -> tuple[LoggedLogprobs | None, ...]:
-    """Return log-probabilities as a record has them."""
-    return tuple(
-        None if e is None else LoggedLogprobs(e.token_id, e.logprob, e.rank, e.top_ids, e.top_logprobs) for e in entries
-    )
-
-
-def core_logprobs(entry: LoggedLogprobs | None) -> TokenLogprobs | None:
-    """Return one entry as core has it."""
-    if entry is None:
-        return None
-    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs)
 
 
 class Disk:
@@ -311,11 +226,6 @@ class BootClock:
         return 0.0 if is_same else shift_s
 
 
-def segment_path(folder: Path, number: int) -> Path:
-    """Return a segment's path."""
-    return folder / f"journal-{number:08d}.seg"
-
-
 def lock_folder(folder: Path, option: str) -> int:
     """Make the folder and take its lock; return the descriptor that holds it. Raises ConfigError, naming `option`."""
     try:
@@ -335,13 +245,18 @@ def lock_folder(folder: Path, option: str) -> int:
 class JournalSegment:
     """One open segment. Every `add` is one write(2), or a few where the kernel takes only a part."""
 
-    def __init__(self, path: Path, disk: Disk) -> None:
-        """Create it. Raises OSError."""
+    def __init__(self, path: Path, head: Head, disk: Disk) -> None:
+        """Create it with its head. Raises OSError."""
         self.path = path
         self.num_bytes = 0
         self._disk = disk
         self._fd = disk.open(path)
         self._lock = threading.Lock()  # syncs run in other threads; the descriptor stays while one does
+        try:
+            self.add(packed(head))
+        except OSError:
+            self.discard()
+            raise
 
     def add(self, data: bytes) -> None:
         """Append whole records. Raises OSError; then what was written of them is cut off, where that is possible."""
@@ -369,36 +284,47 @@ class JournalSegment:
                     os.close(self._fd)
                 self._fd = -1
 
+    def discard(self) -> None:
+        """Close and delete it."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """Return a segment's path."""
+    return folder / f"journal-{number:08d}.seg"
+
 
 def write_snapshot(folder: Path, head: Head, records: Iterable[Record], disk: Disk) -> int:
-    """Write a segment that replaces all before it, then delete those; return its size. Raises OSError, WireError."""
+    """Write a segment that replaces all before it, then delete those; return its size. Raises OSError."""
     path = segment_path(folder, head.number)
     unfinished = path.with_suffix(".tmp")
-    delete_segment(unfinished)
-    segment = JournalSegment(unfinished, disk)
+    _delete(unfinished)
+    segment = JournalSegment(unfinished, head, disk)
     try:
-        held = bytearray(packed(head))
+        buffer = bytearray()
         for record in records:
-            held += packed(record)
-            if len(held) >= _WRITE_BYTES:
-                segment.add(bytes(held))
-                held.clear()
-        segment.add(bytes(held))
+            buffer += packed(record)
+            if len(buffer) >= _WRITE_BYTES:
+                segment.add(bytes(buffer))
+                buffer.clear()
+        segment.add(bytes(buffer))
         segment.sync()
         unfinished.rename(path)
         sync_folder(folder)
     except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
+        segment.discard()
         raise
-    finally:
-        segment.close()
-    delete_below(folder, head.supersedes)
+    segment.close()
+    for number, older in numbered(folder):
+        if number < head.supersedes:
+            _delete(older)
     return segment.num_bytes
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the folder's file names durable."""
+    """Make the folder's file names durable. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -406,40 +332,40 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def delete_below(folder: Path, number: int) -> None:
-    """Delete replaced segments; one that cannot be deleted is ignored all the same."""
-    for found, path in numbered(folder):
-        if found < number:
-            delete_segment(path)
-
-
-def delete_segment(path: Path) -> None:
-    """Delete a segment, finished or not; leave a file of another program."""
-    with contextlib.suppress(OSError):
-        if _is_own(path):
-            path.unlink()
-
-
-def _is_own(path: Path) -> bool:
-    """Return True for a segment. Raises OSError."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        return False
-    with path.open("rb") as file:
-        return is_segment(file.read(MARK_BYTES))
-
-
-def numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Return the folder's segments, lowest number first."""
+def numbered(folder: Path, kind: str = "seg") -> list[tuple[int, Path]]:
+    """Return the folder's segments, lowest number first. Raises OSError."""
     found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted((int(match[1]), path) for match, path in found if match is not None)
+    return sorted((int(match[1]), path) for match, path in found if match is not None and match[2] == kind)
+
+
+def delete_unfinished(folder: Path) -> None:
+    """Delete snapshots that were not finished. Raises OSError when the folder cannot be read."""
+    for _, path in numbered(folder, "tmp"):
+        _delete(path)
 
 
 def read_segment(path: Path) -> tuple[Contents, str | None]:
     """Read a segment, as far as it can be; return what was read, and a warning for the log."""
     try:
-        if not _is_own(path):
-            return Contents((), 0, 0), f"{path.name} is no segment of a journal and is left alone"
+        if not _is_segment(path):
+            return Contents((), 0, 0), f"{path.name} is not a segment of a journal and is left alone"
         return read_records(path.read_bytes()), None
     except OSError as error:
         warning = f"{path.name} cannot be read ({error.strerror or error}); what it holds is lost"
         return Contents((), 0, 0, "unreadable"), warning
+
+
+def _delete(path: Path) -> None:
+    """Delete a segment, finished or not; leave a file of another program, and one that cannot be deleted."""
+    with contextlib.suppress(OSError):
+        if _is_segment(path):
+            path.unlink()
+
+
+def _is_segment(path: Path) -> bool:
+    """Return True for a segment: whole, cut off, or with no byte but zeros on the disk. Raises OSError."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        return False
+    with path.open("rb") as file:
+        start = file.read(_MARK_END)
+    return not any(start) or (len(start) > _MARK_AT and _MARK.startswith(start[_MARK_AT:]))

@@ -66,7 +66,7 @@ class EngineLink(Protocol):
 class LedgerObserver(Protocol):
     """Gets every change, in the event loop's thread, in order."""
 
-    def opened(self, request: Request) -> None:
+    def opened(self, state: OpenRequest) -> None:
         """A request was recorded; no engine has seen it yet."""
         ...
 
@@ -182,7 +182,7 @@ class OpenRequests:
         state = self._open[name] = OpenRequest(request)
         state.epoch = self.epoch
         if self._observer is not None:
-            self._observer.opened(request)
+            self._observer.opened(state)
         return state
 
     def restore(self, state: OpenRequest) -> None:
@@ -240,7 +240,7 @@ class OpenRequests:
         rejected = self._append_tokens(events, touched)
         decisions = self._take_decisions(events.decisions, touched) if events.decisions else ()
         if self._observer is not None:
-            kept = _without(events, rejected) if rejected else events
+            kept = without(events, rejected) if rejected else events
             self._tell(replace(kept, scores=scores, decisions=decisions))
         for state in touched.values():
             if state.end is not None and state.is_abandoned:
@@ -527,7 +527,7 @@ def settle(answer: asyncio.Future[Any] | None, value: object) -> None:
         answer.set_result(value)
 
 
-def _without(events: Events, places: Iterable[int]) -> Events:
+def without(events: Events, places: Iterable[int]) -> Events:
     """Return the events without the tokens at these places."""
     dropped = frozenset(places)
     kept = [index for index in range(len(events.request_ids)) if index not in dropped]

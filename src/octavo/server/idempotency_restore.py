@@ -18,7 +18,7 @@ import msgspec
 from octavo.core.request import FinishReason
 from octavo.engine.client import Accepted, TokenOutput
 from octavo.frontend.journal import Journal
-from octavo.frontend.journal_state import HeldRequest, HeldRun
+from octavo.frontend.journal_state import JournaledRequest, JournaledRun
 from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.outputs import TextDelta
 from octavo.frontend.sessions import OutputClient, Session
@@ -42,7 +42,7 @@ def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tu
     runs = context.runs
     runs.journal = journal
     runs.start_sweeping()
-    going: list[tuple[HeldRun, AnswerSpec]] = []
+    going: list[tuple[JournaledRun, AnswerSpec]] = []
     num_kept = 0
     latest = {(held.began.tenant, held.began.key): held for held in journal.recovered}
     for held in journal.recovered:
@@ -55,7 +55,7 @@ def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tu
             num_kept += 1
         else:
             going.append((held, form))
-    restore([held.as_open_request() for run, _ in going for held in _requests(run)])
+    restore([request.state for run, _ in going for request in _requests(run)])
     for held_run, form in going:
         run = _run(held_run)
         runs.keep(run)
@@ -63,7 +63,7 @@ def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tu
     return len(going), num_kept
 
 
-def _form(held: HeldRun) -> AnswerSpec | None:
+def _form(held: JournaledRun) -> AnswerSpec | None:
     try:
         return msgspec.msgpack.decode(held.began.facts, type=AnswerSpec)
     except msgspec.MsgspecError:
@@ -71,40 +71,45 @@ def _form(held: HeldRun) -> AnswerSpec | None:
         return None
 
 
-def _requests(held: HeldRun) -> list[HeldRequest]:
+def _requests(held: JournaledRun) -> list[JournaledRequest]:
     return [held.requests[index] for index in sorted(held.requests)]
 
 
-def _num_choices(held: HeldRun) -> int:
+def _num_choices(held: JournaledRun) -> int:
     return sum(each.request.params.n for each in held.requests.values())
 
 
-def _is_worth_keeping(held: HeldRun) -> bool:
+def _is_worth_keeping(held: JournaledRun) -> bool:
     """Whether nothing of it failed in a way that may be tried again."""
-    ends = [each.end for each in held.requests.values() if each.end is not None]
-    return all(end.finish_reason in REASONS or failure_of(end.finish_reason, end.error).is_final for end in ends)
+    for request in held.requests.values():
+        end = request.end
+        if end is None or end.finish_reason is None or end.finish_reason in REASONS:
+            continue
+        if not failure_of(end.finish_reason, end.error).is_final:
+            return False
+    return True
 
 
-def _run(held: HeldRun) -> IdempotentRequest:
+def _run(held: JournaledRun) -> IdempotentRequest:
     began = held.began
     run = IdempotentRequest(RetryKey(began.tenant, began.key, began.body_hash))
     run.number = began.run
     return run
 
 
-def _stored(context: Context, held: HeldRun, form: AnswerSpec) -> IdempotentRequest:
+def _stored(context: Context, held: JournaledRun, form: AnswerSpec) -> IdempotentRequest:
     run = _run(held)
-    run.ended_at = max(each.ended_at for each in held.requests.values())
+    run.ended_at = max(each.ended_at or 0.0 for each in held.requests.values())
     run.num_bytes = held.num_bytes
     run.revive = lambda: Begun(_StoredAnswer(context, held), form, _num_choices(held))
     return run
 
 
-def _sessions(context: Context, held: HeldRun, client: OutputClient) -> list[Session]:
+def _sessions(context: Context, held: JournaledRun, client: OutputClient) -> list[Session]:
     return [_session(context, each, client) for each in _requests(held)]
 
 
-def _session(context: Context, held: HeldRequest, client: OutputClient) -> Session:
+def _session(context: Context, held: JournaledRequest, client: OutputClient) -> Session:
     request = held.request
 
     def make_transcript() -> Transcript:
@@ -114,7 +119,7 @@ def _session(context: Context, held: HeldRequest, client: OutputClient) -> Sessi
     return Session(client, request, accepted, make_transcript, max_slice=1)  # an event id may name any token
 
 
-def _generation(context: Context, held: HeldRun) -> Generation:
+def _generation(context: Context, held: JournaledRun) -> Generation:
     """What goes on, with a seat of its own: it was let in once."""
     requests = [each.request for each in _requests(held)]
     first = requests[0]
@@ -160,9 +165,9 @@ class _StoredOutputs:
 class _StoredAnswer:
     """The deltas of a run that has ended; they count in no metric again."""
 
-    def __init__(self, context: Context, held: HeldRun) -> None:
+    def __init__(self, context: Context, held: JournaledRun) -> None:
         self._held = _requests(held)
-        entries = {each.request.request_id: each.as_open_request() for each in self._held}
+        entries = {each.request.request_id: each.state for each in self._held}
         self._sessions = _sessions(context, held, _StoredOutputs(entries))
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -170,7 +175,7 @@ class _StoredAnswer:
         for number, (held, session) in enumerate(zip(self._held, self._sessions, strict=True)):
             async for delta in session:
                 if delta.usage is not None:
-                    usage = replace(delta.usage, e2e_s=held.ended_at - held.request.arrival)
+                    usage = replace(delta.usage, e2e_s=(held.ended_at or 0.0) - held.request.arrival)
                     delta = replace(delta, usage=usage)
                 if delta.finish_reason is not None and delta.finish_reason not in REASONS:
                     raise failure_of(delta.finish_reason, delta.error)
