@@ -14,15 +14,27 @@ from weakref import WeakKeyDictionary
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as replaced
 
 from octavo.core.plan import Event, EventKind, Events, TokenLogprobs
-from octavo.core.request import FinishReason, Request, SamplingParams
+from octavo.core.request import FinishError, FinishReason, Request, SamplingParams
 from octavo.engine.outbox import finished
 from octavo.engine.wire import Submit
-from octavo.errors import ConfigError, EngineDeadError, EngineError
+from octavo.errors import ConfigError, EngineDeadError, EngineError, ErrorKind
 from octavo.frontend import journal as journal_module
 from octavo.frontend.journal import Journal
-from octavo.frontend.journal_files import Began, BootClock, Disk, Head, Opened, Step, numbered, packed
+from octavo.frontend.journal_files import (
+    Began,
+    BootClock,
+    Disk,
+    Head,
+    LoggedEvents,
+    Opened,
+    numbered,
+    packed,
+    read_records,
+)
+from octavo.frontend.journal_format1 import Appended, EndedChoice, EndedRequest, StartedRequest
 from octavo.frontend.journal_state import JournalState, recover
 from octavo.frontend.open_requests import OpenRequests
 
@@ -331,7 +343,7 @@ def test_records_that_fit_nothing_are_counted_and_told_at_the_start(
     one = array("i", [0]).tobytes()
     stray = [
         Opened(77, 0, 9, Submit.of(0, replace(make_request("stray"), block_keys=None))),  # of a run that never began
-        Step(1.0, one + one, one, one, one, None),  # columns of unequal lengths
+        LoggedEvents(1.0, one + one, one, one, one, None),  # columns of unequal lengths
     ]
     with live_segment(tmp_path).open("ab") as file:
         file.write(b"".join(packed(record) for record in stray))
@@ -562,3 +574,59 @@ def test_a_segment_that_was_cut_or_never_written_is_cleared(tmp_path: Path, kind
     left.write_bytes(packed(Head(1, 1, 0, "", 0.0, 0.0, "model"))[:length] + bytes(zeros))
     Journal(tmp_path, "model").close()
     assert not left.exists()
+
+
+@pytest.mark.parametrize("is_same_boot", [True, False])
+def test_a_journal_of_format_1_is_read_and_written_anew(tmp_path: Path, is_same_boot: bool) -> None:
+    clock = BootClock.now()
+    mono, shift_s = (clock.mono, 0.0) if is_same_boot else (clock.mono - 500.0, 500.0)
+    entry = TokenLogprobs(7, -0.5, 1, (7,), (-0.5,))
+
+    def column(*values: int) -> bytes:
+        return array("i", values).tobytes()
+
+    records: list[Any] = [Head(1, 1, 0, clock.boot if is_same_boot else "another boot", mono, clock.wall, "m")]
+    for number, name in enumerate(("a", "b", "c"), 1):
+        request = replace(make_request(name, n=1 + (name == "a"), logprobs=1), block_keys=None)
+        records += [replaced(began(name), run=number), Opened(number, 0, number, Submit.of(0, request))]
+    logged = [(7, -0.5, 1, (7,), (-0.5,)), None, None]
+    records += [
+        Appended(
+            2.0, column(1, 1, 2), column(0, 1, 0), column(0, 0, 0), column(7, 8, 9), tuple(logged),
+            starts=(StartedRequest(1, 0.25, 3),),
+        ),
+        Appended(
+            3.0, b"", b"", b"", b"", None, (EndedChoice(1, 1, FinishReason.STOP, 2, None),),
+            (
+                EndedRequest(2, FinishReason.LENGTH, None, 4, 0, 0.0, None),
+                EndedRequest(3, FinishReason.ERROR, None, 0, 0, 0.0, "step failed", ErrorKind.STEP_FAILED),
+                EndedRequest(9, FinishReason.STOP, None, 0, 0, 0.0, None),
+            ),
+        ),
+    ]  # fmt: skip
+    (tmp_path / "journal-00000001.seg").write_bytes(b"".join(packed(record) for record in records))
+    for _ in range(2):  # as it was, then as this version wrote it
+        journal = reopened(tmp_path)
+        assert not journal.warnings
+        assert contents(journal) == {
+            "a": ({0: [7], 1: [8]}, None),
+            "b": ({0: [9]}, FinishReason.LENGTH),
+            "c": ({}, FinishReason.ERROR),
+        }
+        a, b, c = (run.requests[0] for run in journal.recovered)
+        assert a.logprobs == {0: [entry], 1: [None]} and a.state.first_at == pytest.approx(2.0 + shift_s)
+        assert (a.state.queue_s, a.state.cached_tokens) == (pytest.approx(0.25), 3)
+        assert a.state.pages[1].end is not None and a.state.pages[1].end.stop_token_id == 2
+        assert b.end is not None and b.end.cached_tokens == 4 and b.ended_at == pytest.approx(3.0 + shift_s)
+        assert c.end is not None and c.end.error == FinishError(ErrorKind.STEP_FAILED, "step failed")
+        journal.close()
+    heads = [read_records(path.read_bytes()).head for _, path in numbered(tmp_path)]
+    assert all(head is not None and head.version == 2 for head in heads)
+
+
+def test_another_format_is_left_out_by_its_number(tmp_path: Path) -> None:
+    head = Head(3, 1, 0, "", 0.0, 0.0, "m")
+    (tmp_path / "journal-00000001.seg").write_bytes(packed(head) + packed(replaced(began(), run=1)))
+    journal = reopened(tmp_path)
+    assert not journal.recovered and any("is of version 3" in warning for warning in journal.warnings)
+    journal.close()

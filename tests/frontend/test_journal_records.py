@@ -19,10 +19,10 @@ from octavo.frontend.journal_files import (
     Began,
     Forgotten,
     Head,
+    LoggedEvents,
     Opened,
     Record,
     RecordTooLargeError,
-    Step,
     packed,
     read_records,
 )
@@ -42,8 +42,8 @@ def sample() -> list[Record]:
         Head(VERSION, 3, 2, "boot", 10.0, 1e9, "model"),
         Began(1, "t", "key-é", b"h" * 32, b"facts", 1, 12.0),
         Opened(1, 0, 4, Submit.of(0, request)),
-        Step(13.0, ids(4, 4), ids(0, 1), ids(0, 0), ids(7, 9), scores, (admitted,)),
-        Step(14.0, decisions=(finished("a", FinishReason.STOP, choice=1, stop_token_id=9), failed)),
+        LoggedEvents(13.0, ids(4, 4), ids(0, 1), ids(0, 0), ids(7, 9), scores, (admitted,)),
+        LoggedEvents(14.0, decisions=(finished("a", FinishReason.STOP, choice=1, stop_token_id=9), failed)),
         Forgotten(1),
     ]  # fmt: skip
 

@@ -93,7 +93,7 @@ class Opened(_Record):
     submit: Submit
 
 
-class Step(_Record):
+class LoggedEvents(_Record):
     """What one `Events` says of journaled requests: its columns, with numbers for names, and its decisions."""
 
     at: float
@@ -111,7 +111,7 @@ class Forgotten(_Record):
     run: Number
 
 
-Record = Head | Began | Opened | Step | Forgotten | Appended
+Record = Head | Began | Opened | LoggedEvents | Forgotten | Appended
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 

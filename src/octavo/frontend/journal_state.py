@@ -29,9 +29,9 @@ from octavo.frontend.journal_files import (
     BootClock,
     Contents,
     Forgotten,
+    LoggedEvents,
     Opened,
     Record,
-    Step,
     delete_unfinished,
     numbered,
     read_segment,
@@ -117,13 +117,13 @@ class JournaledRequest:
         if self.end is not None:
             decisions.append(self.end)
         if decisions:
-            yield Step(self.ended_at or 0.0, decisions=tuple(decisions))
+            yield LoggedEvents(self.ended_at or 0.0, decisions=tuple(decisions))
 
-    def _token_records(self, choice: int, page: Page) -> Iterator[Step]:
+    def _token_records(self, choice: int, page: Page) -> Iterator[LoggedEvents]:
         logprobs = self.logprobs.get(choice)
         for start in range(0, len(page.ids), _SNAPSHOT_TOKENS):
             ids = page.ids[start : start + _SNAPSHOT_TOKENS]
-            yield Step(
+            yield LoggedEvents(
                 self.state.first_at or 0.0,
                 (array("i", [self.number]) * len(ids)).tobytes(),
                 (array("i", [choice]) * len(ids)).tobytes(),
@@ -223,7 +223,7 @@ class JournalState:
 
     # --- events, while the journal is written
 
-    def record_of(self, events: Events, at: float) -> Step | None:
+    def record_of(self, events: Events, at: float) -> LoggedEvents | None:
         """Return what the events say of journaled requests as a record, None where it is nothing."""
         found = [self.open.get(name) for name in events.request_ids]
         if None in found:
@@ -236,7 +236,7 @@ class JournalState:
         decisions = tuple(event for event in events.decisions if self._is_taken(event, at)) if events.decisions else ()
         if not (requests or decisions):
             return None
-        return Step(
+        return LoggedEvents(
             at,
             array("i", [request.number for request in requests]).tobytes(),
             events.choices.tobytes(),
@@ -266,7 +266,7 @@ class JournalState:
             self.runs.setdefault(record.run, JournaledRun(msgspec.structs.replace(record, at=record.at + shift_s)))
         elif isinstance(record, Opened):
             self._open(record, shift_s)
-        elif isinstance(record, Step):
+        elif isinstance(record, LoggedEvents):
             self._append(record, record.logprobs, record.at + shift_s)
             for event in record.decisions:
                 self._decide(replace(event, time=event.time + shift_s), record.at + shift_s)
@@ -294,7 +294,7 @@ class JournalState:
             request = replace(request, arrival=request.arrival + shift_s, deadline=deadline)
         self.add(JournaledRequest(record.run, record.index, record.number, OpenRequest(request)))
 
-    def _append(self, record: Step | Appended, logprobs: list[TokenLogprobs | None] | None, at: float) -> None:
+    def _append(self, record: LoggedEvents | Appended, logprobs: list[TokenLogprobs | None] | None, at: float) -> None:
         try:
             columns = [array("i", c) for c in (record.numbers, record.choices, record.positions, record.token_ids)]
             entries = [None] * len(columns[0]) if logprobs is None else logprobs
