@@ -86,7 +86,7 @@ class ChatConfig:
     )
     tool_call_parser: str = option(
         "auto",
-        "how the model writes tool calls; auto goes by its chat template (docs/tools.md)",
+        "how the model writes tool calls; auto goes by its chat template (docs/structured-output.md)",
         "--tool-call-parser",
         choices=CALL_PARSERS,
     )
