@@ -27,7 +27,8 @@ TIMEOUT_S = 1.0
 LATE_S = 5.0  # on a busy machine; a time-out by the wall clock would be an hour late
 # Where the time of day is shown to people, or compared with that of files (a journal's is older than any process).
 SHOWN = {
-    "octavo.artifacts.cache_folder", "octavo.frontend.journal_files", "octavo.server.context", "octavo.server.reply",
+    "octavo.artifacts.cache_folder", "octavo.frontend.journal_files", "octavo.server.context",
+    "octavo.server.generation",
     "octavo.server.routes.embeddings", "octavo.server.routes.ollama", "octavo.text.chat_template",
     # files and batches outlive a server, and their clients are told when they expire, by the calendar
     "octavo.server.batches.service", "octavo.server.batches.store", "octavo.server.routes.batches",

@@ -78,7 +78,12 @@ async def test_every_end_gives_its_seat_back() -> None:
     harness.engine.submit_error = None
     await harness.complete(prompt=[9999])
     room = harness.context.waiting
-    assert (room.num_pending, room.num_running, room.num_tokens_held, len(harness.context.directory)) == (0, 0, 0, 0)
+    assert (room.num_pending, room.num_running, room.num_tokens_held, len(harness.context.request_index)) == (
+        0,
+        0,
+        0,
+        0,
+    )
 
 
 async def test_what_is_measured_predicts_and_refuses_what_cannot_be_met() -> None:
@@ -173,7 +178,7 @@ async def test_tenants_do_not_meet_in_their_ids(harness: Harness) -> None:
     async with asyncio.timeout(5):
         while len(harness.engine.requests) < 3:
             await asyncio.sleep(0.001)
-    find = harness.context.directory.find
+    find = harness.context.request_index.find
     assert len(find("job-1", "alice")) == 1 and len(find("job-1", "bob")) == 2 and len(find("job-1")) == 3
     stolen = find("job-1", "alice")[0]
     assert find(stolen, "bob") == [] and find(stolen) == [stolen]

@@ -230,12 +230,14 @@ async def test_an_id_may_be_given_and_reused_at_any_time() -> None:
             await asyncio.sleep(0.001)
     names = [request.request_id for request in harness.engine.requests[1:]]
     assert len(set(names)) == 2 and all(name.startswith("mine-2~") for name in names)
-    assert harness.context.directory.find("mine-2", "") == names and not harness.context.directory.find("mine-2", "x")
+    assert harness.context.request_index.find("mine-2", "") == names and not harness.context.request_index.find(
+        "mine-2", "x"
+    )
     for request in harness.engine.requests[1:]:
         harness.engine.answer(request)
     for response in (await first, await second):
         assert response.status_code == 200 and response.json()["id"] == response.headers["x-request-id"] == "mine-2"
-    assert len(harness.context.directory) == 0
+    assert len(harness.context.request_index) == 0
 
 
 async def test_a_refusal_does_not_repeat_a_long_value() -> None:

@@ -338,4 +338,4 @@ async def test_nothing_is_left_behind() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == before
-    assert harness.context.waiting.num_pending == 0 and len(harness.context.directory) == 0
+    assert harness.context.waiting.num_pending == 0 and len(harness.context.request_index) == 0

@@ -8,7 +8,8 @@ import pytest
 
 from octavo.config import Config, ServingConfig
 from octavo.errors import ConfigError
-from octavo.server.keys import KeyInfo, KeyRing, with_key_weights
+from octavo.server.generation import cache_salt
+from octavo.server.keys import NOBODY, KeyInfo, KeyRing, with_key_weights
 
 TOML = """
 [[keys]]
@@ -117,11 +118,11 @@ def test_one_weight_a_tenant_and_weights_reach_the_policys_setting(tmp_path: Pat
 def test_a_reload_takes_all_or_nothing(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     ring = KeyRing.of(serving(path, YAML))
-    before = ring.keys, ring.salt("bob", None)
+    before = ring.keys
     path.write_text("keys: [")
     with pytest.raises(ConfigError):
         ring.reload()
-    assert (ring.keys, ring.salt("bob", None)) == before
+    assert ring.keys == before  # their salts too
     path.write_text(YAML.replace("weight: 2", "weight: 4").replace("sk-bob-secret", "sk-carol-secret"))
     assert ring.reload() == "2 keys: 1 added, 1 removed, 1 changed"
     assert ring.find(b"sk-bob-secret") is None and ring.find(b"sk-carol-secret") is not None
@@ -131,12 +132,13 @@ def test_a_reload_takes_all_or_nothing(tmp_path: Path) -> None:
 
 def test_a_tenants_salt_is_its_own_and_stays_through_a_reload(tmp_path: Path) -> None:
     ring = KeyRing.of(serving(tmp_path / "keys.yaml", YAML))
-    salts = {ring.salt(tenant, given) for tenant in ("research", "bob") for given in (None, "x")}
+    research, bob = sorted(ring.keys, key=lambda info: info.tenant, reverse=True)
+    salts = {cache_salt(key, given) for key in (research, bob) for given in (None, "x")}
     assert len(salts) == 4 and all(len(salt) == 32 for salt in salts)
-    before = ring.salt("research", "x")
+    before = [key.salt for key in ring.keys]
     ring.reload()
-    assert ring.salt("research", "x") == before
-    assert KeyRing().salt("", "x") == b"x"
+    assert [key.salt for key in ring.keys] == before
+    assert cache_salt(NOBODY, "x") == b"x"
 
 
 def test_keys_readable_by_others_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

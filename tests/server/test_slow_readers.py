@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from octavo.config import ServingConfig
 from octavo.frontend.outputs import MAX_SLICE, slice_tokens
-from octavo.server import connection, stream
+from octavo.server import connection, reply
 from octavo.server.faults import ApiError
 from octavo.server.limits import HttpLimits
 from octavo.server.listener import open_socket
@@ -72,7 +72,7 @@ async def test_a_slow_reader_with_a_key_is_cut_and_goes_on_later() -> None:
 
 
 async def test_what_waits_for_a_reader_is_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "LOOK_S", 0.01)
+    monkeypatch.setattr(reply, "LOOK_S", 0.01)
     harness = Harness()
 
     async def cut_after(unread_bytes: int, patience_s: float) -> bool:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from octavo.config import ChatConfig, Config
 from octavo.core.request import FinishReason
 from octavo.frontend.outputs import TextDelta
+from octavo.server.api.completions.requests import ChatRequest
 from octavo.server.api.encoders import ENCODERS
 from octavo.server.bodies.chat import read_chat
-from octavo.server.chat_task import format_of
 from octavo.server.encoding import AnswerSpec, Choice
 from octavo.server.faults import ApiError
 from octavo.text.chat_template import ChatTemplate
@@ -194,10 +194,11 @@ async def test_a_stream_of_calls_is_continued_behind_any_event() -> None:
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_a_form_that_was_kept_reads_calls_as_before() -> None:
-    """Forms outlive the server in the journal."""
+async def test_a_spec_that_was_kept_reads_calls_as_before() -> None:
+    """Specs outlive the server in the journal."""
     harness = saying(CALLS)
-    known = format_of(harness.context.dialect, read_chat({**ASKED, "tools": TOOLS}), "")
+    asked = await ChatRequest.of(harness.context, read_chat({**ASKED, "tools": TOOLS}), "chat", "chatcmpl")
+    known = asked.answer_format()
     form = AnswerSpec("chat", ("chatcmpl-1", 0, "tiny"), facts={"format": known})
     kept = msgspec.msgpack.decode(msgspec.msgpack.encode(form), type=AnswerSpec)
     delta = TextDelta(0, CALLS, array("i"), finish_reason=FinishReason.STOP)

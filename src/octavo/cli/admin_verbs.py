@@ -75,7 +75,7 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         return {"open_requests": context.waiting.num_requests}
 
     async def cancel(request_id: str) -> object:
-        names = context.directory.find(_needed(request_id, "cancel"))
+        names = context.request_index.find(_needed(request_id, "cancel"))
         engine.client.cancel(names or (request_id,))
         return names
 

@@ -80,8 +80,10 @@ class AdmissionTicket:
             self._meter.use_tokens(num_tokens, admission.now())
         self.seat.expect(num_tokens, admission.forecast.output_tokens(request.max_tokens))
 
-    def generated(self, num_tokens: int) -> None:
-        """Charge tokens that were generated."""
+    def generated(self, num_tokens: int, is_first: bool = False) -> None:
+        """Charge tokens that were generated; `is_first`: a prompt's first."""
+        if is_first:
+            self.seat.start()
         self.seat.grow(num_tokens)
         if self._meter is not None:
             self._meter.use_tokens(num_tokens, self._admission.now())

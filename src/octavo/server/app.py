@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from octavo.errors import EngineError, RequestError
+from octavo.server.api.completions import requests as completions
 from octavo.server.auth import AuthMiddleware, check_policies
 from octavo.server.context import EngineStatistics, build_context
 from octavo.server.cors import CorsMiddleware, PreflightMiddleware
@@ -25,8 +26,6 @@ from octavo.server.root_path import RootPathMiddleware
 from octavo.server.routes import (
     anthropic,
     batches,
-    chat,
-    completions,
     docs,
     embeddings,
     files,
@@ -74,7 +73,6 @@ def create_app(
     app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, redirect_slashes=False, servers=servers)
     app.state.context = context
     for module in (
-        chat,
         completions,
         embeddings,
         tokenize,

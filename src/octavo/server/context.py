@@ -69,7 +69,7 @@ class Context:
     runs: IdempotentRequests
     waiting: WaitingRoom
     admission: AdmissionControl
-    directory: RequestIndex
+    request_index: RequestIndex
     tool: ToolProcess
     prompts: PromptReader
     params: ParamsReader
@@ -143,7 +143,7 @@ def build_context(
             QueueForecast(partial(sessions.client.control, "forecast")),
             is_by_priority=config.scheduling.policy == "priority",
         ),
-        directory=RequestIndex(config.statistics.explain_kept),
+        request_index=RequestIndex(config.statistics.explain_kept),
         tool=tool,
         prompts=PromptReader(text, max_len, tool, dialect),
         params=ParamsReader(

@@ -11,7 +11,6 @@ import base64
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import mul
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -20,22 +19,17 @@ from starlette.requests import Request
 
 from octavo.core.request import SamplingParams, Want
 from octavo.errors import EngineError, OctavoError
-from octavo.server.admission import AdmissionRequest
-from octavo.server.auth import KEY
 from octavo.server.bodies.served import ServedFields
 from octavo.server.context import Context, context_of
-from octavo.server.encoding import Choice
-from octavo.server.faults import ApiError, draining_error, from_exception
-from octavo.server.generation import Generation, GenerationRequest, open_sessions
+from octavo.server.encoding import AnswerSpec, Choice, Identity
+from octavo.server.faults import ApiError, from_exception
+from octavo.server.generation import GenerationRequest, start
 from octavo.server.inputs import Inputs, read_inputs
-from octavo.server.lifecycle import ClientGoneError, ServerStoppingError
+from octavo.server.lifecycle import ClientGoneError
 from octavo.server.offload import off_loop
-from octavo.server.reply import options_of, shorter
-from octavo.server.request_index import engine_id
-from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
 
 if TYPE_CHECKING:
-    from octavo.frontend.sessions import RequestOptions
+    pass
 
 T = TypeVar("T")
 Vector: TypeAlias = "array[float]"  # float32
@@ -54,57 +48,49 @@ class Embedded:
     num_cached: int
 
 
+@dataclass(kw_only=True)
+class EmbeddingRequest(GenerationRequest):
+    """Vectors of texts."""
+
+    context: Context
+    inputs: Inputs
+
+    async def read_prompts(self) -> Sequence[Sequence[int]]:
+        """Return the ids of each text."""
+        return await read_inputs(self.context.text.tokenizer, self.inputs, self.context.max_model_len)
+
+    def answer_spec(self, identity: Identity) -> AnswerSpec:
+        """Return the bare identity: vectors are no text."""
+        return AnswerSpec("embedding", identity)
+
+
 async def embed(request: Request, kind: str, body: ServedFields, inputs: Inputs) -> Embedded:
     """Vectors of texts; `kind` begins the answer's id, `body` says how it is served. Raises ApiError."""
     context = context_of(request)
-    given = request.scope[GIVEN_ID]
-    name = given or f"{kind}-{request.scope[REQUEST_ID]}"
-    generation = await _begin(request, context, body, inputs, (name, engine_id(given, name)))
+    asked = EmbeddingRequest(
+        context=context,
+        body=body,
+        params=_PARAMS,
+        id_prefix=kind,
+        prompt_param=inputs.params[0].partition("[")[0],
+        num_prompts=len(inputs.texts),
+        num_characters=inputs.num_characters,
+        num_ids=inputs.num_ids,
+        inputs=inputs,
+        wants=Want.POOL,
+    )
+    generation, spec = await start(request, asked)
     try:
         choices = await context.lifecycle.supervise(generation.collect(), request.receive)
     except ClientGoneError:
         raise ApiError(_CLIENT_LEFT, "the client left", code="client_disconnected") from None
-    except ServerStoppingError:
-        raise draining_error() from None
     except (ApiError, OctavoError) as error:
         raise from_exception(error) from None
     finally:
         await generation.close()
     num_cached = sum(choice.deltas[-1].usage.cached_tokens for choice in choices if choice.deltas[-1].usage)
-    return Embedded(name, [_vector(choice) for choice in choices], [*map(len, generation.asked.prompts)], num_cached)
-
-
-async def _begin(
-    request: Request, context: Context, body: ServedFields, inputs: Inputs, names: tuple[str, str]
-) -> Generation:
-    """Submit the texts. Raises ApiError; then nothing of it is left."""
-    key = request.scope[KEY]
-    options: RequestOptions = {**options_of(key, context, body), "wants": Want.POOL}
-    wanted = AdmissionRequest(
-        key=key,
-        priority=options["priority"],
-        num_prompts=len(inputs.texts),
-        max_tokens=0,
-        num_characters=inputs.num_characters,
-        num_ids=inputs.num_ids,
-        max_wait_s=shorter(body.queue_timeout, body.timeout),
-    )
-    name, own = names
-    with ExitStack() as undo:
-        try:
-            ticket = context.admission.enter(wanted)
-            undo.callback(ticket.leave)
-            read = await read_inputs(context.text.tokenizer, inputs, context.max_model_len)
-            prompts = [array("i", ids) for ids in read]
-            ticket.settle(sum(map(len, prompts)))
-            asked = GenerationRequest(own, prompts, _PARAMS, request.scope[ARRIVAL], options)
-            undo.callback(context.directory.add(key.tenant, name, asked.session_ids))
-            opened = await open_sessions(context.sessions, asked)
-        except OctavoError as error:
-            param = inputs.params[0].partition("[")[0]
-            raise from_exception(error, {"prompt_token_ids": param, "prompt": param}) from None
-        closing = undo.pop_all()
-    return Generation(asked, opened, context.metrics, ticket, closing)
+    vectors = [_vector(choice) for choice in choices]
+    return Embedded(spec.identity[0], vectors, generation.prompt_lengths, num_cached)
 
 
 def _vector(choice: Choice) -> Vector:

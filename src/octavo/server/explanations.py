@@ -21,13 +21,13 @@ _NEW_S = "new_request_s"
 
 async def explain_own(context: Context, name: str, tenant: str) -> dict[str, object] | None:
     """Tell a client of its request, open or ended a short while ago; None where it has none of that name."""
-    ids = context.directory.find(name, tenant) or context.directory.find_ended(name, tenant)
+    ids = context.request_index.find(name, tenant) or context.request_index.find_ended(name, tenant)
     answers = await _ask(context, ids)
     queue = queue_of(context, answers)
     told = [answer for answer in answers if answer.get("state") != UNKNOWN]
     if not told:
         return None
-    own = context.directory.names(tenant)
+    own = context.request_index.names(tenant)
     return {
         "id": name,
         "explanations": [_for_client(answer, own) for answer in told],
@@ -38,7 +38,7 @@ async def explain_own(context: Context, name: str, tenant: str) -> dict[str, obj
 
 async def explain_any(context: Context, name: str) -> dict[str, object]:
     """Tell the operator of a request of any tenant, by its client's name or the engine's."""
-    ids = context.directory.find(name) or context.directory.find_ended(name) or [name]
+    ids = context.request_index.find(name) or context.request_index.find_ended(name) or [name]
     answers = await _ask(context, ids)
     queue = queue_of(context, answers)
     return {"id": name, "explanations": answers, "num_left_out": len(ids[MAX_EXPLANATIONS:]), "queue": queue}

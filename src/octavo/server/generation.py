@@ -1,118 +1,244 @@
-"""Generation: the open sessions of one HTTP request, from submission to the last delta.
+"""One way to say "generate this": from a GenerationRequest to the deltas of its answer.
 
-Owns: submitting all prompts or none, merging their deltas, cancelling what is open, the request's metrics.
-Does not: shape answers. Invariant: after `close` no session of it is open in the engine.
+Owns: the order (admission, prompts, grammar, submission), submitting all prompts or none, merging their deltas, the
+request's metrics, and that every failure gives back what was taken.
+Does not: know an API (each makes its GenerationRequest) or send anything.
+Invariant: after `close` no session of a generation is open in the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import secrets
 import time
+from array import array
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from octavo.core.request import FinishError, FinishReason, SamplingParams
+from starlette.requests import Request
+
+from octavo.core.request import FinishError, FinishReason, SamplingParams, Want
 from octavo.errors import ErrorKind, OctavoError, error_of
 from octavo.frontend.outputs import token_bytes
 from octavo.frontend.sessions import RequestOptions
 from octavo.observe.metrics.requests import Finished, RequestMetrics
 from octavo.observe.request_trace import RequestTrace, Timed
-from octavo.server.admission import AdmissionTicket
-from octavo.server.encoding import REASONS, Choice
+from octavo.server.admission import AdmissionRequest, AdmissionTicket
+from octavo.server.auth import KEY
+from octavo.server.bodies.served import ServedFields
+from octavo.server.context import Context, context_of
+from octavo.server.encoding import REASONS, AnswerEncoder, AnswerSpec, Choice, Identity
 from octavo.server.faults import ApiError, cancelled_error, from_exception
+from octavo.server.keys import KeyInfo
+from octavo.server.request_index import MARK
+from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
+from octavo.server.tracing import open_trace, send_at_end
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import Usage
     from octavo.frontend.sessions import Session, Sessions, TextDelta
+    from octavo.server.idempotency import IdempotentRequest
 
 Merged = asyncio.Queue["tuple[int, TextDelta] | asyncio.Task[None]"]
 GIVEN_UP = (FinishReason.CANCELLED, FinishReason.TIMEOUT)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(kw_only=True)
 class GenerationRequest:
-    """What one HTTP request asks of the engine. `arrival` is when it reached the server, on the monotonic clock.
+    """What an API asks for: its checked body and parameters. Each API's own class reads the prompts and says how to
+    answer.
 
-    `request_id` is the engine's: no two requests have the same, whatever their clients call them.
+    `id_prefix` begins the answer's id, unless it has a `name` already; `prompt_param` is the field that holds the
+    prompt. `num_characters` are those of all prompts that are texts, `num_ids` the ids of those that are not.
+    `can_continue`: each delta makes one event, so that a stream can go on after any of them.
     """
 
-    request_id: str
-    prompts: Sequence[Sequence[int]]
+    body: ServedFields
     params: SamplingParams
-    arrival: float
-    options: RequestOptions = field(default_factory=RequestOptions)
-    trace: RequestTrace | None = None
+    id_prefix: str
+    prompt_param: str
+    num_prompts: int = 1
+    num_characters: int = 0
+    num_ids: int = 0
+    name: str | None = None
+    stream: bool = False
+    can_continue: bool = True
+    wants: Want | None = None  # what is computed, where it is no text
 
-    @property
-    def session_ids(self) -> list[str]:
-        """The engine's name for each prompt."""
-        if len(self.prompts) == 1:
-            return [self.request_id]
-        return [f"{self.request_id}-{index}" for index in range(len(self.prompts))]
+    async def read_prompts(self) -> Sequence[Sequence[int]]:
+        """Return the ids of each prompt. Raises ApiError."""
+        raise NotImplementedError
+
+    async def read_grammar(self) -> str:
+        """Return the compiled grammar that the answer must obey, "" for none. Raises ApiError."""
+        return ""
+
+    def answer_spec(self, identity: Identity) -> AnswerSpec:
+        """Return what the answer is encoded from, once the prompts are read."""
+        raise NotImplementedError
+
+    def prepare(self, encoder: AnswerEncoder) -> None:
+        """Prepare the encoder before it is used."""
+
+    def field_names(self) -> dict[str, str]:
+        """Return the client's names for fields that the engine names otherwise."""
+        return dict.fromkeys(("prompt_token_ids", "prompt", "messages"), self.prompt_param)
 
 
+async def start(
+    request: Request, asked: GenerationRequest, run: IdempotentRequest | None = None
+) -> tuple[Generation, AnswerSpec]:
+    """Admit the request, read its prompts and submit them. Raises ApiError; then nothing of it is left."""
+    context, scope, params = context_of(request), request.scope, asked.params
+    key: KeyInfo = scope[KEY]
+    given: str | None = scope[GIVEN_ID]
+    name = given or asked.name or f"{asked.id_prefix}-{scope[REQUEST_ID]}"
+    # No two requests have the same id in the engine, whatever their clients call them.
+    engine_id = name if given is None else f"{given}{MARK}{secrets.token_hex(6)}"
+    options = options_of(key, context, asked)
+    with ExitStack() as undo:
+        trace = None
+        if context.tracer.is_on and asked.wants is None:
+            trace = open_trace(request, context, name, params)
+            send_at_end(trace, context, undo)
+        try:
+            ticket = context.admission.enter(
+                AdmissionRequest(
+                    key=key,
+                    priority=options["priority"],
+                    num_prompts=asked.num_prompts,
+                    width=params.num_sequences,
+                    max_tokens=0 if asked.wants is not None else params.max_tokens,
+                    num_characters=asked.num_characters,
+                    num_ids=asked.num_ids,
+                    max_wait_s=shorter(asked.body.queue_timeout, asked.body.timeout),
+                )
+            )
+            undo.callback(ticket.leave)
+            prompts = [array("i", ids) for ids in await asked.read_prompts()]  # a ninth of the memory of lists
+            ticket.settle(sum(map(len, prompts)))
+            if grammar := await asked.read_grammar():
+                params = replace(params, grammar=grammar)
+            ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]
+            spec = asked.answer_spec((name, int(time.time()), asked.body.model or context.models[0]))
+            undo.callback(context.request_index.add(key.tenant, name, ids))
+            if run is not None:
+                context.runs.announce(run, spec, ids)
+            sessions = context.sessions if run is None else context.fine_sessions
+            opened = await _open(sessions, params, options, list(zip(ids, prompts, strict=True)))
+        except OctavoError as error:
+            raise from_exception(error, asked.field_names()) from None
+        closing = undo.pop_all()
+    generation = Generation(
+        name=engine_id,
+        params=params,
+        prompt_lengths=list(map(len, prompts)),
+        arrival=scope[ARRIVAL],
+        sessions=opened,
+        metrics=context.metrics,
+        ticket=ticket,
+        closing=closing,
+        trace=trace,
+    )
+    return generation, spec
+
+
+def options_of(key: KeyInfo, context: Context, asked: GenerationRequest) -> RequestOptions:
+    """Return how a request is served. Raises ApiError when its key may not have this priority."""
+    body = asked.body
+    priority = key.priority if body.priority is None else body.priority
+    if body.priority is not None and key.max_priority is not None and priority < key.max_priority:
+        message = f"priority is {priority}; the most urgent that key {key.name!r} may ask for is {key.max_priority}"
+        raise ApiError(403, message, code="priority_not_allowed", param="priority")
+    options: RequestOptions = {
+        "priority": priority,
+        "tenant": key.tenant,
+        "cache_salt": cache_salt(key, body.cache_salt),
+        "timeout_s": body.timeout,
+        "queue_timeout_s": shorter(body.queue_timeout, context.admission.config.max_queue_time_s),
+        "ttft_objective": body.ttft_objective,
+        "tpot_objective": body.tpot_objective,
+    }
+    if asked.wants is not None:
+        options["wants"] = asked.wants
+    return options
+
+
+def cache_salt(key: KeyInfo, given: str | None) -> bytes:
+    """Return the prefix cache's salt: with keys, tenants never share; a client's own salt only narrows."""
+    own = (given or "").encode()
+    return hmac.digest(key.salt, own, "sha256") if key.salt else own
+
+
+def shorter(one: float | None, other: float | None) -> float | None:
+    """Return the shorter of two bounds in seconds, each of which may be absent."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
+
+
+@dataclass(kw_only=True)
 class Generation:
-    """Sessions of one request, one per prompt; the choices of the first prompt come first.
+    """The open sessions of one request, one for each prompt; the choices of the first prompt come first.
 
-    `closing` gives back whatever was taken for it, the ticket too.
+    `name` is its id in the engine; `closing` gives back whatever was taken for it, the ticket too.
     """
 
-    def __init__(
-        self,
-        asked: GenerationRequest,
-        sessions: list[Session],
-        metrics: RequestMetrics,
-        ticket: AdmissionTicket,
-        closing: ExitStack,
-    ) -> None:
-        self.asked = asked
-        self._sessions = sessions
-        self._metrics = metrics
-        self._ticket = ticket
-        self._closing = closing
-        self.num_choices = len(sessions) * asked.params.n
-        self._last_at = [0.0] * self.num_choices
-        self._num_tokens = [0] * self.num_choices
-        self._open = set(range(len(sessions)))
+    name: str
+    params: SamplingParams
+    prompt_lengths: Sequence[int]
+    arrival: float  # when it reached the server, on the monotonic clock
+    sessions: list[Session]
+    metrics: RequestMetrics
+    ticket: AdmissionTicket
+    closing: ExitStack
+    trace: RequestTrace | None = None
+    _last_at: dict[int, float] = field(default_factory=dict)  # when a choice had its last token
+    _num_tokens: Counter[int] = field(default_factory=Counter)  # of each choice
+
+    def __post_init__(self) -> None:
+        self._open = set(range(len(self.sessions)))
         self._silent = set(self._open)  # without a token yet
-        self._token_bytes = token_bytes(asked.params.num_logprobs)
 
     @property
-    def name(self) -> str:
-        """The engine's name of it, for the log."""
-        return self.asked.request_id
+    def num_choices(self) -> int:
+        """Of all prompts."""
+        return len(self.sessions) * self.params.n
 
     @property
     def unread_bytes(self) -> int:
         """Roughly what is held for a reader that does not read: ids, and log-probabilities where asked for."""
-        return self._token_bytes * sum(session.num_unread for session in self._sessions)
+        return token_bytes(self.params.num_logprobs) * sum(session.num_unread for session in self.sessions)
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """Yield (index, delta) until every choice has its finish reason. Raises ApiError for a failed one."""
-        source = self._merged() if len(self._sessions) > 1 else self._only()
-        async with aclosing(source):
-            async for session, delta in source:
-                index = session * self.asked.params.n + delta.choice
-                if delta.finish_reason not in (None, *REASONS) and delta.text:  # what came before the failure is told
-                    before = replace(delta, finish_reason=None, stop_reason=None, usage=None, error=None)
-                    self._note(session, index, before)
-                    yield index, before
-                    delta = replace(delta, text="", token_ids=delta.token_ids[:0], logprobs=None)
-                self._note(session, index, delta)
-                yield index, delta
-        if self._open:
-            raise ApiError(500, "the engine ended an answer without a reason", code="engine_error")
+        return self._merged() if len(self.sessions) > 1 else self._deltas_of(0)
 
-    async def _only(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        async for delta in self._sessions[0]:
-            yield 0, delta
+    async def _deltas_of(self, session: int) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        async for delta in self.sessions[session]:
+            index = session * self.params.n + delta.choice
+            if delta.finish_reason not in (None, *REASONS) and delta.text:  # the text before a failure is given
+                before = replace(delta, finish_reason=None, stop_reason=None, usage=None, error=None)
+                if before.token_ids:
+                    self._note_tokens(session, index, before)
+                yield index, before
+                delta = replace(delta, text="", token_ids=delta.token_ids[:0], logprobs=None)
+            if delta.token_ids:
+                self._note_tokens(session, index, delta)
+            if delta.finish_reason is not None:
+                self._note_end(session, delta.finish_reason, delta)
+            yield index, delta
+        if session in self._open:
+            raise ApiError(500, "the engine ended an answer without a reason", code="engine_error")
 
     async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         queue: Merged = asyncio.Queue()
-        room = asyncio.Semaphore(len(self._sessions))  # beyond it whoever reads is slow, and the ledger waits for it
-        tasks = [asyncio.create_task(_forward(i, session, queue, room)) for i, session in enumerate(self._sessions)]
+        room = asyncio.Semaphore(len(self.sessions))  # beyond it the reader is slow, and the ledger waits for it
+        tasks = [asyncio.create_task(self._forward(index, queue, room)) for index in range(len(self.sessions))]
         for task in tasks:
             task.add_done_callback(queue.put_nowait)
         num_open = len(tasks)
@@ -130,27 +256,29 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _note(self, session: int, index: int, delta: TextDelta) -> None:
-        now = time.monotonic()
-        if delta.token_ids:
-            num_tokens = len(delta.token_ids)
-            if session in self._silent:
-                self._silent.discard(session)
-                self._metrics.first_tokens(now - self.asked.arrival, num_tokens, len(self.asked.prompts[session]))
-                self._ticket.seat.start()
-            elif self._last_at[index]:
-                self._metrics.next_tokens(now - self._last_at[index], num_tokens)
-            else:
-                self._metrics.other_tokens(num_tokens)
-            self._ticket.generated(num_tokens)
-            self._num_tokens[index] += num_tokens
-            self._last_at[index] = now
-        if delta.finish_reason is not None:
-            self._note_end(session, delta.finish_reason, delta, now)
+    async def _forward(self, session: int, queue: Merged, room: asyncio.Semaphore) -> None:
+        async with aclosing(self._deltas_of(session)) as deltas:
+            async for each in deltas:
+                await room.acquire()
+                queue.put_nowait(each)
 
-    def _note_end(self, session: int, reason: FinishReason, delta: TextDelta, now: float) -> None:
-        """Count the end of a choice, and with it that of its prompt. Raises ApiError where it failed."""
-        usage, trace = delta.usage, self.asked.trace
+    def _note_tokens(self, session: int, index: int, delta: TextDelta) -> None:
+        now, num_tokens = time.monotonic(), len(delta.token_ids)
+        is_first = session in self._silent
+        if is_first:
+            self._silent.discard(session)
+            self.metrics.first_tokens(now - self.arrival, num_tokens, self.prompt_lengths[session])
+        elif index in self._last_at:
+            self.metrics.next_tokens(now - self._last_at[index], num_tokens)
+        else:
+            self.metrics.other_tokens(num_tokens)
+        self.ticket.generated(num_tokens, is_first)
+        self._num_tokens[index] += num_tokens
+        self._last_at[index] = now
+
+    def _note_end(self, session: int, reason: FinishReason, delta: TextDelta) -> None:
+        """Count the end of a choice, and with the last one that of its prompt. Raises ApiError where it failed."""
+        usage, trace, now = delta.usage, self.trace, time.monotonic()
         if usage is not None:
             self._open.discard(session)
             if trace is not None:
@@ -159,12 +287,13 @@ class Generation:
             if trace is not None:
                 trace.error = reason.name.lower()
             if usage is not None:
-                self._metrics.ended_early("abort" if reason in GIVEN_UP else "error")
+                self.metrics.ended_early("abort" if reason in GIVEN_UP else "error")
             raise failure_of(reason, delta.error)
         if usage is not None:
             if session in self._silent:  # it was to have no tokens: the answer is what the prompt gives
                 self._silent.discard(session)
-                self._metrics.prompt_only(usage.prompt_tokens)
+                self.metrics.prompt_only(usage.prompt_tokens)
+            n = self.params.n
             end = Finished(
                 REASONS[reason],
                 usage.prompt_tokens,
@@ -172,13 +301,13 @@ class Generation:
                 usage.cached_tokens,
                 usage.queue_s,
                 usage.ttft_s,
-                e2e_s=now - self.asked.arrival,
-                max_tokens=self.asked.params.max_tokens,
-                num_choices=self.asked.params.num_sequences,
-                longest=max(self._num_tokens[session * self.asked.params.n :][: self.asked.params.n]),
+                e2e_s=now - self.arrival,
+                max_tokens=self.params.max_tokens,
+                num_choices=self.params.num_sequences,
+                longest=max(self._num_tokens[index] for index in range(session * n, session * n + n)),
             )
-            self._metrics.finished(end)
-            self._ticket.ended(end)
+            self.metrics.finished(end)
+            self.ticket.ended(end)
 
     async def collect(self) -> list[Choice]:
         """Wait for every choice to end."""
@@ -190,12 +319,12 @@ class Generation:
 
     async def close(self) -> None:
         """Cancel in the engine what has not ended, and give back what was taken. Idempotent."""
-        if self._open and self.asked.trace is not None:
-            self.asked.trace.error = self.asked.trace.error or "cancelled"
-        self._closing.close()
+        if self._open and self.trace is not None:
+            self.trace.error = self.trace.error or "cancelled"
+        self.closing.close()
         while self._open:
-            self._metrics.ended_early("abort")
-            await self._sessions[self._open.pop()].cancel()
+            self.metrics.ended_early("abort")
+            await self.sessions[self._open.pop()].cancel()
 
 
 def _timed(usage: Usage, now: float) -> Timed:
@@ -223,23 +352,19 @@ def failure_of(reason: FinishReason, error: FinishError | None) -> ApiError:
     return from_exception(error_of(kind, "the engine failed" if error is None else error.message))
 
 
-async def _forward(index: int, session: Session, queue: Merged, room: asyncio.Semaphore) -> None:
-    async for delta in session:
-        await room.acquire()
-        queue.put_nowait((index, delta))
-
-
-async def open_sessions(sessions: Sessions, asked: GenerationRequest) -> list[Session]:
-    """Submit every prompt, or none: when one is refused the others are cancelled.
+async def _open(
+    sessions: Sessions, params: SamplingParams, options: RequestOptions, prompts: Sequence[tuple[str, Sequence[int]]]
+) -> list[Session]:
+    """Submit every prompt under its id, or none: when one is refused the others are cancelled.
 
     They go together, in order: an engine that answers between steps would otherwise take them in one by one.
     """
-    if len(asked.prompts) == 1:
-        return [await sessions.submit(asked.prompts[0], asked.params, request_id=asked.request_id, **asked.options)]
-    pairs = zip(asked.session_ids, asked.prompts, strict=True)
+    if len(prompts) == 1:
+        [(request_id, ids)] = prompts
+        return [await sessions.submit(ids, params, request_id=request_id, **options)]
     opening = [
-        asyncio.ensure_future(sessions.submit(prompt, asked.params, request_id=request_id, **asked.options))
-        for request_id, prompt in pairs
+        asyncio.ensure_future(sessions.submit(ids, params, request_id=request_id, **options))
+        for request_id, ids in prompts
     ]
     try:
         return list(await asyncio.gather(*opening))

@@ -26,7 +26,7 @@ from octavo.frontend.transcript import Transcript
 from octavo.server.admission import AdmissionRequest, AdmissionTicket
 from octavo.server.context import Context
 from octavo.server.encoding import REASONS, AnswerSpec
-from octavo.server.generation import Generation, GenerationRequest, failure_of
+from octavo.server.generation import Generation, failure_of
 from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey
 from octavo.server.request_index import MARK
 
@@ -130,15 +130,17 @@ def _generation(context: Context, held: JournaledRun) -> Generation:
     closing = ExitStack()
     closing.callback(ticket.leave)
     names = [request.request_id for request in requests]
-    closing.callback(context.directory.add(first.tenant, names[0].partition(MARK)[0], names))
-    asked = GenerationRequest(
-        request_id=first.request_id,
-        prompts=[request.prompt_token_ids or () for request in requests],
+    closing.callback(context.request_index.add(first.tenant, names[0].partition(MARK)[0], names))
+    return Generation(
+        name=first.request_id,
         params=first.params,
+        prompt_lengths=[request.num_prompt_tokens for request in requests],
         arrival=first.arrival,
+        sessions=_sessions(context, held, context.sessions.client),
+        metrics=context.metrics,
+        ticket=ticket,
+        closing=closing,
     )
-    sessions = _sessions(context, held, context.sessions.client)
-    return Generation(asked, sessions, context.metrics, ticket, closing)
 
 
 class _StoredOutputs:

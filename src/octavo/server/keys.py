@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ class KeyInfo:
     max_storage_bytes: int | None = None
     max_pending_batches: int | None = None
     digest: bytes = field(default=b"", repr=False)
+    salt: bytes = field(default=b"", repr=False)  # of its tenant's prefix cache; from the ring that holds the key
 
 
 NOBODY = KeyInfo("", "")  # everyone, where no keys are set
@@ -58,7 +59,7 @@ class KeyRing:
     def __init__(self, keys: Iterable[KeyInfo] = ()) -> None:
         self._secret = secrets.token_bytes(32)
         self._serving: ServingConfig | None = None
-        self.keys = _checked(keys)  # empty: no key is asked for
+        self.keys = self._salted(_checked(keys))  # empty: no key is asked for
 
     @classmethod
     def of(cls, serving: ServingConfig) -> KeyRing:
@@ -95,12 +96,8 @@ class KeyRing:
         """The tenants of all keys."""
         return frozenset(info.tenant for info in self.keys)
 
-    def salt(self, tenant: str, given: str | None) -> bytes:
-        """Prefix-cache salt: with keys, tenants never share; a client's own salt only narrows."""
-        asked = (given or "").encode()
-        if not self.keys:
-            return asked
-        return hmac.digest(self._secret, tenant.encode() + b"\0" + asked, "sha256")
+    def _salted(self, keys: Iterable[KeyInfo]) -> tuple[KeyInfo, ...]:
+        return tuple(replace(info, salt=hmac.digest(self._secret, info.tenant.encode(), "sha256")) for info in keys)
 
     def reload(self) -> str:
         """Read the key file again and take all of it, or raise ConfigError and change nothing; say what changed.
@@ -109,7 +106,7 @@ class KeyRing:
         """
         if self._serving is None or self._serving.api_key_file is None:
             raise ConfigError("there is no --api-key-file to read again")
-        fresh = _checked(_configured(self._serving))
+        fresh = self._salted(_checked(_configured(self._serving)))
         old, new = ({info.digest: info for info in keys} for keys in (self.keys, fresh))
         num_changed = sum(digest in old and old[digest] != info for digest, info in new.items())
         self.keys = fresh
@@ -121,8 +118,6 @@ class KeyRing:
 
 def with_key_weights(config: Config) -> Config:
     """The settings with the key file's weights among --tenant-weight, for the engine's fair policy."""
-    from dataclasses import replace
-
     if config.serving.api_key_file is None:
         return config
     weights = {info.tenant: info.weight for info in KeyRing.of(config.serving).keys if info.weight != 1.0}

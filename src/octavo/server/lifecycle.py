@@ -34,8 +34,11 @@ class ClientGoneError(Exception):
     """The client closed the connection."""
 
 
-class ServerStoppingError(Exception):
+class ServerStoppingError(ApiError):
     """The drain time is over."""
+
+    def __init__(self) -> None:
+        super().__init__(503, draining_error().message, code="draining", retry_after_s=RETRY_ENGINE_S)
 
 
 class Lifecycle:

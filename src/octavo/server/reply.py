@@ -1,252 +1,153 @@
-"""From a checked body to the response, whole or streamed: the path that both kinds of completion take.
+"""Send an answer: whole or as a stream of events, and once for all requests with the same Idempotency-Key.
 
-Owns: the order (seat, prompts, submission, answer) and that every failure on it frees what was taken.
-Does not: know which kind it answers.
+Owns: when a stream has its keep-alive, its error and its end, and giving up on a reader that does not read.
+Does not: generate (generation does) or encode (each API's encoder does).
+Invariant: a stream that a client can still read ends as its format says, never with a bare cut.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import time
-from array import array
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from types import TracebackType
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from octavo.core.request import SamplingParams
 from octavo.errors import OctavoError
 from octavo.frontend.outputs import MAX_SLICE
-from octavo.frontend.sessions import RequestOptions
-from octavo.observe.request_trace import RequestTrace, Value
-from octavo.server.admission import AdmissionRequest
 from octavo.server.api.encoders import ENCODERS
 from octavo.server.auth import KEY
-from octavo.server.bodies.sampling import SamplingBody
-from octavo.server.bodies.served import ServedFields
+from octavo.server.connection import CUT
 from octavo.server.context import Context, context_of
-from octavo.server.encoding import AnswerEncoder, AnswerSpec, Choice, Identity
-from octavo.server.faults import ApiError, bad_field, draining_error, from_exception
-from octavo.server.generation import Generation, GenerationRequest, open_sessions
+from octavo.server.encoding import AnswerEncoder, Choice
+from octavo.server.faults import ApiError, bad_field, from_exception
+from octavo.server.generation import GenerationRequest, start
 from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
 from octavo.server.keys import KeyInfo
-from octavo.server.lifecycle import ClientGoneError, ServerStoppingError
+from octavo.server.lifecycle import ClientGoneError
 from octavo.server.limits import OFF_LOOP_BYTES
 from octavo.server.offload import off_loop
-from octavo.server.params import check_scores, spellings
-from octavo.server.request_index import engine_id
 from octavo.server.resumable_stream import ResumableStream
-from octavo.server.shell import ARRIVAL, CLIENT_CLOSED_REQUEST, GIVEN_ID, REQUEST_ID
-from octavo.server.stream import EventStream
+from octavo.server.shell import CLIENT_CLOSED_REQUEST
+
+if TYPE_CHECKING:
+    from octavo.frontend.outputs import TextDelta
 
 RETRY_NOTE = (
     "With a header `Idempotency-Key` the request runs once, however often it is asked for; `Last-Event-ID` beside it "
     "continues a stream behind that event."
 )
+LOOK_S = 0.25  # while a client does not read
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What is to be answered: `read_prompts` gives the ids, `make_form` the form (of the answer's identity and the
-    tokens of all prompts), `read_grammar` what the answer must obey, compiled once there is room for the request.
+class DeltaSource(Protocol):
+    """Where the deltas come from."""
 
-    `kind` begins the answer's id, unless it has a `name` already; `prompt_param` is the field that holds the prompt.
-    `num_characters` are those of all prompts that are texts, `num_ids` the ids of those that are not. `can_continue`:
-    whether each delta makes one event, so that a stream can go on behind any of them. `on_shape` is told of the shape
-    before it gives anything.
-    """
+    @property
+    def name(self) -> str:
+        """For the log."""
+        ...
 
-    kind: str
-    body: SamplingBody
-    params: SamplingParams
-    num_prompts: int
-    num_characters: int
-    num_ids: int
-    prompt_param: str
-    read_prompts: Callable[[], Awaitable[Sequence[Sequence[int]]]]
-    make_form: Callable[[Identity, int], AnswerSpec]
-    read_grammar: Callable[[], Awaitable[str]] | None = None
-    can_continue: bool = True
-    on_shape: Callable[[AnswerEncoder], None] | None = None
-    name: str | None = None
+    @property
+    def unread_bytes(self) -> int:
+        """Roughly what is held because this reader has not taken it."""
+        ...
 
+    def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Yield (index, delta) until every choice has ended. Raises ApiError."""
+        ...
 
-def wants_usage(body: SamplingBody) -> bool:
-    """Whether the stream ends with a usage chunk."""
-    return body.stream_options is not None and body.stream_options.include_usage
+    async def collect(self) -> list[Choice]:
+        """Return every choice, whole. Raises ApiError."""
+        ...
+
+    async def close(self) -> None:
+        """Stop reading. Idempotent."""
+        ...
 
 
-def answer_facts(body: SamplingBody, prompts: Sequence[Sequence[int]]) -> dict[str, object]:
-    """What a form's facts hold of the fields that both kinds of completion share (see shapes.chunks, registry)."""
-    facts: dict[str, object] = {}
-    options = body.stream_options
-    if options is not None and options.include_usage and options.continuous_usage_stats:
-        facts["num_prompt_tokens_each"] = [len(ids) for ids in prompts]
-    if body.return_token_ids:
-        facts["prompt_token_ids"] = [list(ids) for ids in prompts]
-    if body.return_tokens_as_token_ids:
-        facts["shows_ids"] = True
-    return facts
-
-
-async def reply(request: Request, task: Task) -> Response:
-    """Answer: submit the prompts, or read what runs or is kept under the same Idempotency-Key. Raises ApiError."""
+async def reply(request: Request, asked: GenerationRequest) -> Response:
+    """Answer: generate, or read what runs or is kept under the same Idempotency-Key. Raises ApiError."""
     context = context_of(request)
-    source: Generation | ResumableStream
-    shape: AnswerEncoder
+    source: DeltaSource
+    encoder: AnswerEncoder
     if "idempotency-key" in request.headers or "last-event-id" in request.headers:
-        source = shape = await _replay(request, context, task)
+        source = encoder = await _resume(request, context, asked)
     else:
-        source, form = await _begin(request, context, task)
-        shape = ENCODERS[form.kind](form, context.text.tokenizer)
-        if task.on_shape is not None:
-            task.on_shape(shape)
-    if task.body.stream:
-        return EventStream(source, shape, context.lifecycle, context.limits, context.metrics)
-    return await _whole(request, context, source, shape)
+        source, spec = await start(request, asked)
+        encoder = ENCODERS[spec.kind](spec, context.text.tokenizer)
+        asked.prepare(encoder)
+    if asked.stream:
+        return EventStream(source, encoder, context)
+    return await _whole(request, source, encoder)
 
 
-async def _replay(request: Request, context: Context, task: Task) -> ResumableStream:
+async def _resume(request: Request, context: Context, asked: GenerationRequest) -> ResumableStream:
     """Read the run of the request's Idempotency-Key, which goes on without this connection. Raises ApiError."""
     key, event = key_of(request)
     assert key is not None  # an event alone is refused
-    if task.params.prompt_logprobs is not None:
+    if asked.params.prompt_logprobs is not None:
         message = "answers with log-probabilities of the prompt are not kept; leave Idempotency-Key or those out"
         raise bad_field("Idempotency-Key", message)
-    if event is not None and not task.body.stream:
+    if event is not None and not asked.stream:
         raise bad_field("Last-Event-ID", "Last-Event-ID goes with a stream; set stream to true")
-    if event is not None and not task.can_continue:
+    if event is not None and not asked.can_continue:
         raise bad_field("Last-Event-ID", "streams of this endpoint cannot be continued; leave Last-Event-ID out")
     holder: KeyInfo = request.scope[KEY]
-    return await open_run(request, context, task, RetryKey(holder.tenant, key, await body_hash(task), event))
+    return await open_run(request, context, asked, RetryKey(holder.tenant, key, await body_hash(asked), event))
 
 
-async def open_run(request: Request, context: Context, task: Task, retry: RetryKey) -> ResumableStream:
+async def open_run(request: Request, context: Context, asked: GenerationRequest, retry: RetryKey) -> ResumableStream:
     """A reading of the run of this key, which is begun if there is none; it needs no connection. Raises ApiError."""
 
     async def begin(run: IdempotentRequest) -> Begun:
-        generation, form = await _begin(request, context, task, run)
-        return Begun(generation, form, generation.num_choices)
+        generation, spec = await start(request, asked, run)
+        return Begun(generation, spec, generation.num_choices)
 
-    replay = await context.runs.replay(retry, begin)
-    if task.on_shape is not None:
-        task.on_shape(replay.shape)
-    return replay
-
-
-def options_of(key: KeyInfo, context: Context, body: ServedFields) -> RequestOptions:
-    """Return how a request is served. Raises ApiError when its key may not have this priority."""
-    priority = key.priority if body.priority is None else body.priority
-    if body.priority is not None and key.max_priority is not None and priority < key.max_priority:
-        message = f"priority is {priority}; the most urgent that key {key.name!r} may ask for is {key.max_priority}"
-        raise ApiError(403, message, code="priority_not_allowed", param="priority")
-    return {
-        "priority": priority,
-        "tenant": key.tenant,
-        "cache_salt": context.keys.salt(key.tenant, body.cache_salt),
-        "timeout_s": body.timeout,
-        "queue_timeout_s": shorter(body.queue_timeout, context.admission.config.max_queue_time_s),
-        "ttft_objective": body.ttft_objective,
-        "tpot_objective": body.tpot_objective,
-    }
+    stream = await context.runs.replay(retry, begin)
+    asked.prepare(stream.encoder)
+    return stream
 
 
-def shorter(one: float | None, other: float | None) -> float | None:
-    """Return the shorter of two bounds in seconds, each of which may be absent."""
-    if one is None or other is None:
-        return other if one is None else one
-    return min(one, other)
-
-
-async def body_hash(task: Task) -> bytes:
+async def body_hash(asked: GenerationRequest) -> bytes:
     """What tells two bodies apart: the endpoint and the fields given, however they were written."""
 
     def digest() -> bytes:
         return hashlib.sha256(
-            task.kind.encode() + b"\n" + task.body.model_dump_json(exclude_unset=True).encode()
+            asked.id_prefix.encode() + b"\n" + asked.body.model_dump_json(exclude_unset=True).encode()
         ).digest()
 
-    is_long = task.num_characters + task.num_ids > OFF_LOOP_BYTES
+    is_long = asked.num_characters + asked.num_ids > OFF_LOOP_BYTES
     return await off_loop(digest) if is_long else digest()
 
 
-async def _begin(
-    request: Request, context: Context, task: Task, run: IdempotentRequest | None = None
-) -> tuple[Generation, AnswerSpec]:
-    """Submit the prompts. Raises ApiError; then nothing of it is left."""
-    scope, body, params = request.scope, task.body, task.params
-    key: KeyInfo = scope[KEY]
-    given = scope[GIVEN_ID]
-    name = given or task.name or f"{task.kind}-{scope[REQUEST_ID]}"
-    options = options_of(key, context, body)
-    wanted = AdmissionRequest(
-        key=key,
-        priority=options["priority"],
-        num_prompts=task.num_prompts,
-        width=params.num_sequences,
-        max_tokens=params.max_tokens,
-        num_characters=task.num_characters,
-        num_ids=task.num_ids,
-        max_wait_s=shorter(body.queue_timeout, body.timeout),
-    )
-    model = context.check_model(body.model)
-    with ExitStack() as undo:
-        trace = open_trace(request, context, name, params) if context.tracer.is_on else None
-        if trace is not None:
-            send_at_end(trace, context, undo)
-        try:
-            ticket = context.admission.enter(wanted)
-            undo.callback(ticket.leave)
-            prompts: list[array[int]] = []
-            num_tokens = 0
-            for ids in await task.read_prompts():
-                prompts.append(array("i", ids))  # a ninth of the memory of a list
-                num_tokens += len(ids)
-            ticket.settle(num_tokens)
-            if params.prompt_logprobs is not None:
-                check_scores(num_tokens, params.prompt_logprobs)
-            if task.read_grammar is not None:
-                params = replace(params, grammar=await task.read_grammar())
-            asked = GenerationRequest(engine_id(given, name), prompts, params, scope[ARRIVAL], options, trace)
-            form = task.make_form((name, int(time.time()), model), num_tokens)
-            undo.callback(context.directory.add(key.tenant, name, asked.session_ids))
-            if run is not None:
-                context.runs.announce(run, form, asked.session_ids)
-            sessions = context.sessions if run is None else context.fine_sessions
-            opened = await open_sessions(sessions, asked)
-        except OctavoError as error:
-            names = {name: task.prompt_param for name in ("prompt_token_ids", "prompt", "messages")}
-            raise from_exception(error, {**spellings(body), **names}) from None
-        closing = undo.pop_all()
-    return Generation(asked, opened, context.metrics, ticket, closing), form
-
-
-async def _whole(
-    request: Request, context: Context, source: Generation | ResumableStream, shape: AnswerEncoder
-) -> Response:
+async def _whole(request: Request, source: DeltaSource, encoder: AnswerEncoder) -> Response:
+    context = context_of(request)
     try:
         choices = await context.lifecycle.supervise(source.collect(), request.receive)
     except ClientGoneError:
         context.metrics.failed("client_disconnected")
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    except ServerStoppingError:
-        raise draining_error() from None
     except (ApiError, OctavoError) as error:
         raise from_exception(error) from None
     finally:
         await source.close()
-    return Response(await _encoded(shape, choices), media_type="application/json")
+    return Response(await _encoded(encoder, choices), media_type="application/json")
 
 
-async def _encoded(shape: AnswerEncoder, choices: Sequence[Choice]) -> bytes:
+async def _encoded(encoder: AnswerEncoder, choices: Sequence[Choice]) -> bytes:
     """The answer as JSON, made on another thread where it has many log-probabilities."""
 
     def encode() -> bytes:
-        return msgspec.json.encode(shape.whole(choices))
+        return msgspec.json.encode(encoder.whole(choices))
 
     deltas = (delta for choice in choices for delta in choice.deltas)
     num_entries = sum(
@@ -256,41 +157,93 @@ async def _encoded(shape: AnswerEncoder, choices: Sequence[Choice]) -> bytes:
     return encode() if num_entries <= MAX_SLICE else await off_loop(encode)
 
 
-_PARENT = ("traceparent", "tracestate")
-_MAX_HEADER = 512  # of each; the standard's own bound on what must be taken
+class SlowReaderError(Exception):
+    """The client has not read for too long."""
 
 
-def open_trace(request: Request, context: Context, answer_id: str, params: SamplingParams) -> RequestTrace:
-    """Begin a request's trace."""
-    operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
-    given_parent = {name: request.headers.get(name, "") for name in _PARENT}
-    parent = {name: value for name, value in given_parent.items() if 0 < len(value) <= _MAX_HEADER}
-    given: dict[str, Value | None] = {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": "octavo",
-        "gen_ai.request.model": context.model,
-        "gen_ai.response.model": context.model,
-        "gen_ai.response.id": answer_id,
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.top_k": params.top_k,
-        "gen_ai.request.seed": params.seed,
-        "gen_ai.request.choice.count": params.n,
-        "http.request.method": request.method,
-        "url.path": request.url.path,
-    }
-    attributes = {name: value for name, value in given.items() if value is not None}
-    return RequestTrace(f"{operation} {context.model}", request.scope[ARRIVAL], parent, attributes)
+def _too_slow() -> ApiError:
+    return ApiError(408, "the client did not read what was sent to it", code="slow_reader")
 
 
-def send_at_end(trace: RequestTrace, context: Context, closing: ExitStack) -> None:
-    """Send it when the stack is left; with the code of the error where one left it."""
+class EventStream(Response):
+    """Streams one answer."""
 
-    def leave(kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None:
-            trace.error = from_exception(error).code if isinstance(error, Exception) else "cancelled"
-        trace.finish(time.monotonic())
-        context.tracer.send(trace)
+    def __init__(self, source: DeltaSource, encoder: AnswerEncoder, context: Context) -> None:
+        self._format = encoder.stream_format
+        super().__init__(headers=_HEADERS, media_type=self._format.media_type)
+        del self.headers["content-length"]
+        self._source = source
+        self._encoder = encoder
+        self._lifecycle = context.lifecycle
+        self._limits = context.limits
+        self._metrics = context.metrics
+        self._num_writes = 0
 
-    closing.push(leave)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything; whatever happens, the engine's side is closed."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                await self._lifecycle.supervise(self._write_all(send), receive)
+            except (ClientGoneError, SlowReaderError, OSError):
+                raise
+            except Exception as error:  # the route's shell: the client gets an error event, the log the details
+                if not isinstance(error, (ApiError, OctavoError)):
+                    _log.exception("request %s failed in mid-stream", self._source.name)
+                failure = from_exception(error)
+                self._metrics.failed(failure.code)
+                await self._write(send, self._format.error(failure))
+            if self._format.done:
+                await self._write(send, self._format.done)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (ClientGoneError, OSError):
+            self._metrics.failed("client_disconnected")
+        except SlowReaderError:
+            self._metrics.failed("slow_reader")
+            cut = scope.get(CUT)
+            if cut is not None:
+                cut(self._format.error(_too_slow()) + self._format.done)
+        finally:
+            await self._source.close()
+
+    async def _write_all(self, send: Send) -> None:
+        ticker = asyncio.create_task(self._keep_alive(send))
+        try:
+            if head := self._encoder.head:
+                await self._write(send, head)
+            async with aclosing(self._source.deltas()) as deltas:
+                async for index, delta in deltas:
+                    if chunk := self._encoder.chunk(index, delta):
+                        await self._write(send, chunk)
+            if last := self._encoder.last():
+                await self._write(send, last)
+        finally:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+
+    async def _write(self, send: Send, data: bytes) -> None:
+        """Send; while the client does not read, look now and then how much waits for it. Raises SlowReaderError.
+
+        A send that waits has not written anything yet, so it can be given up and tried again.
+        """
+        self._num_writes += 1
+        message = {"type": "http.response.body", "body": data, "more_body": True}
+        stalled_s = 0.0
+        while True:
+            look_s = min(LOOK_S, self._limits.stall_timeout_s)
+            try:
+                async with asyncio.timeout(look_s):
+                    await send(message)
+                return
+            except TimeoutError:
+                stalled_s += look_s
+            if stalled_s >= self._limits.stall_timeout_s or self._source.unread_bytes > self._limits.max_unread_bytes:
+                raise SlowReaderError
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Write a comment whenever nothing was written for a while."""
+        while True:
+            seen = self._num_writes
+            await asyncio.sleep(self._limits.keep_alive_s)
+            if self._num_writes == seen and self._format.keep_alive:
+                await send({"type": "http.response.body", "body": self._format.keep_alive, "more_body": True})

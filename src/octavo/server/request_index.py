@@ -7,18 +7,12 @@ many are kept as the engine can explain.
 
 from __future__ import annotations
 
-import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from octavo.server.shares import keeps_most
 
 MARK = "~"  # in no client's own id, so that nobody can spell the engine's name of another's request
-
-
-def engine_id(given: str | None, own: str) -> str:
-    """The engine's name of a request: `own` (made here, random), or the client's with something random behind it."""
-    return own if given is None else f"{given}{MARK}{secrets.token_hex(6)}"
 
 
 class RequestIndex:

@@ -1,7 +1,7 @@
 """ResumableStream: an answer kept as it comes, read by any number of connections, each from where the one before ended.
 
 Owns: the tape, the position in it (the event ids of a stream), cutting it into events.
-Does not: run a request (runs does), or know the form of an event (shapes does).
+Does not: run a request (runs does), or know the form of an event (each API's encoder does).
 Invariants: a position counts tokens, not events, so it means the same however the text was cut, and in the server's
 next life; each event moves one choice's position, and connections with successive positions get one whole answer.
 """
@@ -182,17 +182,17 @@ class TokenLog:
 
 
 class ResumableStream:
-    """One connection's reading of a tape from a position on: a source of deltas, and their `shape` with event ids."""
+    """One connection's reading of a tape from a position on: a source of deltas, and their `encoder` with event ids."""
 
     def __init__(
-        self, tape: TokenLog, shape: AnswerEncoder, name: str, seen: Position | None, on_close: Callable[[], None]
+        self, tape: TokenLog, encoder: AnswerEncoder, name: str, seen: Position | None, on_close: Callable[[], None]
     ) -> None:
         self.name = name
         self._tape = tape
-        self.shape = shape
+        self.encoder = encoder
         self._at = [_NOTHING] * len(tape.choices)
         self._has = seen or Position.start(len(tape.choices))  # the client, once it has read all that was sent
-        self._is_identified = len(tape.choices) <= MAX_IDENTIFIED and shape.stream_format.has_ids
+        self._is_identified = len(tape.choices) <= MAX_IDENTIFIED and encoder.stream_format.has_ids
         self._on_close: Callable[[], None] | None = on_close
 
     @property
@@ -226,18 +226,18 @@ class ResumableStream:
 
     @property
     def stream_format(self) -> StreamFormat:
-        """The shape's."""
-        return self.shape.stream_format
+        """The encoder's."""
+        return self.encoder.stream_format
 
     @property
     def head(self) -> bytes:
         """The events before any delta, unless the client has some of what follows."""
-        event = self.shape.head
+        event = self.encoder.head
         return event if all(place == _NOTHING for place in self._has.places) else b""
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """The event of a piece that deltas() gave, b"" when the client has it."""
-        event, place = self.shape.chunk(index, delta), self._at[index]
+        event, place = self.encoder.chunk(index, delta), self._at[index]
         if not event or place <= self._has.places[index]:
             return b""
         self._has.places[index] = place
@@ -245,7 +245,7 @@ class ResumableStream:
 
     def last(self) -> bytes:
         """The usage chunk, unless the client has it."""
-        event = self.shape.last()
+        event = self.encoder.last()
         if not event or self._has.has_usage:
             return b""
         self._has.has_usage = True
@@ -253,7 +253,7 @@ class ResumableStream:
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """The answer as one object."""
-        return self.shape.whole(choices)
+        return self.encoder.whole(choices)
 
     def _identified(self, event: bytes) -> bytes:
         return b"id: %b\n%b" % (self._has.text().encode(), event) if self._is_identified else event

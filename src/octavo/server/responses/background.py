@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.errors import OctavoError
-from octavo.server.faults import ApiError, cancelled_error, draining_error, from_exception
-from octavo.server.lifecycle import ServerStoppingError
+from octavo.server.faults import ApiError, cancelled_error, from_exception
 from octavo.server.shapes.responses import ResponseEncoder
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class Background:
 
     def start(self, key: RetryKey, replay: ResumableStream, keep: Callable[[Json], None]) -> None:
         """Look after a run until its end. A server that drains waits for it."""
-        shape = replay.shape
+        shape = replay.encoder
         assert isinstance(shape, ResponseEncoder)
         name = (key.tenant, shape.response_id)
         keep(shape.begun())
@@ -90,8 +89,8 @@ class Background:
         try:
             choices = await self._lifecycle.supervise(job.replay.collect(), _nobody_leaves)
             job.keep(shape.whole(choices))
-        except (ApiError, OctavoError, ServerStoppingError) as error:
-            failure = draining_error() if isinstance(error, ServerStoppingError) else from_exception(error)
+        except (ApiError, OctavoError) as error:
+            failure = from_exception(error)
             job.keep({**shape.ended(failure), "status": "cancelled", "error": None} if job.is_cancelled else
                      shape.ended(failure))  # fmt: skip
         finally:

@@ -7,22 +7,21 @@ Does not: submit anything, or know how the answer looks.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from octavo.server.api.completions.requests import ChatRequest
 from octavo.server.bodies.chat import ChatBody, read_chat
 from octavo.server.bodies.response_items import Item
 from octavo.server.bodies.responses import ResponsesBody
-from octavo.server.chat_task import chat_task
 from octavo.server.context import Context
 from octavo.server.encoding import AnswerEncoder, AnswerSpec, Identity
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.limits import OFF_LOOP_BYTES
 from octavo.server.offload import parse_off_loop
-from octavo.server.reply import Task
 from octavo.server.responses.messages import SPELLING, chat_fields
 from octavo.server.responses.store import Given, Link, Stored
 from octavo.server.responses.truncation import fitted
@@ -32,7 +31,6 @@ from octavo.server.spelling import rename_field
 if TYPE_CHECKING:
     from octavo.server.encoding import Json
 
-T = TypeVar("T")
 _ITEM_CHARACTERS = 64  # that an item counts beside its text
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
 
@@ -47,17 +45,46 @@ class ResponseConversation:
     echo: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseRequest:
-    """What answers a body. `keep` puts a response into the store; of one in the background, whoever runs it does."""
+@dataclass(kw_only=True)
+class ResponseRequest(ChatRequest):
+    """The answer to a Responses body. `keep` puts a response into the store, unless whoever runs it in the background
+    does."""
 
-    task: Task
     response_id: str
+    echo: Mapping[str, str]
     keep: Callable[[Json], None]
+    is_kept: bool
+    is_in_background: bool
+
+    async def read_prompts(self) -> Sequence[Sequence[int]]:
+        """Return the ids of the rendered conversation."""
+        try:
+            return await super().read_prompts()
+        except ApiError as error:
+            raise rename_field(error, SPELLING) from None
+
+    async def read_grammar(self) -> str:
+        """Return what the answer must obey."""
+        try:
+            return await super().read_grammar()
+        except ApiError as error:
+            raise rename_field(error, SPELLING) from None
+
+    def answer_spec(self, identity: Identity) -> AnswerSpec:
+        """Return the spec, with what the response repeats of its request."""
+        spec = super().answer_spec(identity)
+        given = {"store": self.is_kept, "temperature": self.params.temperature, "top_p": self.params.top_p}
+        facts = {**spec.facts, "id": self.response_id, "echo": {**self.echo, **_texts(given)}}
+        return msgspec.structs.replace(spec, facts=facts)
+
+    def prepare(self, encoder: AnswerEncoder) -> None:
+        """Have the encoder keep the answer, unless that is done for it in the background."""
+        if isinstance(encoder, ResponseEncoder) and self.is_kept and not self.is_in_background:
+            encoder.keep = self.keep
 
 
-async def response_task(context: Context, tenant: str, body: ResponsesBody) -> ResponseRequest:
-    """What answers a Responses body. Raises ApiError."""
+async def response_request(context: Context, tenant: str, body: ResponsesBody) -> ResponseRequest:
+    """Return what answers a Responses body. Raises ApiError."""
     if body.store and "store" in body.model_fields_set and not context.responses.is_on:
         raise bad_field("store", "store is true, but this server is set up to keep no responses; leave it out")
     is_kept = body.store and context.responses.is_on
@@ -66,35 +93,28 @@ async def response_task(context: Context, tenant: str, body: ResponsesBody) -> R
     previous = previous_of(context, tenant, body)
     response_id = ID_PREFIX + uuid.uuid4().hex
     conversation = await read_conversation(context, tenant, body, previous, response_id)
-    try:
-        chat = await fitted(context, conversation.chat) if body.truncation == "auto" else conversation.chat
-        task = await chat_task(context, chat, "response", "resp")
-    except ApiError as error:
-        raise rename_field(error, SPELLING) from None
-
-    def make_form(identity: Identity, num_prompt_tokens: int) -> AnswerSpec:
-        form = task.make_form(identity, num_prompt_tokens)
-        given = {"store": is_kept, "temperature": task.params.temperature, "top_p": task.params.top_p}
-        facts = {**form.facts, "id": response_id, "echo": conversation.echo | _texts(given)}
-        return msgspec.structs.replace(form, facts=facts)
 
     def keep(response: Json) -> None:
         context.responses.put(tenant, response, conversation.given, previous)
 
-    def keep_answer(shape: AnswerEncoder) -> None:
-        if isinstance(shape, ResponseEncoder) and is_kept and not body.background:
-            shape.keep = keep
-
-    answering = replace(
-        task,
-        prompt_param="input",
-        read_prompts=_renaming(task.read_prompts),
-        read_grammar=None if task.read_grammar is None else _renaming(task.read_grammar),
-        make_form=make_form,
-        on_shape=keep_answer,
-        name=response_id,
-    )
-    return ResponseRequest(answering, response_id, keep)
+    try:
+        chat = await fitted(context, conversation.chat) if body.truncation == "auto" else conversation.chat
+        return await ResponseRequest.of(
+            context,
+            chat,
+            "response",
+            "resp",
+            name=response_id,
+            prompt_param="input",
+            can_continue=False,
+            response_id=response_id,
+            echo=conversation.echo,
+            keep=keep,
+            is_kept=is_kept,
+            is_in_background=body.background,
+        )
+    except ApiError as error:
+        raise rename_field(error, SPELLING) from None
 
 
 def previous_of(context: Context, tenant: str, body: ResponsesBody) -> Stored | None:
@@ -155,16 +175,6 @@ def _size(items: Sequence[Item]) -> int:
         parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
         size += sum(map(len, parts))
     return size
-
-
-def _renaming(read: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
-    async def run() -> T:
-        try:
-            return await read()
-        except ApiError as error:
-            raise rename_field(error, SPELLING) from None
-
-    return run
 
 
 def _texts(values: Mapping[str, object]) -> dict[str, str]:

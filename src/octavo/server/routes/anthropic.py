@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from octavo.server.anthropic_chat import SPELLING, chat_of
+from octavo.server.api.completions.requests import ChatRequest
 from octavo.server.auth import KEY
 from octavo.server.bodies.anthropic import (
     IGNORED_MESSAGES,
@@ -18,7 +19,6 @@ from octavo.server.bodies.anthropic import (
 )
 from octavo.server.bodies.chat import ChatBody
 from octavo.server.bodies.checks import field_notes
-from octavo.server.chat_task import chat_task
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError
 from octavo.server.limits import read_json
@@ -37,7 +37,8 @@ async def messages(request: Request) -> Response:
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
     facts: dict[str, object] = {"max_tokens": body.max_tokens, "shows_thinking": shows_thinking}
     try:
-        response = await reply(request, await chat_task(context, chat, "anthropic", "msg", facts))
+        asked = await ChatRequest.of(context, chat, "anthropic", "msg", facts=facts, can_continue=False)
+        response = await reply(request, asked)
     except ApiError as error:
         raise rename_field(error, SPELLING) from None
     response.headers["request-id"] = request.scope[REQUEST_ID]  # where Anthropic's clients look for it

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from octavo.server.api.completions.requests import ChatRequest, CompletionRequest
 from octavo.server.bodies.chat import ChatBody
 from octavo.server.bodies.checks import field_notes
 from octavo.server.bodies.completion import CompletionBody
@@ -22,14 +23,11 @@ from octavo.server.bodies.ollama import (
     read_ollama_chat,
     read_ollama_generate,
 )
-from octavo.server.chat_task import chat_task
-from octavo.server.context import Context, context_of
-from octavo.server.encoding import AnswerSpec
+from octavo.server.context import context_of
 from octavo.server.faults import ApiError
 from octavo.server.limits import read_json
 from octavo.server.ollama_chat import GENERATE_SPELLING, SPELLING, chat_of, generate_of, model_of, raw_of
-from octavo.server.params import read_params
-from octavo.server.reply import RETRY_NOTE, Task, reply
+from octavo.server.reply import RETRY_NOTE, reply
 from octavo.server.routes.posting import add_post
 from octavo.server.shapes.ollama import line_begin
 from octavo.server.spelling import rename_field
@@ -44,7 +42,8 @@ async def chat(request: Request) -> Response:
     if asked is None:
         return _loaded(model, {"message": {"role": "assistant", "content": ""}})
     try:
-        return await reply(request, await chat_task(context, asked, "ollama", "chat", {"is_chat": True}))
+        made = await ChatRequest.of(context, asked, "ollama", "chat", facts={"is_chat": True}, can_continue=False)
+        return await reply(request, made)
     except ApiError as error:
         raise rename_field(error, SPELLING) from None
 
@@ -57,11 +56,10 @@ async def generate(request: Request) -> Response:
     if asked is None:
         return _loaded(model, {"response": ""})
     try:
+        told: dict[str, Any] = {"facts": {"is_chat": False}, "can_continue": False}
         if isinstance(asked, CompletionBody):
-            task = await _raw_task(context, asked)
-        else:
-            task = await chat_task(context, asked, "ollama", "gen", {"is_chat": False})
-        return await reply(request, task)
+            return await reply(request, await CompletionRequest.of(context, asked, "ollama", "gen", **told))
+        return await reply(request, await ChatRequest.of(context, asked, "ollama", "gen", **told))
     except ApiError as error:
         raise rename_field(error, GENERATE_SPELLING) from None
 
@@ -78,26 +76,6 @@ def _generate_asked(
     if not body.prompt:
         return body, None
     return body, raw_of(body) if body.raw else generate_of(body, dialect)
-
-
-async def _raw_task(context: Context, body: CompletionBody) -> Task:
-    """What goes on with a text as it is."""
-
-    async def read_prompts() -> Sequence[Sequence[int]]:
-        return await context.prompts.completion(body.prompt)
-
-    return Task(
-        kind="gen",
-        body=body,
-        params=await read_params(body, context.params.completion),
-        num_prompts=1,
-        num_characters=len(body.prompt[0]),
-        num_ids=0,
-        prompt_param="prompt",
-        read_prompts=read_prompts,
-        make_form=lambda identity, _: AnswerSpec("ollama", identity, facts={"is_chat": False}),
-        can_continue=False,
-    )
 
 
 def _loaded(model: str, said: dict[str, object]) -> Response:

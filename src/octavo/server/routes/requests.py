@@ -27,7 +27,7 @@ async def explain(request: Request) -> Response:
 async def cancel(request: Request) -> Response:
     """End an open request; whoever waits for it gets an error. Only its own tenant finds it."""
     context, name, key = _asked(request)
-    ids = context.directory.find(name, key.tenant)
+    ids = context.request_index.find(name, key.tenant)
     if not ids:
         raise ApiError(404, f"no request {name[:128]!r} of yours is open", code="request_not_found")
     context.sessions.client.cancel(ids)

@@ -25,12 +25,11 @@ from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
 from octavo.server.keys import KeyInfo
 from octavo.server.limits import OFF_LOOP_BYTES, read_json
 from octavo.server.offload import parse_off_loop
-from octavo.server.reply import body_hash, open_run, reply
+from octavo.server.reply import EventStream, body_hash, open_run, reply
 from octavo.server.responses.store import Stored
-from octavo.server.responses.task import ResponseRequest, response_task
+from octavo.server.responses.task import ResponseRequest, response_request
 from octavo.server.routes.posting import add_post
 from octavo.server.shapes.responses import ResponseEncoder
-from octavo.server.stream import EventStream
 
 if TYPE_CHECKING:
     from octavo.server.encoding import Json
@@ -49,37 +48,37 @@ async def create(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, context.limits, read_responses)
     context.check_model(body.model)
-    asked = await response_task(context, _tenant(request), body)
-    return await _in_background(request, asked) if body.background else await reply(request, asked.task)
+    asked = await response_request(context, _tenant(request), body)
+    return await _in_background(request, asked) if body.background else await reply(request, asked)
 
 
 async def _in_background(request: Request, asked: ResponseRequest) -> Response:
     """Begin a response that runs on by itself; give it as it begins, or its events."""
-    context, tenant, task = context_of(request), _tenant(request), asked.task
+    context, tenant = context_of(request), _tenant(request)
     key, event = key_of(request)
     if event is not None:
         raise bad_field("Last-Event-ID", "Last-Event-ID: continue with GET, stream and starting_after; leave it out")
     if key is None:
         retry = RetryKey(tenant, f"background {asked.response_id}", b"", is_lasting=False)
     else:
-        retry = RetryKey(tenant, key, await body_hash(task))
-    replay = await open_run(request, context, task, retry)
+        retry = RetryKey(tenant, key, await body_hash(asked))
+    replay = await open_run(request, context, asked, retry)
 
     def keep(response: Json) -> None:
         if response["status"] == "in_progress" or context.responses.has(tenant, response["id"]):
             asked.keep(response)
 
-    shape = replay.shape
-    assert isinstance(shape, ResponseEncoder)
-    begun = shape.begun()
-    if context.responses.has(tenant, shape.response_id):
+    encoder = replay.encoder
+    assert isinstance(encoder, ResponseEncoder)
+    begun = encoder.begun()
+    if context.responses.has(tenant, encoder.response_id):
         await replay.close()  # it is asked for again
     else:
         context.background.start(retry, replay, keep)
-    if task.body.stream:
+    if asked.stream:
         return await _events(context, retry, -1)
-    if context.responses.has(tenant, shape.response_id):
-        return _json(context.responses.get(tenant, shape.response_id).response())
+    if context.responses.has(tenant, encoder.response_id):
+        return _json(context.responses.get(tenant, encoder.response_id).response())
     return _json(msgspec.json.encode(begun))
 
 
@@ -90,9 +89,9 @@ async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
         raise bad_field("stream", "stream: the events of this response are not kept any more; leave it out")
 
     replay = await context.runs.replay(retry, refuse)
-    assert isinstance(replay.shape, ResponseEncoder)
-    replay.shape.behind = behind
-    return EventStream(replay, replay, context.lifecycle, context.limits, context.metrics)
+    assert isinstance(replay.encoder, ResponseEncoder)
+    replay.encoder.behind = behind
+    return EventStream(replay, replay, context)
 
 
 async def count(request: Request) -> Response:
@@ -100,8 +99,8 @@ async def count(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, context.limits, read_responses)
     context.check_model(body.model)
-    asked = await response_task(context, _tenant(request), body)
-    num_tokens = sum(map(len, await asked.task.read_prompts()))
+    asked = await response_request(context, _tenant(request), body)
+    num_tokens = sum(map(len, await asked.read_prompts()))
     context.admission.charge(request.scope[KEY], num_tokens)
     return _json(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": num_tokens}))
 

@@ -1,0 +1,308 @@
+"""/v1/chat/completions and /v1/completions: the requests that their bodies ask for, and the routes.
+
+Owns: how a conversation is generated, for the other APIs too, which translate their bodies to a ChatBody.
+Does not: encode answers (answers does) or submit anything (generation does).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from octavo.errors import RequestError
+from octavo.grammar.answer import AnswerSource, CallSource
+from octavo.server.bodies.chat import REFUSED_CHAT, ChatBody, read_chat
+from octavo.server.bodies.checks import IGNORED_FIELDS, IgnoredFields, field_notes
+from octavo.server.bodies.completion import REFUSED_COMPLETION, CompletionBody, read_completion
+from octavo.server.bodies.sampling import MAX_ALLOWED_IDS, SamplingBody
+from octavo.server.bodies.structure import STRUCTURE_FIELDS, given_structures
+from octavo.server.bodies.tools import Tool
+from octavo.server.context import Context, context_of
+from octavo.server.encoding import AnswerSpec, Identity
+from octavo.server.faults import bad_field, from_exception, with_field
+from octavo.server.generation import GenerationRequest
+from octavo.server.grammars import Structure, refusal, structure_of
+from octavo.server.limits import read_json
+from octavo.server.ollama_chat import SENT_NAMES, with_ollama_names
+from octavo.server.params import check_scores, read_params, spellings
+from octavo.server.reply import RETRY_NOTE, reply
+from octavo.server.routes.posting import add_post
+from octavo.text.answer_format import AnswerFormat
+from octavo.text.dialect import Tags
+
+FORCED_AS = {"qwen3_coder": "hermes"}  # under a grammar: its values have no form that a schema could be held to
+TAIL_IDS = 32  # of a prompt: tags and blank space at its end are spelled with fewer
+MAX_FORCED_CALLS = 16  # of one answer that a grammar holds to calls
+
+
+@dataclass(kw_only=True)
+class TextRequest(GenerationRequest):
+    """Text that a SamplingBody asks for. `facts` are what the encoder of its `kind` needs besides."""
+
+    context: Context
+    body: SamplingBody
+    kind: str
+    facts: Mapping[str, object] = field(default_factory=dict)
+    structure: Structure | None = None  # what the answer must be
+
+    async def read_grammar(self) -> str:
+        """Return the compiled structure."""
+        return "" if self.structure is None else await self.context.grammars.read_structure(self.structure)
+
+    def field_names(self) -> dict[str, str]:
+        """Return the names of the sampling fields too."""
+        return {**spellings(self.body), **super().field_names()}
+
+    def shared_facts(self, prompts: Sequence[Sequence[int]]) -> dict[str, object]:
+        """Return the facts that both kinds of completion have. Raises ApiError for too many log-probabilities."""
+        body, facts = self.body, dict(self.facts)
+        options = body.stream_options
+        if options is not None and options.include_usage and options.continuous_usage_stats:
+            facts["num_prompt_tokens_each"] = [len(ids) for ids in prompts]
+        if body.return_token_ids:
+            facts["prompt_token_ids"] = [list(ids) for ids in prompts]
+        if body.return_tokens_as_token_ids:
+            facts["shows_ids"] = True
+        if self.params.prompt_logprobs is not None:
+            check_scores(sum(map(len, prompts)), self.params.prompt_logprobs)
+            if body.prompt_logprobs is not None:
+                facts["num_prompt_logprobs"] = body.prompt_logprobs
+        return facts
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        options = self.body.stream_options
+        return options is not None and options.include_usage
+
+
+@dataclass(kw_only=True)
+class ChatRequest(TextRequest):
+    """The answer to a conversation."""
+
+    body: ChatBody
+    prompt_param: str = "messages"
+    is_constrained: bool = False  # a grammar holds the answer to its structure, or to calls
+    prompt: Sequence[int] = ()  # once it is read
+
+    @classmethod
+    async def of(cls, context: Context, body: ChatBody, kind: str, id_prefix: str, **fields: Any) -> Self:
+        """Make the request of a body, whichever API it came through. Raises ApiError."""
+        params = await read_params(body, context.params.chat)
+        if body.tools or not STRUCTURE_FIELDS.isdisjoint(body.model_fields_set):
+            fields["structure"] = structure_of(body)
+            fields["is_constrained"] = fields["structure"] is not None or bool(body.forced)
+            if body.forced:
+                _check_forced(context, body)
+        return cls(
+            context=context,
+            body=body,
+            params=params,
+            kind=kind,
+            id_prefix=id_prefix,
+            num_characters=body.num_characters,
+            stream=body.stream,
+            **fields,
+        )
+
+    async def read_prompts(self) -> Sequence[Sequence[int]]:
+        """Return the ids of the rendered conversation."""
+        self.prompt = await self.context.prompts.chat(self.body, self.params.num_kept(self.context.max_model_len))
+        return [self.prompt]
+
+    async def read_grammar(self) -> str:
+        """Return what the answer must obey: its structure, calls, or either of them after its reasoning."""
+        body, dialect, structure = self.body, self.context.dialect, self.structure
+        if not self.is_constrained:
+            return ""
+        has_calls = bool(body.usable_tools) and dialect.calls is not None
+        if structure is not None and not has_calls and dialect.reasoning is None:
+            return await super().read_grammar()
+        source = msgspec.json.encode(self._grammar_source()).decode()
+        try:
+            return await self.context.grammars.read("answer", source)
+        except RequestError as error:
+            if structure is not None and not body.forced and not (error.param or "").startswith("tools"):
+                raise refusal(error, structure) from None
+            param = error.param or "tools"
+            raise from_exception(type(error)(with_field(str(error), param, param), param)) from None
+
+    def answer_spec(self, identity: Identity) -> AnswerSpec:
+        """Return the spec of the kind asked for, with how the parts of the answer are told apart."""
+        facts = {"num_prompt_tokens": len(self.prompt), **self.shared_facts([self.prompt])}
+        if (answer_format := self.answer_format()) is not None:
+            facts["format"] = answer_format
+        return AnswerSpec(self.kind, identity, self.includes_usage, facts=facts)
+
+    def answer_format(self) -> AnswerFormat | None:
+        """Return how the parts of the answer are told apart, None when all of it is content."""
+        body = self.body
+        tools = body.usable_tools if body.tools else []
+        calls = self.context.dialect.calls if tools else None
+        reasoning, starts_inside = self._reasoning()
+        if calls is None:
+            return None if reasoning is None else AnswerFormat(reasoning, starts_inside)
+        return AnswerFormat(
+            reasoning=reasoning,
+            starts_inside=starts_inside,
+            calls=FORCED_AS.get(calls, calls) if body.forced or given_structures(body) else calls,
+            forced=body.forced,
+            names=tuple(tool.function.name for tool in tools),
+            texts=tuple(text for tool in tools for text in _texts(tool)) if calls == "qwen3_coder" else (),
+            is_single=body.parallel_tool_calls is False,
+        )
+
+    def _reasoning(self) -> tuple[Tags | None, bool]:
+        """Return the tags of the reasoning, and whether the prompt has opened them; None where it is over already."""
+        tags = self.context.dialect.reasoning
+        if tags is None:
+            return None, False
+        end = self.context.text.tokenizer.decode(self.prompt[-TAIL_IDS:], skip_special_tokens=False).rstrip()
+        return (None, False) if end.endswith(tags[1]) else (tags, end.endswith(tags[0]))
+
+    def _grammar_source(self) -> AnswerSource:
+        body = self.body
+        dialect, tokenizer = self.context.dialect, self.context.text.tokenizer
+        tools = body.usable_tools if dialect.calls is not None else []
+        calls = None
+        if tools and dialect.calls is not None:
+            may_be_more = body.parallel_tool_calls is not False if body.forced is None else body.parallel_tool_calls
+            most = MAX_FORCED_CALLS if may_be_more and body.forced != "named" else 1
+            schemas = [(tool.function.name, tool.function.parameters) for tool in tools]
+            calls = CallSource(FORCED_AS.get(dialect.calls, dialect.calls), schemas, most)
+        reasoning, starts_inside = self._reasoning()
+        markers = dialect.markers(bool(tools))
+        ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
+        asked = None
+        if self.structure is not None and not body.forced:
+            asked = (self.structure.kind, self.structure.source, self.structure.whitespace)
+        return AnswerSource(
+            reasoning=reasoning,
+            starts_inside=starts_inside,
+            calls=calls,
+            structure=asked,
+            special={marker: token_id for marker, token_id in ids.items() if token_id in tokenizer.special_ids},
+        )
+
+
+@dataclass(kw_only=True)
+class CompletionRequest(TextRequest):
+    """One or several texts to go on with; the choices of each prompt follow those of the one before."""
+
+    body: CompletionBody
+    prompt_param: str = "prompt"
+    prompts: Sequence[Sequence[int]] = ()  # once they are read
+
+    @classmethod
+    async def of(cls, context: Context, body: CompletionBody, kind: str, id_prefix: str, **fields: Any) -> Self:
+        """Make the request of a body. Raises ApiError."""
+        return cls(
+            context=context,
+            body=body,
+            params=await read_params(body, context.params.completion),
+            kind=kind,
+            id_prefix=id_prefix,
+            num_prompts=len(body.prompt),
+            num_characters=sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str)),
+            num_ids=sum(len(prompt) for prompt in body.prompt if isinstance(prompt, list)),
+            structure=structure_of(body),
+            stream=body.stream,
+            **fields,
+        )
+
+    async def read_prompts(self) -> Sequence[Sequence[int]]:
+        """Return the ids of the prompts."""
+        body, num_kept = self.body, self.params.num_kept(self.context.max_model_len)
+        self.prompts = await self.context.prompts.completion(body.prompt, num_kept, body.add_special_tokens)
+        self.echoes = [""] * len(body.prompt)
+        if body.echo:
+            self.echoes = await self.context.prompts.echo(body.prompt if num_kept is None else self.prompts)
+        return self.prompts
+
+    def answer_spec(self, identity: Identity) -> AnswerSpec:
+        """Return the spec, with the texts to be repeated before each choice."""
+        facts = self.shared_facts(self.prompts)
+        if self.body.echo and self.body.logprobs is not None:
+            facts |= {"num_echo": self.body.logprobs, "first_ids": [ids[0] for ids in self.prompts]}
+        return AnswerSpec(self.kind, identity, self.includes_usage, tuple(self.echoes), self.params.n, facts)
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+
+    def read(fields: dict[str, object]) -> ChatBody:
+        is_plain = fields.keys().isdisjoint(SENT_NAMES)
+        return read_chat(fields if is_plain else with_ollama_names(fields, context.dialect))
+
+    body = await read_json(request, context.limits, read)
+    context.check_model(body.model)
+    if not context.dialect.effort_variables and body.effort_field is not None:
+        ignored: IgnoredFields = request.scope[IGNORED_FIELDS]
+        if body.effort != "none" or context.dialect.reasoning is not None:  # else there is nothing to switch off
+            ignored.add(body.effort_field)
+    return await reply(request, await ChatRequest.of(context, body, "chat", "chatcmpl"))
+
+
+async def completions(request: Request) -> Response:
+    """Go on with one or several texts; the choices of each prompt follow those of the one before."""
+    context = context_of(request)
+    body = await read_json(request, context.limits, read_completion)
+    context.check_model(body.model)
+    num_prompts = len(body.prompt)
+    if num_prompts > context.limits.max_prompts:
+        raise bad_field("prompt", f"prompt holds {num_prompts} prompts; give at most {context.limits.max_prompts}")
+    _check_ids_in_all(body)
+    return await reply(request, await CompletionRequest.of(context, body, "text", "cmpl"))
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add this module's endpoints."""
+    chat = "/v1/chat/completions"
+    add_post(app, chat, chat_completions, ChatBody, "Answer a conversation.", RETRY_NOTE, field_notes(REFUSED_CHAT))
+    about = "Go on with one or several texts, n choices each."
+    add_post(app, "/v1/completions", completions, CompletionBody, about, RETRY_NOTE, field_notes(REFUSED_COMPLETION))
+
+
+def _check_forced(context: Context, body: ChatBody) -> None:
+    """Refuse a forced call that cannot be read, and fields that cannot be kept together with one."""
+    for name, is_given in (
+        ("min_tokens", bool(body.min_tokens)),
+        ("ignore_eos", body.ignore_eos),
+        ("use_beam_search", body.use_beam_search),
+    ):
+        if is_given:
+            raise bad_field(name, f"{name} cannot be kept while tool_choice asks for a call; leave {name} out")
+    if not body.usable_tools or context.dialect.calls is None:
+        message = "tool_choice asks for a call, but --tool-call-parser none was given; no calls are read here"
+        raise bad_field("tool_choice", message, "unsupported_field")
+
+
+def _check_ids_in_all(body: CompletionBody) -> None:
+    """Each prompt takes the lists of ids along to the engine: many prompts with long lists are refused."""
+    lists = {"allowed_token_ids": body.allowed_token_ids, "logit_bias": body.logit_bias, "bad_words": body.bad_words}
+    for name, ids in lists.items():
+        if len(body.prompt) * len(ids) > MAX_ALLOWED_IDS:
+            message = f"{name} has {len(ids)} entries for each of {len(body.prompt)} prompts; give at most "
+            raise bad_field(name, f"{message}{MAX_ALLOWED_IDS} together")
+
+
+def _texts(tool: Tool) -> list[str]:
+    """The arguments that are strings, by their schema."""
+    properties = json.loads(tool.function.parameters).get("properties")
+    if not isinstance(properties, dict):
+        return []
+    name = tool.function.name
+    return [f"{name}.{key}" for key, schema in properties.items() if isinstance(schema, dict) and _is_text(schema)]
+
+
+def _is_text(schema: Mapping[str, object]) -> bool:
+    if "enum" in schema and isinstance(schema["enum"], list):
+        return all(isinstance(value, str) for value in schema["enum"])
+    return schema.get("type") == "string"
