@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
+from octavo.observe.metrics.declared import METRICS, vllm_labels
 from octavo.observe.series import SECONDS, TOKENS, Histogram
 
 # Buckets of vLLM's histograms: quantiles that a board takes from several engines need the same ones.
@@ -24,14 +25,16 @@ _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
             960.0, 1920.0, 7680.0)  # fmt: skip
-_COUNTS = (1, 2, 5, 10, 20)
+# By the table's name for them: our buckets, and those under vLLM's name, which our histograms have too.
+_BUCKETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "ttft": (SECONDS, _TTFT),
+    "per_token": (SECONDS, _PER_TOKEN),
+    "latency": (SECONDS, _LATENCY),
+    "tokens": (TOKENS, ()),
+    "counts": (TOKENS, (1, 2, 5, 10, 20)),
+}
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 ENDS = ("stop", "length", "abort", "error")  # values of vllm:request_success_total, each exported from the start
-
-
-def vllm_labels(model: str) -> dict[str, str]:
-    """Return the labels that series under vLLM's names have."""
-    return {"engine": "0", "model_name": model}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,33 +53,26 @@ class Finished:
     longest: int | None = None  # tokens of the longest choice; None: the mean is used
 
 
-@dataclass(frozen=True, slots=True)
-class _Aliased:
-    """A metric and its vLLM names. `bounds`: the buckets exported under those; the metric has them and its own."""
-
-    metric: prometheus_client.Counter | prometheus_client.Histogram
-    vllm: tuple[str, ...] = ()
-    bounds: tuple[float, ...] = ()
-
-
 class RequestMetrics:
     """The metrics of the API process; a collector, to be registered in a prometheus_client CollectorRegistry."""
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._metrics: list[_Aliased] = []
-        self.prompt_tokens = self._counter(
-            "octavo_prompt_tokens", "prompt tokens of requests with a token", "vllm:prompt_tokens"
-        ).labels(model)
-        self.cached_tokens = self._counter(
-            "octavo_cached_tokens", "prompt tokens served from the prefix cache", "vllm:prompt_tokens_cached"
-        ).labels(model)
-        self._finished = self._counter("octavo_requests_finished", "requests that ran to an end", by="finished_reason")
-        self._failed = self._counter("octavo_requests_failed", "requests answered with an error", by="code")
-        self._ignored = self._counter(
-            "octavo_ignored_fields", "fields of requests that were ignored, by known name or other", by="field"
-        )
-        self._responses = self._counter("octavo_http_responses", "HTTP responses", by="status")
+        self._declared = {metric.place[1]: metric for metric in METRICS if metric.place[0] == "requests"}
+        self._counters: dict[str, prometheus_client.Counter] = {}
+        self._histograms: dict[str, prometheus_client.Histogram] = {}
+        for key, metric in self._declared.items():
+            labels = ("model_name", metric.label) if metric.label else ("model_name",)
+            if metric.kind == "counter":
+                self._counters[key] = made = prometheus_client.Counter(metric.name, metric.help, labels, registry=None)
+                if not metric.label:
+                    made.labels(model)  # exported from the start
+            else:
+                own, vllm = _BUCKETS[metric.buckets]
+                self._histograms[key] = prometheus_client.Histogram(
+                    metric.name, metric.help, labels, buckets=sorted({*own, *vllm}), registry=None
+                )
+                self._histograms[key].labels(model)
         self._success = prometheus_client.Counter(
             "vllm:request_success",
             "requests that ended, by how",
@@ -98,64 +94,18 @@ class RequestMetrics:
             buckets=SECONDS,
             registry=None,
         )
-        self._metrics += [_Aliased(self._success), _Aliased(self._http_requests), _Aliased(self._http_seconds)]
-        self._add_histograms()
         self._inter_token = Histogram(sorted({*SECONDS, *_PER_TOKEN}))
         self._num_generated = 0
 
-    def _add_histograms(self) -> None:
-        add = self._histogram
-        self._ttft = add("octavo_time_to_first_token_seconds", "arrival to first token", _TTFT)
-        self._tpot = add(
-            "octavo_time_per_output_token_seconds",
-            "mean time per token after the first",
-            _PER_TOKEN,
-            vllm="vllm:request_time_per_output_token_seconds",
-        )
-        self._e2e = add("octavo_e2e_request_latency_seconds", "arrival to last token", _LATENCY)
-        self._queue = add("octavo_request_queue_time_seconds", "waiting", _LATENCY)
-        self._prefill = add("octavo_request_prefill_time_seconds", "scheduled to first token", _LATENCY)
-        self._decode = add("octavo_request_decode_time_seconds", "first to last token", _LATENCY)
-        self._inference = add("octavo_request_inference_time_seconds", "scheduled to last token", _LATENCY)
-        self._prompt_len = add("octavo_request_prompt_tokens", "prompt tokens of a request", usual=TOKENS)
-        self._output_len = add("octavo_request_generation_tokens", "tokens generated for a request", usual=TOKENS)
-        self._longest = add(
-            "octavo_request_max_num_generation_tokens", "tokens of a request's longest choice", usual=TOKENS
-        )
-        self._max_tokens = add("octavo_request_params_max_tokens", "max_tokens of a request", usual=TOKENS)
-        self._n = add("octavo_request_params_n", "choices made for a request", _COUNTS, usual=TOKENS)
-
-    def _counter(self, name: str, text: str, *vllm: str, by: str = "") -> prometheus_client.Counter:
-        labels = ("model_name", by) if by else ("model_name",)
-        counter = prometheus_client.Counter(name, text, labels, registry=None)
-        self._metrics.append(_Aliased(counter, vllm))
-        return counter
-
-    def _histogram(
-        self,
-        name: str,
-        text: str,
-        bounds: tuple[float, ...] = (),
-        *,
-        usual: tuple[float, ...] = SECONDS,
-        vllm: str | None = None,
-    ) -> prometheus_client.Histogram:
-        """Make a histogram whose vLLM name is that after `octavo_` where `vllm` is None."""
-        buckets = sorted({*usual, *bounds})
-        histogram = prometheus_client.Histogram(name, text, ("model_name",), buckets=buckets, registry=None)
-        alias = name.replace("octavo_", "vllm:", 1) if vllm is None else vllm
-        self._metrics.append(_Aliased(histogram, (alias,), bounds))
-        return histogram.labels(self._model)
-
     def first_tokens(self, ttft_s: float, num_tokens: int, prompt_tokens: int = 0) -> None:
         """Count a request's first output, and with it the prompt that was computed for it."""
-        self._ttft.observe(ttft_s)
-        self.prompt_tokens.inc(prompt_tokens)
+        self._observe(ttft=ttft_s)
+        self._count("prompt_tokens", prompt_tokens)
         self._num_generated += num_tokens
 
     def prompt_only(self, prompt_tokens: int) -> None:
         """Count the prompt of a request that ended without a token, as asked."""
-        self.prompt_tokens.inc(prompt_tokens)
+        self._count("prompt_tokens", prompt_tokens)
 
     def next_tokens(self, gap_s: float, num_tokens: int) -> None:
         """Count a later output, `gap_s` after the one before it."""
@@ -168,23 +118,25 @@ class RequestMetrics:
 
     def finished(self, end: Finished) -> None:
         """Count a request that ran to its end."""
-        self._finished.labels(self._model, end.reason).inc()
+        self._count("finished", 1, end.reason)
         self._success.labels("0", self._model, end.reason).inc()
-        self.cached_tokens.inc(end.cached_tokens)
-        self._e2e.observe(end.e2e_s)
-        self._queue.observe(end.queue_s)
-        self._prefill.observe(max(0.0, end.ttft_s - end.queue_s))
-        self._decode.observe(max(0.0, end.e2e_s - end.ttft_s))
-        self._inference.observe(max(0.0, end.e2e_s - end.queue_s))
-        self._prompt_len.observe(end.prompt_tokens)
-        self._output_len.observe(end.completion_tokens)
-        self._longest.observe(end.longest if end.longest is not None else end.completion_tokens // end.num_choices)
-        self._n.observe(end.num_choices)
-        later = end.completion_tokens / end.num_choices - 1
+        self._count("cached_tokens", end.cached_tokens)
+        decode_s, later = max(0.0, end.e2e_s - end.ttft_s), end.completion_tokens / end.num_choices - 1
+        self._observe(
+            e2e=end.e2e_s,
+            queue=end.queue_s,
+            prefill=max(0.0, end.ttft_s - end.queue_s),
+            decode=decode_s,
+            inference=max(0.0, end.e2e_s - end.queue_s),
+            prompt_length=end.prompt_tokens,
+            output_length=end.completion_tokens,
+            longest=end.longest if end.longest is not None else end.completion_tokens // end.num_choices,
+            n=end.num_choices,
+        )
         if later > 0:
-            self._tpot.observe(max(0.0, end.e2e_s - end.ttft_s) / later)
+            self._observe(tpot=decode_s / later)
         if end.max_tokens is not None:
-            self._max_tokens.observe(end.max_tokens)
+            self._observe(max_tokens=end.max_tokens)
 
     def ended_early(self, reason: str) -> None:
         """Count a request that did not run to its end: "abort" (the client cancelled it or left) or "error"."""
@@ -192,15 +144,15 @@ class RequestMetrics:
 
     def failed(self, code: str) -> None:
         """Count a request that was answered with an error."""
-        self._failed.labels(self._model, code).inc()
+        self._count("failed", 1, code)
 
     def ignored_field(self, label: str) -> None:
         """Count a field of a request that was ignored; `label` is one of a fixed set of names."""
-        self._ignored.labels(self._model, label).inc()
+        self._count("ignored", 1, label)
 
     def response_started(self, status: int) -> None:
         """Count an HTTP response by its status."""
-        self._responses.labels(self._model, str(status)).inc()
+        self._count("responses", 1, str(status))
 
     def response_ended(self, handler: str, method: str, status: int, seconds: float) -> None:
         """Count a response that has ended; `handler` is a route's template or "none"."""
@@ -208,13 +160,24 @@ class RequestMetrics:
         self._http_requests.labels(handler, known, f"{status // 100}xx").inc()
         self._http_seconds.labels(handler, known).observe(seconds)
 
+    def _count(self, key: str, amount: int, *label: str) -> None:
+        self._counters[key].labels(self._model, *label).inc(amount)
+
+    def _observe(self, **values: float) -> None:
+        for key, value in values.items():
+            self._histograms[key].labels(self._model).observe(value)
+
     def collect(self) -> Iterator[Metric]:
         """Yield every metric under its own name and under vLLM's."""
-        for each in self._metrics:
-            for family in each.metric.collect():
+        for key, metric in self._declared.items():
+            [family] = (self._counters if metric.kind == "counter" else self._histograms)[key].collect()
+            yield _renamed(family, metric.name, {})
+            for name in metric.vllm:
+                bounds = _BUCKETS[metric.buckets][1] if metric.buckets else ()
+                yield _renamed(family, name, vllm_labels(self._model), bounds)
+        for each in (self._success, self._http_requests, self._http_seconds):
+            for family in each.collect():
                 yield _renamed(family, family.name, {})
-                for name in each.vllm:
-                    yield _renamed(family, name, vllm_labels(self._model), each.bounds)
         yield from self._per_token()
 
     def _per_token(self) -> Iterator[Metric]:
