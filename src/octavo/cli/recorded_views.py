@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.observe.frames.encode import FrameSource
 from octavo.observe.frames.streams import MAX_WRITTEN, FrameSpool, FrameWriter, Window
 from octavo.observe.history import History
-from octavo.observe.perfetto import MAX_TRACKS, LifeOrigin, PerfettoWriter, TraceClip, TraceFile
+from octavo.observe.perfetto import MAX_TRACKS, PerfettoWriter, TraceClip, TraceFile
 from octavo.observe.recording import Header, Recording, ReplayReport, replay
 from octavo.observe.series import StepTimes
 
@@ -102,9 +102,7 @@ class _Watching:
             self._frames = FrameWriter(history, self._spool.write, source, window)
             history.add_reader(self._frames.read)
         if self._clip is not None:
-            life = LifeOrigin(self._life, origin)
-            # the clip bounds the tracks: those outside its window do not count
-            self._trace = PerfettoWriter(history, self._clip.write, max_tracks=1 << 40, life=life)
+            self._trace = PerfettoWriter(history, self._clip.write, life=self._life, origin=origin)
             history.add_reader(self._trace.read)
         return history
 

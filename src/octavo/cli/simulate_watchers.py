@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 from octavo.observe.frames.encode import Frame, FrameSource
 from octavo.observe.frames.streams import FrameSpool, FrameWriter
 from octavo.observe.history import History
-from octavo.observe.perfetto import PerfettoWriter, TraceFile
+from octavo.observe.perfetto import PerfettoWriter, TraceClip, TraceFile
 
 
 class Watchers:
@@ -23,7 +23,7 @@ class Watchers:
         self._frames = FrameSpool()
         self._num_cut = 0
         self._frame_writer: FrameWriter | None = None
-        self._trace: tuple[TraceFile, PerfettoWriter] | None = None
+        self._trace: tuple[TraceFile, TraceClip, PerfettoWriter] | None = None
 
     @property
     def is_wanted(self) -> bool:
@@ -43,8 +43,9 @@ class Watchers:
                 file = TraceFile(self._perfetto, {"model": self._model, "source": "simulation"})
             except OSError as error:
                 raise _unwritable(self._perfetto, error) from None
-            writer = PerfettoWriter(history, file.write)
-            self._trace = file, writer
+            clip = TraceClip(file.write)
+            writer = PerfettoWriter(history, clip.write)
+            self._trace = file, clip, writer
             history.add_reader(writer.read)
         return history
 
@@ -58,11 +59,11 @@ class Watchers:
             except OSError as error:
                 raise _unwritable(self._page, error) from None
         if self._trace is not None:
-            file, writer = self._trace
+            file, clip, writer = self._trace
             writer.end()
             file.close()
-            if writer.num_undrawn:
-                told.append(f"{self._perfetto}: {writer.num_undrawn:,} requests more have no track of their own")
+            if clip.num_undrawn:
+                told.append(f"{self._perfetto}: {clip.num_undrawn:,} requests more have no track of their own")
         if self._num_cut:
             told.append(f"{self._page}: {self._num_cut:,} steps more were left out")
         return told

@@ -1,9 +1,9 @@
 """A scheduler's work in the Trace Event Format of Chrome, which ui.perfetto.dev and chrome://tracing open.
 
-Owns: the file, and the tracks: steps with their parts, counters, and one track for each request (queued, prefill,
-decode, preempted, swapped out, and how it ended). Does not: fold events (history), or keep more than open requests and
-a step: what is over is written.
-Invariants: slices of a track never overlap but by nesting, and are written in order; consecutive steps of one kind of a
+Owns: the file, the clip, and the tracks: steps with their parts, counters, and one track for each request (queued,
+prefill, decode, preempted, swapped out, and how it ended). Does not: fold events (history), or keep more than open
+requests and a step: what has ended is written.
+Invariants: slices of a track never overlap except by nesting, and are written in order; consecutive decode steps of a
 request are one slice; times are whole nanoseconds, in microseconds since the first; requests without a track are
 counted. Format: "Trace Event Format", Google, 2016 (X, C, i, s, f and M events).
 """
@@ -13,9 +13,8 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from octavo.core.plan import Event, EventKind
@@ -24,14 +23,14 @@ from octavo.observe.history import History, OpenSlots, RequestHistory, StepRecor
 TraceEvent = dict[str, Any]
 MAX_TRACKS = 4096  # requests drawn
 ENGINE, STEPS = 1, 1  # process and thread of the steps
-REQUESTS = 2  # process of the requests, in the first life
+REQUESTS = 2  # process of the requests; each later start of an engine has the next two numbers
 PREEMPTED, SWAPPED = "preempted", "swapped out"
 PARTS = ("schedule", "prepare", "forward", "sample", "emit")
 _COUNTERS = ("running", "waiting", "KV blocks held", "KV blocks cached", "tokens in a step")
 
 
 class TraceFile:
-    """A file of trace events, compressed when its name ends in .gz. Use as a context, or close it."""
+    """A file of trace events, compressed when its name ends in .gz. Close it."""
 
     def __init__(self, path: str | Path, about: dict[str, object] | None = None) -> None:
         self.num_written = 0
@@ -50,14 +49,6 @@ class TraceFile:
             self._file.write(f'\n],"otherData":{json.dumps(self.about)}}}\n')
             self._file.close()
 
-    def __enter__(self) -> TraceFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def _open(path: str | Path) -> IO[str]:
     if str(path).endswith(".gz"):
@@ -65,82 +56,93 @@ def _open(path: str | Path) -> IO[str]:
     return Path(path).open("w", encoding="utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class LifeOrigin:
-    """One engine's part of a trace: which life it is, and the engine's time that is zero for all lives.
-
-    Without an origin, the first time of the trace is zero.
-    """
-
-    number: int = 0
-    origin: float | None = None
-
-
 class TraceClip:
     """Writes the events between two times, in seconds of the trace, of at most `max_tracks` requests."""
 
-    def __init__(self, write: Callable[[TraceEvent], object], begin_s: float, end_s: float, max_tracks: int) -> None:
+    def __init__(
+        self,
+        write: Callable[[TraceEvent], object],
+        begin_s: float = -inf,
+        end_s: float = inf,
+        max_tracks: int = MAX_TRACKS,
+    ) -> None:
         self.num_undrawn = 0
         self._write = write
         self._begin, self._end = begin_s * 1e6, end_s * 1e6
-        self._max = max_tracks
-        self._names: dict[tuple[int, int], TraceEvent | None] = {}  # None: written, or one too many
-        self._left_out: dict[tuple[int, int], None] = {}
-        self._num_tracks = 0
+        self._max_tracks = max_tracks
+        self._names: dict[tuple[int, int], TraceEvent] = {}  # of tracks without an event so far
+        self._drawn: set[tuple[int, int]] = set()
+        self._num_requests = 0  # of these
 
     def write(self, event: TraceEvent) -> None:
         """Write an event, if it is inside."""
-        track = event["pid"], event.get("tid", -1)
-        if event["ph"] == "M":
-            if event["name"] == "thread_name":
-                self._names[track] = event
-            else:
+        if event["name"] == "thread_name":
+            self._names[event["pid"], event["tid"]] = event
+        elif event["ph"] == "M":
+            self._write(event)
+        else:
+            is_inside = event["ts"] + event.get("dur", 0.0) >= self._begin and event["ts"] <= self._end
+            if is_inside and ("tid" not in event or self._is_drawn((event["pid"], event["tid"]))):
                 self._write(event)
-        elif event["ts"] + event.get("dur", 0.0) >= self._begin and event["ts"] <= self._end:
-            self._write_on(track, event)
 
-    def _write_on(self, track: tuple[int, int], event: TraceEvent) -> None:
-        name = self._names.get(track)
+    def _is_drawn(self, track: tuple[int, int]) -> bool:
+        """Return True if a track is drawn, which its first event inside decides."""
+        name = self._names.pop(track, None)
         if name is not None:
-            self._names[track] = None
-            is_request = event["pid"] % 2 == REQUESTS % 2  # the other processes are engines
-            if is_request and self._num_tracks >= self._max:
-                self._left_out[track] = None
+            is_request = track[0] % 2 == REQUESTS % 2
+            if is_request and self._num_requests >= self._max_tracks:
                 self.num_undrawn += 1
             else:
-                self._num_tracks += is_request
+                self._num_requests += is_request
+                self._drawn.add(track)
                 self._write(name)
-        if track not in self._left_out:
-            self._write(event)
+        return track in self._drawn
 
 
 class _Track:
-    """One request: what it does since `begin`, up to `end` where that is known; times in nanoseconds.
+    """One request's track and its present slice, from `begin` to `end` where that is known; times in nanoseconds.
 
-    What it does lasts to `pinned` at least, where an arrow ends.
+    A slice lasts to `pinned` at least, where an arrow ends.
     """
 
-    __slots__ = ("args", "begin", "end", "kind", "last_end", "pinned", "steps", "thread")
+    __slots__ = ("_write", "args", "begin", "end", "kind", "last_end", "num_steps", "pid", "pinned", "tid")
 
-    def __init__(self, thread: int, begin: int) -> None:
-        self.thread = thread
+    def __init__(self, write: Callable[[TraceEvent], object], pid: int, tid: int, begin: int) -> None:
+        self._write = write
+        self.pid, self.tid = pid, tid
         self.last_end = begin  # of the last slice written
         self.start("queued", begin)
 
-    def start(self, kind: str, begin: int) -> None:
-        self.kind, self.begin = kind, max(begin, self.last_end)
-        self.end, self.steps, self.pinned = self.begin, 0, 0
-        self.args: dict[str, Any] = {}
+    def start(self, kind: str, begin: int, **args: Any) -> None:
+        """Begin a slice."""
+        self.kind, self.begin, self.args = kind, max(begin, self.last_end), args
+        self.end, self.num_steps, self.pinned = self.begin, 0, 0
+
+    def close(self, now: int) -> None:
+        """Write the slice, up to its last step, or up to now if it has none."""
+        end = self.end if self.num_steps else max(now, self.begin, self.pinned)
+        if self.kind and (end > self.begin or self.kind != "queued"):
+            if self.num_steps > 1:
+                self.args["steps"] = self.num_steps
+            self.event("X", self.kind, self.begin, dur=(end - self.begin) / 1000, args=self.args)
+            self.last_end = end
+        self.kind, self.num_steps, self.args = "", 0, {}
+
+    def instant(self, name: str, at: int, **args: Any) -> None:
+        """Write an instant."""
+        self.event("i", name, max(at, self.last_end), s="t", args=args)
+
+    def event(self, phase: str, name: str, at: int, **more: Any) -> None:
+        """Write an event."""
+        self._write({"ph": phase, "name": name, "pid": self.pid, "tid": self.tid, "ts": at / 1000, **more})
 
 
 class _RequestTracks:
-    """Tracks of requests in order of arrival, at most `max_tracks`."""
+    """Tracks of requests in order of arrival."""
 
-    def __init__(self, write: Callable[[TraceEvent], object], max_tracks: int, process: int) -> None:
-        self.num_undrawn = 0
+    def __init__(self, write: Callable[[TraceEvent], object], pid: int) -> None:
         self._write = write
-        self._max = max_tracks
-        self._process = process
+        self._pid = pid
         self._num_tracks = 0
         self._tracks: dict[str, _Track] = {}
         self._slots = OpenSlots()
@@ -150,16 +152,13 @@ class _RequestTracks:
 
     def add(self, request: RequestHistory, arrival: int) -> None:
         """Begin the track of a request that arrived."""
-        if self._num_tracks >= self._max:
-            self.num_undrawn += 1
-            return
         self._num_tracks += 1
-        track = self._tracks[request.request_id] = _Track(self._num_tracks, arrival)
+        track = self._tracks[request.request_id] = _Track(self._write, self._pid, self._num_tracks, arrival)
         track.args = {"prompt": request.num_prompt_tokens}
         if request.tenant:
             track.args["tenant"] = request.tenant
         name = {"name": request.request_id}
-        self._write({"ph": "M", "name": "thread_name", "pid": self._process, "tid": track.thread, "args": name})
+        self._write({"ph": "M", "name": "thread_name", "pid": self._pid, "tid": self._num_tracks, "args": name})
 
     def decided(self, decisions: Iterable[Event], ns: Callable[[float], int]) -> None:
         """Draw decisions: those of a step before its rows, those that its commit made after them."""
@@ -168,19 +167,18 @@ class _RequestTracks:
             if track is None:
                 continue
             at, kind = ns(event.time), event.kind
-            if kind == EventKind.DEFERRED and event.reason is not None:
-                args = {"needed": event.needed, "available": event.available}
-                self._instant(track, f"waits: {event.reason.name.lower()}", at, args)
+            reason = None if event.reason is None else event.reason.name.lower()
+            if kind == EventKind.DEFERRED and reason is not None:
+                track.instant(f"waits: {reason}", at, needed=event.needed, available=event.available)
             elif kind in (EventKind.ADMITTED, EventKind.RESUMED):
                 track.args["cached"] = event.cached_tokens
-                self._close(track, at)
+                track.close(at)
                 track.start("", at)
             elif kind == EventKind.PREEMPTED:
-                self._close(track, at)
-                track.start(PREEMPTED, at)
-                track.args = {"tokens": event.num_tokens}
-                if event.reason is not None:
-                    track.args["reason"] = event.reason.name.lower()
+                track.close(at)
+                track.start(PREEMPTED, at, tokens=event.num_tokens)
+                if reason is not None:
+                    track.args["reason"] = reason
                 if event.by is not None:
                     track.args["by"] = event.by
                     self._arrows.append((event.by, event.request_id))
@@ -188,116 +186,84 @@ class _RequestTracks:
                 track.kind = SWAPPED
                 track.args["tokens"] = event.num_tokens
             elif kind == EventKind.FINISHED:
-                self._finish(event, at)
+                track.close(at)
+                how = "error" if event.finish_reason is None else event.finish_reason.name.lower()
+                message = {} if event.message is None else {"message": event.message}
+                track.instant(f"finished: {how}", at, tokens=event.num_tokens, cached=event.cached_tokens, **message)
+                del self._tracks[event.request_id]
 
     def stepped(self, record: StepRecord, begin: int, end: int) -> None:
         """Draw a step's rows."""
         self._slots.apply(record)
         assert record.slots is not None
-        tokens: dict[str, int] = {}
-        prefills: dict[str, None] = {}
+        rows: dict[str, tuple[str, int]] = {}  # kind and tokens of each request
         drafts = record.num_drafts or (0,) * len(record.slots)
         for slot, count, drafted in zip(record.slots, record.counts, drafts, strict=True):
             name = self._slots.slots[slot].request_id
-            tokens[name] = tokens.get(name, 0) + count
-            if count > 1 and not drafted:
-                prefills[name] = None
-        for name, count in tokens.items():
+            kind, tokens = rows.get(name, ("decode", 0))
+            rows[name] = "prefill" if count > 1 and not drafted else kind, tokens + count
+        for name, (kind, tokens) in rows.items():
             track = self._tracks.get(name)
-            if track is not None:
-                self._row(track, "prefill" if name in prefills else "decode", count, (begin, end))
-        self._draw_arrows(begin, end)
+            if track is None:
+                continue
+            if track.kind != kind or track.end != self._last_end or kind == "prefill":
+                track.close(begin)
+                track.start(kind, begin)
+            track.end = max(end, track.begin)
+            track.num_steps += 1
+            track.args["tokens"] = track.args.get("tokens", 0) + tokens
+        for by, victim in self._arrows:
+            self._draw_arrow(self._tracks.get(by), self._tracks.get(victim), begin + 1, end)
+        self._arrows.clear()
         self._last_end = end
 
     def end(self, now: int) -> None:
-        """Write what requests without an end were doing."""
+        """Write the slices of requests without an end."""
         for track in self._tracks.values():
             track.args["open"] = True
-            self._close(track, now)
+            track.close(now)
         self._tracks.clear()
 
-    def _row(self, track: _Track, kind: str, count: int, span: tuple[int, int]) -> None:
-        begin, end = span
-        if track.kind != kind or track.end != self._last_end or kind == "prefill":
-            self._close(track, begin)
-            track.start(kind, begin)
-        track.end = max(end, track.begin)
-        track.steps += 1
-        track.args["tokens"] = track.args.get("tokens", 0) + count
-
-    def _close(self, track: _Track, now: int) -> None:
-        """Write what the request was doing, up to its last step, or up to now where it was waiting."""
-        end = track.end if track.steps else max(now, track.begin, track.pinned)
-        if track.kind and (end > track.begin or track.kind != "queued"):
-            if track.steps > 1:
-                track.args["steps"] = track.steps
-            event = {"ph": "X", "name": track.kind, "pid": self._process, "tid": track.thread, "ts": track.begin / 1000}
-            self._write({**event, "dur": (end - track.begin) / 1000, "args": track.args})
-            track.last_end = end
-        track.kind, track.steps, track.args = "", 0, {}
-
-    def _finish(self, event: Event, now: int) -> None:
-        track = self._tracks.pop(event.request_id)
-        self._close(track, now)
-        reason = event.finish_reason.name.lower() if event.finish_reason is not None else "error"
-        args: dict[str, Any] = {"tokens": event.num_tokens, "cached": event.cached_tokens}
-        if event.message is not None:
-            args["message"] = event.message
-        self._instant(track, f"finished: {reason}", now, args)
-
-    def _instant(self, track: _Track, name: str, at: int, args: dict[str, Any]) -> None:
-        at = max(at, track.last_end)
-        event = {"ph": "i", "s": "t", "name": name, "pid": self._process, "tid": track.thread, "ts": at / 1000}
-        self._write({**event, "args": args})
-
-    def _draw_arrows(self, begin: int, end: int) -> None:
-        """From the row that took the room to the wait that it made, just after the beginnings of both slices."""
-        for by, victim in self._arrows:
-            source, target = self._tracks.get(by), self._tracks.get(victim)
-            if source is None or target is None or end - begin < 3:
-                continue
-            at = begin + 1
-            if source.begin > at or not source.steps or target.kind not in (PREEMPTED, SWAPPED):
-                continue
+    def _draw_arrow(self, source: _Track | None, target: _Track | None, at: int, end: int) -> None:
+        """Draw an arrow from a row to the wait of the request that it preempted, just after both slices begin."""
+        if source is None or target is None or end - at < 2:
+            return
+        if source.begin <= at and source.num_steps and target.kind in (PREEMPTED, SWAPPED):
             tip = max(at, target.begin) + 1
             target.pinned = tip + 1
             self._num_arrows += 1
-            arrow = {"name": "preempted by", "cat": "preemption", "id": self._num_arrows, "pid": self._process}
-            self._write({"ph": "s", **arrow, "tid": source.thread, "ts": at / 1000})
-            self._write({"ph": "f", "bp": "e", **arrow, "tid": target.thread, "ts": tip / 1000})
-        self._arrows.clear()
+            source.event("s", "preempted by", at, cat="preemption", id=self._num_arrows)
+            target.event("f", "preempted by", tip, bp="e", cat="preemption", id=self._num_arrows)
 
 
 class PerfettoWriter:
-    """Reads a history and gives trace events to `write`. Call `end` after the last step."""
+    """Reads a history and passes trace events to `write`. Call `end` after the last step.
+
+    `life` counts the starts of an engine in one trace, from 0; `origin` is the engine's time that is zero for all of
+    them: without one it is the first time.
+    """
 
     def __init__(
         self,
         history: History,
         write: Callable[[TraceEvent], object],
         *,
-        max_tracks: int = MAX_TRACKS,
-        life: LifeOrigin | None = None,
+        life: int = 0,
+        origin: float | None = None,
     ) -> None:
-        life = life or LifeOrigin()
         self._history = history
         self._write = write
-        self._origin = life.origin
+        self._origin = origin
         self._held: StepRecord | None = None  # until its emit is known
         self._end_ns = 0  # of the last step's slice
-        self._counts: tuple[int, ...] = ()
-        name = f" (life {life.number + 1})" if life.number else ""
-        engine = self._engine = ENGINE + 2 * life.number
-        self._requests = _RequestTracks(write, max_tracks, engine + 1)
+        self._counts: dict[str, int] = {}
+        self._engine = ENGINE + 2 * life
+        self._requests = _RequestTracks(write, self._engine + 1)
         self._has_ended = False
-        for process, what in ((engine, "engine"), (engine + 1, "requests")):
-            write({"ph": "M", "name": "process_name", "pid": process, "args": {"name": what + name}})
-        write({"ph": "M", "name": "thread_name", "pid": engine, "tid": STEPS, "args": {"name": "steps"}})
-
-    @property
-    def num_undrawn(self) -> int:
-        """Requests without a track."""
-        return self._requests.num_undrawn
+        suffix = f" (life {life + 1})" if life else ""
+        for process, what in ((self._engine, "engine"), (self._engine + 1, "requests")):
+            write({"ph": "M", "name": "process_name", "pid": process, "args": {"name": what + suffix}})
+        write({"ph": "M", "name": "thread_name", "pid": self._engine, "tid": STEPS, "args": {"name": "steps"}})
 
     def read(self, record: StepRecord) -> None:
         """Take in a record of the history, and write the one before it."""
@@ -327,15 +293,14 @@ class PerfettoWriter:
         if record.slots is None:
             self._requests.decided(record.decisions, self._ns)
             return
-        begin, computed = max(self._ns(record.begin), self._end_ns), self._ns(record.end)
-        computed = max(begin, computed)
+        begin = max(self._ns(record.begin), self._end_ns)
+        computed = max(begin, self._ns(record.end))
         times = self._history.times
         known = times.get(record.timing) if times is not None and record.timing >= 0 else None
-        parts = tuple(known[:5]) if known is not None else (0.0, *record.computed, 0.0)
-        lengths = [round(seconds * 1e9) for seconds in parts]
+        lengths = [round(seconds * 1e9) for seconds in (known or (0.0, *record.computed, 0.0))[:5]]
         planning = min(lengths[0], max(0, computed - begin - sum(lengths[1:4])))  # the rest is the commit
         self._end_ns = computed + lengths[0] - planning + lengths[4]
-        self._slice(f"step {record.step}", begin, self._end_ns, _step_args(record))
+        self._slice(f"step {record.step}", begin, self._end_ns, {"args": _step_args(record)})
         self._parts(begin, computed, planning, lengths)
         self._count(record, begin)
         self._requests.decided([event for event in record.decisions if event.step <= record.step], self._ns)
@@ -343,51 +308,51 @@ class PerfettoWriter:
         self._requests.decided([event for event in record.decisions if event.step > record.step], self._ns)
 
     def _parts(self, begin: int, computed: int, planning: int, lengths: list[int]) -> None:
-        """Planning first; what the executor did ends when its result came; after that the commit and the delivery.
+        """Write the parts: planning, the executor's up to when its result came, the commit, the delivery.
 
         A part that would begin before the end of the one before is cut: plans in flight overlap.
         """
-        at = begin + planning
-        self._part(0, begin, at)
-        ends = [computed]
-        for length in (lengths[3], lengths[2], lengths[1]):  # sample, forward, prepare
-            ends.append(max(at, ends[-1] - length))
-        for part, (first, last) in enumerate(zip(ends[:0:-1], ends[-2::-1], strict=True), 1):
-            self._part(part, first, last)
-        committed = computed + lengths[0] - planning
-        self._part(0, computed, committed)
-        self._part(4, committed, committed + lengths[4])
+        planned, committed = begin + planning, computed + lengths[0] - planning
+        sample = max(planned, computed - lengths[3])
+        forward = max(planned, sample - lengths[2])
+        prepare = max(planned, forward - lengths[1])
+        edges = (begin, planned), (prepare, forward), (forward, sample), (sample, computed)
+        for name, (first, last) in zip(PARTS, edges, strict=False):
+            self._slice(name, first, last)
+        self._slice("schedule", computed, committed)
+        self._slice("emit", committed, committed + lengths[4])
 
-    def _part(self, part: int, begin: int, end: int) -> None:
-        if end > begin:
-            self._slice(PARTS[part], begin, end, None)
-
-    def _slice(self, name: str, begin: int, end: int, args: dict[str, Any] | None) -> None:
-        event: TraceEvent = {"ph": "X", "name": name, "pid": self._engine, "tid": STEPS}
-        event["ts"], event["dur"] = begin / 1000, (end - begin) / 1000
-        self._write(event if args is None else {**event, "args": args})
+    def _slice(self, name: str, begin: int, end: int, more: TraceEvent | None = None) -> None:
+        if end > begin or more is not None:
+            times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+            self._write({"ph": "X", "name": name, "pid": self._engine, "tid": STEPS, **times, **(more or {})})
 
     def _count(self, record: StepRecord, at: int) -> None:
         gauges = record.gauges
         blocks = sum(gauges.blocks_used), sum(gauges.blocks_cached)
-        counts = (gauges.num_running, gauges.num_waiting, *blocks, record.num_tokens)
-        before = self._counts or (None,) * len(counts)
-        for name, count, old in zip(_COUNTERS, counts, before, strict=True):
-            if count != old:
+        counts = dict(zip(_COUNTERS, (gauges.num_running, gauges.num_waiting, *blocks, record.num_tokens), strict=True))
+        for name, count in counts.items():
+            if count != self._counts.get(name):
                 self._write({"ph": "C", "name": name, "pid": self._engine, "ts": at / 1000, "args": {"value": count}})
         self._counts = counts
 
 
 def _step_args(record: StepRecord) -> dict[str, Any]:
-    args: dict[str, Any] = {
+    swapped_out, loaded, copied = record.moved
+    rare = {
+        "drafted": sum(record.num_drafts),
+        "new sequences": len(record.taken),
+        "failed": record.failure,
+        "swapped out": swapped_out,
+        "loaded": loaded,
+        "copied": copied,
+    }
+    return {
         "rows": len(record.slots or ()),
         "tokens": record.num_tokens,
         "given": record.num_outputs,
         "running": record.gauges.num_running,
         "waiting": record.gauges.num_waiting,
         "blocks held": sum(record.gauges.blocks_used),
+        **{name: value for name, value in rare.items() if value},
     }
-    more = {"drafted": sum(record.num_drafts), "new sequences": len(record.taken), "failed": record.failure}
-    moved = dict(zip(("swapped out", "loaded", "copied"), record.moved, strict=True))
-    args.update((name, value) for name, value in (more | moved).items() if value)
-    return args
