@@ -41,7 +41,7 @@ async def test_row_03_an_engine_stopped_in_a_step(score: Score, capfd: pytest.Ca
         wrong = [s for s in load.streams if s.ids != expected(s.request) or s.reason is not FinishReason.LENGTH]
         score.count("lost, or not byte-equal", len(wrong) + len(load.errors))
         assert keeper.report()["stalls"] == 1
-        score.time("seconds until it is found in a step", found_s, heartbeat.MIN_STEP_S + 1.5)
+        score.time("seconds until a stopped step is detected", found_s, heartbeat.MIN_STEP_S + 1.5)
     assert "Thread 0x" in capfd.readouterr().err, "its stacks were told"
 
 
@@ -69,7 +69,7 @@ async def test_row_03_an_engine_stopped_in_a_first_step(score: Score, behaviour:
         stream = await following
         score.count("lost", sum(each.ids != expected(each.request) for each in (small, stream) if each is not None))
         assert keeper.num_stalls == 1 and keeper.pid != pid
-        score.time("seconds until a first step is found to stand still", found_s, heartbeat.MIN_STEP_S + 1.5)
+        score.time("seconds until a stopped first step is detected", found_s, heartbeat.MIN_STEP_S + 1.5)
 
 
 @pytest.mark.slow
@@ -94,8 +94,8 @@ async def test_row_03_the_default_model_stopped_in_a_first_step(score: Score, is
         stream = await following
         score.count("lost", int(len(stream.ids) != 4 or stream.reason is not FinishReason.LENGTH))
         assert keeper.num_stalls == 1
-        score.time("seconds beyond what such a step may take", found_s - allowed_s, 1.5)
-        score.tell("seconds that it may take", f"{allowed_s:.1f}")
+        score.time("seconds beyond the time allowed for such a step", found_s - allowed_s, 1.5)
+        score.tell("seconds allowed for such a step", f"{allowed_s:.1f}")
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ async def test_row_03_a_standby_that_was_stopped_while_it_waited(score: Score) -
         stream = await following
         score.count("lost", int(stream.ids != expected(stream.request)))
         assert keeper.num_stalls == 1 and keeper.num_restarts == 2
-        score.time("seconds from the engine's death to the end of an answer", time.monotonic() - begun, 12.0)
+        score.time("seconds from the engine's crash to the end of an answer", time.monotonic() - begun, 12.0)
 
 
 async def test_row_03_an_engine_stopped_while_idle(score: Score) -> None:

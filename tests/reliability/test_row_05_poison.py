@@ -30,11 +30,11 @@ async def test_row_05_one_killer_among_31_good(score: Score) -> None:
     bad = next(stream for stream in streams if stream.request.request_id == "poison")
     good = [stream for stream in streams if stream is not bad]
     lost = [s for s in good if s.ids != expected(s.request) or s.reason is not FinishReason.LENGTH]
-    score.count("good ones lost", len(lost))
+    score.count("other requests lost", len(lost))
     score.count("restarts", int(str(report["restarts"])), most=3)
     assert bad.reason is FinishReason.ERROR and bad.error is not None and bad.error.kind is ErrorKind.STEP_FAILED
     assert report["suspects_failed"] == 1
-    score.tell("the killer is answered with", failure_code(bad.error))
+    score.tell("answer to the crashing request", failure_code(bad.error))
 
 
 def failure_code(error: FinishError | None) -> str:
@@ -51,7 +51,7 @@ async def test_row_05_it_comes_when_the_good_are_under_way(score: Score) -> None
         bad = await follow(keeper, make_request("poison", max_tokens=50))
         good = await asyncio.gather(*following)
         lost = [s for s in good if s.ids != expected(s.request) or s.reason is not FinishReason.LENGTH]
-        score.count("good ones lost", len(lost))
+        score.count("other requests lost", len(lost))
         score.count("restarts", keeper.num_restarts, most=3)
         assert bad.error is not None and bad.error.kind is ErrorKind.STEP_FAILED and bad.ids == []
 
@@ -64,6 +64,6 @@ async def test_row_05_one_that_kills_while_its_grammar_is_built(score: Score) ->
         bad = await follow(keeper, venom)
         good = await asyncio.gather(*following)
         lost = [s for s in good if s.ids != expected(s.request) or s.reason is not FinishReason.LENGTH]
-        score.count("good ones lost beside a deadly grammar", len(lost))
-        score.count("restarts for a deadly grammar", keeper.num_restarts, most=3)
+        score.count("other requests lost beside a crashing grammar", len(lost))
+        score.count("restarts for a crashing grammar", keeper.num_restarts, most=3)
         assert bad.error is not None and bad.error.kind is ErrorKind.STEP_FAILED and bad.ids == []

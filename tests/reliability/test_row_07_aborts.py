@@ -144,7 +144,7 @@ def test_row_07_aborts_in_any_state_leave_nothing_in_the_engine(score: Score) ->
     score.least("aborts", met["aborts"], num_aborts)
     score.tell("states met", ", ".join(f"{met[state]} {state}" for state in STATES))
     score.count("states not met", sum(met[state] < score.dose(1, 100) for state in STATES))
-    score.count("aborts that changed something twice", num_again)
+    score.count("aborts that had an effect twice", num_again)
     score.count("requests without exactly one end", num_unanswered)
     score.count("blocks or swapped requests left", num_held)
     score.count("open requests left", num_open)
@@ -243,9 +243,9 @@ async def test_row_07_aborts_over_the_socket_leave_nothing_in_the_front(score: S
     score.least("aborts", ways.total(), num_aborts)
     score.tell("ways", ", ".join(f"{count} {way}" for way, count in sorted(ways.items())))
     score.count("blocks or swapped requests left", num_held)
-    score.count("open ledger entries and requests left", num_open)
-    score.count("answers still awaited", num_awaited)
-    score.count("ended entries that nobody read", num_unread, most=1024)  # the ledger's bound
+    score.count("open records and requests left", num_open)
+    score.count("answers still waited for", num_awaited)
+    score.count("ended records that were not read", num_unread, most=1024)  # the ledger's bound
     score.count("asyncio tasks left", len(asyncio.all_tasks()) - tasks)
     score.count("threads left", threading.active_count() - threads)
     score.count("file descriptors left", len(os.listdir("/proc/self/fd")) - fds)

@@ -38,13 +38,13 @@ async def test_row_09_five_times_the_load_is_refused_fast_and_the_rest_served(sc
         assert process.poll() is None
     served, refused = judge(score, crowd, f"{capacity:.1f}")
     score.share("429 that say how many wait", sum(b"sequences wait" in o.body for o in refused), len(refused))
-    score.count("refused while there was room", sum(outcome.status == 429 for outcome in alone))
+    score.count("refused although there was room", sum(outcome.status == 429 for outcome in alone))
     assert len(refused) > len(crowd) / 2
     score.time("429 p99 ms", quantile([outcome.total_s for outcome in refused], 0.99) * 1000, most=20)
-    score.tell("GET /livez p99 ms beside", f"{quantile([outcome.total_s for outcome in probes], 0.99) * 1000:.3g}")
+    score.tell("GET /livez p99 ms meanwhile", f"{quantile([outcome.total_s for outcome in probes], 0.99) * 1000:.3g}")
     score.time("capacity / goodput", capacity / max(1.0, tokens_per_s(crowd, 1.0)), most=1 / 0.95)
     ttfts = [outcome.ttft_s for outcome in served if outcome.ttft_s is not None]
-    score.time("TTFT p99 s of those let in", quantile(ttfts, 0.99), most=TTFT_OBJECTIVE_S)
+    score.time("TTFT p99 s of accepted requests", quantile(ttfts, 0.99), most=TTFT_OBJECTIVE_S)
 
 
 def told(outcome: Outcome) -> bool:

@@ -93,9 +93,9 @@ def test_row_11_the_figures_of_all_shards(score: Score) -> None:
     score.least("steps", TALLY.num_steps, NUM_STEPS)
     score.least("seeds", TALLY.num_seeds, min(500, NUM_STEPS // 200))
     score.time("seconds of one core for each 1,000,000 steps", TALLY.seconds * 1e6 / TALLY.num_steps, most=360.0)
-    score.tell("ids that equal the oracle's", f"{TALLY.num_tokens} of {TALLY.num_tokens}")
+    score.tell("ids equal to the reference's", f"{TALLY.num_tokens} of {TALLY.num_tokens}")
     score.tell("faults", ", ".join(f"{TALLY.faults[name]} {name}" for name in FAULTS))
-    score.count("kinds of fault that were not met", sum(TALLY.faults[name] < NUM_STEPS // 2500 for name in FAULTS))
+    score.count("kinds of fault that did not occur", sum(TALLY.faults[name] < NUM_STEPS // 2500 for name in FAULTS))
 
 
 @pytest.mark.skipif(ONE_SEED is not None, reason="one seed is replayed")
@@ -115,4 +115,4 @@ def test_row_11_a_seed_replays_bit_for_bit(score: Score) -> None:
             driver.drive(STEPS_PER_SEED)
         events = [[record.events for record in driver.run.records.values()] for driver in runs]
         num_equal += runs[0].run.digests == runs[1].run.digests and events[0] == events[1]
-    score.share("seeds whose plans and events are the same again", num_equal, len(seeds))
+    score.share("seeds that replay to the same plans and events", num_equal, len(seeds))

@@ -37,6 +37,6 @@ def test_row_13_planted_bugs_are_caught(package: Path, score: Score) -> None:
         missed += [] if found.returncode == 3 else [name]
         by_driver += found.returncode == 3 and not isinstance(mutant.limits, str)
     caught = len(MUTANTS) - len(missed)
-    score.tell("caught by the random driver, the rest by tests made for them", by_driver)
+    score.tell("caught by the random driver, the rest by their own tests", by_driver)
     score.least(f"caught of {len(MUTANTS)}", caught, -(-19 * len(MUTANTS) // 20))
     assert not missed, missed

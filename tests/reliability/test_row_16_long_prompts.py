@@ -138,5 +138,5 @@ def test_row_16_huge_bodies_of_small_values_do_not_stop_the_loop_either(score: S
     score.share("light requests served", sum(outcome.status == 200 for outcome in light), len(light))
     score.time("event loop late beside huge JSON, p99.9 in ms", 1000 * loop["late_p999_s"], 50)
     own = f"{1000 * loop['own_p999_s']:.1f}"
-    score.tell("event loop late beside huge JSON by work of its own process, p99.9 in ms", own)
-    score.tell("event loop late beside huge JSON at most, in ms", f"{1000 * loop['late_max_s']:.1f}")
+    score.tell("event loop late beside huge JSON by its own process's work, p99.9 in ms", own)
+    score.tell("event loop late beside huge JSON, maximum in ms", f"{1000 * loop['late_max_s']:.1f}")

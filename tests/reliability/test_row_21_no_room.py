@@ -135,4 +135,4 @@ def test_row_21_no_descriptors_left(tmp_path: Path, model: str, score: Score) ->
     score.count("streams cut", sum(each.num_connections - 1 for each in early))
     score.count("executed twice", sum(len(each.ids) > 1 for each in (*early, *late)))
     score.share("equal to the unfaulted run", same(plain, early) + same(plain, late), 2 * count)
-    score.tell("connections a request while there were none", sum(each.num_connections for each in late) / count)
+    score.tell("connections a request while no descriptor was free", sum(each.num_connections for each in late) / count)

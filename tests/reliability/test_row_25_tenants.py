@@ -67,7 +67,7 @@ async def test_row_25_another_tenants_prefix_is_never_hit(tmp_path: Path, score:
             if salt is not None:  # a salt narrows: without it even its owner does not share
                 hits += await cached(harness, owner, prompt, None) > 0
     score.tell("probes", num_probes)
-    score.count("hits of another tenant, or past a salt", hits)
+    score.count("hits of another tenant, or of another salt", hits)
     score.least("hits of the same tenant, share", own_hits / own, 0.99)
 
 
@@ -86,4 +86,4 @@ async def test_row_25_a_tenant_that_was_alone_keeps_its_prefixes_to_itself(tmp_p
         score.count("hits after the keys were changed", await cached(harness, "bob", prompt))
         path.write_text("keys: [{name: bob, key: sk-of-bob}, {name: alice, key: sk-of-alice}]")
         context.keys.reload()
-        score.least("tokens of its own that a tenant finds again", await cached(harness, "alice", prompt), 8 * BLOCK)
+        score.least("own tokens that a tenant finds again", await cached(harness, "alice", prompt), 8 * BLOCK)

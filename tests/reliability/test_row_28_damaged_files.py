@@ -52,9 +52,9 @@ def test_row_28_damaged_files_are_refused_and_nothing_crashes(score: Score, tmp_
         first = last + 1
     print("\n".join([*crashes, *wrong[:30], *did[:10]]))
     score.tell("damaged files", sum(outcomes.values()))
-    score.tell("refused, and loaded since the fault changed nothing that counts",
+    score.tell("refused; loaded because the fault changed nothing that matters",
                f"{outcomes['refused']}, {outcomes['loaded']}")  # fmt: skip
     score.count("crashes", len(crashes))
-    score.count("errors that are none of ours", len(wrong))
-    score.count("processes started, connections, files written elsewhere, things unpickled", len(did))
+    score.count("errors of unexpected types", len(wrong))
+    score.count("processes started, connections, files written elsewhere, objects unpickled", len(did))
     assert outcomes["refused"] > count // 3

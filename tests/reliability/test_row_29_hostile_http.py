@@ -79,7 +79,7 @@ def test_row_29_hostile_connections_are_cut_and_honest_ones_served(score: Score)
     score.share("honest requests served", sum(outcome.status == 200 for outcome in outcomes), len(outcomes))
     uncut = [attack.__name__ for attack in ATTACKS if not lives.get(attack.__name__)]
     score.count(f"kinds of hostile connections that were not cut {uncut or ''}".strip(), len(uncut))
-    score.time("longest life of one, s", max(max(times) for times in lives.values()), LONGEST_S)
+    score.time("longest time of one, s", max(max(times) for times in lives.values()), LONGEST_S)
     score.tell("cores used without them by server, honest client", calm.shares)
     score.tell("cores used beside them by server, honest client, hostile clients",
                f"{beside.shares}, {hostile_cpu_s / beside.wall_s:.2f}")  # fmt: skip
@@ -109,7 +109,7 @@ def test_row_29_more_connections_than_places_cost_the_idle_ones_theirs(score: Sc
         num_cut, outcomes = asyncio.run(crowd(api.port))
     score.share("honest requests served beside a crowd of idle connections",
                 sum(outcome.status == 200 for outcome in outcomes), len(outcomes))  # fmt: skip
-    score.least("idle connections that gave their place up", num_cut, places)
+    score.least("idle connections that were cut to make room", num_cut, places)
 
 
 def _damaged(rng: random.Random) -> bytes:
@@ -178,6 +178,6 @@ def test_row_29_damaged_requests_are_answered_or_cut(score: Score) -> None:
     print("\n".join(wrong[:10]))
     shown = " ".join(f"{status or 'none'}: {number}" for status, number in sorted(statuses.items()))
     score.tell("damaged requests, by the status of their answers", shown)
-    score.count("damaged requests with a 5xx, or an answer that is no HTTP", len(wrong))
+    score.count("damaged requests with a 5xx, or an answer that is not HTTP", len(wrong))
     score.share("honest requests served after them", sum(o.status == 200 for o in after), len(after))
-    score.time("longest life of a damaged request, s", longest_s, 8.0)  # one that is kept alive has five
+    score.time("longest time of a damaged request, s", longest_s, 8.0)  # one that is kept alive has five

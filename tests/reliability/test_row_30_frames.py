@@ -175,9 +175,9 @@ async def test_row_30_a_keeper_goes_on_whatever_its_engine_sends(score: Score) -
             ids = [i async for output in requests_here.outputs(request.request_id) for i in output.token_ids]
             equal += ids == expected(request)
         score.tell(
-            "frames to a keeper: dropped, of another epoch", f"{client.num_malformed}, {client.num_stale} of {count}"
+            "frames to a client: dropped, of another epoch", f"{client.num_malformed}, {client.num_stale} of {count}"
         )
-        score.share("requests right beside the noise", equal, len(requests))
+        score.share("correct requests beside them", equal, len(requests))
         client.abandon()
         await client.ended()
         for submit in submits:

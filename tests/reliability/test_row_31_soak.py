@@ -49,7 +49,7 @@ def settled(server: FakeServer) -> dict[str, Any]:
             counts = {"fds": api["fds"], "tasks": api["tasks"]}
             return {
                 **counts,
-                "ledger entries": engine["open_requests"] + engine["unread_requests"],
+                "records": engine["open_requests"] + engine["unread_requests"],
                 "rss": api["rss_bytes"],
             }
         time.sleep(0.1)
@@ -77,7 +77,7 @@ def test_row_31_a_soak_with_faults_loses_and_leaks_nothing(tmp_path: Path, score
         print(dict(outcome.errors), server.text)
     score.count("lost", outcome.num_lost + sum(outcome.errors.values()))
     score.count("duplicated or other tokens", outcome.num_duplicated)
-    for name in ("fds", "tasks", "ledger entries"):
+    for name in ("fds", "tasks", "records"):
         score.count(f"growth in {name}", max(0, after[name] - before[name]))
     grown_mb = (after["rss"] - before["rss"]) / 2**20
     score.tell("api memory", f"{grown_mb:+.1f} MB in {hours * 60:.1f} min")

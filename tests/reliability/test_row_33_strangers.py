@@ -102,8 +102,8 @@ def test_row_33_key_holders_are_served_whatever_strangers_hold(score: Score) -> 
         for kind, sent in KINDS.items():
             served, asked, longest_s = asyncio.run(_beside(api.port, sent, num, rounds, BEARER))
             score.of(kind)
-            score.count("refused key holders", asked - served)
-            score.tell("longest answer beside them, s", f"{longest_s:.2f}")
+            score.count("refused clients with a key", asked - served)
+            score.tell("longest answer meanwhile, s", f"{longest_s:.2f}")
         assert api.is_alive
 
 
@@ -115,9 +115,9 @@ def test_row_33_bodies_of_strangers_are_few_and_short(score: Score) -> None:
         num_left = num_kept(peers)
         time.sleep(2.3)
         num_late = num_kept(peers)
-    score.count("unfinished bodies of strangers", num_left, most=16)
-    score.least("unfinished bodies of strangers that are waited for", num_left, 1)
-    score.count("unfinished bodies of strangers after 3 s", num_late)
+    score.count("unfinished bodies without a key", num_left, most=16)
+    score.least("unfinished bodies without a key that are kept", num_left, 1)
+    score.count("unfinished bodies without a key after 3 s", num_late)
 
 
 @pytest.mark.timeout(120)
@@ -141,4 +141,4 @@ def test_row_33_idle_connections_of_key_holders_outlast_a_crowd_of_strangers(sco
         assert num_kept(holders) == num_idle
         with crowd(api.port, b"", 2 * places):
             time.sleep(0.5)
-            score.share("idle connections of key holders beside a crowd of strangers", num_kept(holders), num_idle)
+            score.share("idle connections with a key, beside many without", num_kept(holders), num_idle)

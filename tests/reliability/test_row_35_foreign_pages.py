@@ -115,7 +115,7 @@ async def test_row_35_foreign_hosts_and_pages_are_answered_nothing(tmp_path: Pat
             num_answered += is_answered(method, path, status, body)
     score.tell("requests", num_asked)
     score.tell("routes", len(routes))
-    score.share("routes with a policy that were asked", len(routes), len(POLICIES))
+    score.share("routes with a policy that were requested", len(routes), len(POLICIES))
     score.count("answered", num_answered)
     score.count("requests that reached the engine", sum(len(harness.engine.requests) for harness in served))
 
@@ -156,4 +156,4 @@ def test_row_35_nothing_on_the_wire_is_answered_either(score: Score) -> None:
         honest = exchange(port, b"GET /v1/models HTTP/1.1\r\nhost: %b\r\nconnection: close\r\n\r\n" % own)
     score.tell("exchanges", num_asked)
     score.count("answered on the wire", num_answered + reached)
-    score.share("the honest one beside them", int(b" 200 " in honest), 1)
+    score.share("the valid exchange among them", int(b" 200 " in honest), 1)

@@ -140,6 +140,6 @@ def test_row_37_a_recording_without_room_ends_with_one_line(
         feed(writer, some_items())
         writer.close()
     told = [record for record in caplog.records if "octavo" in record.name]
-    score.count("lines beside the one that says why", len(told) - 1)
+    score.count("lines besides the one with the cause", len(told) - 1)
     score.count("tracebacks", sum(record.exc_info is not None for record in told) + len(died))
     assert "No space left on device" in told[0].message and not writer.status()["is_recording"]

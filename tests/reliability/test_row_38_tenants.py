@@ -149,9 +149,9 @@ def test_row_38_a_tenant_that_fills_everything_is_refused_alone(tmp_path: Path, 
                 "responses": len(server.context.responses)}  # fmt: skip
     print(kept, greedy.refused, Counter(answer[:12] for answer in slow))
     score.tell(
-        "requests of the tenant that fills everything, and of the other", f"{greedy.num_requests}, {quiet.num_requests}"
+        "requests of the filling tenant, and of the other", f"{greedy.num_requests}, {quiet.num_requests}"
     )
-    score.least("refusals of the tenant that fills everything", greedy.refused.total(), 1)
+    score.least("refusals of the filling tenant", greedy.refused.total(), 1)
     score.share(
         "its slow uploads cut", sum(b" 408 " in answer[:13] or b" 429 " in answer[:13] for answer in slow), len(slow)
     )
@@ -209,7 +209,7 @@ def test_row_38_a_tenant_that_holds_connections_leaves_others_theirs(tmp_path: P
         statuses, answers = asyncio.run(beside(int(server.url.rpartition(":")[2]), HELD[kind], 3 * places))
         server.engine.is_held = False
     score.of(kind)
-    score.tell("connections of one tenant, of so many places", f"{3 * places}, {places}")
+    score.tell("connections of one tenant, of all connections", f"{3 * places}, {places}")
     score.least("its refusals", sum(b"too_many_connections" in answer for answer in answers), 1)
     score.share("the other tenant's requests that were served", statuses[200], statuses.total())
 
@@ -327,8 +327,8 @@ async def test_row_38_no_route_tells_a_tenant_of_another(tmp_path: Path, score: 
         owned = [await harness.get(path, headers=key_of(GREEDY)) for path in mine]
     print("\n".join(found))
     score.tell("requests of a tenant after and beside another's", len(asked))
-    score.count("answers that tell of the other tenant, or let at what is its", len(found))
-    score.least("requests of the other one that were ahead of its own, told as a number", state["num_ahead"], 6)
+    score.count("answers that reveal the other tenant, or give access to its data", len(found))
+    score.least("requests of the other tenant ahead of its own, given as a number", state["num_ahead"], 6)
     score.share(
-        "what the other one finds of its own afterwards", [each.status_code for each in owned].count(200), len(mine)
+        "own data that the other tenant finds afterwards", [each.status_code for each in owned].count(200), len(mine)
     )

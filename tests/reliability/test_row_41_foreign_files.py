@@ -118,10 +118,10 @@ def test_row_41_foreign_files_are_neither_deleted_nor_changed(
     capsys.readouterr()
     changed = [name for name, state in before.items() if after.get(name) != state]
     print("\n".join(changed))
-    score.tell("foreign files and folders", len(before))
+    score.tell("files and folders of others", len(before))
     score.tell("commands run among them", 3 * len(COMMANDS) + 4)
-    score.count("foreign files and folders deleted or changed", len(changed))
-    score.count("foreign processes ended", num_ended)
+    score.count("files and folders of others deleted or changed", len(changed))
+    score.count("processes of others ended", num_ended)
     left = [path for path in (places / "run").iterdir() if str(path) not in before]
     score.count("own folders left by servers that were killed", len(left))
 
@@ -139,7 +139,7 @@ def test_row_41_a_folder_that_others_may_enter_is_refused(
         refused += is_refused and f"mode {mode:04o}" in capsys.readouterr().err
         changed += run.stat().st_mode & 0o7777 != mode
         shutil.rmtree(run)
-    score.share("folders that others may enter refused", refused, len(modes))
+    score.share("refused folders that others may enter", refused, len(modes))
     score.count("modes changed", changed)
 
 
@@ -156,5 +156,5 @@ def test_row_41_a_foreign_path_of_the_admin_socket_is_refused(places: Path, scor
                 FakeServer(model, places / "log", "--admin-socket", str(path))
             refused += 1
         after = _state(places)
-    score.share("foreign paths refused", refused, len(paths))
-    score.count("foreign paths changed", sum(after.get(name) != state for name, state in before.items()))
+    score.share("paths of others refused", refused, len(paths))
+    score.count("paths of others changed", sum(after.get(name) != state for name, state in before.items()))

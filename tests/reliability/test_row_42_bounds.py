@@ -248,7 +248,7 @@ async def test_row_42_every_bound_is_kept_or_named(score: Score, tmp_path: Path)
     score.tell("followed", counts["work"])
     score.tell("refused by a bound that is named", counts["refused"])
     assert wrong == []
-    score.count("500s, and refusals that name nothing", len(wrong))
+    score.count("500s, and refusals without a name", len(wrong))
 
 
 async def test_row_42_a_limit_that_is_met_late_ends_that_request_alone(score: Score, tmp_path: Path) -> None:
@@ -267,4 +267,4 @@ async def test_row_42_a_limit_that_is_met_late_ends_that_request_alone(score: Sc
         together = {"allOf": [{"pattern": f"^.*{letter}.*$"} for letter in "abcdefgh"]}
         many = await harness.chat(structured_outputs={"json": together}, max_tokens=60)
         wrong += many.status_code != 200 and many.json()["error"]["code"] != "too_complex"
-    score.count("late limits answered as a fault of ours", wrong)
+    score.count("late limits answered as a server error", wrong)
