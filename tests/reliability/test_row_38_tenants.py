@@ -148,9 +148,7 @@ def test_row_38_a_tenant_that_fills_everything_is_refused_alone(tmp_path: Path, 
         kept = {"files": len(server.context.batches.store.files), "answers": len(server.context.runs),
                 "responses": len(server.context.responses)}  # fmt: skip
     print(kept, greedy.refused, Counter(answer[:12] for answer in slow))
-    score.tell(
-        "requests of the filling tenant, and of the other", f"{greedy.num_requests}, {quiet.num_requests}"
-    )
+    score.tell("requests of the filling tenant, and of the other", f"{greedy.num_requests}, {quiet.num_requests}")
     score.least("refusals of the filling tenant", greedy.refused.total(), 1)
     score.share(
         "its slow uploads cut", sum(b" 408 " in answer[:13] or b" 429 " in answer[:13] for answer in slow), len(slow)
