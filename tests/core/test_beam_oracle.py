@@ -9,7 +9,7 @@ import pytest
 from tests.beam_oracle import beam_oracle
 from tests.hash_chain import Continuation, candidates
 
-from octavo.core.beam_search import BeamGroup, BeamRules
+from octavo.core.beam_search import BeamGroup
 from octavo.core.request import SamplingParams
 
 VOCAB_SIZE = 13
@@ -18,16 +18,7 @@ VOCAB_SIZE = 13
 def bookkeeping(ids: list[int], num_outputs: int, eos: tuple[int, ...], params: SamplingParams) -> list[list[int]]:
     """Run BeamGroup on the candidates that the fake executor would give."""
     stops = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos)))
-    rules = BeamRules(
-        params.beam_width,
-        params.length_penalty,
-        params.early_stopping,
-        len(ids),
-        len(ids) + num_outputs,
-        stops,
-        params.min_tokens,
-    )
-    group, beams = BeamGroup(rules), [Continuation(ids)]
+    group, beams = BeamGroup(params, num_outputs, stops), [Continuation(ids)]
     while not group.is_over:
         given = []
         for beam in beams:

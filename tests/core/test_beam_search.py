@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.core.beam_search import BeamGroup, BeamRules
+from octavo.core.beam_search import BeamGroup
+from octavo.core.request import SamplingParams
 
 VOCAB_SIZE, NUM_PROMPT = 24, 4
 
@@ -33,19 +34,18 @@ def log_probs(model: Any, prompt: list[int], paths: Sequence[array[int]]) -> Ten
     return logits.log_softmax(-1)
 
 
-def search(model: Any, prompt: list[int], rules: BeamRules) -> BeamGroup:
+def search(model: Any, prompt: list[int], group: BeamGroup) -> BeamGroup:
     """Run a search to its end, as the scheduler would."""
-    group = BeamGroup(rules)
     paths = [array("i")]
-    size = min(max(2, 1 + len(rules.stop_ids)) * rules.width, VOCAB_SIZE)
+    size = min(max(2, 1 + len(group.stop_ids)) * group.width, VOCAB_SIZE)
     while not group.is_over:
         log_probs_KV = log_probs(model, prompt, paths)
-        if len(paths[0]) < rules.min_tokens:
-            log_probs_KV[:, sorted(rules.stop_ids)] = -math.inf
+        if len(paths[0]) < group.params.min_tokens:
+            log_probs_KV[:, sorted(group.stop_ids)] = -math.inf
         best = log_probs_KV.sort(dim=1, descending=True, stable=True)
         rows = zip(best.indices[:, :size].tolist(), best.values[:, :size].tolist(), strict=True)
         beams = group.advance(list(rows), paths)
-        assert group.is_over == (not beams) and len(group.scores) == len(beams) <= rules.width
+        assert group.is_over == (not beams) and len(group.scores) == len(beams) <= group.width
         paths = [paths[parent] + array("i", [token]) for parent, token in beams]
     return group
 
@@ -64,10 +64,10 @@ def test_P04_equal_to_transformers(width: int, stop_ids: tuple[int, ...], early_
             eos_token_id=list(stop_ids) or None, pad_token_id=0, max_new_tokens=max_tokens,
             min_new_tokens=min_tokens or None, return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip
-        rules = BeamRules(
-            width, length_penalty, early_stopping, NUM_PROMPT, NUM_PROMPT + max_tokens, frozenset(stop_ids), min_tokens
-        )
-        got = search(model, prompt, rules).best(width)
+        params = SamplingParams(
+            beam_width=width, length_penalty=length_penalty, early_stopping=early_stopping, min_tokens=min_tokens
+        )  # fmt: skip
+        got = search(model, prompt, BeamGroup(params, max_tokens, frozenset(stop_ids))).best(width)
         assert len(got) == width
         lengths = (expected.beam_indices >= 0).sum(dim=1).tolist()
         ids = [
@@ -84,9 +84,8 @@ def test_P04_equal_to_transformers(width: int, stop_ids: tuple[int, ...], early_
             assert one.score == pytest.approx(one.cumulative_logprob / len(one.token_ids) ** length_penalty, rel=1e-5)
 
 
-def group_of(width: int, *, stop_ids: tuple[int, ...] = (0,), max_length: int = 10, **others: Any) -> BeamGroup:
-    options = {"length_penalty": 1.0, "early_stopping": False, "num_prompt": 2, **others}
-    return BeamGroup(BeamRules(width, max_length=max_length, stop_ids=frozenset(stop_ids), **options))
+def group_of(width: int, *, stop_ids: tuple[int, ...] = (0,), max_outputs: int = 8, **others: Any) -> BeamGroup:
+    return BeamGroup(SamplingParams(beam_width=width, **others), max_outputs, frozenset(stop_ids))
 
 
 def ended(group: BeamGroup) -> list[list[int]]:
@@ -115,7 +114,7 @@ def test_P04_ties_go_to_the_earlier_beam_and_the_better_candidate() -> None:
 
 
 def test_P04_barred_ids_are_no_continuations() -> None:
-    group = group_of(2, max_length=4)
+    group = group_of(2, max_outputs=2)
     beams = group.advance([([5, 1, 2, 3], [-1.0, -math.inf, -math.inf, -math.inf])], [array("i")])
     assert beams == [(0, 5)] and not group.is_over
     beams = group.advance([([6, 1], [-1.0, -math.inf])], [array("i", [5])])
@@ -125,19 +124,19 @@ def test_P04_barred_ids_are_no_continuations() -> None:
 
 
 def test_P04_one_output_and_extreme_penalties() -> None:
-    group = group_of(3, max_length=3)
+    group = group_of(3, max_outputs=1)
     beams = group.advance([([0, 1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])], [array("i")])
     assert group.is_over and beams == [] and ended(group) == [[0], [1], [2]]
     has_stopped = [one.stop_token_id is not None for one in group.best(3)]
     assert has_stopped == [True, False, False]
     for penalty in (100.0, -100.0):
-        rules = BeamRules(1, penalty, "never", 1, 10**6, frozenset((0,)))
-        assert rules.score(-3.0, 10**5) <= 0.0 and rules.score(-3.0, 1) == -3.0
-        assert not math.isnan(rules.score(0.0, 10**5))
+        group = group_of(1, length_penalty=penalty, early_stopping="never", max_outputs=10**6)
+        assert group.score(-3.0, 10**5) <= 0.0 and group.score(-3.0, 1) == -3.0
+        assert not math.isnan(group.score(0.0, 10**5))
 
 
 def test_P04_a_stop_id_before_min_tokens_ends_nothing() -> None:
-    group = group_of(1, max_length=6, min_tokens=1)
+    group = group_of(1, max_outputs=4, min_tokens=1)
     assert group.advance([([0, 1], [-1.0, -2.0])], [array("i")]) == [(0, 0)] and ended(group) == []
     group.advance([([0, 1], [-1.0, -2.0])], [array("i", [0])])
     assert ended(group) == [[0, 0]] and group.best(1)[0].stop_token_id is not None

@@ -17,6 +17,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from octavo.core.sampling_params import SamplingParams
+
 
 def _rounded(value: float) -> float:
     """Round to float32; what is too large becomes an infinity."""
@@ -36,35 +38,18 @@ class Hypothesis:
     stop_token_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BeamRules:
-    """What does not change during a search. `max_length` bounds prompt and outputs; `early_stopping` may be "never"."""
-
-    width: int
-    length_penalty: float
-    early_stopping: bool | str
-    num_prompt: int
-    max_length: int
-    stop_ids: frozenset[int]
-    min_tokens: int = 0
-
-    def score(self, total: float, num_tokens: int) -> float:
-        """Return total / num_tokens ** length_penalty."""
-        try:
-            divisor = _rounded(float(num_tokens) ** self.length_penalty)
-        except OverflowError:
-            divisor = math.inf
-        if divisor == 0.0:
-            return -math.inf
-        return _rounded(total / divisor)
-
-
 class BeamGroup:
-    """The beams of one request. `scores` are the sums of log-probabilities of the live ones, best first."""
+    """The beams of one request. `scores` are the sums of log-probabilities of the live ones, best first.
 
-    def __init__(self, rules: BeamRules) -> None:
-        assert rules.max_length > rules.num_prompt, "there is no room for an output"
-        self.rules = rules
+    A beam has at most `max_outputs` ids; `stop_ids` are all that end one, the model's own included.
+    """
+
+    def __init__(self, params: SamplingParams, max_outputs: int, stop_ids: frozenset[int]) -> None:
+        assert max_outputs > 0, "there is no room for an output"
+        self.params = params
+        self.width = params.beam_width
+        self.max_outputs = max_outputs
+        self.stop_ids = stop_ids
         self.scores: list[float] = [0.0]
         self.is_over = False
         self._num_steps = 0
@@ -80,20 +65,19 @@ class BeamGroup:
         a parent (an index among those given) and a token id, fewer than the width only where too few ids may follow.
         """
         assert not self.is_over and len(candidates) == len(paths) == len(self.scores), "one entry per live beam"
-        rules = self.rules
         self._num_steps += 1
-        at_limit = rules.num_prompt + self._num_steps >= rules.max_length
-        may_stop = self._num_steps > rules.min_tokens
+        at_limit = self._num_steps >= self.max_outputs
+        may_stop = self._num_steps > self.params.min_tokens
         ended: list[Hypothesis] = []
         live: list[tuple[float, int, int]] = []
         for rank, (total, parent, token_id) in enumerate(self._best_continuations(candidates)):
-            stops = may_stop and token_id in rules.stop_ids
+            stops = may_stop and token_id in self.stop_ids
             if not stops and not at_limit:
                 live.append((total, parent, token_id))
-            elif rank < rules.width:
+            elif rank < self.width:
                 ended.append(self._hypothesis(paths[parent], token_id, total, stops))
-        self._pool = sorted([*self._pool, *ended], key=lambda one: -one.score)[: rules.width]
-        del live[rules.width :]
+        self._pool = sorted([*self._pool, *ended], key=lambda one: -one.score)[: self.width]
+        del live[self.width :]
         self.scores = [total for total, _, _ in live]
         self.is_over = not live or not self._may_improve()
         if self.is_over:
@@ -108,7 +92,7 @@ class BeamGroup:
     def _best_continuations(
         self, candidates: Sequence[tuple[Sequence[int], Sequence[float]]]
     ) -> list[tuple[float, int, int]]:
-        num_looked_at = max(2, 1 + len(self.rules.stop_ids)) * self.rules.width
+        num_looked_at = max(2, 1 + len(self.stop_ids)) * self.width
         every: list[tuple[float, int, int]] = []
         for parent, (so_far, (token_ids, logprobs)) in enumerate(zip(self.scores, candidates, strict=True)):
             totals = array("f", [so_far + logprob for logprob in logprobs[:num_looked_at]])
@@ -124,8 +108,15 @@ class BeamGroup:
         assert len(path) == self._num_steps - 1, "a live beam has one output id per step"
         token_ids = path[:]
         token_ids.append(token_id)
-        score = self.rules.score(total, self._num_steps)
-        return Hypothesis(token_ids, score, total, token_id if stops else None)
+        return Hypothesis(token_ids, self.score(total, self._num_steps), total, token_id if stops else None)
+
+    def score(self, total: float, num_tokens: int) -> float:
+        """Return total / num_tokens ** length_penalty."""
+        try:
+            divisor = _rounded(float(num_tokens) ** self.params.length_penalty)
+        except OverflowError:
+            divisor = math.inf
+        return -math.inf if divisor == 0.0 else _rounded(total / divisor)
 
     def _may_improve(self) -> bool:
         """Return True if the best live beam may still enter a full pool.
@@ -133,11 +124,10 @@ class BeamGroup:
         With `early_stopping` other than True this is a guess: that the beam ends now, or, for "never" with a penalty
         that favours length, at the greatest length.
         """
-        rules = self.rules
-        if len(self._pool) < rules.width:
+        if len(self._pool) < self.width:
             return True
-        if rules.early_stopping is True:
+        if self.params.early_stopping is True:
             return False
-        hopeful = rules.early_stopping == "never" and rules.length_penalty > 0.0
-        length = rules.max_length - rules.num_prompt if hopeful else self._num_steps
-        return rules.score(self.scores[0], length) > self._pool[-1].score
+        is_hopeful = self.params.early_stopping == "never" and self.params.length_penalty > 0.0
+        length = self.max_outputs if is_hopeful else self._num_steps
+        return self.score(self.scores[0], length) > self._pool[-1].score

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 
-from octavo.core.beam_search import BeamGroup, BeamRules, Hypothesis
+from octavo.core.beam_search import BeamGroup, Hypothesis
 from octavo.core.kv.matching import Match
 from octavo.core.plan import EventKind, WaitReason
 from octavo.core.request import FinishReason, RequestState, Sequence
@@ -26,12 +26,7 @@ def add_sequences(request: RequestState, root: Sequence) -> None:
     if not params.beam_width:
         request.sequences += [root.fork(choice) for choice in range(1, params.num_sequences)]
         return
-    request.beams = BeamGroup(
-        BeamRules(
-            params.beam_width, params.length_penalty, params.early_stopping, root.num_prompt, root.limit,
-            request.stop_ids, params.min_tokens,
-        )
-    )  # fmt: skip
+    request.beams = BeamGroup(params, root.limit - root.num_prompt, request.stop_ids)
 
 
 # --- choices in a plan ----------------------------------------------------------------------------------------

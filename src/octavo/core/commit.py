@@ -28,7 +28,7 @@ from octavo.core.request import FinishReason, RequestState, Sequence, Status
 from octavo.core.state import Flight, State
 from octavo.errors import InvariantError
 
-_CARRIED = ROW_SAMPLE | ROW_CARRY
+_PLAIN = (ROW_SAMPLE, ROW_SAMPLE | ROW_CARRY)  # flags of rows whose result is one token
 
 
 def commit_step(state: State, plan: StepPlan, outcome: StepResult | StepFailure, now: float) -> Events:
@@ -45,9 +45,15 @@ def commit_step(state: State, plan: StepPlan, outcome: StepResult | StepFailure,
 
 
 class StepCommit:
-    """The results of one step on their way into the state and into Events."""
+    """The results of one step on their way into the state and into Events.
 
-    __slots__ = ("choices", "events", "flight", "logprobs", "now", "positions", "searching", "state", "token_ids")
+    Row i was given the ids [begins[i], begins[i + 1]) of the result's, and the log-probabilities at the same places.
+    """
+
+    __slots__ = (
+        "begins", "choices", "events", "flight", "given_logprobs", "ids", "logprobs", "now", "positions", "searching",
+        "state", "token_ids",
+    )  # fmt: skip
 
     def __init__(self, state: State, flight: Flight, now: float) -> None:
         self.state = state
@@ -62,19 +68,18 @@ class StepCommit:
 
     def take(self, result: StepResult) -> None:
         """Append tokens, end what is done, confirm what was published."""
-        state, flight, plan = self.state, self.flight, self.flight.plan
-        bad = recover.bad_rows(flight, result)
-        if bad:
-            recover.retry_bad_rows(state, flight, bad, self.now)
-        recover.finish_dead_ends(state, flight, result.dead_ends, self.now)
+        state, flight = self.state, self.flight
+        bad = recover.retry_bad_rows(state, flight, result.errors, self.now) if result.errors else {}
+        for index, error in result.dead_ends:  # what these rows computed is sound, but no token can follow
+            if not flight.rows[index].is_void:
+                state.finish(flight.rows[index].request, self.now, FinishReason.ERROR, error=error)
         state.cache.confirm(flight.effects)
-        recover.release_blocks(state, flight)
+        state.release_deferred(flight)
         if result.scores or result.pooled:
             self._take_outputs(result, bad)
-        if result.logprobs is not None:
-            self.logprobs = []
-        self._take_rows(result, is_regular=result.num_token_ids is None and not bad and not plan.num_drafts)
-        self._deduplicate(flight.effects.published)
+        self._take_rows(result, is_regular=result.num_token_ids is None and not bad and not flight.plan.num_drafts)
+        if flight.effects.published:
+            self._deduplicate(flight.effects.published)
         for request in self.searching:
             self._advance(request)
         if state.limits.encoder_budget:
@@ -85,9 +90,9 @@ class StepCommit:
             self._charge()
         totals = state.totals
         totals.num_steps += 1
-        totals.num_computed_tokens += plan.num_query_tokens
+        totals.num_computed_tokens += flight.plan.num_query_tokens
         totals.num_output_tokens += len(self.token_ids)
-        totals.num_drafted_tokens += len(plan.draft_token_ids)
+        totals.num_drafted_tokens += len(flight.plan.draft_token_ids)
 
     def close(self) -> Events:
         """Return what became known: the columns of tokens, and all decisions since the last plan or commit."""
@@ -105,80 +110,61 @@ class StepCommit:
 
     def _take_rows(self, result: StepResult, is_regular: bool) -> None:
         """Take the result of each row; in a regular step every sampling row gave one token."""
-        rows, plan, logprobs = self.flight.rows, self.flight.plan, result.logprobs
-        counts, flags = plan.counts, plan.flags
-        if is_regular and flags.count(ROW_SAMPLE) + flags.count(_CARRIED) == len(flags):
-            self._take_plain_rows(rows, counts, self._sampled(result, len(rows)), logprobs)
+        rows, counts, flags = self.flight.rows, self.flight.plan.counts, self.flight.plan.flags
+        is_plain = is_regular and sum(map(flags.count, _PLAIN)) == len(flags)
+        begins = self.begins = range(len(flags) + 1) if is_plain else self._find_begins(result)
+        self.given_logprobs = result.logprobs
+        if result.logprobs is not None:
+            self.logprobs = []
+        if result.token_ids is None:  # from an executor that knows only durations
+            self.ids = array("i", [-1]) * begins[-1]
+        elif len(result.token_ids) == begins[-1]:
+            self.ids = result.token_ids
+        else:
+            step = self.flight.plan.step
+            raise InvariantError(f"step {step}: {len(result.token_ids)} sampled ids, {begins[-1]} expected")
+        if is_plain:
+            self._take_plain_rows(zip(range(len(flags)), rows, counts, self.ids, strict=True))
             return
-        ends = self._result_ends(result)
-        begins, ids = [0, *ends], self._sampled(result, ends[-1] if ends else 0)
-        others: Iterable[int] = range(len(rows))
-        if is_regular:  # plain rows first, together
-            plain = [index for index, flag in enumerate(flags) if flag in (ROW_SAMPLE, _CARRIED)]
-            others = [index for index, flag in enumerate(flags) if flag not in (ROW_SAMPLE, _CARRIED)]
-            self._take_plain_rows(
-                [rows[index] for index in plain],
-                [counts[index] for index in plain],
-                [ids[begins[index]] for index in plain],
-                None if logprobs is None else [logprobs[begins[index]] for index in plain],
-            )
-        for index in others:
-            begin, end = begins[index], ends[index]
-            self._take_row(index, rows[index], ids[begin:end], None if logprobs is None else logprobs[begin:end])
+        plain = [index for index, flag in enumerate(flags) if is_regular and flag in _PLAIN]
+        self._take_plain_rows([(index, rows[index], counts[index], self.ids[begins[index]]) for index in plain])
+        for index, flag in enumerate(flags):
+            if not (is_regular and flag in _PLAIN):
+                self._take_row(index)
 
-    def _result_ends(self, result: StepResult) -> list[int]:
-        """Return, for each row, where its part of the result's columns ends; only rows that sample have a part."""
+    def _find_begins(self, result: StepResult) -> list[int]:
+        """Return where each row's part of the result begins, and the end; only rows that sample have a part."""
         plan, lengths = self.flight.plan, result.num_token_ids
-        ends, end, num_sampling = [], 0, 0
-        for flag in plan.flags:
-            if flag & ROW_SAMPLE:
-                end += 1 if lengths is None or num_sampling >= len(lengths) else lengths[num_sampling]
-                num_sampling += 1
-            ends.append(end)
+        num_sampling = sum(flag & ROW_SAMPLE for flag in plan.flags)
         if lengths is not None and len(lengths) != num_sampling:
             raise InvariantError(f"step {plan.step}: {len(lengths)} result lengths for {num_sampling} sampling rows")
-        return ends
+        left, begins = iter(lengths or [1] * num_sampling), [0]
+        for flag in plan.flags:
+            begins.append(begins[-1] + (next(left) if flag & ROW_SAMPLE else 0))
+        return begins
 
-    def _sampled(self, result: StepResult, expected: int) -> array[int]:
-        """Return the step's ids; an executor that knows only durations has none, which gives -1 for each."""
-        if result.token_ids is None:
-            return array("i", [-1]) * expected
-        if len(result.token_ids) != expected:
-            raise InvariantError(
-                f"step {self.flight.plan.step}: {len(result.token_ids)} sampled ids, {expected} expected"
-            )
-        return result.token_ids
-
-    def _take_plain_rows(
-        self,
-        rows: list[Sequence],
-        counts: Iterable[int],
-        ids: Iterable[int],
-        logprobs: list[TokenLogprobs | None] | None,
-    ) -> None:
-        """Take one sampled token per row: the hot path, with the common case entered right here.
+    def _take_plain_rows(self, entries: Iterable[tuple[int, Sequence, int, int]]) -> None:
+        """Take rows (index, sequence, count, token) of one sampled token: the hot path, inline for the common case.
 
         Rows that fill a block, may stop, or are void take the general way.
         """
         add_name, add_choice = self.events.request_ids.append, self.choices.append
         add_position, add_id = self.positions.append, self.token_ids.append
-        running, size = Status.RUNNING, self.state.cache.block_size
-        for index, (sequence, count, token) in enumerate(zip(rows, counts, ids, strict=True)):
-            sequence.in_flight -= 1
+        running, size, has_logprobs = Status.RUNNING, self.state.cache.block_size, self.logprobs is not None
+        for index, sequence, count, token in entries:
             request = sequence.request
-            if request.status is not running or sequence.stale:
-                self._take_late(sequence, count, token, logprobs[index] if logprobs else None)
-                continue
-            computed = sequence.num_computed = sequence.num_computed + count
+            computed = sequence.num_computed + count
             known = sequence.num_committed
             if (
-                logprobs is not None
+                has_logprobs
+                or request.status is not running
+                or sequence.stale
                 or computed % size == 0
                 or count > 1
                 or known + 1 >= sequence.limit
                 or token in request.stop_ids
             ):
-                self._append(sequence, token, logprobs[index] if logprobs else None)
+                self._take_row(index)
                 continue
             add_name(request.name)
             add_choice(sequence.choice)
@@ -186,32 +172,19 @@ class StepCommit:
             add_id(token)
             if sequence.token_ids is not None:
                 sequence.token_ids.append(token)
+            sequence.in_flight -= 1
+            sequence.num_computed = computed
             sequence.num_committed = known + 1
             sequence.num_pending -= 1
 
-    def _take_late(self, sequence: Sequence, count: int, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Take a row whose sequence no longer runs: the token of one that was preempted in flight is kept."""
-        if self._drop_void(sequence):
-            return
-        if sequence.request.is_swapped:  # what it wrote was copied to the host after it
-            sequence.num_computed += count
-        self._append(sequence, token, logprobs)
-
-    @staticmethod
-    def _drop_void(sequence: Sequence) -> bool:
-        """Drop the result of a row if it is no longer wanted; return True if it was dropped."""
-        if sequence.stale:
-            sequence.stale -= 1
-            return True
-        return sequence.request.status == Status.FINISHED
-
-    def _take_row(
-        self, index: int, sequence: Sequence, ids: array[int], logprobs: list[TokenLogprobs | None] | None
-    ) -> None:
-        """Take the result of a row of any kind."""
-        request, plan, flags = sequence.request, self.flight.plan, self.flight.plan.flags[index]
+    def _take_row(self, index: int) -> None:
+        """Take the result of a row of any kind. The tokens of a request that was preempted in flight count."""
+        plan, sequence = self.flight.plan, self.flight.rows[index]
+        request, flags, logprobs = sequence.request, plan.flags[index], self.given_logprobs
+        begin, ids = self.begins[index], self.ids[self.begins[index] : self.begins[index + 1]]
         sequence.in_flight -= 1
-        if self._drop_void(sequence):
+        if sequence.is_void:
+            sequence.stale = max(0, sequence.stale - 1)
             return
         if flags & ROW_SAMPLE and not ids:
             recover.discard(self.state, sequence, self.now)  # to be sampled again: its logits no longer exist
@@ -219,17 +192,17 @@ class StepCommit:
         num_drafts = plan.num_drafts[index] if plan.num_drafts else 0
         if num_drafts:
             self._take_drafts(sequence, index, ids)
-        elif request.status == Status.RUNNING or request.is_swapped:
+        elif request.status == Status.RUNNING or request.is_swapped:  # a swap copies what plans in flight write
             # A fork computes nothing itself: its parent's row did.
             computed = plan.starts[index] if flags & ROW_FORK else sequence.num_computed
             sequence.num_computed = computed + plan.counts[index]
         if flags & ROW_BEAM:
-            self._take_candidates(sequence, logprobs[0] if logprobs else None)
+            self._take_candidates(sequence, None if logprobs is None else logprobs[begin])
             return
         for offset, token in enumerate(ids):
             if num_drafts and offset:
                 self.state.totals.num_accepted_tokens += 1
-            if self._append(sequence, token, logprobs[offset] if logprobs else None):
+            if self._append(sequence, token, None if logprobs is None else logprobs[begin + offset]):
                 return
         if not request.samples and plan.starts[index] + plan.counts[index] >= sequence.num_known:
             # also a request that was preempted in flight: all its results are known
@@ -246,7 +219,12 @@ class StepCommit:
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> bool:
         """Append a sampled token, publish the block it closes; return True if it ends its choice."""
         request = sequence.request
-        self._emit(request.name, sequence.choice, sequence.num_outputs, token, logprobs)
+        self.events.request_ids.append(request.name)
+        self.choices.append(sequence.choice)
+        self.positions.append(sequence.num_committed - sequence.num_prompt)
+        self.token_ids.append(token)
+        if self.logprobs is not None:
+            self.logprobs.append(logprobs)
         if sequence.token_ids is not None:
             sequence.token_ids.append(token)
         sequence.num_committed += 1
@@ -261,15 +239,6 @@ class StepCommit:
         else:
             return False
         return True
-
-    def _emit(self, name: str, choice: int, position: int, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Enter one token in the columns."""
-        self.events.request_ids.append(name)
-        self.choices.append(choice)
-        self.positions.append(position)
-        self.token_ids.append(token)
-        if self.logprobs is not None:
-            self.logprobs.append(logprobs)
 
     # --- blocks ---------------------------------------------------------------------------------------
 
@@ -315,8 +284,13 @@ class StepCommit:
         if best is None:
             return
         for choice, beam in enumerate(best):
-            for position, token in enumerate(beam.token_ids):
-                self._emit(request.name, choice, position, token, None)
+            num = len(beam.token_ids)
+            self.events.request_ids += [request.name] * num
+            self.choices += [choice] * num
+            self.positions += range(num)
+            self.token_ids += beam.token_ids
+            if self.logprobs is not None:
+                self.logprobs += [None] * num
         branching.finish_beams(self.state, request, best, self.now)
 
     def _take_outputs(self, result: StepResult, bad: dict[int, str]) -> None:
@@ -324,7 +298,7 @@ class StepCommit:
         requests = {
             index: sequence.request
             for index, sequence in enumerate(self.flight.rows)
-            if index not in bad and not sequence.stale and sequence.request.status != Status.FINISHED
+            if index not in bad and not sequence.is_void
         }
         scores = []
         for index, first, entries in result.scores:

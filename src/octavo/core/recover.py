@@ -8,7 +8,7 @@ computed again; what the executor was told by a failed plan is told again.
 
 from __future__ import annotations
 
-from octavo.core.plan import ROW_FORK, StepResult
+from octavo.core.plan import ROW_FORK
 from octavo.core.request import FinishError, FinishReason, RequestState, Sequence, Status
 from octavo.core.state import Flight, State
 from octavo.errors import ErrorKind
@@ -25,37 +25,26 @@ def discard(state: State, sequence: Sequence, now: float) -> None:
         state.unswap(request)
 
 
-def release_blocks(state: State, flight: Flight) -> None:
-    """Release the blocks that this plan was the last to name."""
-    for group, block in flight.releases:
-        state.cache.pools[group].release(block)
-    flight.releases.clear()
-
-
 # --- failed rows ------------------------------------------------------------------------------------------------
 
 
-def bad_rows(flight: Flight, result: StepResult) -> dict[int, str]:
-    """Return the rows without a usable result, with the reasons; forks share the KV and logits of their root row."""
-    bad = dict(result.errors)
-    for index, reason in result.errors:
-        for fork in _forks_of(flight, index):
-            bad.setdefault(fork, reason)
-    return bad
-
-
-def retry_bad_rows(state: State, flight: Flight, bad: dict[int, str], now: float) -> None:
+def retry_bad_rows(state: State, flight: Flight, errors: tuple[tuple[int, str], ...], now: float) -> dict[int, str]:
     """Put the requests of bad rows back to be computed again, and end those that failed at the same token before.
 
     Call it before the step's rows are taken. A choice that got further since its last failure is tried again.
+    Return the rows without a usable result, with the reasons: forks share the KV and logits of their root row.
     """
+    bad = dict(errors)
+    for index, reason in errors:
+        for forked in _forks_of(flight, index):
+            bad.setdefault(forked, reason)
     for index in sorted(bad):
         _withdraw_all(state, flight, flight.rows[index], now)
     put_back: list[RequestState] = []
     for index in sorted(bad):
         sequence = flight.rows[index]
         request = sequence.request
-        if _is_void(sequence):
+        if sequence.is_void:
             continue
         if sequence.retried_at == sequence.num_committed and request not in put_back:
             state.finish(request, now, FinishReason.ERROR, error=FinishError(ErrorKind.ENGINE, bad[index]))
@@ -65,23 +54,9 @@ def retry_bad_rows(state: State, flight: Flight, bad: dict[int, str], now: float
         discard(state, sequence, now)
     for index in bad:
         for fork in _forks_ahead(state, flight.rows[index]):
-            if not _is_void(fork):
+            if not fork.is_void:
                 discard(state, fork, now)
-
-
-def finish_dead_ends(state: State, flight: Flight, dead_ends: tuple[tuple[int, FinishError], ...], now: float) -> None:
-    """End the requests of rows that no token can follow, with the errors given. What they computed is sound.
-
-    Call it before the step's rows are taken.
-    """
-    for index, error in dead_ends:
-        sequence = flight.rows[index]
-        if not _is_void(sequence):
-            state.finish(sequence.request, now, FinishReason.ERROR, error=error)
-
-
-def _is_void(sequence: Sequence) -> bool:
-    return sequence.request.status == Status.FINISHED or sequence.stale > 0
+    return bad
 
 
 def _forks_of(flight: Flight, index: int) -> range:
@@ -158,7 +133,7 @@ def undo_steps(state: State, first: Flight, now: float) -> None:
     state.totals.num_failed_steps += 1
     for flight in flights:
         state.cache.undo(flight.effects)
-        release_blocks(state, flight)
+        state.release_deferred(flight)
         for request in flight.effects.swapped_requests:
             state.unswap(request)
         for sequence in flight.rows:

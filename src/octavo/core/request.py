@@ -189,6 +189,11 @@ class Sequence:
         """Output tokens committed."""
         return self.num_committed - self.num_prompt
 
+    @property
+    def is_void(self) -> bool:
+        """Return True if its rows in flight change nothing: its request has ended, or they were discarded."""
+        return self.stale > 0 or self.request.status == Status.FINISHED
+
     def reset_tables(self) -> None:
         """Note that the sequence holds no blocks, so none of its tokens are computed."""
         self.capacity = self.in_place_end = self.num_published = 0

@@ -307,6 +307,12 @@ class State:
         else:
             self.cache.pools[group].release(block)
 
+    def release_deferred(self, flight: Flight) -> None:
+        """Release the blocks that a plan was the last to name."""
+        for group, block in flight.releases:
+            self.cache.pools[group].release(block)
+        flight.releases = []
+
     def _swaps(self, request: RequestState) -> bool:
         """Return True if a preemption of this request should swap (S09).
 

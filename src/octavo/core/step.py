@@ -359,13 +359,13 @@ class Step:
             is_fast_path=is_fast(starts, counts, state.limits),
             wake_at=state.deadlines.next(),
         )
+        state.updates = Updates()
         state.cache.end_plan()
         if plan.is_empty:
             plan.waits = self._reasons()
         else:
             if state.limits.find_shared_prefixes:
                 plan.shared_prefixes, plan.num_common_blocks = shared_prefixes(self.rows, counts)
-            state.updates = Updates()
             state.totals.num_copies += len(effects.copies) // 3
             state.flight.append(Flight(plan, self.rows, effects))
             state.step += 1
