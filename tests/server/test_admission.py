@@ -1,4 +1,4 @@
-"""Admission: exact bounds, load levels, shares, waits that cannot be met, limits of keys; every seat comes back."""
+"""Admission: exact bounds, load levels, shares, waits that cannot be met, limits of keys; tickets all come back."""
 
 import random
 from collections.abc import Callable
@@ -8,11 +8,9 @@ import pytest
 
 from octavo.config import AdmissionConfig
 from octavo.errors import LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
-from octavo.observe.metrics.requests import Finished
 from octavo.server.admission import AdmissionControl, AdmissionRequest, AdmissionTicket, Load
+from octavo.server.engine_queue import EngineQueue
 from octavo.server.keys import KeyInfo
-from octavo.server.queue_forecast import QueueForecast
-from octavo.server.waiting import WaitingRoom
 from tests.server.test_queue_forecast import taught
 
 
@@ -28,17 +26,16 @@ def made(slots: int = 4, bound: int = 8, tokens: int = 10_000, **options: Any) -
     config = AdmissionConfig(
         max_waiting=bound, max_waiting_tokens=tokens, max_queue_time_s=options.pop("max_queue_time_s", None)
     )
-    room = WaitingRoom(slots, options.pop("kv", 0))
-    return AdmissionControl(config, room, options.pop("forecast", None) or QueueForecast(), now=Clock(), **options)
+    queue = EngineQueue(slots, options.pop("kv", 0), options.pop("forecast", None))
+    return AdmissionControl(config, queue, now=Clock(), **options)
 
 
 def running(admission: AdmissionControl, count: int, num_tokens: int = 10, **fields: Any) -> list[AdmissionTicket]:
     """Requests that have their first token."""
     tickets = [admission.enter(AdmissionRequest(num_ids=num_tokens, **fields)) for _ in range(count)]
     for ticket in tickets:
-        ticket.settle(num_tokens)
-        ticket.seat.start()
-        ticket.generated(1)
+        admission.settle(ticket, num_tokens)
+        ticket.generated(1, is_first=True)
     return tickets
 
 
@@ -49,22 +46,22 @@ def fill(admission: AdmissionControl, **fields: Any) -> list[AdmissionTicket]:
         while True:
             admission.glance(fields.get("key", KeyInfo("", "")))
             tickets.append(admission.enter(AdmissionRequest(num_ids=10, **fields)))
-            tickets[-1].settle(10)
+            admission.settle(tickets[-1], 10)
     return tickets
 
 
 def test_the_bound_is_what_waits_beside_what_runs() -> None:
     admission = made(slots=4, bound=8)
     assert len(fill(admission)) == 4 + 8, "an idle engine has four slots"
-    assert admission.room.num_waiting == 8 and admission.room.num_busy == 4
+    assert admission.queue.num_waiting == 8 and admission.queue.num_busy == 4
     admission = made(slots=4, bound=8)
     busy = running(admission, 4)
     queued = fill(admission)
     assert len(queued) == 8 and admission.load is Load.FULL
-    busy[0].ended(finished())
-    assert admission.room.num_waiting == 7, "the slot is the next one's before it has a token"
-    queued[0].seat.start()
-    assert (admission.room.num_waiting, admission.room.num_running) == (7, 4)
+    busy[0].ended(10, 0)
+    assert admission.queue.num_waiting == 7, "the slot is the next one's before it has a token"
+    queued[0].generated(0, is_first=True)
+    assert (admission.queue.num_waiting, admission.queue.num_running) == (7, 4)
     admission.enter(AdmissionRequest())
     with pytest.raises(QueueFullError, match="8 sequences wait, 8 may"):
         admission.enter(AdmissionRequest())
@@ -81,47 +78,47 @@ def test_prompts_that_are_cached_take_no_kv_room_of_their_own() -> None:
     admission = made(slots=100, bound=8, kv=1000, tokens=100_000)
     ticket = running(admission, 1, num_tokens=300)[0]
     for _ in range(200):
-        ticket.ended(Finished("stop", 300, 5, 298, 0.1, 0.2, 0.3))
+        ticket.ended(300, 298)
     running(admission, 50, num_tokens=300)
-    assert admission.room.num_free > 40 and admission.wait_s() == 0
+    assert admission.queue.num_free > 40 and admission.wait_s() == 0
 
 
 def test_choices_and_prompts_count_each() -> None:
     admission = made(slots=4, bound=8)
     running(admission, 4)
     ticket = admission.enter(AdmissionRequest(num_prompts=2, width=3))
-    assert admission.room.num_waiting == 6
+    assert admission.queue.num_waiting == 6
     with pytest.raises(QueueFullError, match="and this request has 3"):
         admission.enter(AdmissionRequest(width=3))
     admission.enter(AdmissionRequest(width=2))
     ticket.leave()
     ticket.leave()
-    assert admission.room.num_waiting == 2
+    assert admission.queue.num_waiting == 2
 
 
 def test_a_request_larger_than_the_queue_is_taken_when_nobody_waits() -> None:
     admission = made(slots=4, bound=2, tokens=100)
     running(admission, 4)
     ticket = admission.enter(AdmissionRequest(num_prompts=10, num_ids=5000))
-    ticket.settle(5000)
+    admission.settle(ticket, 5000)
     with pytest.raises(QueueFullError):
         admission.enter(AdmissionRequest())
 
 
 def test_tokens_are_bounded_by_a_guess_and_again_exactly() -> None:
     admission = made(tokens=1000)
-    admission.enter(AdmissionRequest(num_ids=600)).settle(600)
+    admission.settle(admission.enter(AdmissionRequest(num_ids=600)), 600)
     with pytest.raises(QueueFullError, match=r"600 prompt tokens wait .* 1000 may, and this one has 600"):
         admission.enter(AdmissionRequest(num_characters=2000))
     ticket = admission.enter(AdmissionRequest(num_characters=1000))
-    assert admission.room.num_waiting_tokens == 900, "a guess of 0.3 tokens a character"
+    assert admission.queue.num_waiting_tokens == 900, "a guess of 0.3 tokens a character"
     with pytest.raises(QueueFullError, match="this one has 401"):
-        ticket.settle(401)
+        admission.settle(ticket, 401)
     ticket.leave()
-    assert admission.room.num_waiting_tokens == 600
-    admission.enter(AdmissionRequest(num_characters=10)).settle(400)
+    assert admission.queue.num_waiting_tokens == 600
+    admission.settle(admission.enter(AdmissionRequest(num_characters=10)), 400)
     known = made(tokens=1000, forecast=taught(prefill_s=0.1))
-    known.enter(AdmissionRequest(num_ids=900)).settle(900)
+    known.settle(known.enter(AdmissionRequest(num_ids=900)), 900)
     with pytest.raises(QueueFullError, match=r"room in about 20\.0 s") as told:
         known.enter(AdmissionRequest(num_ids=300))
     assert told.value.retry_after_s == pytest.approx(20)
@@ -148,11 +145,11 @@ def test_what_is_refused_first_under_load() -> None:
 
 def test_tokens_make_load_too() -> None:
     admission = made(slots=4, bound=8, tokens=1000)
-    admission.enter(AdmissionRequest(num_ids=800)).settle(800)
-    assert admission.load is Load.CROWDED and admission.room.num_waiting == 0
+    admission.settle(admission.enter(AdmissionRequest(num_ids=800)), 800)
+    assert admission.load is Load.CROWDED and admission.queue.num_waiting == 0
     with pytest.raises(LoadShedError):
         admission.enter(AdmissionRequest(priority=1))
-    admission.enter(AdmissionRequest(num_ids=150)).settle(150)
+    admission.settle(admission.enter(AdmissionRequest(num_ids=150)), 150)
 
 
 def test_a_key_keeps_to_its_share_while_others_wait() -> None:
@@ -199,7 +196,7 @@ def test_a_wait_that_cannot_be_met_is_refused_with_the_numbers() -> None:
     assert admission.wait_s() == 0
     running(admission, 4)
     for _ in range(8):
-        admission.enter(AdmissionRequest(num_ids=100)).settle(100)
+        admission.settle(admission.enter(AdmissionRequest(num_ids=100)), 100)
     steps = 9 * 50 / 4
     expected_s = steps * 0.02 + (steps * 4 + 8 * 100) * 0.001
     assert admission.wait_s() == pytest.approx(expected_s, rel=0.05)
@@ -217,7 +214,7 @@ def test_a_wait_that_cannot_be_met_is_refused_with_the_numbers() -> None:
 def test_a_request_waits_for_a_full_engine_although_none_waits_before_it() -> None:
     admission = made(slots=4, bound=100, forecast=taught())
     running(admission, 4)
-    assert admission.room.num_waiting == 0
+    assert admission.queue.num_waiting == 0
     with pytest.raises(WaitTooLongError):
         admission.enter(AdmissionRequest(max_wait_s=0.01))
     admission.enter(AdmissionRequest(max_wait_s=60.0))
@@ -227,7 +224,7 @@ def test_urgent_requests_wait_for_those_before_them_only() -> None:
     admission = made(slots=4, bound=100, forecast=taught(), is_by_priority=True)
     running(admission, 4)
     for _ in range(20):
-        admission.enter(AdmissionRequest(num_ids=100, priority=5)).settle(100)
+        admission.settle(admission.enter(AdmissionRequest(num_ids=100, priority=5)), 100)
     urgent, other = admission.wait_s(-1), admission.wait_s(5)
     assert urgent is not None and other is not None and other > 10 * urgent
     admission.enter(AdmissionRequest(priority=-1, max_wait_s=1.0))
@@ -254,9 +251,11 @@ def test_tokens_of_a_text_follow_the_last_texts() -> None:
     admission = made()
     assert admission.tokens_of(100) == 30
     for _ in range(100):
-        admission.text_tokenized(4000, 1000)
+        ticket = admission.enter(AdmissionRequest(num_characters=4000))
+        admission.settle(ticket, 1000)
+        ticket.leave()
     assert admission.tokens_of(8000) == pytest.approx(2000, rel=0.01)
-    admission.text_tokenized(0, 12)  # ids only
+    admission.settle(admission.enter(AdmissionRequest(num_ids=12)), 12)
     assert admission.tokens_of(8000) == pytest.approx(2000, rel=0.01)
 
 
@@ -265,7 +264,7 @@ def test_limits_of_a_key_hold_and_its_refusals_are_counted() -> None:
     admission = made()
     admission.glance(key)
     first = admission.enter(AdmissionRequest(key=key, num_ids=100))
-    first.settle(100)
+    admission.settle(first, 100)
     first.generated(40)
     admission.glance(key)
     second = admission.enter(AdmissionRequest(key=key, num_ids=100))
@@ -284,11 +283,7 @@ def test_limits_of_a_key_hold_and_its_refusals_are_counted() -> None:
     admission.glance(KeyInfo("b", "b"))
 
 
-def finished(num_choices: int = 1, tokens: int = 5) -> Finished:
-    return Finished("stop", 10, tokens, 0, 0.1, 0.2, 0.3, None, num_choices)
-
-
-def test_whatever_happens_every_seat_comes_back() -> None:
+def test_whatever_happens_every_ticket_is_given_back() -> None:
     for seed in range(60):
         rng = random.Random(seed)
         admission = made(slots=rng.randint(1, 6), bound=rng.randint(1, 20), tokens=rng.randint(100, 3000), kv=2000)
@@ -296,14 +291,14 @@ def test_whatever_happens_every_seat_comes_back() -> None:
         open_tickets: list[tuple[AdmissionTicket, AdmissionRequest]] = []
         for _ in range(150):
             step(admission, rng, keys, open_tickets)
-            room = admission.room
-            assert room.num_running == sum(ticket.seat.num_started * request.width for ticket, request in open_tickets)
-            assert room.num_pending == sum(ticket.seat.num_waiting * request.width for ticket, request in open_tickets)
+            room = admission.queue
+            assert room.num_running == sum(ticket.num_started * request.width for ticket, request in open_tickets)
+            assert room.num_pending == sum(ticket.num_waiting * request.width for ticket, request in open_tickets)
             assert sum(room.by_key.values()) == room.num_pending and room.num_waiting >= 0
             assert room.num_tokens_held >= 0
         for ticket, _ in open_tickets:
             ticket.leave()
-        room = admission.room
+        room = admission.queue
         assert (room.num_running, room.num_pending, room.num_tokens_held, room.num_waiting_tokens) == (0, 0, 0, 0)
         assert not room.by_key and not room.tokens_by_key and not room._by_priority
         assert all(meter.num_open == 0 for meter in admission.meters.values())
@@ -327,16 +322,16 @@ def step(
             return
         open_tickets.append((ticket, request))
         try:
-            ticket.settle(tokens)
+            admission.settle(ticket, tokens)
         except QueueFullError:
             ticket.leave()
             open_tickets.pop()
         return
     ticket, _ = rng.choice(open_tickets)
     actions: list[Callable[[], None]] = [
-        ticket.seat.start,
+        lambda: ticket.generated(0, is_first=True),
         lambda: ticket.generated(rng.randint(1, 20)),
-        lambda: ticket.ended(finished()),
+        lambda: ticket.ended(10, 0),
         ticket.leave,
     ]
     index = rng.randrange(4)

@@ -62,7 +62,7 @@ async def test_a_full_queue_says_how_many_wait_and_when_to_come_again() -> None:
     assert await answered(harness, tasks) == [200, 200, 200]
     harness.engine.is_held = False
     assert (await harness.complete()).status_code == 200
-    assert harness.context.waiting.num_pending == harness.context.waiting.num_running == 0
+    assert harness.context.queue.num_pending == harness.context.queue.num_running == 0
 
 
 async def test_every_end_gives_its_seat_back() -> None:
@@ -77,7 +77,7 @@ async def test_every_end_gives_its_seat_back() -> None:
     await harness.complete()
     harness.engine.submit_error = None
     await harness.complete(prompt=[9999])
-    room = harness.context.waiting
+    room = harness.context.queue
     assert (room.num_pending, room.num_running, room.num_tokens_held, len(harness.context.request_index)) == (
         0,
         0,

@@ -149,7 +149,7 @@ async def test_S11_more_choices_than_the_engine_runs_are_refused_by_the_clients_
             assert (response.status_code, error["param"]) == (400, param)
             assert error["message"].startswith(f"{param} is 5, this engine runs 4 sequences")
         assert (await client.post("/v1/completions", json={"prompt": "hi", "n": 4})).status_code == 200
-    assert len(engine.requests) == 1 and app.state.context.waiting.num_pending == 0
+    assert len(engine.requests) == 1 and app.state.context.queue.num_pending == 0
 
 
 async def test_a_million_choices_cost_nothing() -> None:
@@ -177,7 +177,7 @@ async def test_a_client_that_leaves_cancels_the_whole_request_once() -> None:
     wire.leave()
     await task
     assert [reason.name for _, reason in harness.engine.cancelled] == ["CANCELLED"]
-    assert harness.context.waiting.num_pending == 0
+    assert harness.context.queue.num_pending == 0
 
 
 async def test_the_series_count_a_request_once_and_its_tokens_all() -> None:

@@ -44,12 +44,12 @@ async def test_when_one_prompt_fails_the_others_are_cancelled() -> None:
     harness.engine.end = (FinishReason.ERROR, FinishError(ErrorKind.ENGINE, "bad row"))
     response = await harness.complete(prompt=["a", "b"])
     assert response.status_code == 500
-    assert harness.context.waiting.num_pending == 0
+    assert harness.context.queue.num_pending == 0
 
 
 async def test_each_choice_of_a_batch_waits_until_its_own_first_token() -> None:
     harness = Harness()
-    engine, room = harness.engine, harness.context.waiting
+    engine, room = harness.engine, harness.context.queue
     engine.is_held = True
     answer = asyncio.create_task(harness.complete(prompt=["a", "b", "c"]))
     async with asyncio.timeout(5):

@@ -75,7 +75,7 @@ async def test_user_mistakes_name_their_field() -> None:
         response = await embed(harness, **fields)
         assert refusal(response)[:2] == (400, param), (fields, response.text)
     assert refusal(await embed(harness, model="other"))[0] == 404
-    assert harness.context.waiting.num_pending == 0 and len(harness.context.request_index) == 0
+    assert harness.context.queue.num_pending == 0 and len(harness.context.request_index) == 0
 
 
 async def test_a_text_is_cut_where_that_is_asked_for() -> None:
@@ -120,7 +120,7 @@ async def test_a_failure_cancels_the_others_and_gives_all_back() -> None:
     assert [reason for _, reason in harness.engine.cancelled] == [FinishReason.CANCELLED]
     harness.engine.submit_error = RuntimeError("boom")
     assert (await embed(harness)).status_code == 500
-    assert harness.context.waiting.num_pending == 0 and len(harness.context.request_index) == 0
+    assert harness.context.queue.num_pending == 0 and len(harness.context.request_index) == 0
 
 
 async def test_a_client_that_leaves_cancels_its_request() -> None:
@@ -132,7 +132,7 @@ async def test_a_client_that_leaves_cancels_its_request() -> None:
     wire.leave()
     async with asyncio.timeout(5):
         await task
-    assert len(harness.engine.cancelled) == 2 and harness.context.waiting.num_pending == 0
+    assert len(harness.engine.cancelled) == 2 and harness.context.queue.num_pending == 0
 
 
 async def test_a_full_queue_refuses_vectors_like_answers() -> None:

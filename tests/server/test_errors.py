@@ -88,7 +88,7 @@ async def test_a_bad_chat_field_is_named(fields: dict[str, Any], param: str) -> 
     if error["code"] != "invalid_value" or "template" not in param:
         assert any(name in error["message"] for name in (param.split("[")[0].split(".")[0], *fields))
     assert response.headers["x-should-retry"] == "false"
-    assert not harness.engine.requests and harness.context.waiting.num_pending == 0
+    assert not harness.engine.requests and harness.context.queue.num_pending == 0
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ async def test_the_engines_refusals(
         assert response.headers.get("retry-after") == retry_after
         assert response.headers.get("x-should-retry") == ("false" if is_final else None)
         assert "0x7f" not in response.text and "secret" not in response.text
-    assert harness.context.waiting.num_pending == 0
+    assert harness.context.queue.num_pending == 0
 
 
 @pytest.mark.parametrize(
@@ -315,4 +315,4 @@ async def test_a_full_queue_is_429_before_the_body_is_read() -> None:
     assert not harness.engine.requests
     ticket.leave()
     assert (await harness.chat()).status_code == 200
-    assert harness.context.waiting.num_pending == 0
+    assert harness.context.queue.num_pending == 0

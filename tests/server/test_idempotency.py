@@ -204,7 +204,7 @@ async def test_nobody_comes_back_within_the_orphan_time() -> None:
     await reading
     await wire.until(lambda: harness.engine.cancelled)
     assert harness.context.runs.report()["orphaned"] == 1 and len(harness.context.runs) == 0
-    await wire.until(lambda: harness.context.waiting.num_pending == 0)
+    await wire.until(lambda: harness.context.queue.num_pending == 0)
     response = await harness.chat(headers=key(last="0"), stream=True)
     assert (response.status_code, response.json()["error"]["code"]) == (409, "nothing_to_resume")
     harness.engine.is_held = False
@@ -338,4 +338,4 @@ async def test_nothing_is_left_behind() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == before
-    assert harness.context.waiting.num_pending == 0 and len(harness.context.request_index) == 0
+    assert harness.context.queue.num_pending == 0 and len(harness.context.request_index) == 0

@@ -22,7 +22,7 @@ def body(**fields: Any) -> dict[str, Any]:
 async def assert_idle(harness: Harness) -> None:
     await asyncio.sleep(0.001)  # a dropped async generator is closed by the loop
     assert harness.context.lifecycle.num_open == 0
-    assert harness.context.waiting.num_pending == harness.context.waiting.num_requests == 0
+    assert harness.context.queue.num_pending == harness.context.queue.num_requests == 0
     left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     assert not left, left
 

@@ -39,7 +39,7 @@ async def served() -> AsyncIterator[Harness]:
     observe_engine(loop, scheduler, StatisticsConfig())
     client = LocalClient(loop)
     harness = Harness(engine=client)  # type: ignore[arg-type]
-    harness.context.waiting.num_slots = 1
+    harness.context.queue.num_slots = 1
     try:
         yield harness
     finally:
@@ -50,7 +50,7 @@ async def long_one(harness: Harness, num_tokens: int = 100) -> asyncio.Task[Any]
     """A request that has the engine for itself from here on."""
     task = asyncio.create_task(harness.complete(max_tokens=num_tokens, ignore_eos=True))
     async with asyncio.timeout(5):
-        while harness.context.waiting.num_running == 0:
+        while harness.context.queue.num_running == 0:
             await asyncio.sleep(0.001)
     return task
 
@@ -70,7 +70,7 @@ async def test_who_does_not_start_in_time_gets_408_and_the_rest_go_on() -> None:
         *_, error, _ = events(streamed.text)
         assert error["error"]["code"] == "queue_timeout"
         assert (await first).status_code == 200
-        assert harness.context.waiting.num_pending == harness.context.waiting.num_running == 0
+        assert harness.context.queue.num_pending == harness.context.queue.num_running == 0
 
 
 async def test_once_speeds_are_known_a_hopeless_wait_is_refused_at_once() -> None:
@@ -91,7 +91,7 @@ async def test_the_estimate_is_near_what_then_happens() -> None:
             await harness.complete(max_tokens=30, ignore_eos=True)
         first = await long_one(harness, 30)
         others = [asyncio.create_task(harness.complete(max_tokens=30, ignore_eos=True)) for _ in range(4)]
-        while harness.context.waiting.num_pending < 4:
+        while harness.context.queue.num_pending < 4:
             await asyncio.sleep(0.001)
         told_s, begun = harness.context.admission.wait_s(), time.monotonic()
         last = await harness.complete(max_tokens=1)

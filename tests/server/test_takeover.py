@@ -121,12 +121,12 @@ async def test_nobody_comes_back(tmp_path: Path) -> None:
         wire.leave()
         await reading
     async with life(tmp_path / "j", orphan_timeout_s=0.2) as second:
-        assert second.taken == (1, 0) and second.context.waiting.num_pending == 1
+        assert second.taken == (1, 0) and second.context.queue.num_pending == 1
         (name,) = second.context.request_index.find("mine", "")
         assert name.startswith("mine~"), "by the name that its client knows"
         await wire.until(lambda: second.context.runs.report()["orphaned"] == 1)
         await wire.until(lambda: second.keeper.report()["open_requests"] == 0)
-        assert second.context.waiting.num_running == 0 and len(second.context.request_index) == 0
+        assert second.context.queue.num_running == 0 and len(second.context.request_index) == 0
     async with life(tmp_path / "j") as third:
         assert third.taken == (0, 0)
 

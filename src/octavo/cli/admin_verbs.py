@@ -40,7 +40,7 @@ def _looks(task: ApiTask, engine: Engine, context: Context, url: str) -> dict[st
             "processes": {**processes, "api": os.getpid(), **engine.processes},
             "api_restarts": task.life - 1,
             "engine": engine.report(),
-            "open_requests": context.waiting.num_requests,
+            "open_requests": context.queue.num_requests,
             "api": _own_figures(),
         }
 
@@ -72,7 +72,7 @@ def admin_verbs(task: ApiTask, engine: Engine, server: HttpServer, context: Cont
         loop.call_soon(server.stop)
         if when:
             loop.call_soon(context.lifecycle.stop)
-        return {"open_requests": context.waiting.num_requests}
+        return {"open_requests": context.queue.num_requests}
 
     async def cancel(request_id: str) -> object:
         names = context.request_index.find(_needed(request_id, "cancel"))

@@ -1,7 +1,7 @@
 """Admission: whether a request may come in now, or when it may come again.
 
 Owns: the order of the checks, the load levels, shares of the queue, the meters of keys, what a refusal says.
-Does not: count (waiting, rates), predict (queue_forecast), read bodies, or know HTTP.
+Does not: count or forecast (engine_queue and rates do), read bodies, or know HTTP.
 Twice: `glance` before the body is read, by counts alone; `enter` once the body is checked and before anything is
 tokenised. `settle` looks again when the prompts' tokens are known.
 Invariant: a refusal takes nothing and costs no more than some counting; every ticket is given back.
@@ -17,11 +17,9 @@ from enum import IntEnum
 
 from octavo.config import AdmissionConfig
 from octavo.errors import BusyError, LoadShedError, QueueFullError, RateLimitError, WaitTooLongError
-from octavo.observe.metrics.requests import Finished
+from octavo.server.engine_queue import DecayedMean, EngineQueue, QueuedWork
 from octavo.server.keys import NOBODY, KeyInfo
-from octavo.server.queue_forecast import Queue, QueueForecast
 from octavo.server.rates import Meter
-from octavo.server.waiting import DecayedMean, Seat, WaitingRoom
 
 MAX_RETRY_S = 60.0
 DEFAULT_PRIORITY = 0  # smaller is more urgent
@@ -58,47 +56,79 @@ class AdmissionRequest:
 
 
 class AdmissionTicket:
-    """What an admitted request holds: its seat and its place among its key's open requests."""
+    """What an admitted request holds: its share of the queue and its place among its key's open requests."""
 
-    def __init__(self, admission: AdmissionControl, request: AdmissionRequest, seat: Seat) -> None:
-        self.seat = seat
-        self._admission = admission
-        self._request = request
-        self._meter = admission.meter(request.key)
-        if self._meter is not None:
-            self._meter.num_open += 1
+    __slots__ = ("_held", "_is_open", "_now", "_queue", "meter", "num_started", "num_waiting", "request", "work")
 
-    def settle(self, num_tokens: int) -> None:
-        """Look again now that all prompts' tokens are counted, and charge them. Raises BusyError."""
-        admission, request = self._admission, self._request
-        admission.text_tokenized(request.num_characters, num_tokens - request.num_ids)
-        if admission.room.num_pending > self.seat.num_waiting * self.seat.width:  # others wait too
-            self.seat.expect(0, 0)
-            admission.check_tokens(request.key, num_tokens)
-        if self._meter is not None:
-            self._meter.check_tokens(admission.now(), num_tokens)
-            self._meter.use_tokens(num_tokens, admission.now())
-        self.seat.expect(num_tokens, admission.forecast.output_tokens(request.max_tokens))
+    def __init__(
+        self, queue: EngineQueue, request: AdmissionRequest, meter: Meter | None, now: Callable[[], float]
+    ) -> None:
+        self.request = request
+        self.num_waiting = request.num_prompts  # prompts without a token
+        self.num_started = 0  # prompts with one, and without their end
+        self.work = QueuedWork(request.width)  # of one prompt, on average
+        self._queue = queue
+        self.meter = meter
+        self._now = now
+        self._held = 0  # tokens in the KV pool, as far as known
+        self._is_open = True
+        queue.num_requests += 1
+        self._move(request.num_prompts)
+        if meter is not None:
+            meter.num_open += 1
+
+    def expect(self, prompt_tokens: float, output_tokens: float) -> None:
+        """Say how many tokens all its prompts have, and each of its sequences will likely generate."""
+        self._move(-self.num_waiting)
+        width = self.request.width
+        self.work = QueuedWork(width, prompt_tokens / max(1, self.request.num_prompts), width * output_tokens)
+        self._move(self.num_waiting)
 
     def generated(self, num_tokens: int, is_first: bool = False) -> None:
         """Charge tokens that were generated; `is_first`: a prompt's first."""
-        if is_first:
-            self.seat.start()
-        self.seat.grow(num_tokens)
-        if self._meter is not None:
-            self._meter.use_tokens(num_tokens, self._admission.now())
+        queue, num_held = self._queue, num_tokens
+        if is_first and self.num_waiting:
+            self._move(-1)
+            self.num_waiting -= 1
+            self.num_started += 1
+            queue.num_running += self.request.width
+            num_held += round(self.work.prompt_tokens * queue.new_share)
+        if self._is_open:
+            self._held += num_held
+            queue.num_tokens_held += num_held
+        if self.meter is not None:
+            self.meter.use_tokens(num_tokens, self._now())
 
-    def ended(self, end: Finished) -> None:
-        """One prompt ran to its end."""
-        self.seat.end()
-        self._admission.prompt_ended(end)
+    def ended(self, num_prompt_tokens: int, num_cached: int) -> None:
+        """Take out one of its prompts, which ran to its end, and learn from it."""
+        queue = self._queue
+        if self.num_started:
+            num_held = self._held // self.num_started
+            self.num_started -= 1
+            queue.num_running -= self.request.width
+            self._held -= num_held
+            queue.num_tokens_held -= num_held
+        elif self.num_waiting:
+            self._move(-1)
+            self.num_waiting -= 1
+        queue.prompt_done(num_prompt_tokens, num_cached)
 
     def leave(self) -> None:
-        """Give everything back. Idempotent."""
-        self.seat.leave()
-        if self._meter is not None:
-            self._meter.num_open -= 1
-            self._meter = None
+        """Give back all that is left of it. Idempotent."""
+        if not self._is_open:
+            return
+        self._move(-self.num_waiting)
+        self._queue.num_running -= self.num_started * self.request.width
+        self._queue.num_tokens_held -= self._held
+        self._is_open = False
+        self._queue.num_requests -= 1
+        self.num_waiting = self.num_started = 0
+        if self.meter is not None:
+            self.meter.num_open -= 1
+            self.meter = None
+
+    def _move(self, num_prompts: int) -> None:
+        self._queue.add(self.request.key.name, self.request.priority, self.work, num_prompts)
 
 
 class AdmissionControl:
@@ -107,15 +137,13 @@ class AdmissionControl:
     def __init__(
         self,
         config: AdmissionConfig,
-        room: WaitingRoom,
-        forecast: QueueForecast,
+        queue: EngineQueue,
         *,
         is_by_priority: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.room = room
-        self.forecast = forecast
+        self.queue = queue
         self._tokens_per_character = DecayedMean(65_536)
         self.now = now
         self._is_by_priority = is_by_priority
@@ -146,15 +174,15 @@ class AdmissionControl:
     @property
     def load(self) -> Load:
         """How full the queue is."""
-        return Load(bisect_right(_BOUNDS, self._share(self.room.num_waiting, self.room.num_waiting_tokens)))
+        return Load(bisect_right(_BOUNDS, self._share(self.queue.num_waiting, self.queue.num_waiting_tokens)))
 
     def glance(self, key: KeyInfo, *, may_be_known: bool = False) -> None:
         """Before the body is read: count the request, or refuse it at a full queue or its key's limit (BusyError).
 
-        `may_be_known`: it may ask for something that is here already, and so needs no room.
+        `may_be_known`: it may ask for something that is here already, and so needs no queue.
         """
         meter = self._current_meter(key)
-        if not may_be_known and self.room.num_pending:
+        if not may_be_known and self.queue.num_pending:
             self._check_full(key, 1)
         if meter is not None:
             if not may_be_known:
@@ -174,10 +202,10 @@ class AdmissionControl:
             meter.use_tokens(num_tokens, self.now())
 
     def enter(self, request: AdmissionRequest) -> AdmissionTicket:
-        """Take a seat for a checked body. Raises BusyError."""
+        """Return a ticket for a checked body. Raises BusyError."""
         meter = self.meter(request.key)
         num_tokens = request.num_ids + self.tokens_of(request.num_characters)
-        if self.room.num_pending:  # else nothing waits
+        if self.queue.num_pending:  # else nothing waits
             num_sequences = request.num_prompts * request.width
             self._check_full(request.key, num_sequences)
             self._check_load(request)
@@ -186,28 +214,40 @@ class AdmissionControl:
             self._check_wait(request)
         if meter is not None:
             self._check_concurrent(meter)
-        if self.room.num_pending:
-            self.check_tokens(request.key, num_tokens)
+        if self.queue.num_pending:
+            self._check_tokens(request.key, num_tokens)
         if meter is not None:
             meter.check_tokens(self.now(), num_tokens)
-        seat = self.room.enter(request.key.name, request.priority, request.num_prompts, request.width)
-        seat.expect(num_tokens, self.forecast.output_tokens(request.max_tokens))
-        self.forecast.refresh(self._queue)
-        return AdmissionTicket(self, request, seat)
+        ticket = AdmissionTicket(self.queue, request, meter, self.now)
+        ticket.expect(num_tokens, self.queue.forecast.output_tokens(request.max_tokens))
+        self.queue.forecast.refresh(self.queue.state)
+        return ticket
 
-    def text_tokenized(self, num_characters: int, num_tokens: int) -> None:
-        """Note that so many characters made so many tokens."""
-        if num_characters > 0:
-            self._tokens_per_character.add(num_tokens, num_characters)
+    def readmit(self, request: AdmissionRequest) -> AdmissionTicket:
+        """Return a ticket for a request that was admitted by a former server."""
+        return AdmissionTicket(self.queue, request, self.meter(request.key), self.now)
+
+    def settle(self, ticket: AdmissionTicket, num_tokens: int) -> None:
+        """Look again now that all prompts' tokens are counted, and charge them. Raises BusyError."""
+        request = ticket.request
+        if request.num_characters > 0:
+            self._tokens_per_character.add(num_tokens - request.num_ids, request.num_characters)
+        if self.queue.num_pending > ticket.num_waiting * request.width:  # others wait too
+            ticket.expect(0, 0)
+            self._check_tokens(request.key, num_tokens)
+        if ticket.meter is not None:
+            ticket.meter.check_tokens(self.now(), num_tokens)
+            ticket.meter.use_tokens(num_tokens, self.now())
+        ticket.expect(num_tokens, self.queue.forecast.output_tokens(request.max_tokens))
 
     def tokens_of(self, num_characters: int) -> int:
         """Return about how many tokens a text has."""
         mean = self._tokens_per_character.value
         return round(num_characters * (_FIRST_TOKENS_PER_CHARACTER if mean is None else mean))
 
-    def check_tokens(self, key: KeyInfo, num_tokens: int) -> None:
+    def _check_tokens(self, key: KeyInfo, num_tokens: int) -> None:
         """Refuse more tokens than the queue has left beside those of others. Raises BusyError."""
-        others, most = self.room.num_waiting_tokens, self.config.max_waiting_tokens
+        others, most = self.queue.num_waiting_tokens, self.config.max_waiting_tokens
         if others and others + num_tokens > most:
             wait_s = self._tokens_room_s(others + num_tokens - most)
             told = "how long is not known yet" if wait_s is None else f"there will be room in about {wait_s:.1f} s"
@@ -222,11 +262,11 @@ class AdmissionControl:
             for name, m in self._meters.items()
         }
         return {
-            "waiting": self.room.num_waiting,
+            "waiting": self.queue.num_waiting,
             "max_waiting": self.config.max_waiting,
-            "waiting_tokens": self.room.num_waiting_tokens,
+            "waiting_tokens": self.queue.num_waiting_tokens,
             "max_waiting_tokens": self.config.max_waiting_tokens,
-            "running": self.room.num_running,
+            "running": self.queue.num_running,
             "load": int(self.load),
             "wait_s": self.wait_s(),
             "keys": keys,
@@ -234,33 +274,19 @@ class AdmissionControl:
 
     def wait_s(self, priority: int = DEFAULT_PRIORITY) -> float | None:
         """How long a request that came now would wait; 0 where it could start at once, None where that is unknown."""
-        if self._queue() is None:
-            return 0.0
-        room = self.room
-        self.forecast.refresh(self._queue)
-        return self.forecast.wait_s(room.ahead_of(priority if self._is_by_priority else None), room.num_busy)
+        return self.queue.wait_s(priority if self._is_by_priority else None)
 
     def forecast_came(self, answer: Mapping[str, object]) -> None:
         """Note the engine's forecast of now."""
-        self.forecast.update(answer, self._queue())
-
-    def prompt_ended(self, end: Finished) -> None:
-        """Learn from a prompt that ran to its end."""
-        self.room.prompt_done(end.prompt_tokens, end.cached_tokens)
-        self.forecast.refresh(self._queue)
-
-    def _queue(self) -> Queue:
-        """Return what waits and how many sequences run; None while a new request could start at once."""
-        room = self.room
-        return None if room.num_free > room.num_pending else (room.ahead_of(None), room.num_busy)
+        self.queue.forecast.update(answer, self.queue.state())
 
     def _share(self, num_sequences: float, num_tokens: float) -> float:
         return max(num_sequences / self.config.max_waiting, num_tokens / self.config.max_waiting_tokens)
 
     def _check_full(self, key: KeyInfo, num_sequences: int) -> None:
-        waiting, most = self.room.num_waiting, self.config.max_waiting
+        waiting, most = self.queue.num_waiting, self.config.max_waiting
         kept = ""
-        if len(self._meters) > 1 and key.name in self.room.by_key:
+        if len(self._meters) > 1 and key.name in self.queue.by_key:
             # Else whoever fills the queue takes each place that falls free before another asks for it.
             most -= most // _RESERVED
             kept = f" ({self.config.max_waiting - most} more places are for keys of which nothing waits)"
@@ -279,20 +305,20 @@ class AdmissionControl:
         if load >= Load.CROWDED or request.width > 1:
             kind = "requests" if load >= Load.CROWDED else "requests of several choices"
             text = f"the queue is {load.name.lower()} and {kind} of priority {request.priority} are refused"
-            message = f"{text}: {self.room.num_waiting} sequences wait, {self.config.max_waiting} may; {self._told()}"
-            wait_s = self._room_s(self.room.num_waiting - self.config.max_waiting / 2)
+            message = f"{text}: {self.queue.num_waiting} sequences wait, {self.config.max_waiting} may; {self._told()}"
+            wait_s = self._room_s(self.queue.num_waiting - self.config.max_waiting / 2)
             raise self._counted(request.key, LoadShedError(message, retry_after_s=wait_s))
 
     def _check_share(self, key: KeyInfo, num_sequences: int, num_tokens: int) -> None:
         """While the queue is over half full and several keys wait, none takes more than its share of it."""
-        room = self.room
-        mine = room.by_key.get(key.name, 0)
-        if not mine or len(room.by_key) == 1 or self.load < Load.BUSY:
+        queue = self.queue
+        mine = queue.by_key.get(key.name, 0)
+        if not mine or len(queue.by_key) == 1 or self.load < Load.BUSY:
             return
-        known = (self._meters.get(name) for name in room.by_key)
+        known = (self._meters.get(name) for name in queue.by_key)
         weights = [1.0 if meter is None else meter.info.weight for meter in known]
         share = key.weight / sum(weights)
-        if self._share(mine + num_sequences, room.tokens_by_key[key.name] + num_tokens) > share:
+        if self._share(mine + num_sequences, queue.tokens_by_key[key.name] + num_tokens) > share:
             message = (
                 f"key {key.name!r} has its share of the queue: {mine} of its sequences wait, {share:.0%} of the "
                 f"{self.config.max_waiting} places are its own while {len(weights)} keys wait; {self._told()}"
@@ -305,7 +331,7 @@ class AdmissionControl:
         if wait_s is not None and wait_s > min(limits):
             message = (
                 f"this request would wait about {wait_s:.1f} s, and may wait {min(limits):g} s: "
-                f"{self.room.num_waiting} sequences wait, {self.config.max_waiting} may"
+                f"{self.queue.num_waiting} sequences wait, {self.config.max_waiting} may"
             )
             retry_s = min(MAX_RETRY_S, wait_s - min(limits))
             raise self._counted(request.key, WaitTooLongError(message, retry_after_s=retry_s))
@@ -313,7 +339,9 @@ class AdmissionControl:
     def _check_concurrent(self, meter: Meter) -> None:
         most = meter.info.max_concurrent
         if most is not None and meter.num_open >= most:
-            wait_s = min(MAX_RETRY_S, (self.forecast.answer_s(self.room.num_busy) or 0.0) / max(1, meter.num_open))
+            wait_s = min(
+                MAX_RETRY_S, (self.queue.forecast.answer_s(self.queue.num_busy) or 0.0) / max(1, meter.num_open)
+            )
             message = (
                 f"key {meter.info.name!r} is at its limit: {meter.num_open} of its requests are open, {most} may be"
             )
@@ -334,14 +362,14 @@ class AdmissionControl:
         wait_s = self.wait_s()
         if wait_s is None:
             return None
-        return min(MAX_RETRY_S, wait_s * max(0.0, num_sequences) / (self.room.num_waiting + 1))
+        return min(MAX_RETRY_S, wait_s * max(0.0, num_sequences) / (self.queue.num_waiting + 1))
 
     def _tokens_room_s(self, num_tokens: int) -> float | None:
         """Return the seconds until prompts of so many tokens are computed, and have slots to be computed in."""
-        prefill_s = self.forecast.prefill_s(num_tokens)
-        if prefill_s is None or not self.room.num_waiting:
+        prefill_s = self.queue.forecast.prefill_s(num_tokens)
+        if prefill_s is None or not self.queue.num_waiting:
             return None if prefill_s is None else min(MAX_RETRY_S, prefill_s)
-        each = max(1.0, self.room.num_waiting_tokens / max(1, self.room.num_pending))
+        each = max(1.0, self.queue.num_waiting_tokens / max(1, self.queue.num_pending))
         return max(min(MAX_RETRY_S, prefill_s), self._room_s(num_tokens / each) or 0.0)
 
     def _told(self) -> str:

@@ -19,6 +19,7 @@ from octavo.observe.metrics.snapshots import cache_info
 from octavo.observe.otel import Tracer
 from octavo.server.admission import AdmissionControl
 from octavo.server.batches.service import BatchService
+from octavo.server.engine_queue import EngineQueue, QueueForecast
 from octavo.server.faults import ApiError
 from octavo.server.feed import Feed
 from octavo.server.grammars import GrammarReader
@@ -29,12 +30,10 @@ from octavo.server.limits import HttpLimits
 from octavo.server.logins import Logins
 from octavo.server.params import ParamsReader, shown_ids
 from octavo.server.prompts import PromptReader
-from octavo.server.queue_forecast import QueueForecast
 from octavo.server.request_index import RequestIndex
 from octavo.server.responses.background import Background
 from octavo.server.responses.store import ResponseStore
 from octavo.server.shares import Shares
-from octavo.server.waiting import WaitingRoom
 from octavo.text.dialect import Dialect, read_dialect
 from octavo.tool.process import ToolProcess
 
@@ -67,7 +66,7 @@ class Context:
     metrics: RequestMetrics
     fine_sessions: Sessions
     runs: IdempotentRequests
-    waiting: WaitingRoom
+    queue: EngineQueue
     admission: AdmissionControl
     request_index: RequestIndex
     tool: ToolProcess
@@ -114,7 +113,7 @@ def build_context(
 ) -> Context:
     """Put the parts together."""
     models = tuple(dict.fromkeys(config.model.served_model_name)) or (text.name,)
-    waiting = _waiting_room(config, sessions)
+    queue = _engine_queue(config, sessions)
     keys = KeyRing.of(config.serving)
     tool = ToolProcess()
     runs = IdempotentRequests(config.retry, text.tokenizer, Shares(keys))
@@ -136,11 +135,10 @@ def build_context(
         metrics=RequestMetrics(models[0]),
         fine_sessions=sessions.token_by_token(),
         runs=runs,
-        waiting=waiting,
+        queue=queue,
         admission=AdmissionControl(
             config.admission,
-            waiting,
-            QueueForecast(partial(sessions.client.control, "forecast")),
+            queue,
             is_by_priority=config.scheduling.policy == "priority",
         ),
         request_index=RequestIndex(config.statistics.explain_kept),
@@ -155,7 +153,7 @@ def build_context(
         dialect=dialect,
         responses=ResponseStore(config.responses),
         background=Background(runs, lifecycle),
-        batches=BatchService(config.batch, keys, waiting.num_slots),
+        batches=BatchService(config.batch, keys, queue.num_slots),
         grammars=GrammarReader(tool, text),
         tracer=Tracer(config.telemetry.otlp_traces_endpoint),
         cache_info=_cache_info(config, sessions),
@@ -170,11 +168,11 @@ def _max_len(config: Config, text: TextModel, sessions: Sessions) -> int:
     return min(length for length in lengths if length)
 
 
-def _waiting_room(config: Config, sessions: Sessions) -> WaitingRoom:
-    capacity = sessions.capacity
+def _engine_queue(config: Config, sessions: Sessions) -> EngineQueue:
+    capacity, forecast = sessions.capacity, QueueForecast(partial(sessions.client.control, "forecast"))
     if capacity is None:
-        return WaitingRoom(config.scheduling.max_sequences or 0)
-    return WaitingRoom(capacity.num_slots, capacity.num_blocks[0] * capacity.block_size)
+        return EngineQueue(config.scheduling.max_sequences or 0, forecast=forecast)
+    return EngineQueue(capacity.num_slots, capacity.num_blocks[0] * capacity.block_size, forecast)
 
 
 def _cache_info(config: Config, sessions: Sessions) -> dict[str, str]:

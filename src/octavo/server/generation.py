@@ -120,7 +120,7 @@ async def start(
             )
             undo.callback(ticket.leave)
             prompts = [array("i", ids) for ids in await asked.read_prompts()]  # a ninth of the memory of lists
-            ticket.settle(sum(map(len, prompts)))
+            context.admission.settle(ticket, sum(map(len, prompts)))
             if grammar := await asked.read_grammar():
                 params = replace(params, grammar=grammar)
             ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]
@@ -307,7 +307,7 @@ class Generation:
                 longest=max(self._num_tokens[index] for index in range(session * n, session * n + n)),
             )
             self.metrics.finished(end)
-            self.ticket.ended(end)
+            self.ticket.ended(usage.prompt_tokens, usage.cached_tokens)
 
     async def collect(self) -> list[Choice]:
         """Wait for every choice to end."""

@@ -23,7 +23,7 @@ from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.outputs import TextDelta
 from octavo.frontend.sessions import OutputClient, Session
 from octavo.frontend.transcript import Transcript
-from octavo.server.admission import AdmissionRequest, AdmissionTicket
+from octavo.server.admission import AdmissionRequest
 from octavo.server.context import Context
 from octavo.server.encoding import REASONS, AnswerSpec
 from octavo.server.generation import Generation, failure_of
@@ -120,13 +120,11 @@ def _session(context: Context, held: JournaledRequest, client: OutputClient) -> 
 
 
 def _generation(context: Context, held: JournaledRun) -> Generation:
-    """What goes on, with a seat of its own: it was let in once."""
+    """What goes on, with a ticket of its own: it was admitted once."""
     requests = [each.request for each in _requests(held)]
     first = requests[0]
     wanted = AdmissionRequest(priority=first.priority, num_prompts=len(requests), width=first.params.num_sequences)
-    ticket = AdmissionTicket(
-        context.admission, wanted, context.waiting.enter("", wanted.priority, wanted.num_prompts, wanted.width)
-    )
+    ticket = context.admission.readmit(wanted)
     closing = ExitStack()
     closing.callback(ticket.leave)
     names = [request.request_id for request in requests]

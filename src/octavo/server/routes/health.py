@@ -51,7 +51,7 @@ async def health(request: Request) -> Response:
         {
             "status": "ready",
             "model": context.model,
-            "open_requests": context.waiting.num_requests,
+            "open_requests": context.queue.num_requests,
             "journal": context.runs.report()["journal"],
         }
     )
