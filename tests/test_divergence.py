@@ -3,7 +3,7 @@
 Each golden continuation is scored in both (SCORE rows, so every position sees the same ids); then it is generated
 freely and the first difference noted. A text of this project is scored for its perplexity: windows of 512 tokens, the
 second half of each counted, as llama.cpp's llama-perplexity does. OCTAVO_WRITE_TABLES=1 writes the table of
-docs/invariance.md.
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def test_X07_coded_weights_diverge_little_from_float32(capsys: pytest.CaptureFix
     with capsys.disabled():
         print(f"\n{text}")
     if os.environ.get("OCTAVO_WRITE_TABLES"):
-        write_section(ROOT / "docs" / "invariance.md", "divergence", text)
+        write_section(ROOT / "docs" / "performance.md", "divergence", text)
     for label, agreeing, difference in bounds:
         assert agreeing > 0.9, label
         assert difference < 0.1, label

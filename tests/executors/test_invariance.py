@@ -1,7 +1,7 @@
 """Measure for each dtype and backend if a row's result depends on the rest of the batch, chunks or a cache hit.
 
 Prints a table. With OCTAVO_WRITE_TABLES set it also measures the default model (when it is installed) and writes
-its table into docs/invariance.md. It asserts what is promised: the native decoder gives the same bits, and torch's
+its table into docs/performance.md. It asserts what is promised: the native decoder gives the same bits, and torch's
 decoder, in float32, logits within a tolerance and the same greedy token.
 """
 
@@ -32,7 +32,7 @@ LENGTH = 45
 OTHERS = (1, 2, 8, 32)
 CHUNKS = (1, 7, 16)
 TOLERANCE = 1e-4
-PAGE = Path(__file__).parents[2] / "docs" / "invariance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 
 
 @dataclass
