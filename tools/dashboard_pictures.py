@@ -1,4 +1,4 @@
-"""Make the pictures of docs/dashboard.md in docs/img: each view, of pages with simulations.
+"""Make the pictures of docs/observing.md in docs/img: each view, of pages with simulations.
 
 Does not: choose what is shown (the two files do): STEPS.html for the first view, REST.html for the others.
 Usage: python -m tools.dashboard_pictures STEPS.html REST.html; needs playwright and Chromium (extra `browser`).

@@ -2,7 +2,7 @@
 
 Owns: finding and reading them, with errors that name file and line. Does not: predict (table).
 A table is a folder, or a folder and the beginning of its files' names: [PREFIX]dense.csv, per_sequence.csv and
-attention.csv, optionally skew_fit.csv and profile.json, each plain or .gz. docs/costs.md tells their columns.
+attention.csv, optionally skew_fit.csv and profile.json, each plain or .gz. docs/simulating.md tells their columns.
 """
 
 from __future__ import annotations
