@@ -30,7 +30,7 @@ CODES: Mapping[str, Code] = {
     "invalid_form": Code((400,), "the upload is not multipart/form-data, or not well formed"),
     "batches_off": Code((400,), "files and batches are off; the server was started without `--batch-dir`"),
     "storage_full": Code((400,), "the tenant has no room for another file, or for its bytes; delete some"),
-    "unknown_field": Code((400,), "the endpoint does not know this field"),
+    "unknown_field": Code((400,), "the endpoint does not know this parameter or, with `--strict-fields`, this field"),
     "thread_unsupported_request": Code(
         (400,), "`thread` of Anthropic's API is not supported; send the whole conversation"
     ),
@@ -38,7 +38,7 @@ CODES: Mapping[str, Code] = {
     "unsupported_field": Code((400,), "the field, or this value of it, is not supported"),
     "invalid_value": Code((400,), "a field has the wrong type or is out of its range", errors.InvalidRequestError),
     "invalid_request": Code((400,), "the request is invalid in another way", errors.RequestError),
-    "too_complex": Code((400,), "a template, schema or grammar takes too much time or memory", errors.TooComplexError),
+    "too_complex": Code((400,), "a template, schema, expression or grammar needs too much time or memory", errors.TooComplexError),
     "context_length_exceeded": Code(
         (400,), "the prompt has more tokens than the model or the KV pool holds", errors.PromptTooLongError
     ),
