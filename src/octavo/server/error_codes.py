@@ -38,7 +38,9 @@ CODES: Mapping[str, Code] = {
     "unsupported_field": Code((400,), "the field, or this value of it, is not supported"),
     "invalid_value": Code((400,), "a field has the wrong type or is out of its range", errors.InvalidRequestError),
     "invalid_request": Code((400,), "the request is invalid in another way", errors.RequestError),
-    "too_complex": Code((400,), "a template, schema, expression or grammar needs too much time or memory", errors.TooComplexError),
+    "too_complex": Code(
+        (400,), "a template, schema, expression or grammar needs too much time or memory", errors.TooComplexError
+    ),
     "context_length_exceeded": Code(
         (400,), "the prompt has more tokens than the model or the KV pool holds", errors.PromptTooLongError
     ),
