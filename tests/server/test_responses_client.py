@@ -150,14 +150,34 @@ def test_the_asynchronous_client(url: str) -> None:
     asyncio.run(run())
 
 
-def test_I02_the_guides_code_runs_as_it_stands(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def sections_code(title: str, url: str) -> list[str]:
+    """Return the Python blocks of a section of docs/apis.md, with the server's address."""
     page = (ROOT / "docs" / "apis.md").read_text(encoding="utf-8")
-    section = page.partition("\n## Responses\n")[2].partition("\n## ")[0]
+    section = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4 and "http://127.0.0.1:8000/v1" in blocks[0]
+    assert "http://127.0.0.1:8000" in blocks[0]
+    return [block.replace("http://127.0.0.1:8000", url.removesuffix("/v1")) for block in blocks]
+
+
+def test_I02_the_guides_code_runs_as_it_stands(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = sections_code("Responses", url)
+    assert len(blocks) == 4
     names: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block.replace("http://127.0.0.1:8000/v1", url), "docs/apis.md", "exec"), names)
+        exec(compile(block, "docs/apis.md", "exec"), names)
     said = capsys.readouterr().out
     assert "Hello from the script." in said and "It is sunny in Paris." in said and "completed" in said
     names["client"].close()
+
+
+@pytest.mark.parametrize("title", ["Anthropic", "Ollama"])
+def test_I03_the_guides_code_for_other_apis_runs_as_it_stands(
+    url: str, capsys: pytest.CaptureFixture[str], title: str
+) -> None:
+    [block] = sections_code(title, url)
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/apis.md", "exec"), names)
+    assert capsys.readouterr().out.count("Hello from the script.") == 2
+    close = getattr(names["client"], "close", None)  # Ollama's client has none
+    if close is not None:
+        close()
