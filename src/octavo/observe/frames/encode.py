@@ -54,7 +54,8 @@ class FrameSource:
 
 
 def head_frame(source: FrameSource, limits: Limits, before: OpenSlots, now: float) -> Frame:
-    """Return the first frame: what is so before the next one."""
+    """Return the first frame: the state before the next one."""
+    shown = {name: getattr(limits, name) for name in _SHOWN_LIMITS}
     return {
         "k": "head",
         "v": VERSION,
@@ -64,12 +65,10 @@ def head_frame(source: FrameSource, limits: Limits, before: OpenSlots, now: floa
         "life": source.life,
         "device": source.device,
         "t": round(now, 6),
-        "limits": {
-            name: list(value) if isinstance(value := getattr(limits, name), tuple) else value for name in _SHOWN_LIMITS
-        },
+        "limits": {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()},
         "slots": [list(taken) for taken in before.slots.values()],
         "open": [_arrival(request) for request in before.open.values()],
-        "totals": _named(_totals(before.gauges)),
+        "totals": _totals(before.gauges),
     }
 
 
@@ -78,34 +77,62 @@ def step_frame(record: StepRecord, previous: StepRecord | None, times: StepTimes
 
     A record without a step gives a note.
     """
-    totals = _totals(record.gauges)
+    gauges, totals = record.gauges, _totals(record.gauges)
+    news = _given(
+        {"in": [_arrival(request) for request in record.arrivals], "ev": decisions(record.decisions)},
+    )
     if record.slots is None:
-        return {"k": "note", "t": round(record.begin, 6), **_news(record), "totals": _named(totals)}
-    num_prefills, num_forks, prompt = record.prefill
-    decode = len(record.slots) - num_prefills - num_forks
-    accepted = record.gauges.num_accepted_tokens - previous.gauges.num_accepted_tokens if previous is not None else 0
-    seconds, idle = _part_seconds(record, times), record.idle_s
-    before = _part_seconds(previous, times) if idle and previous is not None else None
-    if before is not None:
-        idle = max(0.0, idle - before[4])
+        return {"k": "note", "t": round(record.begin, 6), **news, "totals": totals}
+    num_prefills, num_forks, num_prompt = record.prefill
+    num_accepted, idle = 0, record.idle_s
+    if previous is not None:
+        num_accepted = gauges.num_accepted_tokens - previous.gauges.num_accepted_tokens
+        before = _part_seconds(previous, times)
+        if idle and before is not None:
+            idle = max(0.0, idle - before[4])
+    parts = _part_seconds(record, times) or (None, *record.computed, None)
     frame: Frame = {
         "k": "step",
         "n": record.step,
         "t": round(record.begin, 6),
         "s": round(record.end - record.begin, 6),
         "idle": round(idle, 6),
-        "parts": [round(each, 6) for each in seconds[:5]]
-        if seconds is not None
-        else [None, *(round(each, 6) for each in record.computed), None],
-        "tok": [prompt, decode, sum(record.num_drafts), accepted, record.num_outputs],
+        "parts": [each and round(each, 6) for each in _part_seconds(record, times) or (None, *record.computed, None)][
+            :5
+        ],
+        "tok": [
+            num_prompt,
+            len(record.slots) - num_prefills - num_forks,
+            sum(record.num_drafts),
+            num_accepted,
+            record.num_outputs,
+        ],
+        "run": gauges.num_running,
+        "wait": gauges.num_waiting,
+        "used": list(gauges.blocks_used),
+        "cached": list(gauges.blocks_cached),
+        **news,
+        **_given(
+            {
+                "drafts": list(record.num_drafts),
+                "totals": totals if previous is None or totals != _totals(previous.gauges) else None,
+                "freed": list(record.freed),
+                "new": [list(taken) for taken in record.taken],
+                "moved": list(record.moved) if any(record.moved) else None,
+                "swapped": gauges.num_swapped,
+                "host": gauges.host_blocks_used,
+                "fail": record.failure,
+            }
+        ),
     }
-    if previous is None or not _goes_on(record, previous):
+    if previous is None or not _continues(record, previous):
         frame["rows"] = _rows(record)
-    if record.num_drafts:
-        frame["drafts"] = list(record.num_drafts)
-    if previous is None or totals != _totals(previous.gauges):
-        frame["totals"] = _named(totals)
-    return {**frame, **_changes(record), **_news(record)}
+    return frame
+
+
+def _given(fields: Frame) -> Frame:
+    """Return the fields that are not empty."""
+    return {name: value for name, value in fields.items() if value}
 
 
 def queue_frame(scheduler: Scheduler, waits: WaitCounts, now: float) -> Frame:
@@ -172,14 +199,15 @@ def _group(sample: PoolSample, owners: array[int]) -> Frame:
     }
 
 
-def _totals(gauges: Gauges | None) -> tuple[int, int, int, int]:
+def _totals(gauges: Gauges | None) -> dict[str, int]:
     if gauges is None:
-        return 0, 0, 0, 0
-    return gauges.num_finished, gauges.num_preemptions, gauges.queried_tokens, gauges.hit_tokens
-
-
-def _named(totals: tuple[int, int, int, int]) -> dict[str, int]:
-    return dict(zip(("finished", "preempted", "looked_up", "found"), totals, strict=True))
+        return dict.fromkeys(("finished", "preempted", "looked_up", "found"), 0)
+    return {
+        "finished": gauges.num_finished,
+        "preempted": gauges.num_preemptions,
+        "looked_up": gauges.queried_tokens,
+        "found": gauges.hit_tokens,
+    }
 
 
 def _arrival(request: RequestHistory) -> list[object]:
@@ -201,7 +229,7 @@ def _rows(record: StepRecord) -> list[int]:
     return flat.tolist()
 
 
-def _goes_on(record: StepRecord, previous: StepRecord) -> bool:
+def _continues(record: StepRecord, previous: StepRecord) -> bool:
     """Return True if the rows are those of the step before, each after its last one.
 
     A row that is not after its last one begins before that (it is repeated, or drafts were wrong), unless its
@@ -216,61 +244,27 @@ def _part_seconds(record: StepRecord, times: StepTimes | None) -> Sequence[float
     return times.get(record.timing) if times is not None and record.timing >= 0 else None
 
 
-def _changes(record: StepRecord) -> Frame:
-    frame: Frame = {}
-    if record.freed:
-        frame["freed"] = list(record.freed)
-    if record.taken:
-        frame["new"] = [list(taken) for taken in record.taken]
-    if any(record.moved):
-        frame["moved"] = list(record.moved)
-    gauges = record.gauges
-    frame["run"] = gauges.num_running
-    frame["wait"] = gauges.num_waiting
-    if gauges.num_swapped:
-        frame["swapped"] = gauges.num_swapped
-    frame["used"] = list(gauges.blocks_used)
-    frame["cached"] = list(gauges.blocks_cached)
-    if gauges.host_blocks_used:
-        frame["host"] = gauges.host_blocks_used
-    if record.failure is not None:
-        frame["fail"] = record.failure
-    return frame
-
-
-def _news(record: StepRecord) -> Frame:
-    frame: Frame = {}
-    if record.arrivals:
-        frame["in"] = [_arrival(request) for request in record.arrivals]
-    events = decisions(record.decisions)
-    if events:
-        frame["ev"] = events
-    return frame
-
-
 def decisions(events: Sequence[Event]) -> list[list[object]]:
-    """Return decisions with their numbers; chunks are visible in the rows."""
+    """Return decisions with their numbers, without chunks, which are visible in the rows."""
     return [
         [_KINDS[event.kind], event.request_id, _fields(event)] for event in events if event.kind != EventKind.CHUNKED
     ]
 
 
 def _fields(event: Event) -> dict[str, object]:
-    fields: dict[str, object] = {"t": round(event.time, 6)}
-    if event.num_tokens:
-        fields["n"] = event.num_tokens
-    if event.reason is not None:
-        fields["reason"] = event.reason.name.lower()
-    if event.needed or event.available:
-        fields["needed"], fields["available"] = event.needed, event.available
-    if event.by is not None:
-        fields["by"] = event.by
-    if event.cached_tokens:
-        fields["cached"] = event.cached_tokens
-    if event.finish_reason is not None:
-        fields["finish"] = event.finish_reason.name.lower()
-    if event.message is not None:
-        fields["message"] = event.message
-    if event.choice:
-        fields["choice"] = event.choice
-    return fields
+    room = {"needed": event.needed, "available": event.available} if event.needed or event.available else {}
+    return {
+        "t": round(event.time, 6),
+        **room,
+        **_given(
+            {
+                "n": event.num_tokens,
+                "reason": reason_name(event.reason),
+                "by": event.by,
+                "cached": event.cached_tokens,
+                "finish": None if event.finish_reason is None else event.finish_reason.name.lower(),
+                "message": event.message,
+                "choice": event.choice,
+            }
+        ),
+    }

@@ -9,7 +9,7 @@ hold on to, an answer by steps, rows and time. What is before a written window i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -64,19 +64,21 @@ class FrameRing:
         begun = self._now()
         self._look(begun)
         life, _, digits = cursor.rpartition(":")
-        number, last, lost = 0, self._first + len(self._ring), 0
-        is_known = bool(cursor) and life == self._source.life and digits.isdecimal() and int(digits) <= last
-        frames: list[Frame] = []
+        last, lost = self._first + len(self._ring), 0
+        limits, frames = self._scheduler.limits, list[Frame]()
         if cursor == "now":
-            number = last
-            frames.append(head_frame(self._source, self._scheduler.limits, self._front(), begun))
+            number, slots = last, self._tail.copy()
+            for record in self._records():
+                slots.apply(record)
+            frames.append(head_frame(self._source, limits, slots, begun))
         else:
+            is_known = bool(cursor) and life == self._source.life and digits.isdecimal() and int(digits) <= last
             number = int(digits) if is_known else self._first
-            if number < self._first:
-                lost = self._first - number
-                number = self._first
+            lost = max(0, self._first - number)
+            number += lost
             if lost or not is_known:
-                frames.append(head_frame(self._source, self._scheduler.limits, self._tail, self._tail_time()))
+                first = next(self._records(), None)
+                frames.append(head_frame(self._source, limits, self._tail, first.begin if first else begun))
         number = self._collect(frames, number, begun + MAX_POLL_S)
         return {
             "cursor": f"{self._source.life}:{number}",
@@ -89,7 +91,7 @@ class FrameRing:
         """Add the frames from a number on, as far as one answer goes; return the number after them."""
         until = max(until, self._now() + MIN_STEPS_S)
         index, num_steps, num_rows = number - self._first, 0, 0
-        previous = None if frames else self._record_before(index)
+        previous = None if frames else next(self._records(reversed(range(index))), None)
         while index < len(self._ring) and num_steps < MAX_POLL and num_rows < MAX_POLL_ROWS:
             if num_steps and self._now() > until:
                 break
@@ -105,18 +107,11 @@ class FrameRing:
             previous = entry
         return self._first + index
 
-    def _record_before(self, index: int) -> StepRecord | None:
-        for place in range(min(index, len(self._ring)) - 1, -1, -1):
-            entry = self._ring[place]
+    def _records(self, indices: Iterable[int] | None = None) -> Iterator[StepRecord]:
+        """Yield the ring's records, or those at these indices."""
+        for entry in self._ring if indices is None else map(self._ring.__getitem__, indices):
             if isinstance(entry, StepRecord):
-                return entry
-        return None
-
-    def _tail_time(self) -> float:
-        for entry in self._ring:
-            if isinstance(entry, StepRecord):
-                return entry.begin
-        return self._now()
+                yield entry
 
     def _look(self, now: float) -> None:
         """Add what happened without a step, and the queue or the pool if that is due; both if it was long ago."""
@@ -133,17 +128,9 @@ class FrameRing:
             looks.append(self._pools.frame(now))
         self.add(tuple(looks))
 
-    def _front(self) -> OpenSlots:
-        """Return the slots and open requests after the ring's last entry."""
-        after = self._tail.copy()
-        for entry in self._ring:
-            if isinstance(entry, StepRecord):
-                after.apply(entry)
-        return after
-
 
 def _weight(entry: StepRecord | tuple[Frame, ...]) -> int:
-    """Return how many things it holds on to beside its rows."""
+    """Return how many things an entry refers to beside its rows."""
     if not isinstance(entry, StepRecord):
         return len(entry)
     return len(entry.taken) + len(entry.arrivals) + len(entry.decisions)
