@@ -15,6 +15,7 @@ from octavo.observe.forecast import NEW_REQUEST, Forecaster
 from octavo.observe.history import PHASES, History, RequestHistory
 
 MAX_LISTED = 256  # that wait, and as many that run, in a list of all
+_LISTED = ("tenant", "position", "behind", "num_prompt_tokens", "num_outputs", "num_blocks", "num_preemptions")
 _UNITS = {
     WaitReason.TOKEN_BUDGET: "tokens of a step",
     WaitReason.SEQUENCE_CAP: "sequences",
@@ -83,18 +84,12 @@ class Explainer:
             lacks = "" if one.shortage is None else shortage_text(one.shortage, () if one.is_first_short else one.room)
             listed.append(
                 {
+                    **{name: getattr(one, name) for name in _LISTED},
                     "id": one.name,
-                    "tenant": one.tenant,
                     "state": one.state.value,
-                    "position": one.position,
                     "reason": reason_name(one.reason),
                     "lacks": lacks,
-                    "behind": one.behind,
                     "age_s": now - one.arrival,
-                    "num_prompt_tokens": one.num_prompt_tokens,
-                    "num_outputs": one.num_outputs,
-                    "num_blocks": one.num_blocks,
-                    "num_preemptions": one.num_preemptions,
                     "next_token_s": forecasts[one.name].seconds if one.name in forecasts else None,
                 }
             )
@@ -105,15 +100,11 @@ class Explainer:
     def _predict(self, explanation: Explanation) -> tuple[dict[str, object], str]:
         """Return the seconds to the next token, or why they are not known, as values and in words."""
         found = self.forecaster.next_tokens().get(explanation.name)
+        names, values = ("next_token_s", "least_s", "most_s", "why_not"), dict[str, object]()
         if found is not None:
             token = "first" if explanation.num_outputs == 0 else "next"
-            values: dict[str, object] = {
-                "next_token_s": found.seconds,
-                "least_s": found.least,
-                "most_s": found.most,
-                "why_not": None,
-            }
             band = "" if found.least == found.most else f" ({found.least:.2f} to {found.most:.2f} s)"
+            values.update(zip(names, (found.seconds, found.least, found.most, None), strict=True))
             return values, f"its {token} token is expected in about {found.seconds:.2f} s{band}"
         if self._scheduler.is_paused:
             why = "the engine is paused"
@@ -123,7 +114,7 @@ class Explainer:
             why = "it was made before this came here; ask again"
         else:
             why = "it has to wait for answers to end, and how long they get is not known yet"
-        return {"next_token_s": None, "least_s": None, "most_s": None, "why_not": why}, f"no prediction: {why}"
+        return dict.fromkeys(names) | {"why_not": why}, f"no prediction: {why}"
 
 
 def unknown(name: str) -> dict[str, object]:

@@ -41,9 +41,9 @@ _KINDS = {kind: kind.name.lower() for kind in EventKind}
 
 @dataclass(frozen=True, slots=True)
 class FrameSource:
-    """What a stream shows. `kind` is live, recording or simulation; `began` the clock's zero in seconds since 1970.
+    """What a stream shows. `kind` is live, recording or simulation; `began` the clock's zero in Unix seconds.
 
-    `life` distinguishes one engine's stream from the next one's; `device` describes what computes.
+    `life` distinguishes the streams of successive engines; `device` is where the model runs.
     """
 
     kind: str
@@ -78,9 +78,7 @@ def step_frame(record: StepRecord, previous: StepRecord | None, times: StepTimes
     A record without a step gives a note.
     """
     gauges, totals = record.gauges, _totals(record.gauges)
-    news = _given(
-        {"in": [_arrival(request) for request in record.arrivals], "ev": decisions(record.decisions)},
-    )
+    news = _given(**{"in": [_arrival(request) for request in record.arrivals]}, ev=decisions(record.decisions))
     if record.slots is None:
         return {"k": "note", "t": round(record.begin, 6), **news, "totals": totals}
     num_prefills, num_forks, num_prompt = record.prefill
@@ -97,9 +95,7 @@ def step_frame(record: StepRecord, previous: StepRecord | None, times: StepTimes
         "t": round(record.begin, 6),
         "s": round(record.end - record.begin, 6),
         "idle": round(idle, 6),
-        "parts": [each and round(each, 6) for each in _part_seconds(record, times) or (None, *record.computed, None)][
-            :5
-        ],
+        "parts": [each and round(each, 6) for each in parts[:5]],
         "tok": [
             num_prompt,
             len(record.slots) - num_prefills - num_forks,
@@ -113,16 +109,14 @@ def step_frame(record: StepRecord, previous: StepRecord | None, times: StepTimes
         "cached": list(gauges.blocks_cached),
         **news,
         **_given(
-            {
-                "drafts": list(record.num_drafts),
-                "totals": totals if previous is None or totals != _totals(previous.gauges) else None,
-                "freed": list(record.freed),
-                "new": [list(taken) for taken in record.taken],
-                "moved": list(record.moved) if any(record.moved) else None,
-                "swapped": gauges.num_swapped,
-                "host": gauges.host_blocks_used,
-                "fail": record.failure,
-            }
+            drafts=list(record.num_drafts),
+            totals=totals if previous is None or totals != _totals(previous.gauges) else None,
+            freed=list(record.freed),
+            new=[list(taken) for taken in record.taken],
+            moved=list(record.moved) if any(record.moved) else None,
+            swapped=gauges.num_swapped,
+            host=gauges.host_blocks_used,
+            fail=record.failure,
         ),
     }
     if previous is None or not _continues(record, previous):
@@ -130,7 +124,7 @@ def step_frame(record: StepRecord, previous: StepRecord | None, times: StepTimes
     return frame
 
 
-def _given(fields: Frame) -> Frame:
+def _given(**fields: object) -> Frame:
     """Return the fields that are not empty."""
     return {name: value for name, value in fields.items() if value}
 
@@ -257,14 +251,12 @@ def _fields(event: Event) -> dict[str, object]:
         "t": round(event.time, 6),
         **room,
         **_given(
-            {
-                "n": event.num_tokens,
-                "reason": reason_name(event.reason),
-                "by": event.by,
-                "cached": event.cached_tokens,
-                "finish": None if event.finish_reason is None else event.finish_reason.name.lower(),
-                "message": event.message,
-                "choice": event.choice,
-            }
+            n=event.num_tokens,
+            reason=reason_name(event.reason),
+            by=event.by,
+            cached=event.cached_tokens,
+            finish=None if event.finish_reason is None else event.finish_reason.name.lower(),
+            message=event.message,
+            choice=event.choice,
         ),
     }

@@ -9,6 +9,8 @@ import csv
 from dataclasses import dataclass
 from importlib.resources import files
 
+_WITHOUT_MODEL = ("octavo_log_lines_dropped", "http_requests", "http_request_duration_seconds")
+
 
 @dataclass(frozen=True, slots=True)
 class DeclaredMetric:
@@ -27,9 +29,13 @@ class DeclaredMetric:
     buckets: str
 
     @property
-    def label(self) -> str:
-        """The label in its place; "" if there is none."""
-        return "".join(part[1:-1] for part in self.place if part[0] == "{")
+    def labels(self) -> tuple[str, ...]:
+        """The labels in its place."""
+        return tuple(part[1:-1] for part in self.place if part[0] == "{")
+
+    def own_labels(self, model: str) -> dict[str, str]:
+        """Return the labels that all its samples have under its own name."""
+        return {} if self.name in _WITHOUT_MODEL else {"model_name": model}
 
 
 def _read_table() -> tuple[DeclaredMetric, ...]:

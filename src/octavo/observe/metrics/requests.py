@@ -27,6 +27,7 @@ _LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0
             960.0, 1920.0, 7680.0)  # fmt: skip
 # By the table's name for them: our buckets, and those under vLLM's name, which our histograms have too.
 _BUCKETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "seconds": (SECONDS, ()),
     "ttft": (SECONDS, _TTFT),
     "per_token": (SECONDS, _PER_TOKEN),
     "latency": (SECONDS, _LATENCY),
@@ -62,38 +63,19 @@ class RequestMetrics:
         self._counters: dict[str, prometheus_client.Counter] = {}
         self._histograms: dict[str, prometheus_client.Histogram] = {}
         for key, metric in self._declared.items():
-            labels = ("model_name", metric.label) if metric.label else ("model_name",)
+            own, made = metric.own_labels(model), metric.name or metric.vllm[0]
+            labels = (*own, *metric.labels)
             if metric.kind == "counter":
-                self._counters[key] = made = prometheus_client.Counter(metric.name, metric.help, labels, registry=None)
-                if not metric.label:
-                    made.labels(model)  # exported from the start
+                self._counters[key] = prometheus_client.Counter(made, metric.help, labels, registry=None)
             else:
-                own, vllm = _BUCKETS[metric.buckets]
+                buckets = sorted({bound for bounds in _BUCKETS[metric.buckets] for bound in bounds})
                 self._histograms[key] = prometheus_client.Histogram(
-                    metric.name, metric.help, labels, buckets=sorted({*own, *vllm}), registry=None
+                    made, metric.help, labels, buckets=buckets, registry=None
                 )
-                self._histograms[key].labels(model)
-        self._success = prometheus_client.Counter(
-            "vllm:request_success",
-            "requests that ended, by how",
-            ("engine", "model_name", "finished_reason"),
-            registry=None,
-        )
+            if not metric.labels:  # exported from the start
+                (self._counters | self._histograms)[key].labels(model)
         for reason in ENDS:
-            self._success.labels("0", model, reason)
-        self._http_requests = prometheus_client.Counter(
-            "http_requests",
-            "HTTP requests by route, method and status",
-            ("handler", "method", "status"),
-            registry=None,
-        )
-        self._http_seconds = prometheus_client.Histogram(
-            "http_request_duration_seconds",
-            "request to last byte of its answer",
-            ("handler", "method"),
-            buckets=SECONDS,
-            registry=None,
-        )
+            self._counters["success"].labels(model, reason)
         self._inter_token = Histogram(sorted({*SECONDS, *_PER_TOKEN}))
         self._num_generated = 0
 
@@ -119,7 +101,7 @@ class RequestMetrics:
     def finished(self, end: Finished) -> None:
         """Count a request that ran to its end."""
         self._count("finished", 1, end.reason)
-        self._success.labels("0", self._model, end.reason).inc()
+        self._count("success", 1, end.reason)
         self._count("cached_tokens", end.cached_tokens)
         decode_s, later = max(0.0, end.e2e_s - end.ttft_s), end.completion_tokens / end.num_choices - 1
         self._observe(
@@ -140,7 +122,7 @@ class RequestMetrics:
 
     def ended_early(self, reason: str) -> None:
         """Count a request that did not run to its end: "abort" (the client cancelled it or left) or "error"."""
-        self._success.labels("0", self._model, reason).inc()
+        self._count("success", 1, reason)
 
     def failed(self, code: str) -> None:
         """Count a request that was answered with an error."""
@@ -157,8 +139,8 @@ class RequestMetrics:
     def response_ended(self, handler: str, method: str, status: int, seconds: float) -> None:
         """Count a response that has ended; `handler` is a route's template or "none"."""
         known = method if method in _METHODS else "other"
-        self._http_requests.labels(handler, known, f"{status // 100}xx").inc()
-        self._http_seconds.labels(handler, known).observe(seconds)
+        self._counters["http"].labels(handler, known, f"{status // 100}xx").inc()
+        self._histograms["http_seconds"].labels(handler, known).observe(seconds)
 
     def _count(self, key: str, amount: int, *label: str) -> None:
         self._counters[key].labels(self._model, *label).inc(amount)
@@ -171,13 +153,11 @@ class RequestMetrics:
         """Yield every metric under its own name and under vLLM's."""
         for key, metric in self._declared.items():
             [family] = (self._counters if metric.kind == "counter" else self._histograms)[key].collect()
-            yield _renamed(family, metric.name, {})
+            if metric.name:
+                yield _renamed(family, metric.name, {})
             for name in metric.vllm:
                 bounds = _BUCKETS[metric.buckets][1] if metric.buckets else ()
                 yield _renamed(family, name, vllm_labels(self._model), bounds)
-        for each in (self._success, self._http_requests, self._http_seconds):
-            for family in each.collect():
-                yield _renamed(family, family.name, {})
         yield from self._per_token()
 
     def _per_token(self) -> Iterator[Metric]:

@@ -27,11 +27,10 @@ class SnapshotMetrics:
         for metric in METRICS:
             place = metric.place
             values = list(_find(self._snapshots, place))
-            if not values and not (place[-1] == f"{{{metric.label}}}" and any(_find(self._snapshots, place[:-1]))):
+            if not values and not (place[-1][0] == "{" and any(_find(self._snapshots, place[:-1]))):
                 continue  # else a family without samples yet, whose type is exported
-            own = {} if place[0] == "log" else {"model_name": self._model}
             if metric.name:
-                yield _family(metric, metric.name, own, values)
+                yield _family(metric, metric.name, metric.own_labels(self._model), values)
             for name in metric.vllm:
                 yield _family(metric, name, vllm_labels(self._model), values)
 
@@ -52,7 +51,7 @@ def _find(snapshot: object, place: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 def _family(metric: DeclaredMetric, name: str, labels: Mapping[str, str], values: Sequence[tuple[str, Any]]) -> Metric:
     """Return the family of a metric under this name."""
-    given, names = tuple(labels.values()), (*labels, metric.label) if metric.label else tuple(labels)
+    given, names = tuple(labels.values()), (*labels, *metric.labels)
     if metric.kind == "info":
         texts = values[0][1]
         info = GaugeMetricFamily(name, metric.help, labels=(*names, *texts))
@@ -64,7 +63,7 @@ def _family(metric: DeclaredMetric, name: str, labels: Mapping[str, str], values
         return histogram
     family = (GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily)(name, metric.help, labels=names)
     for key, value in values:
-        family.add_metric((*given, key) if metric.label else given, float(value))
+        family.add_metric((*given, key) if metric.labels else given, float(value))
     return family
 
 
