@@ -15,7 +15,7 @@ from octavo.server.bodies.embedding import EmbeddingBody
 from octavo.server.bodies.field_table import HINTS, KNOWN_NAMES, MEANINGFUL
 from octavo.server.bodies.ollama import OllamaChatBody
 from octavo.server.bodies.responses import ResponsesBody
-from octavo.server.limits import OFF_LOOP_BYTES
+from octavo.server.json_body import OFF_LOOP_BYTES
 from octavo.server.shell import MAX_LOGGED_FIELDS
 from tests.server.fakes import Harness, assert_ignored
 

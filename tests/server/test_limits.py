@@ -5,7 +5,8 @@ import time
 import pytest
 
 from octavo.server.faults import ApiError
-from octavo.server.json_reader import JsonLimits, parse_object
+from octavo.server.json_body import parse_object
+from octavo.server.limits import JsonLimits
 
 
 def test_depth_is_counted_exactly() -> None:

@@ -9,8 +9,7 @@ from octavo.core.request import SamplingParams
 from octavo.grammar import limits
 from octavo.server import bodies, key_file
 from octavo.server.admission import _BOUNDS, MAX_RETRY_S, Load
-from octavo.server.json_reader import JsonLimits
-from octavo.server.limits import HttpLimits
+from octavo.server.limits import HttpLimits, JsonLimits
 from octavo.tool import grammar_check, regex_check, schema_check
 from tests.source_tree import ROOT
 

@@ -20,9 +20,9 @@ from octavo.server.batches import uploads as uploads_module
 from octavo.server.feed import MAX_WATCHERS
 from octavo.server.gate import is_counted
 from octavo.server.keys import KeyInfo, KeyRing
+from octavo.server.lifecycle import RequestIndex
 from octavo.server.limits import HttpLimits
 from octavo.server.logins import Logins
-from octavo.server.request_index import RequestIndex
 from octavo.server.responses import background as background_module
 from octavo.server.shares import Shares, keeps_most
 from tests.server.fakes import Harness

@@ -25,12 +25,11 @@ from octavo.server.feed import Feed
 from octavo.server.grammars import GrammarReader
 from octavo.server.idempotency import IdempotentRequests
 from octavo.server.keys import KeyRing
-from octavo.server.lifecycle import Lifecycle
+from octavo.server.lifecycle import Lifecycle, RequestIndex
 from octavo.server.limits import HttpLimits
 from octavo.server.logins import Logins
 from octavo.server.params import ParamsReader, shown_ids
 from octavo.server.prompts import PromptReader
-from octavo.server.request_index import RequestIndex
 from octavo.server.responses.background import Background
 from octavo.server.responses.store import ResponseStore
 from octavo.server.shares import Shares
@@ -94,12 +93,6 @@ class Context:
             message = f"no model {asked[:128]!r} is served here; this server has: {', '.join(self.models)}"
             raise ApiError(404, message, code="model_not_found", param="model")
         return asked
-
-    def check_admitting(self) -> None:
-        """Refuse new work while loading or draining (503)."""
-        refusal = self.lifecycle.refusal()
-        if refusal is not None:
-            raise refusal
 
 
 def build_context(

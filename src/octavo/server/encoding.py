@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from msgspec import Struct, convert
+from msgspec import Struct
 
 from octavo.core.request import FinishReason
-from octavo.text.answer_format import AnswerFormat
 
 if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
@@ -50,7 +49,10 @@ class Choice:
 
 
 class AnswerSpec(Struct, frozen=True, array_like=True):
-    """Plain data that the journal keeps. `kind` names the encoder; `facts` holds what this kind alone needs."""
+    """Plain data that the journal keeps. `kind` names the encoder; `facts` holds what this kind alone needs.
+
+    The fact "format" is an AnswerFormat, or its plain form where the journal had it.
+    """
 
     kind: str
     identity: Identity
@@ -58,11 +60,6 @@ class AnswerSpec(Struct, frozen=True, array_like=True):
     echoes: tuple[str, ...] = ("",)
     n: int = 1
     facts: dict[str, Any] = {}
-
-    @property
-    def answer_format(self) -> AnswerFormat | None:
-        """How the parts of the answer are told apart, from the fact "format"; None: all of it is text."""
-        return convert(self.facts.get("format"), AnswerFormat | None)
 
 
 @dataclass(frozen=True, slots=True)

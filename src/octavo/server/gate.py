@@ -72,8 +72,12 @@ class GateMiddleware:
         try:
             if tenant is not None:
                 self._check_connections(tenant)
-            if is_counted(scope):
-                self._check(scope)
+            if scope["path"] in GATED and scope["method"] == "POST":
+                self._admit(scope)
+            elif is_counted(scope):
+                key = scope[KEY]
+                scope[METER] = self._context.admission.meter(key)
+                self._context.admission.count(key)
         except (ApiError, BusyError) as error:
             refusal = from_exception(error)
             self._context.metrics.failed(refusal.code)
@@ -99,17 +103,10 @@ class GateMiddleware:
             message = f"{self._open[tenant]} of your requests are open, and the other connections are for others"
             raise ApiError(429, f"{message}; wait for one to end", code="too_many_connections", retry_after_s=1)
 
-    def _check(self, scope: Scope) -> None:
-        context = self._context
-        is_gated = scope["path"] in GATED
-        if is_gated:
-            refusal = context.lifecycle.refusal()
-            if refusal is not None:
-                raise refusal
-        key = scope[KEY]
+    def _admit(self, scope: Scope) -> None:
+        """Refuse new work that there is no room for. Raises ApiError, BusyError."""
+        context, key = self._context, scope[KEY]
+        context.lifecycle.check_ready()
         scope[METER] = context.admission.meter(key)
-        if not is_gated:
-            context.admission.count(key)
-            return
         # What is asked again may be running or done: whether it is new is seen when its key is looked up.
         context.admission.glance(key, may_be_known=_RETRY_HEADER in dict(scope["headers"]))

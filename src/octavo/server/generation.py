@@ -13,8 +13,7 @@ import hmac
 import secrets
 import time
 from array import array
-from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -34,7 +33,7 @@ from octavo.server.context import Context, context_of
 from octavo.server.encoding import REASONS, AnswerEncoder, AnswerSpec, Choice, Identity
 from octavo.server.faults import ApiError, cancelled_error, from_exception
 from octavo.server.keys import KeyInfo
-from octavo.server.request_index import MARK
+from octavo.server.lifecycle import MARK
 from octavo.server.shell import ARRIVAL, GIVEN_ID, REQUEST_ID
 from octavo.server.tracing import open_trace, send_at_end
 
@@ -67,22 +66,21 @@ class GenerationRequest:
     name: str | None = None
     stream: bool = False
     can_continue: bool = True
+    is_constrained: bool = False  # the answer must obey a grammar
     wants: Want | None = None  # what is computed, where it is no text
+    prepare: Callable[[AnswerEncoder], None] | None = None  # the encoder, before it is used
 
     async def read_prompts(self) -> Sequence[Sequence[int]]:
         """Return the ids of each prompt. Raises ApiError."""
         raise NotImplementedError
 
     async def read_grammar(self) -> str:
-        """Return the compiled grammar that the answer must obey, "" for none. Raises ApiError."""
-        return ""
+        """Return the compiled grammar that a constrained answer must obey. Raises ApiError."""
+        raise NotImplementedError
 
     def answer_spec(self, identity: Identity) -> AnswerSpec:
         """Return what the answer is encoded from, once the prompts are read."""
         raise NotImplementedError
-
-    def prepare(self, encoder: AnswerEncoder) -> None:
-        """Prepare the encoder before it is used."""
 
     def field_names(self) -> dict[str, str]:
         """Return the client's names for fields that the engine names otherwise."""
@@ -119,10 +117,12 @@ async def start(
                 )
             )
             undo.callback(ticket.leave)
-            prompts = [array("i", ids) for ids in await asked.read_prompts()]  # a ninth of the memory of lists
+            prompts: list[array[int]] = []
+            for read in await asked.read_prompts():
+                prompts.append(array("i", read))  # a ninth of the memory of a list
             context.admission.settle(ticket, sum(map(len, prompts)))
-            if grammar := await asked.read_grammar():
-                params = replace(params, grammar=grammar)
+            if asked.is_constrained:
+                params = replace(params, grammar=await asked.read_grammar())
             ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]
             spec = asked.answer_spec((name, int(time.time()), asked.body.model or context.models[0]))
             undo.callback(context.request_index.add(key.tenant, name, ids))
@@ -198,16 +198,12 @@ class Generation:
     closing: ExitStack
     trace: RequestTrace | None = None
     _last_at: dict[int, float] = field(default_factory=dict)  # when a choice had its last token
-    _num_tokens: Counter[int] = field(default_factory=Counter)  # of each choice
 
     def __post_init__(self) -> None:
         self._open = set(range(len(self.sessions)))
         self._silent = set(self._open)  # without a token yet
-
-    @property
-    def num_choices(self) -> int:
-        """Of all prompts."""
-        return len(self.sessions) * self.params.n
+        self.num_choices = len(self.sessions) * self.params.n  # of all prompts
+        self._num_tokens = [0] * self.num_choices
 
     @property
     def unread_bytes(self) -> int:
@@ -304,7 +300,7 @@ class Generation:
                 e2e_s=now - self.arrival,
                 max_tokens=self.params.max_tokens,
                 num_choices=self.params.num_sequences,
-                longest=max(self._num_tokens[index] for index in range(session * n, session * n + n)),
+                longest=max(self._num_tokens[session * n : session * n + n]),
             )
             self.metrics.finished(end)
             self.ticket.ended(usage.prompt_tokens, usage.cached_tokens)

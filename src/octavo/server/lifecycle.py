@@ -1,15 +1,18 @@
-"""Lifecycle: whether the server takes work, and how open work ends.
+"""What is open: whether the server takes work, how open work ends, and which requests are known by which names.
 
-Owns: the phase, the count of open requests, the signal that ends them. Does not: know HTTP or the engine.
+Owns: the phase, the count of open requests, the signal that ends them; the table from (tenant, client's name) to the
+engine's ids. Does not: know HTTP or the engine, end or explain a single request.
 A server that failed stays failed: draining it changes nothing for its clients.
-Invariant: work under `supervise` ends in one of four ways: done, its own error, ClientGoneError, ServerStoppingError;
-in every one of them its task has ended before `supervise` returns.
+Invariants: a tenant finds its own requests only; a name that is used twice at once finds both; of ended requests so
+many are kept as the engine can explain; work under `supervise` ends in one of four ways (done, its own error,
+ClientGoneError, ServerStoppingError), and its task has ended before `supervise` returns.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import TypeVar
@@ -17,8 +20,10 @@ from typing import TypeVar
 from starlette.types import Receive
 
 from octavo.server.faults import RETRY_ENGINE_S, ApiError, draining_error
+from octavo.server.shares import keeps_most
 
 T = TypeVar("T")
+MARK = "~"  # in no client's own id, so that no client can spell the engine's id of another's request
 
 
 class ServerPhase(Enum):
@@ -64,15 +69,15 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def refusal(self) -> ApiError | None:
-        """Why new work is refused now, or None."""
+    def check_ready(self) -> None:
+        """Refuse new work while loading or draining, and after a failure (ApiError, 503)."""
         if self.phase is ServerPhase.READY:
-            return None
+            return
         if self.phase is ServerPhase.LOADING:
-            return ApiError(503, "the model is loading", code="loading", retry_after_s=RETRY_ENGINE_S)
+            raise ApiError(503, "the model is loading", code="loading", retry_after_s=RETRY_ENGINE_S)
         if self.phase is ServerPhase.DRAINING:
-            return draining_error()
-        return ApiError(503, "the engine failed", code="engine_unavailable", retry_after_s=RETRY_ENGINE_S)
+            raise draining_error()
+        raise ApiError(503, "the engine failed", code="engine_unavailable", retry_after_s=RETRY_ENGINE_S)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -148,3 +153,66 @@ class Lifecycle:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class RequestIndex:
+    """Open requests of all tenants, and the last `max_ended` that ended."""
+
+    def __init__(self, max_ended: int = 0) -> None:
+        self._names: dict[tuple[str, str], list[Sequence[str]]] = {}
+        self._max_ended = max_ended
+        self._ended: deque[tuple[str, str, Sequence[str]]] = deque()
+        self._num_ended: Counter[str] = Counter()  # by tenant
+
+    def add(self, tenant: str, name: str, engine_ids: Sequence[str]) -> Callable[[], None]:
+        """List a request; call what is returned when it has ended."""
+        key = (tenant, name)
+        self._names.setdefault(key, []).append(engine_ids)
+
+        def remove() -> None:
+            listed = self._names.get(key, [])
+            if engine_ids in listed:
+                listed.remove(engine_ids)
+                self._note_end((tenant, name, engine_ids))
+            if not listed:
+                self._names.pop(key, None)
+
+        return remove
+
+    def _note_end(self, end: tuple[str, str, Sequence[str]]) -> None:
+        """Keep an end; beyond the bound the tenant that keeps most loses its oldest."""
+        self._ended.append(end)
+        self._num_ended[end[0]] += 1
+        if len(self._ended) > self._max_ended:
+            tenant = keeps_most(self._num_ended)
+            self._ended.remove(next(each for each in self._ended if each[0] == tenant))
+            self._num_ended[tenant] -= 1
+            if not self._num_ended[tenant]:
+                del self._num_ended[tenant]
+
+    def find(self, name: str, tenant: str | None = None) -> list[str]:
+        """The engine's names of what is open under a client's name, or under the engine's own: of one tenant, or (for
+        whoever runs the server) of all."""
+        found: list[str] = []
+        for (owner, public), listed in self._names.items():
+            if tenant is None or owner == tenant:
+                found += [one for ids in listed for one in ids if name in (public, one)]
+        return found
+
+    def find_ended(self, name: str, tenant: str | None = None) -> list[str]:
+        """Likewise, of the last request of that name that ended."""
+        for owner, public, ids in reversed(self._ended):
+            if (tenant is None or owner == tenant) and (public == name or name in ids):
+                return list(ids) if public == name else [name]
+        return []
+
+    def names(self, tenant: str) -> dict[str, str]:
+        """The client's name for each of the engine's, of one tenant's requests, ended ones too."""
+        known = {one: name for owner, name, ids in self._ended if owner == tenant for one in ids}
+        for (owner, name), listed in self._names.items():
+            if owner == tenant:
+                known.update((one, name) for ids in listed for one in ids)
+        return known
+
+    def __len__(self) -> int:
+        return sum(map(len, self._names.values()))

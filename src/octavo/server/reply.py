@@ -29,9 +29,9 @@ from octavo.server.encoding import AnswerEncoder, Choice
 from octavo.server.faults import ApiError, bad_field, from_exception
 from octavo.server.generation import GenerationRequest, start
 from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
+from octavo.server.json_body import OFF_LOOP_BYTES
 from octavo.server.keys import KeyInfo
 from octavo.server.lifecycle import ClientGoneError
-from octavo.server.limits import OFF_LOOP_BYTES
 from octavo.server.offload import off_loop
 from octavo.server.resumable_stream import ResumableStream
 from octavo.server.shell import CLIENT_CLOSED_REQUEST
@@ -84,7 +84,8 @@ async def reply(request: Request, asked: GenerationRequest) -> Response:
     else:
         source, spec = await start(request, asked)
         encoder = ENCODERS[spec.kind](spec, context.text.tokenizer)
-        asked.prepare(encoder)
+        if asked.prepare is not None:
+            asked.prepare(encoder)
     if asked.stream:
         return EventStream(source, encoder, context)
     return await _whole(request, source, encoder)
@@ -113,7 +114,8 @@ async def open_run(request: Request, context: Context, asked: GenerationRequest,
         return Begun(generation, spec, generation.num_choices)
 
     stream = await context.runs.replay(retry, begin)
-    asked.prepare(stream.encoder)
+    if asked.prepare is not None:
+        asked.prepare(stream.encoder)
     return stream
 
 

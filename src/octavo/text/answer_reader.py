@@ -20,13 +20,14 @@ _BEFORE, _OPENED, _INSIDE, _BEHIND, _AFTER = range(5)
 class ReasoningReader:
     """Splits one answer; only an answer that begins with the opening tag, or inside it, has reasoning."""
 
-    __slots__ = ("_begun", "_close", "_held", "_open", "_state")
+    __slots__ = ("_begun", "_close", "_held", "_open", "_state", "num_characters")
 
     def __init__(self, tags: tuple[str, str], starts_inside: bool) -> None:
         self._open, self._close = tags
         self._state = _OPENED if starts_inside else _BEFORE
         self._held = ""
         self._begun = False  # some reasoning has been given
+        self.num_characters = 0  # of the reasoning given
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that this text makes certain."""
@@ -53,7 +54,10 @@ class ReasoningReader:
         held, self._held = self._held, ""
         if not held or self._state == _BEHIND:
             return []
-        return [Text(held)] if self._state == _BEFORE else [Reasoning(held)]
+        if self._state == _BEFORE:
+            return [Text(held)]
+        self.num_characters += len(held)
+        return [Reasoning(held)]
 
     def _before(self) -> None:
         begun = self._held.lstrip()
@@ -81,6 +85,7 @@ class ReasoningReader:
             safe = self._held[: len(self._held) - held_at_end(self._held, self._close)].rstrip()
             thought, self._held = safe, self._held[len(safe) :]
         self._begun |= bool(thought)
+        self.num_characters += len(thought)
         return [Reasoning(thought)] if thought else []
 
 
@@ -97,6 +102,12 @@ class AnswerReader:
         self._calls = make(known, seed) if make else None
         self._is_single = known.is_single
         self._has_call = False
+        self.num_characters = 0  # of all text
+
+    @property
+    def num_reasoning_characters(self) -> int:
+        """Characters of the reasoning given."""
+        return 0 if self._reasoning is None else self._reasoning.num_characters
 
     @property
     def has_calls(self) -> bool:
@@ -105,6 +116,7 @@ class AnswerReader:
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that this text makes certain; of a call, its arguments as they come."""
+        self.num_characters += len(text)
         if self._reasoning is not None:
             parts = self._reasoning.push(text)
         else:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
@@ -30,14 +31,12 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 _NAME = re.compile(r"[A-Za-z0-9_]+")
 
 
+@dataclass(slots=True)
 class IgnoredFields:
     """Of one request. `is_strict`: such fields are refused instead (--strict-fields)."""
 
-    __slots__ = ("is_strict", "paths")
-
-    def __init__(self, is_strict: bool = False) -> None:
-        self.is_strict = is_strict
-        self.paths: dict[str, None] = {}  # in the order in which they were met
+    is_strict: bool = False
+    paths: dict[str, None] = field(default_factory=dict)  # in the order in which they were met
 
     def add(self, path: str) -> None:
         """Note a field; beyond MAX_PATHS of them, only that there are more."""

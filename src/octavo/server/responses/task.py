@@ -20,7 +20,7 @@ from octavo.server.bodies.responses import ResponsesBody
 from octavo.server.context import Context
 from octavo.server.encoding import AnswerEncoder, AnswerSpec, Identity
 from octavo.server.faults import ApiError, bad_field
-from octavo.server.limits import OFF_LOOP_BYTES
+from octavo.server.json_body import OFF_LOOP_BYTES
 from octavo.server.offload import parse_off_loop
 from octavo.server.responses.messages import SPELLING, chat_fields
 from octavo.server.responses.store import Given, Link, Stored
@@ -54,7 +54,6 @@ class ResponseRequest(ChatRequest):
     echo: Mapping[str, str]
     keep: Callable[[Json], None]
     is_kept: bool
-    is_in_background: bool
 
     async def read_prompts(self) -> Sequence[Sequence[int]]:
         """Return the ids of the rendered conversation."""
@@ -77,11 +76,6 @@ class ResponseRequest(ChatRequest):
         facts = {**spec.facts, "id": self.response_id, "echo": {**self.echo, **_texts(given)}}
         return msgspec.structs.replace(spec, facts=facts)
 
-    def prepare(self, encoder: AnswerEncoder) -> None:
-        """Have the encoder keep the answer, unless that is done for it in the background."""
-        if isinstance(encoder, ResponseEncoder) and self.is_kept and not self.is_in_background:
-            encoder.keep = self.keep
-
 
 async def response_request(context: Context, tenant: str, body: ResponsesBody) -> ResponseRequest:
     """Return what answers a Responses body. Raises ApiError."""
@@ -97,6 +91,10 @@ async def response_request(context: Context, tenant: str, body: ResponsesBody) -
     def keep(response: Json) -> None:
         context.responses.put(tenant, response, conversation.given, previous)
 
+    def keep_answer(encoder: AnswerEncoder) -> None:
+        assert isinstance(encoder, ResponseEncoder)
+        encoder.keep = keep
+
     try:
         chat = await fitted(context, conversation.chat) if body.truncation == "auto" else conversation.chat
         return await ResponseRequest.of(
@@ -111,7 +109,7 @@ async def response_request(context: Context, tenant: str, body: ResponsesBody) -
             echo=conversation.echo,
             keep=keep,
             is_kept=is_kept,
-            is_in_background=body.background,
+            prepare=keep_answer if is_kept and not body.background else None,
         )
     except ApiError as error:
         raise rename_field(error, SPELLING) from None

@@ -21,7 +21,7 @@ from octavo.server.bodies.chat import ChatBody
 from octavo.server.bodies.checks import field_notes
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError
-from octavo.server.limits import read_json
+from octavo.server.json_body import read_json
 from octavo.server.reply import RETRY_NOTE, reply
 from octavo.server.routes.posting import add_post
 from octavo.server.shell import REQUEST_ID

@@ -14,8 +14,8 @@ from octavo.server.batches.store import new_id
 from octavo.server.bodies.batch import BatchBody, read_batch
 from octavo.server.context import context_of
 from octavo.server.faults import bad_field
+from octavo.server.json_body import read_json
 from octavo.server.keys import KeyInfo
-from octavo.server.limits import read_json
 from octavo.server.routes.files import find, page
 from octavo.server.routes.posting import add_post
 
@@ -26,7 +26,7 @@ _MAX_LISTED = 100
 async def create_batch(request: Request) -> Response:
     """Take a batch; it is checked and run later."""
     context = context_of(request)
-    context.check_admitting()
+    context.lifecycle.check_ready()
     store = context.batches.store
     body = await read_json(request, context.limits, read_batch)
     holder: KeyInfo = request.scope[KEY]

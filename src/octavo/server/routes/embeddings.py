@@ -34,7 +34,7 @@ from octavo.server.context import Context, context_of
 from octavo.server.embedding import Embedded, Vector, embed, packed, shortened, similarity, worked
 from octavo.server.faults import bad_field
 from octavo.server.inputs import Inputs
-from octavo.server.limits import read_json
+from octavo.server.json_body import read_json
 from octavo.server.routes.posting import add_post
 
 Json = dict[str, Any]

@@ -22,8 +22,8 @@ from octavo.server.batches.uploads import UploadPace
 from octavo.server.bodies.checks import IGNORED_FIELDS, collecting, ignore
 from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError, bad_field
+from octavo.server.json_body import check_coding
 from octavo.server.keys import KeyInfo
-from octavo.server.limits import check_coding
 
 R = TypeVar("R", FileRecord, BatchRecord)
 _MAX_FIELDS = 8
@@ -37,7 +37,7 @@ _EXPIRY = ("expires_after[anchor]", "expires_after[seconds]")
 async def create_file(request: Request) -> Response:
     """Take a file of requests."""
     context = context_of(request)
-    context.check_admitting()
+    context.lifecycle.check_ready()
     service = context.batches
     store = service.store
     holder: KeyInfo = request.scope[KEY]

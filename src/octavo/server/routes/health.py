@@ -59,7 +59,7 @@ async def health(request: Request) -> Response:
 
 async def _check_ready(context: Context) -> None:
     """Refuse when new work is refused, or the engine makes no progress. While it recovers, requests are still taken."""
-    context.check_admitting()
+    context.lifecycle.check_ready()
     ask = context.lifecycle.engine_trouble
     if ask is not None:
         trouble = ask()

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from octavo.server.auth import SESSION, login_form, source_of, wrong_key_error
 from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError
-from octavo.server.limits import read_body
+from octavo.server.json_body import read_body
 from octavo.server.logins import cookie_name, is_own_page, session_cookies
 from octavo.server.pages import wants_html
 

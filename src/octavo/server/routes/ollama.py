@@ -25,7 +25,7 @@ from octavo.server.bodies.ollama import (
 )
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError
-from octavo.server.limits import read_json
+from octavo.server.json_body import read_json
 from octavo.server.ollama_chat import GENERATE_SPELLING, SPELLING, chat_of, generate_of, model_of, raw_of
 from octavo.server.reply import RETRY_NOTE, reply
 from octavo.server.routes.posting import add_post

@@ -23,7 +23,7 @@ from octavo.server.embedding import Embedded, embed, shortened, worked
 from octavo.server.encoding import Json
 from octavo.server.faults import bad_field
 from octavo.server.inputs import Inputs
-from octavo.server.limits import read_json
+from octavo.server.json_body import read_json
 from octavo.server.ollama_chat import model_of
 from octavo.server.routes.posting import add_post
 from octavo.server.shell import ARRIVAL

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from octavo.server.bodies.checks import Body, Refused, read
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError, bad_field
-from octavo.server.limits import read_json
+from octavo.server.json_body import read_json
 from octavo.server.model_card import ollama_card, ollama_running, ollama_show
 from octavo.server.pages import file_response, wants_html
 

@@ -22,8 +22,8 @@ from octavo.server.bodies.responses import (
 from octavo.server.context import Context, context_of
 from octavo.server.faults import ApiError, bad_field
 from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
+from octavo.server.json_body import OFF_LOOP_BYTES, read_json
 from octavo.server.keys import KeyInfo
-from octavo.server.limits import OFF_LOOP_BYTES, read_json
 from octavo.server.offload import parse_off_loop
 from octavo.server.reply import EventStream, body_hash, open_run, reply
 from octavo.server.responses.store import Stored

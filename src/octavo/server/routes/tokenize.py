@@ -16,7 +16,7 @@ from octavo.server.bodies.tokenizing import DetokenizeBody, TokenizeBody, read_d
 from octavo.server.context import Context, context_of
 from octavo.server.faults import bad_field
 from octavo.server.inputs import HERE_CHARS
-from octavo.server.limits import read_json
+from octavo.server.json_body import read_json
 from octavo.server.offload import off_loop
 from octavo.server.routes.posting import add_post
 

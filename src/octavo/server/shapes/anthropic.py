@@ -16,6 +16,7 @@ import msgspec
 from octavo.core.request import FinishReason
 from octavo.server.encoding import AnswerSpec, Choice, Json, Pieces, StreamFormat
 from octavo.server.faults import anthropic_error
+from octavo.text.answer_format import AnswerFormat
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.answer_reader import AnswerReader
 
@@ -155,7 +156,7 @@ _DELTAS = {
 
 def reader_of(spec: AnswerSpec) -> AnswerReader:
     """Return a new reader of the only choice."""
-    return AnswerReader(spec.answer_format, f"{spec.identity[0]}:0")
+    return AnswerReader(msgspec.convert(spec.facts.get("format"), AnswerFormat | None), f"{spec.identity[0]}:0")
 
 
 def usage_json(usage: Usage | None) -> Json:

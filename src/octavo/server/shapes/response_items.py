@@ -26,7 +26,6 @@ class ItemWriter:
 
     def __init__(self, seed: str) -> None:
         self.output: list[Json] = []
-        self.num_reasoning_characters = 0
         self._seed = seed
         self._texts: list[str] = []  # of the item that is open
         self._is_open = False
@@ -53,7 +52,6 @@ class ItemWriter:
                 yield self._text_delta(part.text)
             elif isinstance(part, Reasoning):
                 yield from self._ensure("reasoning")
-                self.num_reasoning_characters += len(part.text)
                 self._logprobs.clear()
                 yield self._delta("response.reasoning_text.delta", part.text, content_index=0)
             elif isinstance(part, CallBegin):

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from msgspec import Raw
+from msgspec import Raw, convert
 from msgspec.json import encode
 
 from octavo.core.request import FinishReason
 from octavo.server.api.completions.answers import chat_logprobs, timings_json
 from octavo.server.encoding import AnswerSpec, Choice, Json, Pieces, StreamFormat
 from octavo.server.shapes.response_items import Event, ItemWriter
+from octavo.text.answer_format import AnswerFormat
 from octavo.text.answer_parts import Part, Text
 from octavo.text.answer_reader import AnswerReader
 
@@ -48,9 +49,8 @@ class ResponseEncoder:
         self._model = spec.identity[2]
         self._echo = {name: Raw(text.encode()) for name, text in facts["echo"].items()}
         self._pieces = pieces
-        self._reader = AnswerReader(spec.answer_format, seed=f"{self.response_id}:0")
+        self._reader = AnswerReader(convert(facts.get("format"), AnswerFormat | None), seed=f"{self.response_id}:0")
         self._items = ItemWriter(self.response_id.removeprefix(ID_PREFIX))
-        self._num_characters = 0
         self._number = 1  # of the last event; `head` has two
 
     def whole(self, choices: Sequence[Choice]) -> Json:
@@ -92,7 +92,6 @@ class ResponseEncoder:
         return b""
 
     def _read(self, delta: TextDelta) -> list[Part]:
-        self._num_characters += len(delta.text)
         parts = self._reader.push(delta.text)
         return parts if delta.finish_reason is None else parts + self._reader.finish()
 
@@ -133,7 +132,7 @@ class ResponseEncoder:
 
     def _usage(self, usage: Usage) -> Json:
         """Tokens; those of the reasoning by its share of the text, for the tokens of a part are not known alone."""
-        share = self._items.num_reasoning_characters / max(1, self._num_characters)
+        share = self._reader.num_reasoning_characters / max(1, self._reader.num_characters)
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -16,10 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec import convert
 from msgspec.json import encode
 
 from octavo.core.request import FinishReason
 from octavo.server.encoding import REASONS, AnswerSpec, Choice, Json, Pieces, StreamFormat
+from octavo.text.answer_format import AnswerFormat
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 from octavo.text.answer_reader import AnswerReader
 
@@ -71,9 +73,7 @@ class ChunkStream:
         return end, b',"timings":' + encode(timings_json(self._usages))
 
     def usage_chunk(self, reasoning_share: float | None = None) -> bytes:
-        """Return the chunk without choices that carries the usage; b"" where it is not asked for."""
-        if not self.include_usage:
-            return b""
+        """Return the chunk without choices that carries the usage."""
         usage = encode(usage_json(self._usages, reasoning_share))
         return b"".join((self.head, b'],"usage":', usage, b',"timings":', encode(timings_json(self._usages)), b"}\n\n"))
 
@@ -105,14 +105,12 @@ class ChatEncoder:
 
     def __init__(self, spec: AnswerSpec, pieces: Pieces) -> None:
         self._stream = ChunkStream("chat.completion.chunk", spec, pieces)
-        self._format = spec.answer_format
+        self._format = convert(spec.facts.get("format"), AnswerFormat | None)
         calls = None if self._format is None or self._format.forced == "named" else self._format.calls
         self._ends_by_calls = calls is not None
         ids = spec.facts.get("prompt_token_ids")
         self._prompt_member: Json = {} if ids is None else {"prompt_token_ids": ids[0]}
         self._num_prompt_logprobs: int | None = spec.facts.get("num_prompt_logprobs")
-        self._num_characters = 0
-        self._num_reasoning_characters = 0
         self._readers: dict[int, AnswerReader] = {}
 
     def whole(self, choices: Sequence[Choice]) -> Json:
@@ -133,9 +131,8 @@ class ChatEncoder:
 
     def _choice(self, index: int, choice: Choice) -> Json:
         end = choice.deltas[-1]
-        reader = self._new_reader(index)
+        reader = self._readers[index] = AnswerReader(self._format, f"{self._stream.identity['id']}:{index}")
         parts = [*reader.push(choice.text), *reader.finish()]
-        self._count_characters(choice.text, parts)
         ids = [token_id for delta in choice.deltas for token_id in delta.token_ids]
         return {
             "index": index,
@@ -163,7 +160,6 @@ class ChatEncoder:
             rest = reader.finish() if delta.finish_reason is not None else []
             if parts or logprobs:
                 parts, rest = parts + rest, []
-            self._count_characters(delta.text, [*parts, *rest])
             fields, held = _fields(parts), _fields(rest) if rest else b""
         if fields or logprobs:
             event = (index, fields, encode(logprobs), stream.take_ids(index) if stream.has_ids else b"")
@@ -176,34 +172,26 @@ class ChatEncoder:
 
     def last(self) -> bytes:
         """Return the usage chunk."""
-        return self._stream.usage_chunk(self._reasoning_share())
+        return self._stream.usage_chunk(self._reasoning_share()) if self._stream.include_usage else b""
 
     def _begin(self, index: int) -> bytes:
         """Return a choice's first chunk, with its role; the answer's first has the prompt's ids, where asked for."""
         prompt = b"" if self._readers else encode(self._prompt_member)[1:-1]
-        self._readers[index] = self._new_reader(index)
+        self._readers[index] = AnswerReader(self._format, f"{self._stream.identity['id']}:{index}")
         if self._stream.counts_tokens:
             self._stream.count(index, ())
         begin = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
         return self._stream.chunk(begin % index, b"," + prompt if prompt else b"")
-
-    def _new_reader(self, index: int) -> AnswerReader:
-        """Return a choice's reader; ids of calls are made from the answer's id and the choice."""
-        return AnswerReader(self._format, f"{self._stream.identity['id']}:{index}")
 
     def _word(self, reader: AnswerReader, reason: FinishReason) -> str:
         """Return OpenAI's word for the end: calls end an answer as such, unless the client named the function."""
         is_call = self._ends_by_calls and reason is FinishReason.STOP and reader.has_calls
         return "tool_calls" if is_call else REASONS[reason]
 
-    def _count_characters(self, text: str, parts: Sequence[Part]) -> None:
-        self._num_characters += len(text)
-        for part in parts:
-            if isinstance(part, Reasoning):
-                self._num_reasoning_characters += len(part.text)
-
     def _reasoning_share(self) -> float:
-        return self._num_reasoning_characters / max(1, self._num_characters)
+        readers = self._readers.values()
+        num_characters = sum(reader.num_characters for reader in readers)
+        return sum(reader.num_reasoning_characters for reader in readers) / max(1, num_characters)
 
     def _scores(self, delta: TextDelta) -> list[Json | None]:
         if delta.prompt_logprobs is None or self._num_prompt_logprobs is None:
@@ -368,7 +356,7 @@ class CompletionEncoder:
 
     def last(self) -> bytes:
         """Return the usage chunk."""
-        return self._stream.usage_chunk()
+        return self._stream.usage_chunk() if self._stream.include_usage else b""
 
 
 def usage_json(usages: Iterable[Usage | None], reasoning_share: float | None = None) -> Json:

@@ -28,7 +28,7 @@ from octavo.server.encoding import AnswerSpec, Identity
 from octavo.server.faults import bad_field, from_exception, with_field
 from octavo.server.generation import GenerationRequest
 from octavo.server.grammars import Structure, refusal, structure_of
-from octavo.server.limits import read_json
+from octavo.server.json_body import read_json
 from octavo.server.ollama_chat import SENT_NAMES, with_ollama_names
 from octavo.server.params import check_scores, read_params, spellings
 from octavo.server.reply import RETRY_NOTE, reply
@@ -50,20 +50,24 @@ class TextRequest(GenerationRequest):
     kind: str
     facts: Mapping[str, object] = field(default_factory=dict)
     structure: Structure | None = None  # what the answer must be
+    echoes: Sequence[str] = ("",)  # texts of the prompts, to be repeated before each of their choices
+    num_choices: int = 1  # of each echo
 
     async def read_grammar(self) -> str:
         """Return the compiled structure."""
-        return "" if self.structure is None else await self.context.grammars.read_structure(self.structure)
+        assert self.structure is not None
+        return await self.context.grammars.read_structure(self.structure)
 
     def field_names(self) -> dict[str, str]:
         """Return the names of the sampling fields too."""
         return {**spellings(self.body), **super().field_names()}
 
-    def shared_facts(self, prompts: Sequence[Sequence[int]]) -> dict[str, object]:
-        """Return the facts that both kinds of completion have. Raises ApiError for too many log-probabilities."""
-        body, facts = self.body, dict(self.facts)
+    def _spec(self, identity: Identity, prompts: Sequence[Sequence[int]], own: Mapping[str, object]) -> AnswerSpec:
+        """Return the spec with the facts of both kinds. Raises ApiError for too many log-probabilities."""
+        body, facts = self.body, {**self.facts, **own}
         options = body.stream_options
-        if options is not None and options.include_usage and options.continuous_usage_stats:
+        includes_usage = options is not None and options.include_usage
+        if options is not None and includes_usage and options.continuous_usage_stats:
             facts["num_prompt_tokens_each"] = [len(ids) for ids in prompts]
         if body.return_token_ids:
             facts["prompt_token_ids"] = [list(ids) for ids in prompts]
@@ -73,13 +77,7 @@ class TextRequest(GenerationRequest):
             check_scores(sum(map(len, prompts)), self.params.prompt_logprobs)
             if body.prompt_logprobs is not None:
                 facts["num_prompt_logprobs"] = body.prompt_logprobs
-        return facts
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        options = self.body.stream_options
-        return options is not None and options.include_usage
+        return AnswerSpec(self.kind, identity, includes_usage, tuple(self.echoes), self.num_choices, facts)
 
 
 @dataclass(kw_only=True)
@@ -88,7 +86,6 @@ class ChatRequest(TextRequest):
 
     body: ChatBody
     prompt_param: str = "messages"
-    is_constrained: bool = False  # a grammar holds the answer to its structure, or to calls
     prompt: Sequence[int] = ()  # once it is read
 
     @classmethod
@@ -119,8 +116,6 @@ class ChatRequest(TextRequest):
     async def read_grammar(self) -> str:
         """Return what the answer must obey: its structure, calls, or either of them after its reasoning."""
         body, dialect, structure = self.body, self.context.dialect, self.structure
-        if not self.is_constrained:
-            return ""
         has_calls = bool(body.usable_tools) and dialect.calls is not None
         if structure is not None and not has_calls and dialect.reasoning is None:
             return await super().read_grammar()
@@ -135,10 +130,10 @@ class ChatRequest(TextRequest):
 
     def answer_spec(self, identity: Identity) -> AnswerSpec:
         """Return the spec of the kind asked for, with how the parts of the answer are told apart."""
-        facts = {"num_prompt_tokens": len(self.prompt), **self.shared_facts([self.prompt])}
+        facts: dict[str, object] = {"num_prompt_tokens": len(self.prompt)}
         if (answer_format := self.answer_format()) is not None:
             facts["format"] = answer_format
-        return AnswerSpec(self.kind, identity, self.includes_usage, facts=facts)
+        return self._spec(identity, [self.prompt], facts)
 
     def answer_format(self) -> AnswerFormat | None:
         """Return how the parts of the answer are told apart, None when all of it is content."""
@@ -202,6 +197,7 @@ class CompletionRequest(TextRequest):
     @classmethod
     async def of(cls, context: Context, body: CompletionBody, kind: str, id_prefix: str, **fields: Any) -> Self:
         """Make the request of a body. Raises ApiError."""
+        structure = structure_of(body)
         return cls(
             context=context,
             body=body,
@@ -211,7 +207,10 @@ class CompletionRequest(TextRequest):
             num_prompts=len(body.prompt),
             num_characters=sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str)),
             num_ids=sum(len(prompt) for prompt in body.prompt if isinstance(prompt, list)),
-            structure=structure_of(body),
+            structure=structure,
+            is_constrained=structure is not None,
+            echoes=[""] * len(body.prompt),
+            num_choices=1 if body.n is None else body.n,
             stream=body.stream,
             **fields,
         )
@@ -220,17 +219,16 @@ class CompletionRequest(TextRequest):
         """Return the ids of the prompts."""
         body, num_kept = self.body, self.params.num_kept(self.context.max_model_len)
         self.prompts = await self.context.prompts.completion(body.prompt, num_kept, body.add_special_tokens)
-        self.echoes = [""] * len(body.prompt)
         if body.echo:
             self.echoes = await self.context.prompts.echo(body.prompt if num_kept is None else self.prompts)
         return self.prompts
 
     def answer_spec(self, identity: Identity) -> AnswerSpec:
-        """Return the spec, with the texts to be repeated before each choice."""
-        facts = self.shared_facts(self.prompts)
+        """Return the spec, with what a repeated prompt's log-probabilities need."""
+        facts: dict[str, object] = {}
         if self.body.echo and self.body.logprobs is not None:
-            facts |= {"num_echo": self.body.logprobs, "first_ids": [ids[0] for ids in self.prompts]}
-        return AnswerSpec(self.kind, identity, self.includes_usage, tuple(self.echoes), self.params.n, facts)
+            facts = {"num_echo": self.body.logprobs, "first_ids": [ids[0] for ids in self.prompts]}
+        return self._spec(identity, self.prompts, facts)
 
 
 async def chat_completions(request: Request) -> Response:
