@@ -3,8 +3,8 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
-import httpx
 import pytest
+from huggingface_hub import errors
 
 from octavo.artifacts import hub, pull, resolve
 from octavo.artifacts.gguf_choice import ORDER
@@ -160,10 +160,14 @@ class TestGgufRepositories:
 
     def test_without_a_network_the_cached_files_are_chosen_from(self, monkeypatch):
         def fail(*_, **__):
-            raise httpx.ConnectError("[Errno -2] Name or service not known")
+            client = sys.modules[errors.HfHubHTTPError.__bases__[0].__module__]  # httpx, or httpx2
+            raise client.ConnectError("[Errno -2] Name or service not known")
 
         resolve_model("owner/name:Q8_0")
         monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", fail)
+        with pytest.raises(UnknownModelError, match=r"^no network: could not reach the hub for 'other/name'"):
+            resolve_model("other/name:Q8_0")
+        monkeypatch.setattr(hub, "is_cached", lambda name: True)
         assert resolve_model("owner/name").weights[0].name == "m-Q8_0.gguf"
         assert resolve_model("owner/name", is_offline=True).weights[0].name == "m-Q8_0.gguf"
         monkeypatch.setattr("huggingface_hub.snapshot_download", fail)

@@ -90,7 +90,6 @@ def list_files(repository: str, revision: str | None, is_offline: bool) -> list[
 
     Raises UnknownModelError.
     """
-    import httpx
     from huggingface_hub import HfApi, errors
 
     if not (is_offline or _is_offline()):
@@ -98,10 +97,18 @@ def list_files(repository: str, revision: str | None, is_offline: bool) -> list[
             return HfApi().list_repo_files(repository, revision=revision)
         except errors.HfHubHTTPError as error:
             raise UnknownModelError(_why(repository, revision, error)) from error
-        except (httpx.HTTPError, OSError):
-            pass  # no network: the cache may have what is needed
+        except (_client_error(), OSError) as error:
+            if not is_cached(repository):  # else the cache may have what is needed
+                raise UnknownModelError(_why(repository, revision, error)) from error
     root = cached_repository(repository, revision, None)
     return [str(path.relative_to(root)) for path in root.rglob("*.gguf")]
+
+
+def _client_error() -> type[Exception]:
+    """Return the base of the errors of the hub's HTTP client, which is httpx, or httpx2 since its version 2."""
+    from huggingface_hub import errors
+
+    return errors.HfHubHTTPError.__bases__[0]
 
 
 def _is_offline() -> bool:
@@ -110,14 +117,13 @@ def _is_offline() -> bool:
 
 def _snapshot(repository: str, revision: str | None, gguf_pattern: str | None, *, is_local: bool) -> Path:
     # Imported here: the hub's client costs 0.3 s, and local models never need it.
-    import httpx
     from huggingface_hub import errors, snapshot_download
 
     patterns = list(_MODEL_PATTERNS) if gguf_pattern is None else [gguf_pattern]
     try:
         found = snapshot_download(repository, revision=revision, allow_patterns=patterns, local_files_only=is_local)
         return Path(found)
-    except (errors.HfHubHTTPError, errors.HFValidationError, httpx.HTTPError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError, _client_error(), OSError) as error:
         if is_local and not isinstance(error, errors.HFValidationError):
             raise UnknownModelError(
                 f"{_at(repository, revision)} is not in this machine's cache, and offline mode is on (--offline or "
@@ -128,11 +134,12 @@ def _snapshot(repository: str, revision: str | None, gguf_pattern: str | None, *
 
 def _why(repository: str, revision: str | None, error: Exception) -> str:
     """Return why a repository cannot be had, and what to do."""
-    import httpx
     from huggingface_hub import errors
 
     chain: BaseException | None = error
-    while chain is not None and not isinstance(chain, (httpx.TransportError, errors.OfflineModeIsEnabled)):
+    while chain is not None and not isinstance(chain, errors.OfflineModeIsEnabled):
+        if isinstance(chain, _client_error()) and not hasattr(chain, "response"):
+            break  # nothing answered
         chain = chain.__cause__ or chain.__context__
     at = _at(repository, revision)
     if chain is not None:
