@@ -1,7 +1,7 @@
 import pytest
 
 from octavo.errors import InvalidRequestError
-from octavo.text.messages import plain_messages
+from octavo.text.text_model import plain_messages
 
 
 def test_text_parts_are_joined_and_missing_content_is_empty():

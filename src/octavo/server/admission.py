@@ -58,7 +58,18 @@ class AdmissionRequest:
 class AdmissionTicket:
     """What an admitted request holds: its share of the queue and its place among its key's open requests."""
 
-    __slots__ = ("_held", "_is_open", "_now", "_queue", "meter", "num_started", "num_waiting", "request", "work")
+    __slots__ = (
+        "_held",
+        "_is_open",
+        "_now",
+        "_place",
+        "_queue",
+        "meter",
+        "num_started",
+        "num_waiting",
+        "request",
+        "work",
+    )
 
     def __init__(
         self, queue: EngineQueue, request: AdmissionRequest, meter: Meter | None, now: Callable[[], float]
@@ -67,28 +78,29 @@ class AdmissionTicket:
         self.num_waiting = request.num_prompts  # prompts without a token
         self.num_started = 0  # prompts with one, and without their end
         self.work = QueuedWork(request.width)  # of one prompt, on average
+        self._place = (request.key.name, request.priority)
         self._queue = queue
         self.meter = meter
         self._now = now
         self._held = 0  # tokens in the KV pool, as far as known
         self._is_open = True
         queue.num_requests += 1
-        self._move(request.num_prompts)
+        self._queue.add(*self._place, self.work, request.num_prompts)
         if meter is not None:
             meter.num_open += 1
 
     def expect(self, prompt_tokens: float, output_tokens: float) -> None:
         """Say how many tokens all its prompts have, and each of its sequences will likely generate."""
-        self._move(-self.num_waiting)
+        self._queue.add(*self._place, self.work, -self.num_waiting)
         width = self.request.width
         self.work = QueuedWork(width, prompt_tokens / max(1, self.request.num_prompts), width * output_tokens)
-        self._move(self.num_waiting)
+        self._queue.add(*self._place, self.work, self.num_waiting)
 
     def generated(self, num_tokens: int, is_first: bool = False) -> None:
         """Charge tokens that were generated; `is_first`: a prompt's first."""
         queue, num_held = self._queue, num_tokens
         if is_first and self.num_waiting:
-            self._move(-1)
+            self._queue.add(*self._place, self.work, -1)
             self.num_waiting -= 1
             self.num_started += 1
             queue.num_running += self.request.width
@@ -109,7 +121,7 @@ class AdmissionTicket:
             self._held -= num_held
             queue.num_tokens_held -= num_held
         elif self.num_waiting:
-            self._move(-1)
+            self._queue.add(*self._place, self.work, -1)
             self.num_waiting -= 1
         queue.prompt_done(num_prompt_tokens, num_cached)
 
@@ -117,7 +129,7 @@ class AdmissionTicket:
         """Give back all that is left of it. Idempotent."""
         if not self._is_open:
             return
-        self._move(-self.num_waiting)
+        self._queue.add(*self._place, self.work, -self.num_waiting)
         self._queue.num_running -= self.num_started * self.request.width
         self._queue.num_tokens_held -= self._held
         self._is_open = False
@@ -126,9 +138,6 @@ class AdmissionTicket:
         if self.meter is not None:
             self.meter.num_open -= 1
             self.meter = None
-
-    def _move(self, num_prompts: int) -> None:
-        self._queue.add(self.request.key.name, self.request.priority, self.work, num_prompts)
 
 
 class AdmissionControl:

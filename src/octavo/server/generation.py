@@ -13,6 +13,7 @@ import hmac
 import secrets
 import time
 from array import array
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
@@ -197,13 +198,15 @@ class Generation:
     ticket: AdmissionTicket
     closing: ExitStack
     trace: RequestTrace | None = None
+    _started: set[int] = field(default_factory=set)  # sessions with a token
+    _ended: set[int] = field(default_factory=set)  # sessions
     _last_at: dict[int, float] = field(default_factory=dict)  # when a choice had its last token
+    _num_tokens: Counter[int] = field(default_factory=Counter)  # of each choice
 
-    def __post_init__(self) -> None:
-        self._open = set(range(len(self.sessions)))
-        self._silent = set(self._open)  # without a token yet
-        self.num_choices = len(self.sessions) * self.params.n  # of all prompts
-        self._num_tokens = [0] * self.num_choices
+    @property
+    def num_choices(self) -> int:
+        """Of all prompts."""
+        return len(self.sessions) * self.params.n
 
     @property
     def unread_bytes(self) -> int:
@@ -228,7 +231,7 @@ class Generation:
             if delta.finish_reason is not None:
                 self._note_end(session, delta.finish_reason, delta)
             yield index, delta
-        if session in self._open:
+        if session not in self._ended:
             raise ApiError(500, "the engine ended an answer without a reason", code="engine_error")
 
     async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -260,9 +263,9 @@ class Generation:
 
     def _note_tokens(self, session: int, index: int, delta: TextDelta) -> None:
         now, num_tokens = time.monotonic(), len(delta.token_ids)
-        is_first = session in self._silent
+        is_first = session not in self._started
         if is_first:
-            self._silent.discard(session)
+            self._started.add(session)
             self.metrics.first_tokens(now - self.arrival, num_tokens, self.prompt_lengths[session])
         elif index in self._last_at:
             self.metrics.next_tokens(now - self._last_at[index], num_tokens)
@@ -276,7 +279,7 @@ class Generation:
         """Count the end of a choice, and with the last one that of its prompt. Raises ApiError where it failed."""
         usage, trace, now = delta.usage, self.trace, time.monotonic()
         if usage is not None:
-            self._open.discard(session)
+            self._ended.add(session)
             if trace is not None:
                 trace.timed(_timed(usage, now), REASONS.get(reason, reason.name.lower()))
         if reason not in REASONS:
@@ -286,8 +289,7 @@ class Generation:
                 self.metrics.ended_early("abort" if reason in GIVEN_UP else "error")
             raise failure_of(reason, delta.error)
         if usage is not None:
-            if session in self._silent:  # it was to have no tokens: the answer is what the prompt gives
-                self._silent.discard(session)
+            if session not in self._started:  # it was to have no tokens: the answer is what the prompt gives
                 self.metrics.prompt_only(usage.prompt_tokens)
             n = self.params.n
             end = Finished(
@@ -300,7 +302,7 @@ class Generation:
                 e2e_s=now - self.arrival,
                 max_tokens=self.params.max_tokens,
                 num_choices=self.params.num_sequences,
-                longest=max(self._num_tokens[session * n : session * n + n]),
+                longest=max(map(self._num_tokens.__getitem__, range(session * n, session * n + n))),
             )
             self.metrics.finished(end)
             self.ticket.ended(usage.prompt_tokens, usage.cached_tokens)
@@ -315,12 +317,14 @@ class Generation:
 
     async def close(self) -> None:
         """Cancel in the engine what has not ended, and give back what was taken. Idempotent."""
-        if self._open and self.trace is not None:
+        if len(self._ended) < len(self.sessions) and self.trace is not None:
             self.trace.error = self.trace.error or "cancelled"
         self.closing.close()
-        while self._open:
-            self.metrics.ended_early("abort")
-            await self.sessions[self._open.pop()].cancel()
+        for index, session in enumerate(self.sessions):
+            if index not in self._ended:
+                self._ended.add(index)
+                self.metrics.ended_early("abort")
+                await session.cancel()
 
 
 def _timed(usage: Usage, now: float) -> Timed:

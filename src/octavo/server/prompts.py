@@ -23,7 +23,6 @@ from octavo.server.faults import bad_field, from_exception, too_long
 from octavo.server.offload import off_loop
 from octavo.text.dialect import Dialect
 from octavo.text.length import num_tokens_if_over
-from octavo.text.messages import cut_at_continuation
 from octavo.tool.process import RENDER
 from octavo.tool.wire import RenderChat
 
@@ -90,7 +89,7 @@ class PromptReader:
             asked = conversation() if size <= HERE_JSON else await off_loop(conversation)
             prompt = await self._render(asked, _work_of(size, asked))
             if asked.is_continued:
-                prompt = cut_at_continuation(prompt)
+                prompt = asked.cut_at_continuation(prompt)
             ids = await self._encode("messages", prompt, body.add_special_tokens, num_kept, asked.mark)
         except RequestError as error:
             error.param = _INDEX.sub(r"messages[\1]", error.param or "messages")  # as it is spelled elsewhere here

@@ -78,7 +78,10 @@ class ScriptedText:
     def read(self, ids: Sequence[int]) -> ScriptedRequest:
         """A prompt from its ids: its last message, if the template made it, else all of it."""
         prompt = self._tokenizer.decode(ids, skip_special_tokens=False)
-        *_, last = ["", *(part for part in prompt.split(_START)[1:] if _END in part)]
+        last = ""
+        for part in prompt.split(_START)[1:]:
+            if _END in part:
+                last = part
         role, is_message, content = last.partition("\n")
         if not is_message:
             return ScriptedRequest(prompt, prompt)

@@ -1,11 +1,12 @@
 """All that the text side of a model needs: tokenizer, template, specification.
 
-Owns: loading them from the same files, once.
-Does not: load torch or weights.
+Owns: loading them from the same files, once; putting messages into the form that templates expect, and cutting a prompt
+inside its last message. Does not: load torch or weights.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +19,13 @@ from octavo.artifacts.resolve import ModelFiles
 from octavo.errors import ConfigError, InvalidRequestError, ModelFileError
 from octavo.text.chat_template import ChatTemplate, check_variables
 from octavo.text.dialect import takes_tools
-from octavo.text.messages import cut_at_continuation, mark_continuation, plain_messages
 from octavo.text.scripted_text import TEMPLATE, scripted_tokenizer
 from octavo.text.special_text import SpecialTextGuard
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import NO_SYSTEM, with_short_ids, with_tools
+
+_CONTINUE_MARK = "\ue000octavo-continues-here\ue001"  # private-use characters: in no message
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # templates read the first two
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,14 @@ class Conversation:
     variables: dict[str, Any]
     is_continued: bool
     mark: str | None = None
+
+    def cut_at_continuation(self, prompt: str) -> str:
+        """Return a rendered prompt up to where the model is to go on. Raises InvalidRequestError."""
+        head, mark, tail = prompt.rpartition(_CONTINUE_MARK)
+        if not mark:
+            reason = "the chat template does not show the last message, so it cannot be continued"
+            raise InvalidRequestError(reason, "messages")
+        return head if tail.startswith(" ") else head.rstrip()  # a template that trims has cut the message's end too
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +121,7 @@ class TextModel:
     def _rendered(self, asked: Conversation) -> str:
         assert self.chat_template is not None
         made = self.chat_template.render(asked.messages, asked.add_generation_prompt, asked.tools, **asked.variables)
-        return cut_at_continuation(made) if asked.is_continued else made
+        return asked.cut_at_continuation(made) if asked.is_continued else made
 
     def conversation(
         self,
@@ -139,7 +150,7 @@ class TextModel:
         else:
             plain, tools = with_tools(plain, tools, NO_SYSTEM not in self.chat_template.source), None
         if continue_final_message:
-            return Conversation(mark_continuation(plain), False, tools, variables, True, mark)
+            return Conversation(_mark_continuation(plain), False, tools, variables, True, mark)
         return Conversation(plain, add_generation_prompt, tools, variables, False, mark)
 
     def prompt_ids_from_messages(
@@ -170,6 +181,73 @@ class TextModel:
             return self.tokenizer.encode(prompt, add_special_tokens)
         # No token stands for more characters than the longest piece.
         return self.tokenizer.encode(prompt[-num_kept * self.tokenizer.longest_piece :], add_special_tokens)[-num_kept:]
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return copies with string content and parsed tool arguments. Raises InvalidRequestError.
+
+    Text parts are joined by line ends; a missing content becomes empty.
+    """
+    if not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequestError("messages must be a list of at least one message", "messages")
+    return list(map(_plain_message, messages, range(len(messages))))
+
+
+def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"message {index} must be an object with a role", f"messages.{index}")
+    plain = dict(message)
+    content = message.get("content")
+    plain["content"] = content if isinstance(content, str) else _plain_content(content, index)
+    for name in _REASONING_FIELDS:
+        reasoning = message.get(name)
+        if reasoning is not None:
+            plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+            break
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, Sequence):
+        raise InvalidRequestError(f"the tool_calls of message {index} must be a list", f"messages.{index}.tool_calls")
+    if calls:
+        plain["tool_calls"] = [_plain_tool_call(call, index) for call in calls]
+    return plain
+
+
+def _plain_content(content: object, index: int) -> str:
+    if content is None:
+        return ""
+    param = f"messages.{index}.content"
+    if not isinstance(content, Sequence):
+        raise InvalidRequestError(f"the content of message {index} must be a string or a list of parts", param)
+    texts: list[str] = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str) or (isinstance(part, Mapping) and part.get("type", "text") != "text"):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise InvalidRequestError(f"message {index} has a part of type {kind!r}; this model takes text only", param)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _plain_tool_call(call: object, index: int) -> object:
+    """Templates write arguments as JSON themselves, so those that came as a string are parsed."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise InvalidRequestError(f"message {index} has a tool call without a function", f"messages.{index}.tool_calls")
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except (ValueError, RecursionError) as error:
+            reason = f"the tool arguments of message {index} are not JSON ({error})"
+            raise InvalidRequestError(reason, f"messages.{index}.tool_calls") from None
+    return {**call, "function": function}
+
+
+def _mark_continuation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mark the end of the last message, where the model is to go on."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        raise InvalidRequestError("continue_final_message needs a last message of the assistant", "messages")
+    return [*messages[:-1], {**last, "content": last["content"] + _CONTINUE_MARK + " "}]
 
 
 def _gguf_template(file: GGUFFile) -> tuple[str, Path] | None:
