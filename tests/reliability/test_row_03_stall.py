@@ -145,7 +145,9 @@ async def test_row_03_a_standby_that_was_stopped_while_it_waited(score: Score) -
         await until(lambda: bool(keeper.report()["has_standby"]))
         following = asyncio.create_task(follow(keeper, make_request("a", max_tokens=80)))
         await until(lambda: keeper._engine.page.beat() is not None)
-        os.kill(keeper.spawner.standby_pid or 0, signal.SIGSTOP)
+        standby = keeper.spawner.standby
+        assert standby is not None
+        os.kill(standby.pid, signal.SIGSTOP)
         begun = time.monotonic()
         os.kill(keeper.pid, signal.SIGKILL)
         stream = await following

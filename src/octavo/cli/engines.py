@@ -144,8 +144,8 @@ class KeptEngine:
     @property
     def processes(self) -> dict[str, int]:
         """Its processes by their roles."""
-        found = {"engine": self.client.pid, "standby": self.client.spawner.standby_pid}
-        return {role: pid for role, pid in found.items() if pid is not None}
+        standby = self.client.spawner.standby
+        return {"engine": self.client.pid} | ({"standby": standby.pid} if standby is not None else {})
 
     def trouble(self) -> str | None:
         """Why it makes no progress now, or None."""

@@ -1,8 +1,8 @@
-"""EngineSpawner: starts one engine process after another; the next one is open already where a standby is wanted.
+"""EngineSpawner: starts one engine process after another; with a standby the next one is open already.
 
 Owns: the numbers of epochs, the standby, how often another engine may be started, what every later engine must have in
-common with the first. Does not: watch an engine that was given out.
-Invariants: epochs grow in the order in which engines are given out; later engines have the first one's KV blocks, so
+common with the first. Does not: watch an engine that it returned.
+Invariants: epochs grow in the order in which engines are returned; later engines have the first one's KV blocks, so
 that what was admitted once can be admitted again; no process is left by close().
 """
 
@@ -43,19 +43,15 @@ class EngineSpawner:
         self._epochs = itertools.count(1)
         self._capacity: Capacity | None = None
         self._open_limit_s = OPEN_LIMIT_S
-        self._standby: EngineProcess | None = None
-        self._opening: asyncio.Task[EngineProcess] | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._standby: asyncio.Task[EngineProcess] | None = None  # done once it is open
+        self._keeping: asyncio.Task[None] | None = None  # opens standbys, as long as none is needed
 
     @property
-    def has_standby(self) -> bool:
-        """Whether one is open and waits."""
-        return self._standby is not None and self._standby.client.is_alive
-
-    @property
-    def standby_pid(self) -> int | None:
-        """The process id of the standby, if there is one."""
-        return self._standby.pid if self._standby is not None else None
+    def standby(self) -> EngineProcess | None:
+        """The standby, if one is open."""
+        task = self._standby
+        has_opened = task is not None and task.done() and not task.cancelled() and task.exception() is None
+        return task.result() if task is not None and has_opened else None
 
     async def replace(self, was_useful: bool) -> EngineProcess:
         """Start the successor of an engine that died. Raises EngineDeadError when too many died without use."""
@@ -76,18 +72,16 @@ class EngineSpawner:
 
         An engine that cannot hold what the first one held is refused (EngineDeadError).
         """
-        opening, self._opening = self._opening, None
         if self._keeping is not None:
             self._keeping.cancel()
             self._keeping = None
         standby, self._standby = self._standby, None
-        if opening is not None:
-            with contextlib.suppress(OctavoError, OSError):
-                standby = await _unless_cancelled(opening)
         if standby is not None:
-            if standby.client.is_alive:
-                return standby
-            await standby.reap()
+            with contextlib.suppress(OctavoError, OSError):
+                engine = await standby
+                if engine.client.is_alive:
+                    return engine
+                await engine.reap()
         return await self._start()
 
     def prepare(self, is_settled: Callable[[], bool]) -> None:
@@ -97,16 +91,13 @@ class EngineSpawner:
 
     async def close(self) -> None:
         """End the standby, or its opening. Idempotent."""
-        tasks = [task for task in (self._keeping, self._opening) if task is not None]
-        self._keeping = self._opening = None
+        tasks = [task for task in (self._keeping, self._standby) if task is not None]
+        self._keeping = self._standby = None
         for task in tasks:
             task.cancel()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(outcome, EngineProcess):  # it became ready just now
+            if isinstance(outcome, EngineProcess):
                 await outcome.close()
-        standby, self._standby = self._standby, None
-        if standby is not None:
-            await standby.close()
 
     async def _start(self) -> EngineProcess:
         begun = time.monotonic()
@@ -141,32 +132,20 @@ class EngineSpawner:
         await asyncio.sleep(STANDBY_DELAY_S)
         while not is_settled() and time.monotonic() < latest:
             await asyncio.sleep(STANDBY_DELAY_S)
-        failures = 0
+        num_failures = 0
         while True:
-            self._opening = asyncio.create_task(self._start(), name="octavo-opening")
+            self._standby = asyncio.create_task(self._start(), name="octavo-opening")
             try:
-                self._standby = await asyncio.shield(self._opening)
-                failures = 0
+                engine = await asyncio.shield(self._standby)
+                num_failures = 0
+                await engine.client.ended()
+                _LOG.warning("the standby engine ended (%s)", engine.describe_exit())
+                await engine.reap()
             except (OctavoError, OSError) as error:
                 _LOG.warning("the standby engine cannot be opened: %s", error)
-            self._opening = None
-            if self._standby is not None:
-                await self._standby.client.ended()
-                _LOG.warning("the standby engine ended (%s)", self._standby.describe_exit())
-                lost, self._standby = self._standby, None
-                await lost.reap()
-            await asyncio.sleep(STANDBY_PAUSES_S[min(failures, len(STANDBY_PAUSES_S) - 1)])
-            failures += 1
-
-
-async def _unless_cancelled(opening: asyncio.Task[EngineProcess]) -> EngineProcess:
-    """Wait for what is being opened; when the wait is cancelled, the opening is too."""
-    try:
-        return await opening
-    except asyncio.CancelledError:
-        opening.cancel()
-        await asyncio.gather(opening, return_exceptions=True)
-        raise
+            self._standby = None
+            await asyncio.sleep(STANDBY_PAUSES_S[min(num_failures, len(STANDBY_PAUSES_S) - 1)])
+            num_failures += 1
 
 
 def _holds(capacity: Capacity, needed: Capacity) -> bool:

@@ -121,7 +121,7 @@ class EngineSupervisor:
             },
             "dropped_ids": {name: getattr(rejections, name) for name in ("duplicates", "gaps", "late", "unknown")},
             "recovery_gaps_s": [round(gap, 3) for gap in self._gaps],
-            "has_standby": self.spawner.has_standby,
+            "has_standby": self.spawner.standby is not None and self.spawner.standby.client.is_alive,
         }
 
     def kill(self, why: str) -> None:
