@@ -22,7 +22,6 @@ import pytest
 from octavo import cli
 from octavo.cli import servers
 from octavo.cli.servers import Record, find_servers, own_home, process_start, send_signal
-from octavo.engine.scratch import PAGE_NAME, SOCKET_NAME, VARIABLE
 from octavo.errors import ConfigError
 
 
@@ -48,62 +47,43 @@ def test_a_server_is_found_while_it_lives(folder: Path) -> None:
     assert find_servers() == [] and list(folder.iterdir()) == []
 
 
-ENGINE = "octavo-ab12cd_9"  # as tempfile names it
-
-
-def engine_folder(scratch: Path) -> Path:
-    """Make what a killed engine leaves."""
-    folder = scratch / ENGINE
-    folder.mkdir(mode=0o700)
-    (folder / PAGE_NAME).write_bytes(bytes(100))
-    os.mknod(folder / SOCKET_NAME, stat.S_IFSOCK | 0o600)  # bind takes no path as long as a temporary one may be
-    return folder
-
-
-def kill_a_server() -> tuple[Path, Path]:
-    """Make a server that is killed while it runs; return its folder and its scratch folder."""
+def kill_a_server() -> Path:
+    """Make a server that is killed while it runs; return its folder."""
     script = (
-        "import os\nfrom octavo.cli.servers import Record, own_home\nwith own_home() as home:\n"
-        "    print(home.path, home.scratch, sep='\\n')\n"
+        "import os\nfrom octavo.cli.servers import Record, own_home\nwith own_home() as home:\n    print(home.path)\n"
         f"    home.record(Record({os.getpid()}, 'http://127.0.0.1:1', 'tiny', '/x', 1.0))\n    os.kill(os.getpid(), 9)"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-uc", script], stdout=subprocess.PIPE, text=True, env=environ)
-    path, scratch = map(Path, done.stdout.split())
-    return path, scratch
+    return Path(done.stdout.strip())
 
 
 def test_what_a_killed_server_left_is_removed(folder: Path) -> None:
-    path, scratch = kill_a_server()
-    engine_folder(scratch)
+    path = kill_a_server()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path / "admin.sock"))
     assert list(folder.iterdir()) == [path]
     assert find_servers() == [], "although a process of that number lives"
-    assert list(folder.iterdir()) == [] and not scratch.exists()
+    assert list(folder.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed() -> None:
-    with own_home() as home:
-        engine_folder(home.scratch)
-        home.clear_scratch()
-        assert list(home.scratch.iterdir()) == []
-    assert not home.scratch.exists()
-
-
-def test_files_of_others_in_a_dead_servers_folders_stay(folder: Path, tmp_path: Path) -> None:
-    path, scratch = kill_a_server()
-    others = [path / "thesis", scratch / "notes" / "thesis", engine_folder(scratch) / "thesis", tmp_path / "thesis"]
+def test_files_of_others_in_a_dead_servers_folder_stay(folder: Path, tmp_path: Path) -> None:
+    path = kill_a_server()
+    others = [path / "thesis", path / "notes" / "thesis", tmp_path / "thesis"]
     for other in others:
         other.parent.mkdir(exist_ok=True)
         other.write_text("mine")
-    (scratch / "octavo-linkto_x").symlink_to(tmp_path)
     (path / "admin.sock").symlink_to(tmp_path / "thesis")
     assert find_servers() == []
-    assert [other.read_text() for other in others] == ["mine"] * 4
+    assert [other.read_text() for other in others] == ["mine"] * 3
     assert (path / "admin.sock").is_symlink() and not (path / "server.json").exists()
-    assert sorted(left.name for left in (scratch / ENGINE).iterdir()) == ["thesis"]
-    shutil.rmtree(scratch)
+
+
+def test_the_record_of_an_older_version_proves_its_folder(folder: Path) -> None:
+    """It named a second folder too, in which its engines had theirs."""
+    path = kill_a_server()
+    write_proof(path, scratch="/dev/shm/octavo-thesis", scratch_inode=1)
+    assert find_servers() == [] and not path.exists()
 
 
 def proof_of(path: Path) -> dict[str, Any]:
@@ -155,25 +135,12 @@ UNPROVEN: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", UNPROVEN)
 def test_a_folder_without_proof_stays(folder: Path, kind: str) -> None:
-    path, scratch = kill_a_server()
+    path = kill_a_server()
     (path / "thesis").write_text("mine")
     UNPROVEN[kind](path)
     before = sorted(folder.rglob("*"))
     assert find_servers() == []
-    assert sorted(folder.rglob("*")) == before and scratch.is_dir()
-    scratch.rmdir()
-
-
-@pytest.mark.parametrize(("name", "inode"), [("octavo-thesis", 1), ("thesis", None)])
-def test_a_scratch_folder_of_another_inode_or_name_stays(tmp_path: Path, name: str, inode: int | None) -> None:
-    other = tmp_path / name
-    other.mkdir(mode=0o700)
-    engine_folder(other)
-    path, scratch = kill_a_server()
-    write_proof(path, scratch=str(other), scratch_inode=inode or other.stat().st_ino)
-    assert find_servers() == [] and not path.exists()
-    assert sorted(left.name for left in (other / ENGINE).iterdir()) == [SOCKET_NAME, PAGE_NAME]
-    scratch.rmdir()
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_a_folder_of_the_user_is_refused_and_not_changed(folder: Path) -> None:
@@ -184,15 +151,14 @@ def test_a_folder_of_the_user_is_refused_and_not_changed(folder: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755 and list(folder.iterdir()) == []
 
 
-def test_a_full_disk_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
     monkeypatch.setattr(os, "pwrite", fail)
     with pytest.raises(ConfigError, match="No space left"), own_home():
         pass
-    assert list(folder.iterdir()) == [] and list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are told apart by /proc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,13 @@ from octavo.errors import EngineDeadError
 from octavo.frontend.engine_process import EngineProcess
 from octavo.frontend.open_requests import OpenRequests
 from octavo.frontend.socket_client import SocketClient
+
+
+def dial(path: Path) -> socket.socket:
+    """Connect to a server at a path."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(path))
+    return connection
 
 
 class DirectClient:
@@ -27,9 +35,9 @@ class DirectClient:
         )
 
     @classmethod
-    async def connect(cls, path: Path, epoch: int) -> DirectClient:
+    async def over(cls, connection: socket.socket, epoch: int) -> DirectClient:
         requests = OpenRequests(resumes=False)
-        return cls(requests, await SocketClient.connect(path, epoch, requests.accept))
+        return cls(requests, await SocketClient.over(connection, epoch, requests.accept))
 
     async def submit(self, request: Request) -> Accepted:
         if not self.socket.is_alive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from array import array
 from pathlib import Path
@@ -11,12 +12,28 @@ import pytest
 from octavo.core.plan import NewSequence, StepPlan
 from octavo.core.request import SamplingParams
 from octavo.engine import heartbeat
-from octavo.engine.heartbeat import LONG_CONTEXT, MIN_STEP_S, HeartbeatPage, HeartbeatWriter, Phase, StepLimits
+from octavo.engine.heartbeat import (
+    LONG_CONTEXT,
+    MIN_STEP_S,
+    HeartbeatPage,
+    HeartbeatWriter,
+    Phase,
+    StepLimits,
+    page_file,
+)
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> HeartbeatPage:
-    return HeartbeatPage(tmp_path / "page", create=True)
+def page() -> HeartbeatPage:
+    with page_file() as descriptor:
+        return HeartbeatPage(descriptor)
+
+
+def page_at(path: Path) -> HeartbeatPage:
+    """The page in a file with a name, as large as a page is."""
+    with open(path, "a+b") as file:
+        file.truncate(heartbeat.PAGE_BYTES)
+        return HeartbeatPage(file.fileno())
 
 
 class Hand:
@@ -47,8 +64,8 @@ def test_an_empty_page_has_no_beat(page: HeartbeatPage) -> None:
 
 
 def test_another_process_sees_what_the_loop_does(tmp_path: Path) -> None:
-    page, clock = HeartbeatPage(tmp_path / "page", create=True), Hand()
-    heart = HeartbeatWriter(HeartbeatPage(tmp_path / "page"), epoch=3, now=clock)
+    page, clock = page_at(tmp_path / "page"), Hand()
+    heart = HeartbeatWriter(page_at(tmp_path / "page"), epoch=3, now=clock)
     heart.idle()
     beat = page.beat()
     assert beat is not None and (beat.phase, beat.epoch, beat.deadline) == (Phase.IDLE, 3, None)
@@ -85,7 +102,7 @@ def test_torn_writes_are_never_believed(tmp_path: Path) -> None:
     """The writer dies after any number of bytes of a beat or a batch: the one before it is read."""
     rng = random.Random(5)
     path = tmp_path / "page"
-    page = HeartbeatPage(path, create=True)
+    page = page_at(path)
     names = {0: ("x", "y"), 1: tuple(f"r{i}" for i in range(50))}
     for number in (1, 2):
         page.write_batch(number, names[number % 2])
@@ -100,7 +117,7 @@ def test_torn_writes_are_never_believed(tmp_path: Path) -> None:
         for i in rng.sample(changed, rng.randrange(len(changed))):  # stores may come in any order
             torn[i] = after[i]
         path.write_bytes(torn)
-        beat = HeartbeatPage(path).beat()
+        beat = page_at(path).beat()
         assert beat is not None and beat.step == beat.num_committed and beat.step in (2, 3)
         assert page.batch(3) in (None, names[1][::-1]) and page.batch(2) == names[0]
     page.close()
@@ -108,12 +125,18 @@ def test_torn_writes_are_never_believed(tmp_path: Path) -> None:
 
 def test_garbage_is_no_beat(tmp_path: Path) -> None:
     rng, path = random.Random(6), tmp_path / "page"
-    HeartbeatPage(path, create=True).close()
+    page_at(path).close()
     for _ in range(50):
         path.write_bytes(rng.randbytes(heartbeat.PAGE_BYTES))
-        page = HeartbeatPage(path)
+        page = page_at(path)
         assert page.beat() is None and page.batch(rng.randrange(2**62)) is None
         page.close()
+
+
+def test_the_file_of_a_page_has_no_name() -> None:
+    with page_file() as descriptor:
+        status = os.fstat(descriptor)
+        assert (status.st_nlink, status.st_size, status.st_mode & 0o777) == (0, heartbeat.PAGE_BYTES, 0o600)
 
 
 def test_ids_that_do_not_fit_are_left_out(page: HeartbeatPage) -> None:

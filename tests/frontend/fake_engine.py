@@ -1,4 +1,4 @@
-"""An engine process around the fake executor, for tests: `python fake_engine.py --socket PATH --epoch N`.
+"""An engine process around the fake executor, for tests: `python fake_engine.py --socket FD --page FD --epoch N`.
 
 The configured model's name says how it behaves: "fake" works, "slow" takes 5 ms a step, "gated" never ends its fourth
 step, "broken" cannot open, "crash" exits while opening, "dying" dies after some steps, "stillborn" kills itself in its

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import socket
 import struct
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.direct_client import DirectClient
+from tests.engine.direct_client import DirectClient, dial
 from tests.engine.fakes import (
     GatedExecutor,
     ScriptedExecutor,
@@ -52,19 +51,17 @@ class Server:
 
     def __init__(self, executor: GatedExecutor, epoch: int = 1) -> None:
         self.executor = executor
-        self.folder = tempfile.TemporaryDirectory()
-        self.path = Path(self.folder.name) / "engine.sock"
+        self.client_end, server_end = socket.socketpair()
         limits = make_limits()
         self.capacity = open_fake(executor, limits)
         scheduler = Scheduler(limits)
         self.loop = EngineLoop(scheduler, executor)
         observe_engine(self.loop, scheduler, StatisticsConfig())
-        self.server = EngineServer(self.path, epoch)
+        self.server = EngineServer(server_end, epoch)
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
     def run(self) -> None:
-        self.server.accept(20)
         self.server.serve(self.loop, self.capacity)
         self.server.close()
 
@@ -72,7 +69,6 @@ class Server:
         self.executor.gate.set()
         self.thread.join(20)
         assert not self.thread.is_alive() and self.loop.join(0)
-        self.folder.cleanup()
 
 
 @asynccontextmanager
@@ -80,7 +76,7 @@ async def connected(
     executor: GatedExecutor | None = None, epoch: int = 1
 ) -> AsyncIterator[tuple[DirectClient, Server]]:
     server = Server(executor or GatedExecutor())
-    client = await DirectClient.connect(server.path, epoch)
+    client = await DirectClient.over(server.client_end, epoch)
     try:
         yield client, server
     finally:
@@ -112,25 +108,6 @@ async def test_requests_run_end_to_end() -> None:
         statistics: Any = await client.statistics()
         assert statistics["scheduler"]["finished"]["length"] == 12
         assert len(client.requests) == 0
-
-
-def test_who_sees_the_socket_can_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that polls for the file came between bind and listen once, and was refused."""
-    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
-        path = Path(folder) / "engine.sock"
-        listens = socket.socket.listen
-        seen: list[bool] = []
-
-        def watched(self: socket.socket, *args: int) -> None:
-            seen.append(path.exists())
-            listens(self, *args)
-
-        monkeypatch.setattr(socket.socket, "listen", watched)
-        server = EngineServer(path, 1)
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(path))
-        assert seen == [False]
-        server._listener.close()
 
 
 async def test_refusals_keep_their_class() -> None:
@@ -211,7 +188,7 @@ async def test_an_engine_of_another_version_is_refused(tmp_path: Path) -> None:
         writer.close()
 
     async with await asyncio.start_unix_server(greet, str(tmp_path / "engine.sock")):
-        client = await DirectClient.connect(tmp_path / "engine.sock", 1)
+        client = await DirectClient.over(dial(tmp_path / "engine.sock"), 1)
         with pytest.raises(EngineError, match=f"version {wire.VERSION - 1}"):
             await client.ready()
         await client.ended()
@@ -263,7 +240,6 @@ async def test_a_connection_that_ends_answers_everyone_with_an_error() -> None:
         submitting = asyncio.create_task(client.submit(make_request("b")))
         reading = asyncio.create_task(read(client, "a"))
         await asyncio.sleep(0.01)
-        assert server.server._connection is not None
         server.server._connection.shutdown(socket.SHUT_RDWR)
         for task in (asking, submitting):
             with pytest.raises(EngineDeadError):
@@ -320,8 +296,7 @@ async def test_a_request_over_the_frame_cap_is_refused_here(monkeypatch: pytest.
 def test_reliability_30_fuzzed_frames_at_the_server_are_dropped() -> None:
     """Malformed messages are dropped and counted; the connection goes on; an impossible length ends it."""
     server, rng = Server(GatedExecutor()), random.Random(3)
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(server.path))
+    connection = server.client_end
     good = wire.frame(wire.Submit.of(1, make_request("a")))
     for _ in range(300):
         body = bytearray(good[4:])
@@ -361,7 +336,7 @@ async def test_reliability_30_fuzzed_frames_at_the_client_are_dropped() -> None:
             writer.close()
 
         server = await asyncio.start_unix_server(hostile, str(path))
-        client = await DirectClient.connect(path, 1)
+        client = await DirectClient.over(dial(path), 1)
         submitting = asyncio.create_task(client.submit(make_request("z")))
         while client.num_malformed < 150:
             await asyncio.sleep(0.005)
@@ -382,7 +357,7 @@ def test_what_is_sent_between_a_break_and_its_notice_is_answered_at_the_end(tmp_
 
     async def main() -> None:
         server = await asyncio.start_unix_server(silent, str(tmp_path / "s"))
-        client = await DirectClient.connect(tmp_path / "s", 1)
+        client = await DirectClient.over(dial(tmp_path / "s"), 1)
         client._writer.transport.abort()
         assert client.is_alive, "not noticed yet"
         answer = client.send(make_request("a"))
@@ -399,23 +374,3 @@ def test_what_is_sent_between_a_break_and_its_notice_is_answered_at_the_end(tmp_
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(main())
-
-
-def test_the_socket_needs_a_private_folder() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        with pytest.raises(EngineError, match="0700"):
-            EngineServer(Path(folder) / "s", 1)
-
-
-def test_nobody_connects_after_the_first() -> None:
-    server = Server(GatedExecutor())
-    first = socket.socket(socket.AF_UNIX)
-    first.connect(str(server.path))
-    assert first.recv(1)  # the engine is ready: the listener is closed
-    second = socket.socket(socket.AF_UNIX)
-    with pytest.raises(OSError):
-        second.connect(str(server.path))
-    first.close()
-    second.close()
-    server.join()

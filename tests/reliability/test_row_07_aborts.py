@@ -11,13 +11,12 @@ import asyncio
 import gc
 import os
 import random
-import tempfile
+import socket
 import threading
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from octavo.core.request import FinishReason, Request, RequestState, SamplingParams, Status
@@ -160,23 +159,22 @@ async def serving(depth: int) -> AsyncIterator[tuple[DirectClient, Scheduler, En
     executor, sizes = HostExecutor(lazy=depth > 1), limits()
     capacity, scheduler = open_fake(executor, sizes), Scheduler(sizes)
     loop = EngineLoop(scheduler, executor, depth=depth)
-    with tempfile.TemporaryDirectory() as folder:
-        server = EngineServer(Path(folder) / "engine.sock", 1)
+    client_end, server_end = socket.socketpair()
+    server = EngineServer(server_end, 1)
 
-        def run() -> None:
-            server.accept(20)
-            server.serve(loop, capacity)
-            server.close()
+    def run() -> None:
+        server.serve(loop, capacity)
+        server.close()
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        client = await DirectClient.connect(Path(folder) / "engine.sock", 1)
-        try:
-            yield client, scheduler, loop
-        finally:
-            await client.close()
-            await asyncio.to_thread(thread.join, 20)
-            assert not thread.is_alive()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    client = await DirectClient.over(client_end, 1)
+    try:
+        yield client, scheduler, loop
+    finally:
+        await client.close()
+        await asyncio.to_thread(thread.join, 20)
+        assert not thread.is_alive()
 
 
 async def give_up(client: DirectClient, name: str, rng: random.Random) -> str:

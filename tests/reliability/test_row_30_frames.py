@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import socket
 import struct
 import tempfile
 from array import array
@@ -28,6 +27,7 @@ from octavo.engine.outbox import finished
 from octavo.errors import EngineError, ErrorKind
 from octavo.frontend.open_requests import OpenRequests
 from octavo.frontend.socket_client import SocketClient
+from tests.engine.direct_client import dial
 from tests.engine.fakes import GatedExecutor, expected, make_limits, make_request, open_fake
 from tests.frontend.test_socket import Server
 from tests.reliability.scorecard import Score
@@ -99,9 +99,8 @@ def framed(body: bytes) -> bytes:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_row_30_an_engine_goes_on_whatever_its_client_sends(score: Score, seed: int) -> None:
     server, rng = Server(GatedExecutor()), random.Random(seed)
-    connection = socket.socket(socket.AF_UNIX)
+    connection = server.client_end
     connection.settimeout(20)
-    connection.connect(str(server.path))
     splitter, count = wire.FrameSplitter(), score.dose(1500, 20_000)
     for number, body in enumerate(frames(rng, to_engine(), count)):
         connection.sendall(framed(body))
@@ -166,7 +165,7 @@ async def test_row_30_a_keeper_goes_on_whatever_its_engine_sends(score: Score) -
 
         server = await asyncio.start_unix_server(hostile, str(path))
         requests_here = OpenRequests()
-        client = await SocketClient.connect(path, 1, requests_here.accept)
+        client = await SocketClient.over(dial(path), 1, requests_here.accept)
         requests_here.begin_epoch(client)
         submits = [asyncio.create_task(requests_here.submit(request)) for request in requests]
         await asyncio.sleep(0)
@@ -198,7 +197,7 @@ async def test_row_30_an_impossible_length_ends_the_connection_and_is_no_crash()
             writer.close()
 
         server = await asyncio.start_unix_server(hostile, str(Path(folder) / "s"))
-        client = await SocketClient.connect(Path(folder) / "s", 1, lambda epoch, events: None)
+        client = await SocketClient.over(dial(Path(folder) / "s"), 1, lambda epoch, events: None)
         with pytest.raises(EngineError, match="announced"):
             await client.control("statistics")
         await client.ended()

@@ -1,4 +1,4 @@
-"""An engine process whose steps take a fixed time: `python timed_engine.py --socket PATH --epoch N`.
+"""An engine process whose steps take a fixed time: `python timed_engine.py --socket FD --page FD --epoch N`.
 
 The configured model's name is the milliseconds of a step; slots and pool are the configuration's.
 """

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from octavo.cli.api_task import COMMAND, ApiTask
 from octavo.cli.flags import UsageError, add_settings, resolve_args
-from octavo.cli.servers import Home, Record, find_servers, own_home, process_start, who_has
+from octavo.cli.servers import Record, find_servers, own_home, process_start, who_has
 from octavo.cli.systemd import notify
 from octavo.config import Config
-from octavo.engine import scratch
 from octavo.errors import ConfigError, InvariantError, OctavoError
 from octavo.frontend.restarts import RestartBudget
 from octavo.frontend.supervisor import READY, ChildSpec, Supervisor
@@ -77,11 +76,10 @@ def _serve(config: Config, *, is_quiet: bool) -> int:
         pid = os.getpid()
         url = url_of(listener, config.web)
         home.record(Record(pid, url, _name(config), admin, time.time(), process_start(pid)))
-        os.environ[scratch.VARIABLE] = str(home.scratch)
         find_servers()  # for what those left that were killed
         if config.serving.in_process:
             return _run_here(task, listener)
-        return _supervise(task, listener, home)
+        return _supervise(task, listener)
 
 
 def _listen(config: Config) -> socket.socket:
@@ -92,9 +90,8 @@ def _listen(config: Config) -> socket.socket:
         raise ConfigError(who_has(config.serving.host, config.serving.port)) from None
 
 
-def _supervise(task: ApiTask, listener: socket.socket, home: Home) -> int:
+def _supervise(task: ApiTask, listener: socket.socket) -> int:
     def make_line(life: int) -> bytes:
-        home.clear_scratch()
         return ApiTask(task.config, task.admin, life, os.getpid(), task.is_quiet).line()
 
     drain_s = task.config.serving.drain_timeout_s

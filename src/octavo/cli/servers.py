@@ -1,7 +1,7 @@
 """The servers that this user runs on this machine: a folder with a record for each, and the arguments that name one.
 
-Owns: the folder of a server (mode 0700: record, admin socket), a second one for what its processes write all the time,
-finding the servers that live, removing what dead ones left, signals, which server a command line means.
+Owns: the folder of a server (mode 0700: record, admin socket), finding the servers that run, removing what dead ones
+left, signals, which server a command line means.
 Does not: talk to a server (see admin_client).
 Invariants: a server holds a lock on its record as long as it lives. A folder is removed only where its record proves
 that a server made it (name, inode, owner), and then file by file: any other file and folder stays as it is.
@@ -27,7 +27,6 @@ import msgspec
 
 from octavo.cli.flags import UsageError
 from octavo.config.spelling import unknown
-from octavo.engine.scratch import is_own_folder, open_folder, remove_engine_folders, scratch_root
 from octavo.errors import ConfigError
 from octavo.machine import listener_of
 from octavo.server.listener import is_loopback
@@ -38,7 +37,6 @@ _RECORD = "server.json"
 _UNLOCKED = "server.new"
 _ADMIN = "admin.sock"
 _FORMAT = "octavo-server-1"
-_SCRATCH_PREFIX = "octavo-"
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -55,13 +53,11 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class _Made(msgspec.Struct, frozen=True):
-    """The proof that a server made a folder: the folder's name and inode. Likewise its scratch folder's."""
+    """The proof that a server made a folder: the folder's name and inode."""
 
     format: str
     name: str
     inode: int
-    scratch: str
-    scratch_inode: int
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -81,14 +77,12 @@ def run_folder() -> Path:
 
 
 class Home:
-    """The folder of this process's server, and the scratch folder of its processes."""
+    """The folder of this process's server."""
 
     def __init__(self, path: Path) -> None:
         """Fill a new folder. Its record gets its name last: it is locked and proves what it stands for."""
         self.path = path
-        self.scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX, dir=scratch_root()))
-        inode, scratch_inode = (folder.stat().st_ino for folder in (path, self.scratch))
-        self._made = _Made(_FORMAT, path.name, inode, str(self.scratch), scratch_inode)
+        self._made = _Made(_FORMAT, path.name, path.stat().st_ino)
         self._lock = os.open(path / _UNLOCKED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -98,19 +92,15 @@ class Home:
             self.remove()
             raise
 
-    def clear_scratch(self) -> None:
-        """Remove what a killed process left."""
-        _clear_scratch(self._made)
-
     def record(self, record: Record) -> None:
         """Let others find this server."""
         self._write(record)
 
     def remove(self) -> None:
-        """Remove both folders, and release the lock."""
-        folder = open_folder(self.path)
+        """Remove the folder, and release the lock."""
+        folder = _open_folder(self.path)
         if folder is not None:
-            _remove(self.path, folder, self._made)
+            _remove(self.path, folder)
             os.close(folder)
         os.close(self._lock)
 
@@ -297,7 +287,7 @@ def port_of(url: str) -> int:
 
 def _look(path: Path) -> Record | None:
     """Return the record of a live server; remove the folder of a dead one. Anything else is left as it is."""
-    folder = open_folder(path)
+    folder = _open_folder(path)
     if folder is None:
         return None
     try:
@@ -324,19 +314,16 @@ def _read(path: Path, folder: int, file: int) -> Record | None:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     made = found.made
-    if (made.format, made.name) != (_FORMAT, path.name) or not is_own_folder(folder, made.inode):
+    if (made.format, made.name) != (_FORMAT, path.name) or not _is_own_folder(folder, made.inode):
         return None
     if not _can_lock(file):
         return found.server
-    _remove(path, folder, made)
+    _remove(path, folder)
     return None
 
 
-def _remove(path: Path, folder: int, made: _Made) -> None:
-    """Remove a server's folder, and its scratch folder. A file that the server did not make keeps its folder."""
-    _clear_scratch(made)
-    with contextlib.suppress(OSError):
-        os.rmdir(made.scratch)
+def _remove(path: Path, folder: int) -> None:
+    """Remove a server's folder. A file that the server did not make keeps its folder."""
     for name, is_kind in ((_ADMIN, stat.S_ISSOCK), (_UNLOCKED, stat.S_ISREG), (_RECORD, stat.S_ISREG)):
         with contextlib.suppress(OSError):
             if is_kind(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
@@ -345,17 +332,18 @@ def _remove(path: Path, folder: int, made: _Made) -> None:
         path.rmdir()
 
 
-def _clear_scratch(made: _Made) -> None:
-    """Remove what engines left in a server's scratch folder."""
-    path = Path(made.scratch)
-    folder = open_folder(path) if path.name.startswith(_SCRATCH_PREFIX) else None
-    if folder is None:
-        return
+def _open_folder(path: Path) -> int | None:
+    """Open a folder to look at and remove what is in it; None for anything else, a link to a folder included."""
     try:
-        if is_own_folder(folder, made.scratch_inode):
-            remove_engine_folders(folder)
-    finally:
-        os.close(folder)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _is_own_folder(folder: int, inode: int) -> bool:
+    """Return True if an open folder is this user's, closed to others, and has that inode."""
+    status = os.fstat(folder)
+    return status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077 and status.st_ino == inode
 
 
 def _can_lock(fd: int) -> bool:

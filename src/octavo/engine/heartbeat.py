@@ -13,10 +13,11 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
+from tempfile import TemporaryFile
 from time import monotonic
 from zlib import crc32
 
@@ -38,6 +39,7 @@ _BATCHES_AT = 2 * _BEAT_PLACE
 _BATCH_PLACE = 1 << 17
 _MOST_IDS_BYTES = _BATCH_PLACE - _BATCH.size - _CRC.size
 PAGE_BYTES = _BATCHES_AT + 2 * _BATCH_PLACE
+_MEMORY = "/dev/shm"
 
 
 class Phase(IntEnum):
@@ -64,18 +66,21 @@ class Beat:
     batch: int
 
 
-class HeartbeatPage:
-    """The shared page, mapped. One process writes, any number read."""
+@contextmanager
+def page_file() -> Iterator[int]:
+    """Yield the descriptor of a file for a page. It has no name, and is in memory if it can be: a page on a disk makes
+    the loop wait while it is written back.
+    """
+    with TemporaryFile(dir=_MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None) as file:
+        os.ftruncate(file.fileno(), PAGE_BYTES)
+        yield file.fileno()
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            if create:
-                os.ftruncate(descriptor, PAGE_BYTES)
-            self._map = mmap.mmap(descriptor, PAGE_BYTES)
-        finally:
-            os.close(descriptor)
+
+class HeartbeatPage:
+    """The shared page, mapped from an open file. One process writes, any number read."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, PAGE_BYTES)
 
     def write_beat(self, number: int, rest: tuple[int, int, int, int, float, int]) -> None:
         """Write beat `number`: epoch, phase, step, committed, deadline, batch."""

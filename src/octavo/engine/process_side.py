@@ -11,9 +11,9 @@ import faulthandler
 import gc
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -21,13 +21,11 @@ from octavo.config import Config
 from octavo.engine.heartbeat import HeartbeatPage, HeartbeatWriter
 from octavo.engine.loop import EngineLoop
 from octavo.engine.parent import end_with_parent
-from octavo.engine.scratch import PAGE_NAME
 from octavo.engine.socket_server import EngineServer
 from octavo.errors import ConfigError, OctavoError
 from octavo.executors.protocol import Capacity
 from octavo.observe.log import num_dropped_lines, set_up_log
 
-CONNECT_TIMEOUT_S = 30.0
 EXIT_FAILED = 1  # the engine could not be opened; the parent knows why
 DUMP_SIGNAL = signal.SIGUSR1  # every thread's stack to stderr; also while a step hangs, for no Python code runs for it
 
@@ -35,9 +33,10 @@ Open = Callable[[Config], tuple[EngineLoop, Capacity]]
 
 
 def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None) -> int:
-    """Serve an engine on a Unix socket until the client or the parent is gone. Returns the exit status."""
+    """Serve an engine on a connection until the client or the parent is gone. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m octavo.assembly", description="an engine process")
-    parser.add_argument("--socket", type=Path, required=True, help="path to listen on, in a folder of mode 0700")
+    parser.add_argument("--socket", type=int, required=True, help="descriptor of the connection to the client")
+    parser.add_argument("--page", type=int, required=True, help="descriptor of the heartbeat's page")
     parser.add_argument("--epoch", type=int, default=1, help="number of this engine, in every frame")
     args = parser.parse_args(arguments)
     faulthandler.enable()
@@ -45,9 +44,8 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
     config = _read_config(sys.stdin.buffer.readline())
     set_up_log(config.telemetry.log_format, config.telemetry.log_level, "engine")
     end_with_parent()
-    server = EngineServer(args.socket, args.epoch)
+    server = EngineServer(socket.socket(fileno=args.socket), args.epoch)
     try:
-        server.accept(CONNECT_TIMEOUT_S)
         try:
             engine, capacity = open_engine(config)
         except (OctavoError, OSError, MemoryError, ImportError, RuntimeError) as error:
@@ -55,9 +53,7 @@ def run_engine_process(open_engine: Open, arguments: Sequence[str] | None = None
                 logging.getLogger(__name__).exception("the engine cannot start")
             server.fail(error)
             return EXIT_FAILED
-        page = args.socket.with_name(PAGE_NAME)
-        if page.exists():  # made by the process that watches
-            engine.heartbeat = HeartbeatWriter(HeartbeatPage(page), args.epoch)
+        engine.heartbeat = HeartbeatWriter(HeartbeatPage(args.page), args.epoch)
         engine.sections["log"] = lambda: {"dropped": num_dropped_lines()}
         gc.freeze()  # what exists now lives as long as this process: the collector need not walk it between steps
         server.serve(engine, capacity)

@@ -1,6 +1,6 @@
-"""The engine process's end of the Unix socket: one connection, in a folder that only its owner may enter.
+"""The engine process's end of the connection to its client.
 
-Owns: listening, reading commands, writing reports; the thread that writes. Does not: decode models or decide.
+Owns: reading commands, writing reports; the thread that writes. Does not: decode models or decide.
 Invariants: a malformed frame is dropped and counted, an impossible length ends the connection; the end of the
 connection ends the engine; frames of another epoch are dropped and counted.
 """
@@ -12,7 +12,6 @@ import logging
 import socket
 import threading
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 
 from octavo.core.plan import Events
@@ -30,33 +29,16 @@ MAX_LOGGED_DROPS = 20  # dropped frames that make a line in the log; all are cou
 
 
 class EngineServer:
-    """Serves one EngineLoop to one client. Made before the engine is loaded, so that the client can connect."""
+    """Serves one EngineLoop to one client. Made before the engine is loaded."""
 
-    def __init__(self, path: Path, epoch: int) -> None:
-        if path.parent.stat().st_mode & 0o077:
-            raise EngineError(f"{path.parent} is open to other users; the engine's socket needs a folder of mode 0700")
+    def __init__(self, connection: socket.socket, epoch: int) -> None:
         self.epoch = epoch
         self.num_malformed = 0
         self.num_stale = 0  # frames of another epoch
-        self._path = path
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        early = path.with_name(f"{path.name}~")  # a client connects once it sees the name: it comes after listening
-        self._listener.bind(str(early))
-        self._listener.listen(1)
-        early.rename(path)
-        self._connection: socket.socket | None = None
+        self._connection = connection
         self._outgoing: SimpleQueue[wire.FromEngine | Events | None] = SimpleQueue()  # None ends the writer
+        self._send(wire.Starting(epoch))
         self._writer = threading.Thread(target=self._write_all, name="octavo-writer", daemon=True)
-
-    def accept(self, timeout_s: float | None = None) -> None:
-        """Wait for the client. Raises TimeoutError; no other can connect after the first."""
-        self._listener.settimeout(timeout_s)
-        try:
-            self._connection, _ = self._listener.accept()
-        finally:
-            self._listener.close()
-            self._path.unlink(missing_ok=True)
-        self._connection.settimeout(None)
         self._writer.start()
 
     def fail(self, error: BaseException) -> None:
@@ -65,7 +47,6 @@ class EngineServer:
 
     def serve(self, engine: EngineLoop, capacity: Capacity) -> None:
         """Announce the engine, attach to it, and act on commands until the connection ends; then stop the engine."""
-        assert self._connection is not None, "accept comes first"
         engine.attach(partial(self._deliver, engine), partial(self._engine_ended, engine))
         engine.start()
         if engine.wait_warm():
@@ -85,11 +66,8 @@ class EngineServer:
     def close(self) -> None:
         """Send what is pending, then close. Idempotent."""
         self._send(None)
-        if self._writer.is_alive():
-            self._writer.join(5.0)
-        self._listener.close()
-        if self._connection is not None:
-            self._connection.close()
+        self._writer.join(5.0)
+        self._connection.close()
 
     def _handle(self, engine: EngineLoop, body: bytes) -> bool:
         """Act on one frame; False when it was the last."""
@@ -130,7 +108,6 @@ class EngineServer:
         """In the engine's thread: tell the client why, and wake the reader, so that the process ends too."""
         if engine.failure is not None:
             self._send(wire.ErrorReply.of(self.epoch, EngineDeadError(engine.failure)))
-        assert self._connection is not None
         with contextlib.suppress(OSError):  # the client closed it first
             self._connection.shutdown(socket.SHUT_RD)
 
@@ -148,18 +125,16 @@ class EngineServer:
         self._outgoing.put(message)
 
     def _write_all(self) -> None:
-        connection = self._connection
-        assert connection is not None
         while (message := self._outgoing.get()) is not None:
             try:
-                connection.sendall(self._encode(message))
+                self._connection.sendall(self._encode(message))
             except OSError as error:  # the client is gone; the reader sees the same and stops the engine
                 _LOG.warning("the engine cannot write to its client: %s", error)
                 break
             except Exception:  # the shell: a front end that waits for ever is worse than one whose engine ended
                 _LOG.exception("the engine cannot write what it has to say")
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    self._connection.shutdown(socket.SHUT_RDWR)
                 break
 
     def _encode(self, message: wire.FromEngine | Events) -> bytes:

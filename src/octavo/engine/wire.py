@@ -103,8 +103,12 @@ class Close(_Message):
     """Answer all requests and end."""
 
 
+class Starting(_Message):
+    """The engine process runs, and opens the engine now: its first frame."""
+
+
 class Ready(_Message):
-    """The engine is open: its first frame when all went well."""
+    """The engine is open."""
 
     version: int
     capacity: Capacity
@@ -179,7 +183,7 @@ class Answer(_Message):
 
 
 ToEngine = Submit | CancelRequests | Ask | Close
-FromEngine = Ready | ErrorReply | Took | Outputs | Answer
+FromEngine = Starting | Ready | ErrorReply | Took | Outputs | Answer
 _T = TypeVar("_T")
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -1,8 +1,8 @@
 """The engine in a process of its own, seen from its parent.
 
-Owns: starting it (config as a line of JSON on its stdin, which then stays open: its end tells the child that
-the parent is gone), waiting until it is ready, its heartbeat page, ending it. Its stderr passes through.
-Does not: judge, restart it, or import torch.
+Owns: starting it (it inherits a connection and its heartbeat page, and reads its config as a line of JSON from its
+stdin, which then stays open: its end says that the parent is gone), waiting until it is ready, ending it. Its stderr
+passes through. Does not: judge, restart it, or import torch.
 """
 
 from __future__ import annotations
@@ -12,26 +12,23 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from octavo.config import Config
-from octavo.engine.heartbeat import HeartbeatPage
+from octavo.engine.heartbeat import HeartbeatPage, page_file
 from octavo.engine.process_side import DUMP_SIGNAL
-from octavo.engine.scratch import PAGE_NAME, PREFIX, SOCKET_NAME, scratch_root
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.executors.protocol import Capacity
 from octavo.frontend.restarts import describe_status
 from octavo.frontend.socket_client import Receive, SocketClient
 
 COMMAND = (sys.executable, "-m", "octavo.assembly")
-CONNECT_POLL_S = 0.02
-CONNECT_LIMIT_S = 60.0  # to import and listen
+BEGIN_LIMIT_S = 60.0  # to import
 OPEN_LIMIT_S = 600.0  # to load a model and run a step of each kind
 STOP_TIMEOUT_S = 5.0
 KILL_LIMIT_S = 15.0  # for a killed process to be gone
@@ -43,14 +40,11 @@ _LOG = logging.getLogger(__name__)
 class EngineProcess:
     """A running engine process: `client` talks to it, `capacity` says what it has, `page` what it does."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, folder: tempfile.TemporaryDirectory[str], page: HeartbeatPage
-    ) -> None:
-        self.client: SocketClient
+    def __init__(self, process: asyncio.subprocess.Process, page: HeartbeatPage, client: SocketClient) -> None:
         self.capacity: Capacity
         self.page = page
+        self.client = client
         self._process = process
-        self._folder = folder
 
     @classmethod
     async def start(
@@ -66,33 +60,25 @@ class EngineProcess:
 
         `receive` gets its events.
         """
-        folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=scratch_root())  # mode 0700
-        path = Path(folder.name) / SOCKET_NAME
-        page = HeartbeatPage(path.with_name(PAGE_NAME), create=True)
-        try:
+        ours, theirs = socket.socketpair()
+        client = await SocketClient.over(ours, epoch, receive)
+        with theirs, page_file() as page_descriptor:
+            page = HeartbeatPage(page_descriptor)
+            inherited = {"--socket": theirs.fileno(), "--page": page_descriptor}
             process = await asyncio.create_subprocess_exec(
                 *command,
-                "--socket",
-                str(path),
+                *(str(word) for pair in inherited.items() for word in pair),
                 "--epoch",
                 str(epoch),
                 stdin=subprocess.PIPE,
+                pass_fds=tuple(inherited.values()),
                 start_new_session=True,  # signals of the terminal are the parent's to handle
             )
-        except BaseException:  # out of descriptors or processes
-            page.close()
-            folder.cleanup()
-            raise
-        engine = cls(process, folder, page)
+        engine = cls(process, page, client)
         try:
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(config) + b"\n")
-            async with asyncio.timeout(CONNECT_LIMIT_S):
-                await engine._listens(path)
-            async with asyncio.timeout(open_limit_s):
-                await engine._connect(path, epoch, receive)
+            await engine._open(config, open_limit_s)
         except BaseException as error:
-            if not isinstance(error, OctavoError):  # else it has said its last word and ends by itself
+            if not isinstance(error, OctavoError):  # else it has said why, and ends by itself
                 engine.kill()
             await engine.close()
             if isinstance(error, TimeoutError):
@@ -100,16 +86,14 @@ class EngineProcess:
             raise
         return engine
 
-    async def _listens(self, path: Path) -> None:
-        while not path.exists():
-            if self._process.returncode is not None:
-                raise EngineDeadError(f"the engine process ended before it was ready: {self.describe_exit()}")
-            await asyncio.sleep(CONNECT_POLL_S)
-
-    async def _connect(self, path: Path, epoch: int, receive: Receive) -> None:
-        self.client = await SocketClient.connect(path, epoch, receive)
+    async def _open(self, config: Config, limit_s: float) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(config) + b"\n")
+        async with asyncio.timeout(BEGIN_LIMIT_S):
+            await self.client.has_begun.wait()
         try:
-            self.capacity = await self.client.ready()
+            async with asyncio.timeout(limit_s):
+                self.capacity = await self.client.ready()
         except EngineDeadError:
             await self._process.wait()
             raise EngineDeadError(f"the engine process ended before it was ready: {self.describe_exit()}") from None
@@ -169,26 +153,18 @@ class EngineProcess:
         self.let_go()
 
     def let_go(self) -> None:
-        """Remove its page and folder; it has ended. Idempotent."""
-        self._close_stdin()
+        """Close its page and stdin; it has ended. Idempotent."""
         self.page.close()
-        self._folder.cleanup()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     async def close(self) -> None:
         """Let it answer its requests, and end it; by force after STOP_TIMEOUT_S. Idempotent."""
-        client = getattr(self, "client", None)
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                if client is not None:
-                    await client.close()
-                else:
-                    self._close_stdin()  # it may still wait for a client; this ends it at once
+                await self.client.close()
                 await self._process.wait()
         except TimeoutError:
             await self._killed()
         finally:
             self.let_go()
-
-    def _close_stdin(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()

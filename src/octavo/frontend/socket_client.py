@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from octavo.core.plan import Events
@@ -37,6 +37,7 @@ class SocketClient:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.epoch = epoch
+        self.has_begun = asyncio.Event()  # a first frame came, or the connection ended
         self.num_malformed = 0
         self.num_stale = 0
         self._receive = receive
@@ -50,9 +51,9 @@ class SocketClient:
         self._reading = loop.create_task(self._read_all(), name="octavo-reader")
 
     @classmethod
-    async def connect(cls, path: Path, epoch: int, receive: Receive) -> SocketClient:
-        """Connect to a listening engine. Raises OSError."""
-        reader, writer = await asyncio.open_unix_connection(str(path))
+    async def over(cls, connection: socket.socket, epoch: int, receive: Receive) -> SocketClient:
+        """Return the client over a connection to an engine process."""
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
         return cls(reader, writer, epoch, receive)
 
     async def ready(self) -> Capacity:
@@ -141,6 +142,7 @@ class SocketClient:
         reason = "its connection ended"
         try:
             while data := await self._reader.read(_READ_BYTES):
+                self.has_begun.set()
                 for body in splitter.feed(data):
                     self._handle(body)
         except (OSError, wire.WireError) as error:
@@ -187,6 +189,7 @@ class SocketClient:
             self._end = EngineDeadError(
                 "the engine was stopped" if self._is_closing else f"the engine process ended: {reason}"
             )
+        self.has_begun.set()
         settle(self._ready, self._end)
         for _, answer in self._pending.values():
             settle(answer, self._end)
