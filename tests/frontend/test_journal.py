@@ -6,6 +6,7 @@ import asyncio
 import errno
 import threading
 from array import array
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from octavo.frontend.journal_files import (
     read_records,
 )
 from octavo.frontend.journal_format1 import Appended, EndedChoice, EndedRequest, StartedRequest
-from octavo.frontend.journal_state import JournalState, recover
+from octavo.frontend.journal_state import JournaledRequest, JournalState, recover
 from octavo.frontend.open_requests import OpenRequests
 
 HASH = b"h" * 32
@@ -630,3 +631,91 @@ def test_another_format_is_left_out_by_its_number(tmp_path: Path) -> None:
     journal = reopened(tmp_path)
     assert not journal.recovered and any("is of version 3" in warning for warning in journal.warnings)
     journal.close()
+
+
+def known(requests: Iterable[JournaledRequest]) -> dict[str, Any]:
+    """All that a restart must find of requests, by their ids; choices without an id and an end count as absent."""
+    return {
+        each.request.request_id: (
+            {
+                choice: (list(page.ids), each.logprobs.get(choice, []), page.end and page.end.finish_reason)
+                for choice, page in each.state.pages.items()
+                if page.ids or (page.end is not None and page.end.kind is EventKind.CHOICE_FINISHED)
+            },
+            each.end and (each.end.finish_reason, each.end.error, each.ended_at),
+            (
+                each.state.queue_s,
+                each.state.cached_tokens,
+                each.state.first_at is None,
+            ),  # by another reading of the clock
+        )
+        for each in requests
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_restart_finds_what_the_ledger_had_whatever_came_before(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Random histories with choices, log-probabilities, ends, runs that are forgotten, snapshots and failing disks."""
+
+    async def history() -> None:
+        disk = FailingDisk()
+        clock = iter(range(1, 10**6))
+        journal = Journal(tmp_path_factory.mktemp("j"), "m", disk=disk, now=lambda: float(next(clock)))
+        ledger = ledger_of(journal)
+        runs: dict[str, int] = {}
+        for number in range(data.draw(st.integers(1, 40))):
+            names = sorted(runs)
+            action = data.draw(st.sampled_from(["start", *["step"] * 6, "end", "forget", "renew", "fail"]))
+            if action == "start":
+                options = {"n": data.draw(st.integers(1, 2)), "logprobs": data.draw(st.sampled_from([None, 1]))}
+                runs[f"r{number}"] = start(journal, f"r{number}", f"k{number}", **options)
+                ledger.add(make_request(f"without a key {number}"))
+            elif action == "renew":
+                disk.room = None
+                await journal._renew()
+                assert journal.trouble is None
+            elif action == "fail":
+                disk.room = data.draw(st.integers(0, 200))
+            elif names and action == "forget":
+                journal.forget(runs.pop(data.draw(st.sampled_from(names))))
+            elif names:
+                ledger.accept(1, data.draw(next_events(ledger, may_end=action == "end")))
+        disk.room = None
+        if journal.trouble is not None:
+            await journal._renew()
+        expected = known(journal.state.requests.values())
+        journal.close()
+        later = recover(journal.folder, "m", BootClock.now())
+        assert not later.warnings and known(later.state.requests.values()) == expected
+        assert set(later.state.open) == {name for name, (_, end, _) in expected.items() if end is None}
+
+    asyncio.run(history())
+
+
+@st.composite
+def next_events(draw: st.DrawFn, ledger: OpenRequests, may_end: bool) -> Events:
+    """What an engine may send next of some open requests: admissions, a token for some choices, ends."""
+    names: list[str] = []
+    columns = [array("i"), array("i"), array("i")]
+    logprobs: list[TokenLogprobs | None] = []
+    decisions: list[Event] = []
+    for state in draw(st.lists(st.sampled_from(list(ledger)), unique=True)) if len(ledger) else ():
+        name = state.request.request_id
+        if state.queue_s is None:
+            decisions.append(Event(EventKind.ADMITTED, name, 1.25, 1, cached_tokens=draw(st.integers(0, 4))))
+        for choice in range(state.request.params.n):
+            page = state.page(choice)
+            if page is not None and page.end is None and draw(st.booleans()):
+                names.append(name)
+                for column, value in zip(columns, (choice, len(page.ids), draw(st.integers(0, 99))), strict=True):
+                    column.append(value)
+                logprobs.append(TokenLogprobs(columns[2][-1], -0.5, 1) if state.has_logprobs else None)
+        if may_end and draw(st.booleans()):
+            choice_end = 0 if state.request.params.n > 1 and not state.ended_choices else None
+            reason = draw(st.sampled_from([FinishReason.STOP, FinishReason.ERROR]))
+            error = FinishError(ErrorKind.STEP_FAILED, "m") if reason is FinishReason.ERROR else None
+            decisions.append(finished(name, reason, error, choice=choice_end))
+    return Events(1, 0.0, names, *columns, logprobs if any(logprobs) else None, decisions=tuple(decisions))
