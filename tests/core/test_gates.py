@@ -13,6 +13,7 @@ from tests.core.harness import Run, limits, prompt
 
 from octavo.core.gates import AdapterSlots
 from octavo.core.plan import EventKind, WaitReason
+from octavo.core.policy import POLICIES
 from octavo.core.request import Request, RequestState
 from octavo.errors import InvariantError
 
@@ -41,6 +42,45 @@ def test_S03_a_gate_of_ones_own_bounds_what_runs_and_gives_back() -> None:
     assert second.of_kind(EventKind.DEFERRED)[0].reason == WaitReason.SEQUENCE_CAP
     run.finish()
     assert all(record.finished for record in (first, second, other)) and not any(gate._running.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_S10_a_tenant_at_its_limit_blocks_no_other_and_has_its_turn(policy: str) -> None:
+    run = Run(limits(num_blocks=60, policy=policy, max_bypass=2, max_sequences=4))
+    state = run.scheduler._state
+    state.gates = (tenant_gate()(1),)
+    run.is_ordered = run.checks.has_fixed_order = False  # requests at the gate are passed without a bound
+    long = run.admit(prompt(5, 1), 50, tenant="a")
+    run.steps(2)
+    held = [run.admit(prompt(5, 100 + number), 2, tenant="a") for number in range(70)]  # more than are looked past
+    for number in range(12):
+        other = run.admit(prompt(5, 2 + number), 3, tenant=f"b{number}")
+        run.steps(3)
+        assert other.of_kind(EventKind.ADMITTED), f"request {number} of another tenant waits"
+        if number == 0 and not long.finished:
+            state.requests[held[0].request.request_id].num_bypassed = 2  # as after bypasses for another reason: overdue
+            state.overdue.append(state.requests[held[0].request.request_id])
+    assert not long.finished and not any(one.of_kind(EventKind.ADMITTED) for one in held)
+    assert run.scheduler._state.totals.num_bypasses == 0
+    explained = run.scheduler.explain(held[1].request.request_id)
+    assert explained is not None and explained.reason == WaitReason.SEQUENCE_CAP
+    run.finish_all()
+    assert all(one.finished for one in (long, *held))
+
+
+def test_S10_a_gate_that_is_not_passable_holds_back_all_after_max_bypass() -> None:
+    run = Run(limits(num_blocks=60, max_bypass=2, adapter_slots=1))
+    run.is_ordered = False
+    first = run.admit(prompt(5, 1), 40, adapter_id=1)
+    run.step()
+    second = run.admit(prompt(5, 2), 4, adapter_id=2)
+    others = []
+    for number in range(4):
+        others.append(run.admit(prompt(5, 3 + number), 2))
+        run.steps(2)
+    admitted = [bool(one.of_kind(EventKind.ADMITTED)) for one in others]
+    assert admitted == [True, True, False, False] and not second.of_kind(EventKind.ADMITTED) and not first.finished
+    run.finish_all()
 
 
 def using(adapter_id: int) -> RequestState:

@@ -170,7 +170,9 @@ def find_barrier(state: State) -> RequestState | None:
     """Return the first request that was passed over too often: no other is admitted before it."""
     bound = state.limits.max_bypass
     overdue = [one for one in state.overdue if one.status == Status.WAITING and one.num_bypassed >= bound]
-    return min((one for one in overdue if not one.in_flight), key=lambda one: one.rank, default=None)
+    return min(
+        (one for one in overdue if not (one.in_flight or one.is_passable)), key=lambda one: one.rank, default=None
+    )
 
 
 def _explain(state: State, entry: RequestState, order: Many[RequestState], position: int) -> Explanation:

@@ -1,8 +1,8 @@
 """Gates: what a request needs to run beside tokens and blocks, and holds while it runs.
 
 Owns: one small object for each such thing. Does not: order requests, look at the cache, or own the executor's slots
-(`State.free_slots`), which every request needs and which admission looks at first.
-To add one: a class with these four members, and its place in `State.gates`.
+(`State.free_slots`), which every request needs.
+To add one: a class with these five members, and its place in `State.gates`, the passable ones first.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ from octavo.errors import InvariantError
 
 
 class Gate(Protocol):
-    """Something bounded that running requests hold."""
+    """Something bounded that running requests hold.
+
+    A request that waits at a passable gate is skipped for as long as it takes: it never holds back another request.
+    At any other gate it is bypassed like a request that lacks blocks: at most `max_bypass` times, then all wait for it.
+    """
 
     reason: WaitReason
+    is_passable: bool
 
     def lack(self, request: RequestState) -> tuple[int, int] | None:
         """Return (needed, available) if the request cannot have its share now, else None."""
@@ -36,6 +41,7 @@ class AdapterSlots:
     """Slots for adapters: one is held while running requests use its adapter. Adapter 0 is the base model: no slot."""
 
     reason = WaitReason.ADAPTER_SLOTS
+    is_passable = False
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -47,11 +53,11 @@ class AdapterSlots:
         return len(self._users)
 
     def lack(self, request: RequestState) -> tuple[int, int] | None:
-        """Return one slot and none free, where that is so and the request needs a new one."""
+        """Return (1, 0) if the request needs a new slot and none is free."""
         adapter = request.request.adapter_id
         if not adapter or adapter in self._users or len(self._users) < self.limit:
             return None
-        return 1, self.limit - len(self._users)
+        return 1, 0
 
     def take(self, request: RequestState) -> None:
         """Hold the slot of the request's adapter, shared with others that use it."""

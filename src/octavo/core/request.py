@@ -241,12 +241,14 @@ class RequestState:
     log-probability must still be returned. `seen` is the last look into the cache, `shortage` what
     it lacked then: until that can have changed, no look is needed.
     `num_bypassed` counts the steps since its last admission in which a later request was admitted before it.
+    `is_passable`: it waits at a gate that lets others be admitted before it (see gates).
     `can_run_ahead`: a row may be planned while the id before it is in flight; not for beams, and not where a grammar
     decides which ids may follow.
     """
 
     __slots__ = (
-        "beams", "cached_tokens", "can_run_ahead", "first_scheduled_at", "has_several", "is_decoding", "is_swapped",
+        "beams", "cached_tokens", "can_run_ahead", "first_scheduled_at", "has_several", "is_decoding", "is_passable",
+        "is_swapped",
         "lane", "max_tokens", "may_draft", "name", "num_bypassed", "num_ended_outputs", "num_preemptions", "num_scored",
         "order", "pools", "rank", "request", "samples", "scores", "seen", "sequences", "shortage", "spare_slots",
         "status", "stop_ids", "ticket", "wait_numbers", "wait_reason",
@@ -273,6 +275,7 @@ class RequestState:
         self.can_run_ahead = not (params.grammar or params.beam_width)
         self.may_draft = False
         self.is_decoding = False
+        self.is_passable = False
         self.is_swapped = False
         self.max_tokens = 0
         self.ticket = 0  # of its latest entry in the waiting queue

@@ -152,9 +152,12 @@ def start_waiting(step: Step) -> None:
     elif step.turn is not None and step.turn.is_decoding:
         step.count_rest(WaitReason.COMPOSITION)
     elif not state.overdue or _start_overdue(step):
+        preferred: list[RequestState] = []
         if state.policy.lookahead > 1 and step.tokens.left and state.free_slots:
-            _consider_all(step, _preferred(state))
-        else:
+            preferred = _preferred(state)
+            _consider_all(step, preferred)
+        if not preferred or all(request.is_passable for request in preferred):
+            step.waits.clear()  # all that were considered are considered again
             _consider_queue(step)
 
 
@@ -166,11 +169,12 @@ def _start_overdue(step: Step) -> bool:
 
 
 def _consider_queue(step: Step) -> None:
-    waiting = step.state.waiting
+    waiting, num_left = step.state.waiting, MAX_CANDIDATES
     set_aside: list[RequestState] = []
-    while len(set_aside) < MAX_CANDIDATES and (request := waiting.peek()) is not None and _consider(step, request):
+    while num_left and (request := waiting.peek()) is not None and _consider(step, request):
         if request.status == Status.WAITING:
             set_aside.append(waiting.pop())
+            num_left -= not request.is_passable
     for request in set_aside:
         waiting.add(request)
 
@@ -203,6 +207,8 @@ def _consider(step: Step, request: RequestState) -> bool:
     if reason is None:
         _count_bypasses(step)
         return True
+    if request.is_passable:
+        return bool(step.tokens.left and state.free_slots)
     is_overdue = request.num_bypassed >= state.limits.max_bypass and reason != WaitReason.UNCOMMITTED
     has_made_room = False
     if reason in _ROOM and (is_overdue or state.policy.preempt_on_arrival):
@@ -270,14 +276,16 @@ def _try_start(step: Step, request: RequestState) -> WaitReason | None:
 def _refusal(step: Step, request: RequestState) -> WaitReason | None:
     """Return a reason to wait that needs no look at the cache."""
     num_free = len(step.state.free_slots)
+    request.is_passable = False
     if request.in_flight:
         return step.defer(request, WaitReason.UNCOMMITTED, request.in_flight)
-    if request.num_slots > num_free:
-        return step.defer(request, WaitReason.SEQUENCE_CAP, request.num_slots, num_free)
     for gate in step.state.gates:
         lack = gate.lack(request)
-        if lack is not None:
+        if lack is not None and (gate.is_passable or request.num_slots <= num_free):
+            request.is_passable = gate.is_passable
             return step.defer(request, gate.reason, *lack)
+    if request.num_slots > num_free:
+        return step.defer(request, WaitReason.SEQUENCE_CAP, request.num_slots, num_free)
     if not step.tokens.left:
         return step.defer(request, WaitReason.TOKEN_BUDGET, 1)
     if step.turn is not None and (refusal := step.turn.refusal(request, is_decoding=False)) is not None:
