@@ -1,1 +1,1 @@
-"""Who watches a scheduler: histories of requests, statistics, metrics, frames, recordings, traces, log lines."""
+"""What observes a scheduler: histories of requests, statistics, metrics, frames, recordings, traces, the log."""

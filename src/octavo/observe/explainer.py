@@ -111,7 +111,7 @@ class Explainer:
         elif self._history.step_times.fit() is None:
             why = "too few steps were made yet"
         elif self._history.answer_lengths:
-            why = "it was made before this came here; ask again"
+            why = "the forecast was made before this request arrived; ask again"
         else:
             why = "it has to wait for answers to end, and how long they get is not known yet"
         return dict.fromkeys(names) | {"why_not": why}, f"no prediction: {why}"

@@ -28,7 +28,7 @@ NUM_STEPS = 64  # kept of each kind
 NUM_RECENT = 16  # steps that say how fast the machine is now
 MIN_STEPS = 4
 NUM_ANSWERS = 256
-NUM_RUNS = 9  # four of five times what happens lies between the least and the greatest of nine draws
+NUM_RUNS = 9  # four times in five the true value is between the least and the greatest of nine draws
 MAX_REPEATED = 256  # open requests beyond which one run must do, for it happens between two steps
 MAX_JUMPS = 20_000
 LEAST_AGE_S = 0.1  # a forecast is used for so long,
@@ -73,7 +73,7 @@ class StepTimeModel:
         self._last_end = -inf
 
     def add(self, plan: StepPlan, end: float) -> None:
-        """Note a step that gave a result. With several plans in flight its time begins at the end of the one before."""
+        """Add a step that has a result. With several plans in flight its time begins at the end of the one before."""
         seconds, begin = end - plan.now, plan.now
         if begin - self._last_end <= _SAME_RUN * seconds:
             begin = self._last_end
@@ -178,7 +178,7 @@ class Forecaster:
 
 @dataclass(slots=True)
 class _Job:
-    """One request in a run: tokens to compute, tokens to come (inf: unknown), slots, blocks."""
+    """One request in a run: tokens of its prompt and of its answer (inf: unknown) still to compute, slots, blocks."""
 
     name: str
     prompt: float

@@ -15,8 +15,8 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from operator import sub
+from itertools import pairwise, starmap
+from operator import attrgetter, sub
 from typing import NamedTuple
 
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult, StepTimings, WaitReason
@@ -135,6 +135,7 @@ class TakenSlot(NamedTuple):
     num_prompt_tokens: int
 
 
+_TAKEN_SLOT = attrgetter("slot", "request_id", "choice", "num_prompt")  # of a NewSequence
 _NO_INTS: array[int] = array("i")
 
 
@@ -311,7 +312,8 @@ class History:
     def admitted(self, request: Request) -> None:
         """Begin the history of an admitted request."""
         self.settle()  # an id may be used again at once
-        self._drop(request.request_id)
+        if request.request_id in self.ended:
+            self._drop(request.request_id)
         now = self.last_time if self._now is None or not request.emitted_token_ids else self._now()
         history = self.open[request.request_id] = RequestHistory(request, now)
         self._arrivals.append(history)
@@ -368,7 +370,6 @@ class History:
             assert end is not None
             request.enter(request.phase, end.time)
             self.open.pop(name, None)
-            self._drop(name)
             self.ended[name] = request
             self._num_ended[request.tenant] += 1
             if name in self._token_names:
@@ -453,12 +454,11 @@ class History:
 
     def _drop(self, name: str) -> None:
         """Drop the history of an ended request; readers that still have it see its numbers, not its events."""
-        request = self.ended.pop(name, None)
-        if request is not None:
-            request.first_events, request.last_events = [], deque(maxlen=0)
-            self._num_ended[request.tenant] -= 1
-            if not self._num_ended[request.tenant]:
-                del self._num_ended[request.tenant]
+        request = self.ended.pop(name)
+        request.first_events, request.last_events = [], deque(maxlen=0)
+        self._num_ended[request.tenant] -= 1
+        if not self._num_ended[request.tenant]:
+            del self._num_ended[request.tenant]
 
     # --- records
 
@@ -485,7 +485,7 @@ class History:
             plan.num_kv_read,
             count_prefill(plan),
             len(events.token_ids),
-            tuple([TakenSlot(new.slot, new.request_id, new.choice, new.num_prompt) for new in plan.new_sequences]),
+            tuple(starmap(TakenSlot, map(_TAKEN_SLOT, plan.new_sequences))),
             plan.freed_slots,
             (len(plan.swap_outs) // 3, len(plan.host_loads) // 3, len(plan.copies) // 3),
             failure,

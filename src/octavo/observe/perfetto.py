@@ -308,7 +308,7 @@ class PerfettoWriter:
         self._requests.decided([event for event in record.decisions if event.step > record.step], self._ns)
 
     def _parts(self, begin: int, computed: int, planning: int, lengths: list[int]) -> None:
-        """Write the parts: planning, the executor's up to when its result came, the commit, the delivery.
+        """Write the parts: planning, the executor's up to the time of its result, the commit, the delivery.
 
         A part that would begin before the end of the one before is cut: plans in flight overlap.
         """

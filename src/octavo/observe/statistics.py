@@ -49,7 +49,7 @@ REQUEST_COLUMNS = (
 
 
 class StepTable:
-    """The last `size` steps that gave a result."""
+    """The last `size` steps that have a result."""
 
     def __init__(self, size: int, gauges: Gauges, times: StepTimes) -> None:
         self._times = times

@@ -132,7 +132,7 @@ def _given(**fields: object) -> Frame:
 def queue_frame(scheduler: Scheduler, waits: WaitCounts, now: float) -> Frame:
     """Return the queue: how many requests wait for what, and the first of them."""
     total, reasons = scheduler.num_waiting, dict(waits.by_reason())
-    rest = total - sum(reasons.values())  # these were given no reason: they wait behind others
+    rest = total - sum(reasons.values())  # without a reason of their own: the requests before them wait
     if rest > 0:
         reasons["behind"] = reasons.get("behind", 0) + rest
     top = [_waiting(entry, now) for entry in scheduler.first_waiting(MAX_TOP)]

@@ -81,7 +81,7 @@ class RequestMetrics:
 
     def first_tokens(self, ttft_s: float, num_tokens: int, prompt_tokens: int = 0) -> None:
         """Count a request's first output, and with it the prompt that was computed for it."""
-        self._observe(ttft=ttft_s)
+        self._histograms["ttft"].labels(self._model).observe(ttft_s)
         self._count("prompt_tokens", prompt_tokens)
         self._num_generated += num_tokens
 
@@ -104,21 +104,22 @@ class RequestMetrics:
         self._count("success", 1, end.reason)
         self._count("cached_tokens", end.cached_tokens)
         decode_s, later = max(0.0, end.e2e_s - end.ttft_s), end.completion_tokens / end.num_choices - 1
-        self._observe(
-            e2e=end.e2e_s,
-            queue=end.queue_s,
-            prefill=max(0.0, end.ttft_s - end.queue_s),
-            decode=decode_s,
-            inference=max(0.0, end.e2e_s - end.queue_s),
-            prompt_length=end.prompt_tokens,
-            output_length=end.completion_tokens,
-            longest=end.longest if end.longest is not None else end.completion_tokens // end.num_choices,
-            n=end.num_choices,
-        )
-        if later > 0:
-            self._observe(tpot=decode_s / later)
-        if end.max_tokens is not None:
-            self._observe(max_tokens=end.max_tokens)
+        values = {
+            "e2e": end.e2e_s,
+            "queue": end.queue_s,
+            "prefill": max(0.0, end.ttft_s - end.queue_s),
+            "decode": decode_s,
+            "tpot": decode_s / later if later > 0 else None,
+            "inference": max(0.0, end.e2e_s - end.queue_s),
+            "prompt_length": end.prompt_tokens,
+            "output_length": end.completion_tokens,
+            "longest": end.longest if end.longest is not None else end.completion_tokens // end.num_choices,
+            "n": end.num_choices,
+            "max_tokens": end.max_tokens,
+        }
+        for key, value in values.items():
+            if value is not None:
+                self._histograms[key].labels(self._model).observe(value)
 
     def ended_early(self, reason: str) -> None:
         """Count a request that did not run to its end: "abort" (the client cancelled it or left) or "error"."""
@@ -144,10 +145,6 @@ class RequestMetrics:
 
     def _count(self, key: str, amount: int, *label: str) -> None:
         self._counters[key].labels(self._model, *label).inc(amount)
-
-    def _observe(self, **values: float) -> None:
-        for key, value in values.items():
-            self._histograms[key].labels(self._model).observe(value)
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric under its own name and under vLLM's."""

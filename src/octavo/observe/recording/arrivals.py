@@ -1,4 +1,4 @@
-"""The requests of a recording as a workload, with what became of them.
+"""The requests of a recording as a workload, with their outcomes.
 
 Owns: RecordedRequest, and gathering them in a replay. Does not: simulate.
 """

@@ -1,4 +1,4 @@
-"""Files of recordings: a folder with a segment for each life of an engine, each readable up to its last whole frame.
+"""Files of recordings: a folder with a segment for each start of an engine, each readable up to its last whole frame.
 
 Owns: framing with compression and checksums, finding segments, their calls, and the steps with their times.
 Does not: know records (format), or replay (replaying).
@@ -54,7 +54,7 @@ def pack_records(records: Iterable[bytes]) -> bytes:
 
 
 def read_header(path: Path) -> Header | None:
-    """Read a segment's header; None where it was cut off before that was whole. Raises RecordingError."""
+    """Read a segment's header; None if the file was cut off before its end. Raises RecordingError."""
     try:
         with path.open("rb") as file:
             first = file.read(PREAMBLE_BYTES)
@@ -97,7 +97,7 @@ def _check_version(path: Path, first: bytes) -> None:
 
 
 def _read_frame(file: BinaryIO) -> bytes | None:
-    """The next frame unpacked; None where there is no whole one."""
+    """Return the next frame unpacked; None if there is no whole one."""
     head = file.read(_FRAME.size)
     if len(head) < _FRAME.size:
         return None
@@ -117,10 +117,10 @@ def _read_frame(file: BinaryIO) -> bytes | None:
 
 @dataclass(slots=True)
 class Segment:
-    """One life of an engine. The fields from `end_reason` on are known once its calls have been read to their end.
+    """The recording of one engine, from its start to its end, in one file of `num_bytes`.
 
-    `is_whole`: it has its end marker, with `end_reason`. Else it was cut off (a kill, a full disk), and what there is
-    is right. `ended_at` is the time of the last call, `num_bytes` the file's size.
+    The fields from `end_reason` on are known once its calls have been read. `is_whole`: it has its end marker, with
+    `end_reason`; else it was cut off (a kill, a full disk). `ended_at` is the time of the last call.
     """
 
     path: Path
@@ -158,7 +158,7 @@ class Recording:
 
     @property
     def header(self) -> Header:
-        """The first segment's."""
+        """The header of the first segment."""
         return self.segments[0].header
 
 
@@ -206,7 +206,7 @@ class RecordedStep:
 
     @property
     def has_failed(self) -> bool:
-        """Return True if it gave nothing."""
+        """Return True if it has no result."""
         return isinstance(self.outcome, StepFailure)
 
     def seconds(self, result: StepResult) -> tuple[float, ...]:
