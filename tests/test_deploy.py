@@ -102,7 +102,7 @@ def test_the_image_needs_a_key_and_says_so(capfd: pytest.CaptureFixture[str], mo
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OCTAVO_PORT", "0")
-    monkeypatch.setattr(serve, "_supervise", lambda task, listener, home: 77)
+    monkeypatch.setattr(serve, "_supervise", lambda task, listener: 77)
     entry, default = words
     assert entry[0] == "octavo" and "--insecure" not in default
     assert cli.main([*entry[1:], *default]) == 2
