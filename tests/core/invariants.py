@@ -34,18 +34,15 @@ def check(scheduler: Scheduler) -> None:
 
 def check_encoder(cache: EncoderCache) -> None:
     """Raise InvariantError if the counts of an encoder cache disagree."""
-    counts: dict[bytes, int] = {}
-    for held in cache._references.values():
+    counts = dict.fromkeys(cache._outputs, 0)
+    for held in cache._needs.values():
         for need in held.values():
-            counts[need.key] = counts.get(need.key, 0) + 1
-    _require(counts == cache._counts, f"encoder cache: {len(cache._counts)} keys are counted, {len(counts)} needed")
-    used = sum(cache._sizes.values())
-    _require(
-        cache._used == used <= cache._capacity,
-        f"encoder cache: {cache._used} of {cache._capacity} tokens are counted as used, {used} are",
-    )
-    is_whole = len(cache._idle) + len(counts) == len(cache._sizes) and all(key in cache._sizes for key in counts)
-    _require(is_whole, "encoder cache: an output is lost, or needed and idle at once")
+            _require(need.key in counts, "encoder cache: an output that is needed is lost")
+            counts[need.key] += 1
+    counted = {key: output.num_needs for key, output in cache._outputs.items()}
+    _require(counts == counted, f"encoder cache: {sum(counted.values())} needs are counted, {sum(counts.values())} are")
+    used = sum(output.size for output in cache._outputs.values())
+    _require(used <= cache._capacity, f"encoder cache: {used} tokens are kept, there is room for {cache._capacity}")
 
 
 def check_cheap(scheduler: Scheduler) -> None:
@@ -81,7 +78,7 @@ def check_no_leaks(scheduler: Scheduler) -> None:
     _require(len(state.waiting) == 0 and len(state.running) == 0, "a queue is not empty")
     _require(state.num_swapped == 0, f"{state.num_swapped} requests count as swapped")
     _require(state.adapters.num_used == 0, f"{state.adapters.num_used} adapter slots are held")
-    _require(state.encoder.num_references == 0, "encoder outputs are held by nobody")
+    _require(state.encoder.num_needs == 0, "encoder outputs are held by nobody")
     updates = state.updates
     is_told = not (updates.sequences or updates.id_edits or updates.table_edits)
     _require(is_told, "the executor was not told all")

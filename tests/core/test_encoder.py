@@ -71,7 +71,7 @@ def test_bug_13_an_exhausted_budget_grants_nothing_and_changes_nothing() -> None
     cache = EncoderCache(5, 100)
     assert cache.grant("x", 0, spans((0, 4, "a")), 0, 4) == 4
     assert cache.grant("y", 1, spans((0, 2, "b")), 0, 4) == 0
-    assert cache.num_references == 1
+    assert cache.num_needs == 1
     assert cache.grant("z", 2, spans((0, 1, "c")), 0, 4) == 4  # what is left is still given
     assert plan(cache) == ([b"a", b"c"], [])
     assert cache.grant("y", 1, spans((0, 2, "b")), 0, 4) == 4
@@ -107,7 +107,7 @@ def test_E02_an_output_is_found_by_content_by_other_requests_and_other_spans() -
     assert cache.grant("x", 0, spans((0, 3, "a"), (4, 3, "a")), 0, 7) == 7
     assert cache.grant("y", 1, spans((2, 3, "a")), 0, 7) == 7
     assert plan(cache) == ([b"a"], [])
-    assert cache.num_references == 3
+    assert cache.num_needs == 3
     cache.release("x")
     cache.release("y")
     assert cache.grant("z", 2, spans((0, 3, "a")), 0, 3) == 3
@@ -119,10 +119,10 @@ def test_E02_the_reference_goes_at_the_commit_of_the_last_position() -> None:
     assert cache.grant("r", 0, items, 0, 3) == 3
     assert plan(cache) == ([b"a"], [])
     cache.commit("r", 3)
-    assert (cache.num_references, cache.grant("r", 0, items, 3, 2)) == (1, 1)
+    assert (cache.num_needs, cache.grant("r", 0, items, 3, 2)) == (1, 1)
     assert plan(cache) == ([], [])
     cache.commit("r", 4)
-    assert (cache.num_references, cache.grant("r", 0, items, 4, 4)) == (0, 4)
+    assert (cache.num_needs, cache.grant("r", 0, items, 4, 4)) == (0, 4)
     assert plan(cache) == ([b"b"], [b"a"])
 
 
@@ -174,8 +174,8 @@ def test_E02_after_a_failed_step_its_outputs_are_encoded_anew() -> None:
     plan(cache)
     cache.grant("y", 1, spans((0, 3, "a"), (3, 3, "b")), 0, 6)
     jobs, frees = cache.end_plan()
-    cache.void(jobs, frees)
-    assert cache.num_references == 2  # both of a, which an earlier plan made
+    cache.undo(jobs, frees)
+    assert cache.num_needs == 2  # both of a, which an earlier plan made
     cache.release("y")
     cache.begin_plan()
     assert cache.grant("y", 1, spans((0, 3, "a"), (3, 3, "b")), 0, 6) == 6
@@ -190,7 +190,7 @@ def test_E02_what_a_failed_step_was_to_drop_counts_as_dropped() -> None:
     cache.grant("y", 1, spans((0, 4, "b")), 0, 4)
     jobs, frees = cache.end_plan()
     assert frees == (b"a",)
-    cache.void(jobs, frees)  # it may have come as far as dropping a, or encoding b
+    cache.undo(jobs, frees)  # it may have come as far as dropping a, or encoding b
     cache.release("y")
     cache.begin_plan()
     assert cache.grant("x", 0, spans((0, 4, "a")), 0, 4) == 4
@@ -363,7 +363,7 @@ class World:
             owner = next(life for life in self.lives if life.slot == job.slot)
             assert (owner.items[job.span].key, owner.items[job.span].length) == (job.key, job.num_tokens)
         check_encoder(self.cache)
-        assert self.cache.num_references == len(self.slow.needs)
+        assert self.cache.num_needs == len(self.slow.needs)
         self.flight.append(made)
 
     def run(self, made: Made) -> None:
@@ -399,7 +399,7 @@ class World:
             if self.rng.random() < 0.5:
                 self.device[job.key] = job.num_tokens
         for made in reversed(self.flight):
-            self.cache.void(made.jobs, made.frees)
+            self.cache.undo(made.jobs, made.frees)
             keys = [job.key for job in made.jobs]
             self.slow.void(keys)
             self.lost += [*keys, *made.frees]
@@ -424,7 +424,7 @@ def test_E01_E02_random_steps_agree_with_the_slow_twin_and_the_device_has_what_e
                 world.plan()
         for life in world.lives:
             world.leave(life)
-        assert world.cache.num_references == 0
+        assert world.cache.num_needs == 0
         check_encoder(world.cache)
         counts = (world.num_cut, world.num_taken_back, world.num_failed, world.num_reused)
         totals = [total + count for total, count in zip(totals, counts, strict=True)]

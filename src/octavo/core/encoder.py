@@ -2,8 +2,8 @@
 
 Owns: the encoder budget of a step, the space of the cache, and which requests need which output. Ids only, no tensors.
 Does not: encode, or know positions beyond a request's spans. A request without media never gets here.
-Invariants: used <= capacity; a referenced output stays; a plan never frees a key that it also encodes or uses, so that
-frees can run before encode jobs. Sizes are in media tokens.
+Invariants: the outputs fit the capacity; one that is needed stays; a plan never frees a key that it also encodes or
+uses, so that frees can run before encode jobs. Sizes are in media tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ from octavo.core.plan import EncodeJob
 from octavo.core.request import Span
 
 
+@dataclass(slots=True)
+class _Output:
+    """An output that exists once the plans in flight ran, and how many needs there are of it."""
+
+    size: int
+    num_needs: int = 0
+
+
 @dataclass(frozen=True, slots=True)
-class _Reference:
+class _Need:
     """One request's need of an output: the item's key, the position after it, and the slot that has its data."""
 
     key: bytes
@@ -25,41 +33,45 @@ class _Reference:
 
 
 class EncoderCache:
-    """Outputs by content key, shared by all requests; unreferenced ones are evicted least recently used first."""
+    """Outputs by content key, shared by all requests; unneeded ones are evicted least recently used first."""
 
-    __slots__ = (
-        "_capacity", "_counts", "_frees", "_idle", "_jobs", "_left", "_limit", "_lost", "_references", "_sizes",
-        "_used",
-    )  # fmt: skip
+    __slots__ = ("_capacity", "_frees", "_jobs", "_left", "_limit", "_lost", "_needs", "_outputs")
 
     def __init__(self, budget: int, capacity: int) -> None:
         self._limit = budget
         self._capacity = capacity
         self._left = budget
-        self._used = 0
-        self._sizes: dict[bytes, int] = {}  # outputs that exist once the plans in flight ran
-        self._counts: dict[bytes, int] = {}  # references, where there are any
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # the others, least recently used first
-        self._references: dict[str, dict[int, _Reference]] = {}  # request -> index of its span -> need
+        self._outputs: OrderedDict[bytes, _Output] = OrderedDict()  # those without needs: least recently used first
+        self._needs: dict[str, dict[int, _Need]] = {}  # request -> index of its span -> need
         self._jobs: list[EncodeJob] = []  # of the plan in the making
         self._frees: list[bytes] = []  # evicted by the plan in the making: they exist until it runs
         self._lost: list[bytes] = []  # outputs that failed plans encoded or freed: they may exist or not
 
     @property
-    def num_references(self) -> int:
+    def num_needs(self) -> int:
         """Needs of all requests."""
-        return sum(self._counts.values())
+        return sum(output.num_needs for output in self._outputs.values())
 
     def begin_plan(self) -> None:
         """Start a plan with the whole encoder budget."""
         self._left = self._limit
 
+    def end_plan(self) -> tuple[tuple[EncodeJob, ...], tuple[bytes, ...]]:
+        """Return what the plan encodes, and the keys of outputs that it drops.
+
+        After a failed plan these include keys that may have no output.
+        """
+        lost = [key for key in dict.fromkeys(self._lost) if key not in self._outputs]
+        jobs, frees = tuple(self._jobs), (*self._frees, *lost)
+        self._jobs, self._frees, self._lost = [], [], []
+        return jobs, frees
+
     def grant(self, name: str, slot: int, spans: tuple[Span, ...], start: int, count: int) -> int:
         """Return how many of positions [start, start + count) may be granted: up to the first item that has to wait.
 
-        Items that are missing are scheduled whole; every item touched is held until its last position is committed.
+        Items that are missing are scheduled whole; every item touched is needed until its last position is committed.
         """
-        held = self._references.setdefault(name, {})
+        held = self._needs.setdefault(name, {})
         for index, span in enumerate(spans):
             if span.start >= start + count:
                 break
@@ -68,16 +80,15 @@ class EncoderCache:
             if not self._provide(span, EncodeJob(slot, index, span.key, span.length)):
                 count = max(0, span.start - start)
                 break
-            held[index] = _Reference(span.key, span.start + span.length, slot)
-            self._counts[span.key] = self._counts.get(span.key, 0) + 1
-            self._idle.pop(span.key, None)
+            held[index] = _Need(span.key, span.start + span.length, slot)
+            self._outputs[span.key].num_needs += 1
         if not held:
-            del self._references[name]
+            del self._needs[name]
         return count
 
     def _provide(self, span: Span, job: EncodeJob) -> bool:
         """Provide an output for this plan. Return False, and change nothing, without budget or space."""
-        if span.key in self._sizes:
+        if span.key in self._outputs:
             return True
         exists = span.key in self._frees  # evicted by this very plan, so not dropped yet
         if not exists and span.length > self._left:
@@ -89,79 +100,61 @@ class EncoderCache:
         else:
             self._left -= span.length
             self._jobs.append(job)
-        self._sizes[span.key] = span.length
-        self._used += span.length
+        self._outputs[span.key] = _Output(span.length)
         return True
 
     def _make_space(self, size: int) -> bool:
-        idle = sum(self._sizes[key] for key in self._idle)
-        if self._used - idle + size > self._capacity:
+        space = self._capacity - sum(output.size for output in self._outputs.values())
+        idle = [key for key, output in self._outputs.items() if not output.num_needs]
+        if space + sum(self._outputs[key].size for key in idle) < size:
             return False
-        while self._used + size > self._capacity:
-            key, _ = self._idle.popitem(last=False)
-            self._used -= self._sizes.pop(key)
+        for key in idle:
+            if space >= size:
+                break
+            space += self._outputs.pop(key).size
             self._frees.append(key)
         return True
 
     def commit(self, name: str, end: int) -> None:
         """Drop a request's needs of items before `end`: these positions are computed."""
-        held = self._references.get(name, {})
+        held = self._needs.get(name, {})
         for index in [index for index, need in held.items() if need.end <= end]:
             self._drop(held.pop(index))
         if not held:
-            self._references.pop(name, None)
+            self._needs.pop(name, None)
 
     def release(self, name: str) -> None:
         """Drop all needs of a request, and the jobs of the plan in the making that were for it alone."""
-        held = self._references.pop(name, {})
+        held = self._needs.pop(name, {})
         for need in held.values():
             self._drop(need)
-        if self._jobs:
-            slots = {need.slot for need in held.values()}
-            self._jobs = [
-                new for job in self._jobs for new in ((job,) if job.slot not in slots else self._pass_on(job))
-            ]
+        slots = [need.slot for need in held.values()]
+        self._jobs = [new for job in self._jobs for new in ((job,) if job.slot not in slots else self._pass_on(job))]
+
+    def _drop(self, need: _Need) -> None:
+        output = self._outputs[need.key]
+        output.num_needs -= 1
+        if not output.num_needs:
+            self._outputs.move_to_end(need.key)
 
     def _pass_on(self, job: EncodeJob) -> tuple[EncodeJob, ...]:
         """Give the job of a released request to another that needs the output, or cancel it."""
-        for needs in self._references.values():
-            for index, need in needs.items():
+        for held in self._needs.values():
+            for index, need in held.items():
                 if need.key == job.key:
                     return (EncodeJob(need.slot, index, job.key, job.num_tokens),)
         self._left += job.num_tokens
-        self._used -= self._sizes.pop(job.key)
-        del self._idle[job.key]
+        del self._outputs[job.key]
         return ()
 
-    def void(self, jobs: tuple[EncodeJob, ...], frees: tuple[bytes, ...]) -> None:
+    def undo(self, jobs: tuple[EncodeJob, ...], frees: tuple[bytes, ...]) -> None:
         """Undo a plan that failed: what it was to encode or drop counts as absent, and is dropped by the next plan.
 
         Of several plans the last is undone first. Requests that needed the outputs are computed again.
         """
         self._lost += [*(job.key for job in jobs), *frees]
-        void = dict.fromkeys(job.key for job in jobs if job.key in self._sizes)
-        for name, held in list(self._references.items()):
-            self._references[name] = {index: need for index, need in held.items() if need.key not in void}
-            if not self._references[name]:
-                del self._references[name]
-        for key in void:
-            self._counts.pop(key, None)
-            self._idle.pop(key, None)
-            self._used -= self._sizes.pop(key)
-
-    def end_plan(self) -> tuple[tuple[EncodeJob, ...], tuple[bytes, ...]]:
-        """Return what the plan encodes, and the keys of outputs that it drops.
-
-        After a failed plan these include keys that may have no output.
-        """
-        jobs, frees = tuple(self._jobs), (*self._frees, *[k for k in dict.fromkeys(self._lost) if k not in self._sizes])
-        self._jobs, self._frees, self._lost = [], [], []
-        return jobs, frees
-
-    def _drop(self, need: _Reference) -> None:
-        left = self._counts[need.key] - 1
-        if left:
-            self._counts[need.key] = left
-        else:
-            del self._counts[need.key]
-            self._idle[need.key] = None
+        void = [job.key for job in jobs if self._outputs.pop(job.key, None) is not None]
+        for name, held in list(self._needs.items()):
+            self._needs[name] = {index: need for index, need in held.items() if need.key not in void}
+            if not self._needs[name]:
+                del self._needs[name]

@@ -139,7 +139,7 @@ def undo_steps(state: State, first: Flight, now: float) -> None:
         for sequence in flight.rows:
             sequence.in_flight = sequence.stale = sequence.num_pending = 0
     for plan in [flight.plan for flight in reversed(flights)]:  # what they told is told before what is new
-        state.encoder.void(plan.encode_jobs, plan.encoder_frees)
+        state.encoder.undo(plan.encode_jobs, plan.encoder_frees)
         state.updates.put_back(plan)
     for request in _touched(state, flights):
         state.preempt(request, now, None, None)

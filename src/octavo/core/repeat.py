@@ -110,7 +110,7 @@ def _is_calm(state: State) -> bool:
         or updates.table_edits
         or state.events
         or state.ended
-        or state.encoder.num_references
+        or state.encoder.num_needs
         or limits.max_kv_read
         or limits.max_draft_tokens
         or limits.find_shared_prefixes
