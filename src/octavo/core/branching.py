@@ -151,7 +151,8 @@ def advance_beams(state: State, request: RequestState) -> list[Hypothesis] | Non
         if beam.slot >= 0:
             state.updates.id_edits.extend((beam.slot, beam.num_committed, token))
         else:
-            state.take_slot(beam, request.spare_slots.pop())
+            beam.slot = request.spare_slots.pop()
+            state.slot_owner[beam.slot] = beam
             state.updates.sequences.append(beam)
         if beam.token_ids is not None:
             beam.token_ids.append(token)

@@ -74,7 +74,8 @@ class StepCommit:
             if not flight.rows[index].is_void:
                 state.finish(flight.rows[index].request, self.now, FinishReason.ERROR, error=error)
         state.cache.confirm(flight.effects)
-        state.release_deferred(flight)
+        if flight.releases:
+            state.release_deferred(flight)
         if result.scores or result.pooled:
             self._take_outputs(result, bad)
         self._take_rows(result, is_regular=result.num_token_ids is None and not bad and not flight.plan.num_drafts)
@@ -83,9 +84,7 @@ class StepCommit:
         for request in self.searching:
             self._advance(request)
         if state.limits.encoder_budget:
-            for sequence in flight.rows:
-                if sequence.request.request.spans:
-                    state.encoder.commit(sequence.request.name, sequence.num_computed)
+            self._commit_media()
         if state.policy.tracks_service:
             self._charge()
         totals = state.totals
@@ -310,6 +309,12 @@ class StepCommit:
                     request.num_scored = first + len(entries)
         self.events.scores = tuple(scores)
         self.events.pooled = tuple((requests[index].name, data) for index, data in result.pooled if index in requests)
+
+    def _commit_media(self) -> None:
+        """Drop the needs of media items whose positions are computed."""
+        for sequence in self.flight.rows:
+            if sequence.request.request.spans:
+                self.state.encoder.commit(sequence.request.name, sequence.num_computed)
 
     def _charge(self) -> None:
         """Tell the policy what each request was given."""

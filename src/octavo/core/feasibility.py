@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from octavo.core.kv.group import GroupKind
 from octavo.core.limits import Limits
@@ -25,10 +26,12 @@ class Admission:
 def check_feasible(request: Request, limits: Limits) -> Admission:
     """Return the admission of a request that can run alone. Raises InvalidRequestError or AdmissionError."""
     _check_ids(request, limits)
-    _check_keys(request, limits.block_size)
+    if request.block_keys is not None:
+        _check_keys(request, request.block_keys, limits.block_size)
     _check_lengths(request, limits)
     _check_sequences(request, limits)
-    _check_spans(request, limits)
+    if request.spans:
+        _check_spans(request, limits)
     return _check_room(request, limits)
 
 
@@ -42,8 +45,8 @@ def _check_ids(request: Request, limits: Limits) -> None:
         "stop_token_ids": params.stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids,
         "dry_breaker_ids": params.dry_breaker_ids,
-        "bad_words_ids": [token for banned in params.bad_words_ids for token in banned],
-        "logit_bias": [token for token, _ in params.logit_bias],
+        "bad_words_ids": tuple(chain.from_iterable(params.bad_words_ids)),
+        "logit_bias": tuple(dict(params.logit_bias)),
     }
     for name, ids in ids_by_field.items():
         for token in (min(ids), max(ids)) if ids else ():
@@ -55,17 +58,15 @@ def _check_ids(request: Request, limits: Limits) -> None:
                 )
 
 
-def _check_keys(request: Request, block_size: int) -> None:
+def _check_keys(request: Request, keys: tuple[bytes, ...], block_size: int) -> None:
     """Refuse more keys than full blocks. A request known by length may have keys for its outputs too."""
-    if request.block_keys is None:
-        return
     tokens, what = request.num_prompt_tokens, "prompt tokens"
     if request.prompt_token_ids is None:
         tokens, what = tokens + (request.params.max_tokens or 0), "tokens of prompt and max_tokens"
-    if len(request.block_keys) > tokens // block_size:
+    most = tokens // block_size
+    if len(keys) > most:
         raise InvalidRequestError(
-            f"block_keys has {len(request.block_keys)} entries, but {tokens} {what} fill only "
-            f"{tokens // block_size} blocks of {block_size}",
+            f"block_keys has {len(keys)} entries, but {tokens} {what} fill only {most} blocks of {block_size}",
             "block_keys",
         )
 
@@ -113,12 +114,10 @@ def _count_field(request: Request) -> str:
 
 
 def _check_spans(request: Request, limits: Limits) -> None:
-    if not request.spans:
-        return
     if not limits.encoder_budget:
         raise AdmissionError(f"{len(request.spans)} media items; this engine has no encoder budget", "spans")
     most = min(limits.encoder_budget, limits.encoder_cache)
-    end = 0
+    total, end = sum(span.length for span in request.spans), 0
     for index, span in enumerate(request.spans):
         if span.start < end or span.length < 1 or span.start + span.length > request.num_prompt_tokens:
             raise InvalidRequestError(
@@ -133,31 +132,33 @@ def _check_spans(request: Request, limits: Limits) -> None:
                 f"and keeps {limits.encoder_cache}; use a smaller item",
                 "spans",
             )
-        if not limits.chunked_prefill and sum(item.length for item in request.spans) > most:
+        if not limits.chunked_prefill and total > most:
             raise AdmissionError(
-                f"the media items have {sum(item.length for item in request.spans)} tokens, more than {most}, and "
-                "chunked prefill is off; use fewer items",
+                f"the media items have {total} tokens, more than {most}, and chunked prefill is off; use fewer items",
                 "spans",
             )
 
 
 def _check_room(request: Request, limits: Limits) -> Admission:
-    prompt, max_tokens = request.num_prompt_tokens, request.params.max_tokens
-    emitted = len(request.emitted_token_ids or ())
+    """Refuse a request whose longest run does not fit the pools, and find the max_tokens of one without."""
+    prompt, emitted = request.num_prompt_tokens, len(request.emitted_token_ids or ())
+    max_tokens = request.params.max_tokens
     if not request.wants & Want.SAMPLE:
-        _check_pool(request, prompt, limits)
-        return Admission(0, capped=False)
-    if max_tokens is None:
-        _check_pool(request, prompt + emitted, limits)
-        return Admission(_most_tokens(request, limits), capped=True)
-    if emitted >= max_tokens:
+        positions, max_tokens = prompt, 0
+    elif max_tokens is None:
+        positions = prompt + emitted
+    elif emitted >= max_tokens:
         raise InvalidRequestError(
             f"{emitted} tokens are emitted already, max_tokens is {max_tokens}; raise it to continue", "max_tokens"
         )
-    # The last token sampled is never computed, so it takes no position in the pool.
-    worst = min(prompt + max_tokens, limits.max_model_len) - 1
-    _check_pool(request, worst, limits)
-    return Admission(max_tokens, capped=False)
+    else:  # the last token sampled is never computed, so it takes no position in the pool
+        positions = min(prompt + max_tokens, limits.max_model_len) - 1
+    for group, (need, have) in enumerate(zip(worst_blocks(request, positions, limits), limits.num_blocks, strict=True)):
+        if need > have:
+            raise _pool_error(request, positions, group, need, limits)
+    if max_tokens is not None:
+        return Admission(max_tokens, capped=False)
+    return Admission(_most_tokens(request, limits), capped=True)
 
 
 def _most_tokens(request: Request, limits: Limits) -> int:
@@ -190,14 +191,7 @@ def worst_blocks(request: Request, positions: int, limits: Limits) -> list[int]:
     return blocks
 
 
-def _check_pool(request: Request, positions: int, limits: Limits) -> None:
-    blocks = worst_blocks(request, positions, limits)
-    for group, (need, have) in enumerate(zip(blocks, limits.num_blocks, strict=True)):
-        if need > have:
-            raise _pool_error(request, positions, group, limits)
-
-
-def _pool_error(request: Request, positions: int, group: int, limits: Limits) -> AdmissionError:
+def _pool_error(request: Request, positions: int, group: int, need: int, limits: Limits) -> AdmissionError:
     """Return the refusal of a request that needs more blocks of a group than there are, with the field to change."""
     params, prompt, have = request.params, request.num_prompt_tokens, limits.num_blocks[group]
     held, most = have * limits.block_size, "enlarge the KV pool (--kv-cache-tokens)"
@@ -211,7 +205,6 @@ def _pool_error(request: Request, positions: int, group: int, limits: Limits) ->
         field = "max_tokens"
     several = f" in each of {params.num_sequences} sequences" if params.num_sequences > 1 else ""
     where = f" of group {group}" if len(limits.groups) > 1 else ""
-    need = worst_blocks(request, positions, limits)[group]
     return AdmissionError(
         f"the request needs up to {positions} KV positions for {cause}{several}: {need} blocks, the pool{where} holds "
         f"{held} positions ({have} blocks of {limits.block_size}); lower {field}, or {most}",

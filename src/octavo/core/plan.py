@@ -200,14 +200,9 @@ class StepPlan:
         return len(self.slots)
 
     @property
-    def has_effects(self) -> bool:
-        """Return True if an executor has anything to do besides rows."""
-        return any(_EFFECTS(self))
-
-    @property
     def is_empty(self) -> bool:
         """Return True if there is nothing to submit: neither rows nor effects."""
-        return not self.slots and not self.has_effects
+        return not self.slots and not any(_EFFECTS(self))
 
     def rows(self) -> Iterator[Row]:
         """Return views of the rows, in order."""

@@ -128,7 +128,7 @@ def _readers(state: State, flights: list[Flight], blocks: set[tuple[int, int]]) 
 
 def undo_steps(state: State, first: Flight, now: float) -> None:
     """Undo a plan and every later one: their sequences are put back, and their effects are sent again."""
-    flights = [first, *state.flight]
+    flights, updates = [first, *state.flight], state.updates
     state.flight.clear()
     state.totals.num_failed_steps += 1
     for flight in flights:
@@ -140,7 +140,9 @@ def undo_steps(state: State, first: Flight, now: float) -> None:
             sequence.in_flight = sequence.stale = sequence.num_pending = 0
     for plan in [flight.plan for flight in reversed(flights)]:  # what they told is told before what is new
         state.encoder.undo(plan.encode_jobs, plan.encoder_frees)
-        state.updates.put_back(plan)
+        updates.finished_ids[:0] = plan.finished_ids
+        updates.preempted_ids[:0] = plan.preempted_ids
+        updates.freed_slots = plan.freed_slots + updates.freed_slots
     for request in _touched(state, flights):
         state.preempt(request, now, None, None)
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from octavo.core import tap as calls
+from octavo.core import views
 from octavo.core.branching import add_sequences
 from octavo.core.commit import commit_step
 from octavo.core.drafts import Drafter, add_drafts, allows
@@ -28,31 +30,6 @@ from octavo.core.start import start_waiting
 from octavo.core.state import State
 from octavo.core.statistics import MemoryAnalysis, Statistics, analyse_memory, read_statistics
 from octavo.core.step import Step
-from octavo.core.tap import (
-    AdmitCall,
-    CallTap,
-    CancelCall,
-    CommitCall,
-    ControlCall,
-    EndChoiceCall,
-    GivenDrafts,
-    GivenKeys,
-    InputSource,
-    NotedKeys,
-    PlanCall,
-)
-from octavo.core.views import (
-    Gauges,
-    OpenWork,
-    PoolSample,
-    RequestView,
-    SlotTables,
-    first_waiting,
-    gauges,
-    open_work,
-    read_tables,
-    sample_pools,
-)
 from octavo.errors import AdmissionError, DuplicateRequestError, ErrorKind
 
 
@@ -61,18 +38,20 @@ class Scheduler:
 
     __slots__ = ("_drafter", "_noted", "_source", "_state", "_tap")
 
-    def __init__(self, limits: Limits, tap: CallTap | None = None, source: InputSource | None = None) -> None:
+    def __init__(
+        self, limits: Limits, tap: calls.CallTap | None = None, source: calls.InputSource | None = None
+    ) -> None:
         self._state = State(limits)
         self._tap = tap
         self._source = source
         self._drafter = Drafter()
-        self._noted = NotedKeys(limits)
+        self._noted = calls.NotedKeys(limits)
         if tap is not None:
             self._state.cache.key_maker = self._noted
         if source is not None:
-            self._state.cache.key_maker = GivenKeys(limits, source)
+            self._state.cache.key_maker = calls.GivenKeys(limits, source)
             if source.has_drafts:
-                self._drafter = GivenDrafts(source)
+                self._drafter = calls.GivenDrafts(source)
 
     def admit(self, request: Request, now: float) -> Admission:
         """Take a request, which will end with exactly one FINISHED event, and queue it.
@@ -105,7 +84,7 @@ class Scheduler:
         if self._tap is not None or self._source is not None:
             state.cache.extend_keys(made.sequences[0])
         if self._tap is not None:
-            self._tap.called(AdmitCall(now, request, self._noted.take()))
+            self._tap.called(calls.AdmitCall(now, request, self._noted.take()))
         return admission
 
     def end_choice(self, request_id: str, choice: int, now: float, reason: FinishReason = FinishReason.STOP) -> bool:
@@ -120,7 +99,7 @@ class Scheduler:
             self._state.end_choice(sequence, now, reason)
             self._state.report_ended()
         if self._tap is not None:
-            self._tap.called(EndChoiceCall(now, request_id, choice, reason))
+            self._tap.called(calls.EndChoiceCall(now, request_id, choice, reason))
         return sequence is not None
 
     def cancel(
@@ -139,7 +118,7 @@ class Scheduler:
                 count += 1
         self._state.report_ended()
         if self._tap is not None:
-            self._tap.called(CancelCall(now, names, reason, error))
+            self._tap.called(calls.CancelCall(now, names, reason, error))
         return count
 
     def plan(self, now: float, only: frozenset[str] | None = None) -> StepPlan:
@@ -164,7 +143,7 @@ class Scheduler:
             add_drafts(step, self._drafter)
         plan = step.finish()
         if self._tap is not None:
-            self._tap.called(PlanCall(now, plan, only, self._noted.take()))
+            self._tap.called(calls.PlanCall(now, plan, only, self._noted.take()))
         return plan
 
     def commit(self, plan: StepPlan, outcome: StepResult | StepFailure, now: float) -> Events:
@@ -175,7 +154,7 @@ class Scheduler:
         """
         events = commit_step(self._state, plan, outcome, now)
         if self._tap is not None:
-            self._tap.called(CommitCall(now, plan.step, outcome, self._noted.take()))
+            self._tap.called(calls.CommitCall(now, plan.step, outcome, self._noted.take()))
         return events
 
     def take_events(self) -> tuple[Event, ...]:
@@ -189,34 +168,33 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Return False, and change nothing, while any block is held."""
         was_reset = self._state.cache.reset()
-        if self._tap is not None:
-            self._tap.called(ControlCall("reset_prefix_cache"))
+        self._controlled("reset_prefix_cache")
         return was_reset
 
     def pause(self) -> None:
         """Admit nothing from the queue until resume(); running requests continue."""
         self._state.is_paused = True
-        if self._tap is not None:
-            self._tap.called(ControlCall("pause"))
+        self._controlled("pause")
 
     def resume(self) -> None:
         """End a pause."""
         self._state.is_paused = False
-        if self._tap is not None:
-            self._tap.called(ControlCall("resume"))
+        self._controlled("resume")
 
     def drain(self) -> None:
         """Refuse new requests from now on; those taken are served to their end."""
         self._state.is_draining = True
-        if self._tap is not None:
-            self._tap.called(ControlCall("drain"))
+        self._controlled("drain")
 
     def limit_step(self, num_tokens: int | None) -> None:
         """Grant at most so many tokens in a step, as after one that ran out of memory; None = as configured."""
         most = self._state.limits.max_batch_tokens
         self._state.token_budget.limit = most if num_tokens is None else max(1, min(num_tokens, most))
+        self._controlled("limit_step", num_tokens)
+
+    def _controlled(self, verb: str, num_tokens: int | None = None) -> None:
         if self._tap is not None:
-            self._tap.called(ControlCall("limit_step", num_tokens))
+            self._tap.called(calls.ControlCall(verb, num_tokens))
 
     # --- snapshots: none of them changes anything -------------------------------------------------------
 
@@ -245,9 +223,9 @@ class Scheduler:
         """Return True during a pause: nothing is admitted from the queue."""
         return self._state.is_paused
 
-    def gauges(self) -> Gauges:
+    def gauges(self) -> views.Gauges:
         """Levels and totals. O(groups): cheap enough for every step."""
-        return gauges(self._state)
+        return views.gauges(self._state)
 
     def statistics(self) -> Statistics:
         """All gauges and totals. O(requests), for people."""
@@ -265,21 +243,21 @@ class Scheduler:
         """Explain every open request: those that wait first, in order, then those that run; `most` of each."""
         return explain_all(self._state, most)
 
-    def first_waiting(self, most: int) -> list[RequestView]:
+    def first_waiting(self, most: int) -> list[views.RequestView]:
         """The first that wait, with their reasons. O(most log waiting)."""
-        return first_waiting(self._state, most)
+        return views.first_waiting(self._state, most)
 
-    def open_work(self) -> OpenWork:
+    def open_work(self) -> views.OpenWork:
         """What is left to do of every open request, for forecasts. O(requests log requests)."""
-        return open_work(self._state)
+        return views.open_work(self._state)
 
-    def sample_pools(self, max_blocks: int) -> list[PoolSample]:
+    def sample_pools(self, max_blocks: int) -> list[views.PoolSample]:
         """Which blocks of the KV pool are referenced, or hold a prefix: at most so many, evenly spread."""
-        return sample_pools(self._state, max_blocks)
+        return views.sample_pools(self._state, max_blocks)
 
-    def read_tables(self, first_slot: int, max_blocks: int) -> list[SlotTables]:
+    def read_tables(self, first_slot: int, max_blocks: int) -> list[views.SlotTables]:
         """The block tables of the sequences in the slots from one on, until they have `max_blocks` together."""
-        return read_tables(self._state, first_slot, max_blocks)
+        return views.read_tables(self._state, first_slot, max_blocks)
 
     # --- steps made as one, for simulations ------------------------------------------------------------
 

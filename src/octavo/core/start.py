@@ -9,6 +9,8 @@ was bypassed too often; no request is preempted for one of later rank.
 
 from __future__ import annotations
 
+from operator import sub
+
 from octavo.core import branching
 from octavo.core.kv.cache import KVCache
 from octavo.core.kv.effects import NO_BLOCK
@@ -205,7 +207,8 @@ def _consider(step: Step, request: RequestState) -> bool:
     state = step.state
     reason = _try_start(step, request)
     if reason is None:
-        _count_bypasses(step)
+        if step.passed_over:
+            _count_bypasses(step)
         return True
     if request.is_passable:
         return bool(step.tokens.left and state.free_slots)
@@ -305,7 +308,7 @@ def _start_from_cache(step: Step, request: RequestState) -> WaitReason | None:
     if shortage is not None:
         return step.defer(request, *shortage)
     peaks = needed_blocks(state.cache, request)
-    needed = [peak - held for peak, held in zip(peaks, match.num_held, strict=True)]
+    needed = list(map(sub, peaks, match.num_held))
     reason = _lacks_room(step, request, needed, state.cache.room_after(match, peaks))
     if reason is None and request.request.spans:
         count, reason = _encode(step, request, match, count)
@@ -338,7 +341,7 @@ def _encode(step: Step, request: RequestState, match: Match, count: int) -> tupl
 def _lacks_room(step: Step, request: RequestState, needed: list[int], free: list[int]) -> WaitReason | None:
     """Return why a request that needs these blocks, and leaves those free, waits; None when it fits."""
     state, has_company = step.state, bool(step.state.running.requests)
-    left = [count - reserved for count, reserved in zip(free, step.outstanding, strict=True)]
+    left = list(map(sub, free, step.outstanding))
     group = left.index(min(left))
     short, wanted = -left[group], needed[group]
     reason = WaitReason.SWAP_SPACE if request.is_swapped else WaitReason.KV_BLOCKS

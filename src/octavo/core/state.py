@@ -53,22 +53,6 @@ class Updates:
     finished_ids: list[str] = field(default_factory=list)
     preempted_ids: list[str] = field(default_factory=list)
 
-    def put_back(self, plan: StepPlan) -> None:
-        """Tell again, and first, what a failed plan told."""
-        self.finished_ids[:0] = plan.finished_ids
-        self.preempted_ids[:0] = plan.preempted_ids
-        self.freed_slots = plan.freed_slots + self.freed_slots
-
-    def free_slot(self, sequence: Sequence) -> None:
-        """Have the executor drop a sequence; what it was still to be told of it is void."""
-        self.freed_slots.append(sequence.slot)
-        if sequence in self.sequences:
-            self.sequences.remove(sequence)
-        if self.id_edits or self.table_edits:
-            freed = frozenset((sequence.slot,))
-            self.id_edits = without_slots(self.id_edits, 3, freed)
-            self.table_edits = without_slots(self.table_edits, 4, freed)
-
 
 @dataclass(slots=True)
 class Totals:
@@ -223,7 +207,8 @@ class State:
         slots = self.free_slots[: -request.num_slots - 1 : -1]
         del self.free_slots[-request.num_slots :]
         for sequence, slot in zip(request.sequences, slots, strict=False):
-            self.take_slot(sequence, slot)
+            sequence.slot = slot
+            self.slot_owner[slot] = sequence
         request.spare_slots = slots[len(request.sequences) :]
         request.rank = self.policy.rank(request)
         self.running.add(request)
@@ -233,11 +218,6 @@ class State:
         self.totals.num_admitted += 1
         self.totals.num_prompt_tokens += request.request.num_prompt_tokens
         return EventKind.ADMITTED
-
-    def take_slot(self, sequence: Sequence, slot: int) -> None:
-        """Give a sequence a slot."""
-        sequence.slot = slot
-        self.slot_owner[slot] = sequence
 
     def set_decoding(self, request: RequestState, is_decoding: bool) -> None:
         """Note whether all known tokens of a running request are scheduled; its rank may change."""
@@ -342,7 +322,15 @@ class State:
             self.encoder.release(request.name)
 
     def _leave_slot(self, sequence: Sequence) -> None:
-        self.updates.free_slot(sequence)
-        self.slot_owner[sequence.slot] = None
+        """Have the executor drop a sequence with the next plan; what it was still to be told of it is void."""
+        slot, updates = sequence.slot, self.updates
+        updates.freed_slots.append(slot)
+        self.slot_owner[slot] = None
         sequence.slot = -1
         sequence.is_entered = False
+        if sequence in updates.sequences:
+            updates.sequences.remove(sequence)
+        if updates.id_edits or updates.table_edits:
+            freed = frozenset((slot,))
+            updates.id_edits = without_slots(updates.id_edits, 3, freed)
+            updates.table_edits = without_slots(updates.table_edits, 4, freed)
