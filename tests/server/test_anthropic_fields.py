@@ -9,7 +9,8 @@ from anthropic.types.beta import message_count_tokens_params as beta_count_param
 from anthropic.types.beta import message_create_params as beta_params
 
 from octavo.core.request import Request
-from octavo.server.bodies.anthropic import (
+from octavo.server.api.anthropic.bodies import (
+    IGNORED_BLOCK,
     IGNORED_MESSAGES,
     REFUSED_MESSAGES,
     AnthropicTool,
@@ -19,7 +20,6 @@ from octavo.server.bodies.anthropic import (
     OutputConfig,
     Thinking,
 )
-from octavo.server.bodies.anthropic_blocks import IGNORED_BLOCK
 from octavo.server.bodies.field_table import HINTS
 from tests.server.fakes import FakeClient, Harness, assert_ignored
 from tests.source_tree import ROOT
@@ -126,20 +126,19 @@ def test_the_parts_know_their_fields() -> None:
         tool_use_block_param,
     )
 
-    from octavo.server.bodies import anthropic as ours
-    from octavo.server.bodies import anthropic_blocks as blocks
+    from octavo.server.api.anthropic import bodies as ours
 
     assert keys(tool_param.ToolParam) - set(HINTS) == set(AnthropicTool.model_fields) | set(ours._IGNORED_TOOL)
     assert keys(tool_choice_tool_param.ToolChoiceToolParam) == set(AnthropicToolChoice.model_fields)
     thinking = keys(thinking_config_enabled_param.ThinkingConfigEnabledParam)
     assert thinking == set(Thinking.model_fields) | set(ours._IGNORED_THINKING)
     assert keys(output_config_param.OutputConfigParam) == set(OutputConfig.model_fields)
-    aside = set(IGNORED_BLOCK) | set(blocks._REFUSED_BLOCK)
+    aside = set(IGNORED_BLOCK) | set(ours._REFUSED_BLOCK)
     for theirs, mine in (
-        (text_block_param.TextBlockParam, blocks.TextBlock),
-        (thinking_block_param.ThinkingBlockParam, blocks.ThinkingBlock),
-        (tool_use_block_param.ToolUseBlockParam, blocks.ToolUseBlock),
-        (tool_result_block_param.ToolResultBlockParam, blocks.ToolResultBlock),
+        (text_block_param.TextBlockParam, ours.TextBlock),
+        (thinking_block_param.ThinkingBlockParam, ours.ThinkingBlock),
+        (tool_use_block_param.ToolUseBlockParam, ours.ToolUseBlock),
+        (tool_result_block_param.ToolResultBlockParam, ours.ToolResultBlock),
     ):
         assert keys(theirs) - aside == set(mine.model_fields)
 
@@ -170,8 +169,8 @@ async def test_the_api_description_has_them() -> None:
 
 
 def test_the_page_tells_of_every_field_that_is_not_honoured() -> None:
-    from octavo.server.bodies import anthropic as messages
-    from octavo.server.bodies import ollama
+    from octavo.server.api.anthropic import bodies as messages
+    from octavo.server.api.ollama import bodies as ollama
 
     page = (ROOT / "docs" / "apis.md").read_text(encoding="utf-8")
     tables: list[Any] = [IGNORED_MESSAGES, REFUSED_MESSAGES, IGNORED_BLOCK, messages._IGNORED_TOOL]

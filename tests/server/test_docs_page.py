@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from octavo.server.bodies.chat import ChatBody
-from octavo.server.bodies.completion import CompletionBody
+from octavo.server.api.completions.bodies import ChatBody, CompletionBody
 from octavo.server.routes.docs import render
 from tests.server.fakes import Harness
 

@@ -8,9 +8,8 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 
 from octavo.core.request import Request
-from octavo.server.bodies.chat import REFUSED_CHAT, ChatBody
+from octavo.server.api.completions.bodies import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
 from octavo.server.bodies.checks import IGNORED
-from octavo.server.bodies.completion import REFUSED_COMPLETION, CompletionBody
 from octavo.server.bodies.field_table import HINTS, MEANINGFUL
 from tests.server.fakes import FakeClient, Harness, assert_ignored
 

@@ -7,7 +7,7 @@ from pkgutil import iter_modules
 from octavo.config import AdmissionConfig
 from octavo.core.request import SamplingParams
 from octavo.grammar import limits
-from octavo.server import bodies, key_file
+from octavo.server import api, bodies, key_file
 from octavo.server.admission import _BOUNDS, MAX_RETRY_S, Load
 from octavo.server.limits import HttpLimits, JsonLimits
 from octavo.tool import grammar_check, regex_check, schema_check
@@ -85,7 +85,9 @@ BODIES = {
 
 
 def bounds_of_bodies() -> dict[str, float]:
-    modules = [import_module(f"octavo.server.bodies.{module.name}") for module in iter_modules(bodies.__path__)]
+    names = [f"octavo.server.bodies.{module.name}" for module in iter_modules(bodies.__path__)]
+    names += [f"octavo.server.api.{package.name}.bodies" for package in iter_modules(api.__path__) if package.ispkg]
+    modules = [import_module(name) for name in names]
     return {name: value for module in modules for name, value in vars(module).items() if name.startswith("MAX_")}
 
 

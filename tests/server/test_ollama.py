@@ -143,8 +143,7 @@ async def test_calls_are_told_whole_and_results_find_their_call() -> None:
 
 
 async def test_results_are_given_to_the_calls_of_their_name_or_in_order() -> None:
-    from octavo.server.bodies.ollama import read_ollama_chat
-    from octavo.server.ollama_chat import chat_of
+    from octavo.server.api.ollama.bodies import chat_of, read_ollama_chat
     from octavo.text.dialect import Dialect
 
     def call(name: str, **more: Any) -> dict[str, Any]:

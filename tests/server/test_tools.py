@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from octavo.config import ChatConfig, Config
 from octavo.core.request import FinishReason
 from octavo.frontend.outputs import TextDelta
+from octavo.server.api.completions.bodies import read_chat
 from octavo.server.api.completions.requests import ChatRequest
 from octavo.server.api.encoders import ENCODERS
-from octavo.server.bodies.chat import read_chat
 from octavo.server.encoding import AnswerSpec, Choice
 from octavo.server.faults import ApiError
 from octavo.text.chat_template import ChatTemplate

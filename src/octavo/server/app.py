@@ -14,7 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from octavo.errors import EngineError, RequestError
+from octavo.server.api.anthropic import requests as anthropic
 from octavo.server.api.completions import requests as completions
+from octavo.server.api.ollama import requests as ollama
 from octavo.server.auth import AuthMiddleware, check_policies
 from octavo.server.context import EngineStatistics, build_context
 from octavo.server.cors import CorsMiddleware, PreflightMiddleware
@@ -24,7 +26,6 @@ from octavo.server.lifecycle import Lifecycle
 from octavo.server.limits import HttpLimits
 from octavo.server.root_path import RootPathMiddleware
 from octavo.server.routes import (
-    anthropic,
     batches,
     docs,
     embeddings,
@@ -33,7 +34,6 @@ from octavo.server.routes import (
     login,
     metrics,
     models,
-    ollama,
     ollama_embed,
     ollama_models,
     pages,

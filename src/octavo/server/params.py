@@ -13,8 +13,7 @@ from octavo.core.request import SamplingParams
 from octavo.core.sampling_params import DEFAULT_MAX_TOKENS, MODEL_FIELDS
 from octavo.errors import InvalidRequestError
 from octavo.frontend.sessions import check_stream
-from octavo.server.bodies.chat import ChatBody
-from octavo.server.bodies.completion import CompletionBody
+from octavo.server.api.completions.bodies import ChatBody, CompletionBody
 from octavo.server.bodies.sampling import MAX_PROMPT_SCORES, SamplingBody
 from octavo.server.bodies.structure import given_structures
 from octavo.server.faults import bad_field, from_exception

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import OctavoError, RequestError, TooComplexError
-from octavo.server.bodies.chat import ChatBody, Message
+from octavo.server.api.completions.bodies import ChatBody, Message
 from octavo.server.faults import bad_field, from_exception, too_long
 from octavo.server.offload import off_loop
 from octavo.text.dialect import Dialect

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from octavo.server.api.anthropic.answers import MessagesEncoder
 from octavo.server.api.completions.answers import ChatEncoder, CompletionEncoder
+from octavo.server.api.ollama.answers import OllamaEncoder
 from octavo.server.encoding import AnswerEncoder, AnswerSpec, Pieces
-from octavo.server.shapes.anthropic import MessagesEncoder
-from octavo.server.shapes.ollama import OllamaEncoder
 from octavo.server.shapes.responses import ResponseEncoder
 
 ENCODERS: Mapping[str, Callable[[AnswerSpec, Pieces], AnswerEncoder]] = {

@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from octavo.server.api.completions.bodies import Prompts
 from octavo.server.bodies.checks import Refused, sift, validate
-from octavo.server.bodies.completion import Prompts
 from octavo.server.bodies.served import ServedFields
 from octavo.server.faults import bad_field
 

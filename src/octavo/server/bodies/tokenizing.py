@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from octavo.server.bodies.chat import ChatBody, read_chat
+from octavo.server.api.completions.bodies import ChatBody, read_chat
 from octavo.server.bodies.checks import Body, sift, validate
 from octavo.server.faults import bad_field
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from octavo.server.api.completions.bodies import ChatBody, read_chat
 from octavo.server.api.completions.requests import ChatRequest
-from octavo.server.bodies.chat import ChatBody, read_chat
 from octavo.server.bodies.response_items import Item
 from octavo.server.bodies.responses import ResponsesBody
 from octavo.server.context import Context

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from octavo.server.faults import ApiError
 
 if TYPE_CHECKING:
-    from octavo.server.bodies.chat import ChatBody
+    from octavo.server.api.completions.bodies import ChatBody
     from octavo.server.context import Context
 
 ANSWER_SHARE = 8  # one part in so many of the model's length is for the answer, where nobody says how long it may be

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from octavo.server.api.ollama.bodies import model_of
 from octavo.server.bodies.checks import field_notes
 from octavo.server.bodies.ollama_embed import (
     IGNORED_EMBED,
@@ -24,7 +25,6 @@ from octavo.server.encoding import Json
 from octavo.server.faults import bad_field
 from octavo.server.inputs import Inputs
 from octavo.server.json_body import read_json
-from octavo.server.ollama_chat import model_of
 from octavo.server.routes.posting import add_post
 from octavo.server.shell import ARRIVAL
 

@@ -17,9 +17,16 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.grammar.answer import AnswerSource, CallSource
-from octavo.server.bodies.chat import REFUSED_CHAT, ChatBody, read_chat
+from octavo.server.api.completions.bodies import (
+    REFUSED_CHAT,
+    REFUSED_COMPLETION,
+    ChatBody,
+    CompletionBody,
+    read_chat,
+    read_completion,
+)
+from octavo.server.api.ollama.bodies import SENT_NAMES, with_ollama_names
 from octavo.server.bodies.checks import IGNORED_FIELDS, IgnoredFields, field_notes
-from octavo.server.bodies.completion import REFUSED_COMPLETION, CompletionBody, read_completion
 from octavo.server.bodies.sampling import MAX_ALLOWED_IDS, SamplingBody
 from octavo.server.bodies.structure import STRUCTURE_FIELDS, given_structures
 from octavo.server.bodies.tools import Tool
@@ -29,7 +36,6 @@ from octavo.server.faults import bad_field, from_exception, with_field
 from octavo.server.generation import GenerationRequest
 from octavo.server.grammars import Structure, refusal, structure_of
 from octavo.server.json_body import read_json
-from octavo.server.ollama_chat import SENT_NAMES, with_ollama_names
 from octavo.server.params import check_scores, read_params, spellings
 from octavo.server.reply import RETRY_NOTE, reply
 from octavo.server.routes.posting import add_post

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate: Ollama's interface to answers."""
+"""/api/chat and /api/generate: the routes, and what a body without a prompt is answered with."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from octavo.server.api.completions.bodies import ChatBody, CompletionBody
 from octavo.server.api.completions.requests import ChatRequest, CompletionRequest
-from octavo.server.bodies.chat import ChatBody
-from octavo.server.bodies.checks import field_notes
-from octavo.server.bodies.completion import CompletionBody
-from octavo.server.bodies.ollama import (
+from octavo.server.api.ollama.answers import line_begin
+from octavo.server.api.ollama.bodies import (
+    GENERATE_SPELLING,
     IGNORED_OLLAMA,
     IGNORED_OPTIONS,
     REFUSED_CHAT,
     REFUSED_GENERATE,
+    SPELLING,
     OllamaChatBody,
     OllamaGenerateBody,
+    chat_of,
+    generate_of,
+    model_of,
+    raw_of,
     read_ollama_chat,
     read_ollama_generate,
 )
+from octavo.server.bodies.checks import field_notes
 from octavo.server.context import context_of
 from octavo.server.faults import ApiError
 from octavo.server.json_body import read_json
-from octavo.server.ollama_chat import GENERATE_SPELLING, SPELLING, chat_of, generate_of, model_of, raw_of
 from octavo.server.reply import RETRY_NOTE, reply
 from octavo.server.routes.posting import add_post
-from octavo.server.shapes.ollama import line_begin
 from octavo.server.spelling import rename_field
 from octavo.text.dialect import Dialect
 

@@ -1,6 +1,6 @@
-"""From an Anthropic request to the conversation that it is.
+"""/v1/messages and /v1/messages/count_tokens: the conversation that a body asks for, and the routes.
 
-Owns: the translation of turns, tools and choices to a ChatBody. Does not: check single blocks, or shape answers.
+Owns: the translation of turns, tools and choices to a ChatBody. Does not: check single blocks, or encode answers.
 Invariant: consecutive turns of one role are one message, as Anthropic's API has it; templates often insist on it.
 """
 
@@ -9,21 +9,39 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from octavo.server.bodies.anthropic import AnthropicToolChoice, MessagesBody
-from octavo.server.bodies.anthropic_blocks import (
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from octavo.server.api.anthropic.bodies import (
+    IGNORED_MESSAGES,
+    REFUSED_MESSAGES,
+    AnthropicToolChoice,
     Block,
+    CountBody,
+    MessagesBody,
     RedactedBlock,
     Said,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
     read_blocks,
+    read_count,
+    read_messages,
     read_turn,
     texts,
 )
-from octavo.server.bodies.chat import ChatBody, read_chat
+from octavo.server.api.completions.bodies import ChatBody, read_chat
+from octavo.server.api.completions.requests import ChatRequest
+from octavo.server.auth import KEY
+from octavo.server.bodies.checks import field_notes
 from octavo.server.bodies.served import ServedFields
+from octavo.server.context import context_of
 from octavo.server.faults import ApiError, bad_field
+from octavo.server.json_body import read_json
+from octavo.server.reply import RETRY_NOTE, reply
+from octavo.server.routes.posting import add_post
+from octavo.server.shell import REQUEST_ID
 from octavo.server.spelling import Spelling, rename_field
 from octavo.text.dialect import Dialect
 
@@ -171,3 +189,46 @@ def _tool_choice(choice: AnthropicToolChoice, has_tools: bool) -> dict[str, obje
         raise bad_field("tool_choice", f"tool_choice is {choice.type}, and there are no tools; give some")
     parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
     return {"tool_choice": asked, **parallel} if has_tools else {}
+
+
+async def messages(request: Request) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+    body, chat = await read_json(request, context.limits, lambda fields: _asked(fields, context.dialect))
+    context.check_model(body.model)
+    shows_thinking = body.thinking is None or body.thinking.display != "omitted"
+    facts: dict[str, object] = {"max_tokens": body.max_tokens, "shows_thinking": shows_thinking}
+    try:
+        asked = await ChatRequest.of(context, chat, "anthropic", "msg", facts=facts, can_continue=False)
+        response = await reply(request, asked)
+    except ApiError as error:
+        raise rename_field(error, SPELLING) from None
+    response.headers["request-id"] = request.scope[REQUEST_ID]  # where Anthropic's clients look for it
+    return response
+
+
+async def count_tokens(request: Request) -> Response:
+    """Count the tokens of a conversation's prompt, tools and all."""
+    context = context_of(request)
+    chat = await read_json(request, context.limits, lambda fields: chat_of(read_count(fields), context.dialect))
+    context.check_model(chat.model)
+    try:
+        count = len(await context.prompts.chat(chat))
+    except ApiError as error:
+        raise rename_field(error, SPELLING) from None
+    context.admission.charge(request.scope[KEY], count)
+    return Response(msgspec.json.encode({"input_tokens": count}), media_type="application/json")
+
+
+def _asked(fields: dict[str, object], dialect: Dialect) -> tuple[MessagesBody, ChatBody]:
+    body = read_messages(fields)
+    return body, chat_of(body, dialect)
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add this module's endpoints."""
+    notes = field_notes(REFUSED_MESSAGES, IGNORED_MESSAGES)
+    answered = "Answer a conversation in Anthropic's form."
+    add_post(app, "/v1/messages", messages, MessagesBody, answered, RETRY_NOTE, notes)
+    counted = "Count the tokens of a prompt in Anthropic's form."
+    add_post(app, "/v1/messages/count_tokens", count_tokens, CountBody, counted, notes)

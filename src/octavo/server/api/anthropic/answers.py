@@ -1,6 +1,6 @@
-"""MessagesEncoder: answers of /v1/messages.
+"""Answers of /v1/messages, whole and as events.
 
-Owns: content blocks, whole and as events, stop reasons, usage. Does not: tell thinking and calls from text.
+Owns: content blocks, stop reasons, usage. Does not: tell thinking and calls from text (AnswerReader does).
 Invariants: blocks are numbered from 0 and never overlap; the events of a stream add up to the whole answer.
 The events follow Anthropic's public description of streaming and the types of its Python package.
 """

@@ -1,6 +1,6 @@
-"""ChatBody: what POST /v1/chat/completions takes, and what other conversations are translated to.
+"""What POST /v1/chat/completions and POST /v1/completions take; other conversations are translated to a ChatBody.
 
-Owns: messages and the fields around them. Does not: render or parse anything.
+Owns: messages and the fields around them, and prompts. Does not: render or parse anything.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
 
-from octavo.server.bodies.checks import Body, Refused, sift, sift_if_object, validate
+from octavo.server.bodies.checks import Body, Refused, read, sift, sift_if_object, validate
 from octavo.server.bodies.field_errors import shown_value
 from octavo.server.bodies.sampling import N_PREDICT, SamplingBody, sift_stream_options
 from octavo.server.bodies.tools import (
@@ -257,3 +257,59 @@ def _check_message(message: Message, where: str) -> None:
     is_said = message.tool_calls or message.reasoning
     if "content" not in message.model_fields_set and not is_said:
         raise bad_field(where + "content", f"{where}content is missing", "missing_field")
+
+
+REFUSED_COMPLETION: Refused = {}
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def read_texts_or_ids(value: object) -> list[str | list[int]]:
+    """Normalise the four shapes of `prompt` to a list of texts or id lists. Raises ValueError."""
+    message = "give a string, a list of strings, a list of token ids (0 or more) or a list of lists of token ids"
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError(message)
+    if not value:
+        raise ValueError("it is empty; " + message)
+    if all(map(_is_id, value)):
+        return [value]
+    for item in value:
+        if not isinstance(item, str) and not (isinstance(item, list) and all(map(_is_id, item))):
+            raise ValueError(message)
+    return value
+
+
+Prompts = Annotated[
+    list[Any],  # texts and lists of ids: the validator below has looked at them
+    BeforeValidator(read_texts_or_ids),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    best_of: int | None = Field(None, description="choices to make, of which the n likeliest per token are returned")
+    n_predict: int | None = Field(None, description=N_PREDICT)
+    add_special_tokens: bool = Field(True, description="put the tokenizer's own tokens around a prompt of text")
+    logprobs: int | None = None
+    echo: bool = False
+
+
+def read_completion(fields: dict[str, object]) -> CompletionBody:
+    """Check a completion body. Raises ApiError naming the field."""
+    return read(CompletionBody, sift_stream_options(fields), REFUSED_COMPLETION)

@@ -1,4 +1,4 @@
-"""OllamaEncoder: answers of /api/chat and /api/generate, as lines of JSON.
+"""Answers of /api/chat and /api/generate, as lines of JSON.
 
 Owns: the lines, durations and reasons. Does not: tell thinking and calls from text (AnswerReader does).
 Invariants: each delta makes one line at most; a call is told once it is whole; durations add up to the total.
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from octavo.server.api.anthropic.answers import call_input, reader_of
 from octavo.server.api.completions.answers import chat_logprobs
 from octavo.server.encoding import REASONS, AnswerSpec, Choice, Json, Pieces, StreamFormat
 from octavo.server.faults import ollama_error
-from octavo.server.shapes.anthropic import call_input, reader_of
 from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, Text
 
 if TYPE_CHECKING:
