@@ -1,7 +1,7 @@
-"""Calling the application from inside: the same routes, limits and answers as over HTTP, without a connection.
+"""Call the application from inside: the same routes, limits and answers as over HTTP, without a connection.
 
 Owns: the scope of such a request, and collecting its answer.
-Does not: check a key: whose request it is stands in the scope, where no client can put anything.
+Does not: check a key: the key's holder is in the scope, where no client can put anything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ InnerCall = Callable[[str, bytes], Awaitable[InnerResponse]]  # of a path and a 
 
 
 def inner_call(app: ASGIApp, holder: KeyInfo) -> InnerCall:
-    """What posts to the app as the holder of a key."""
+    """Return a function that posts to the app as the holder of a key."""
 
     async def call(path: str, body: bytes) -> InnerResponse:
         return await _post(app, holder, path, body)
@@ -48,7 +48,7 @@ async def _post(app: ASGIApp, holder: KeyInfo, path: str, body: bytes) -> InnerR
         if not is_sent:
             is_sent = True
             return {"type": "http.request", "body": body, "more_body": False}
-        await asyncio.Event().wait()  # this client stays; whoever ends the call cancels it
+        await asyncio.Event().wait()  # this client stays connected: a call is ended by cancelling it
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:

@@ -1,7 +1,7 @@
-"""The lines of batch files: reading requests, writing answers, and what was answered before.
+"""The lines of batch files: read requests, encode answers, find the requests that have one.
 
 Owns: OpenAI's formats, the bounds of a line, the repair of an output that a crash cut.
-Does not: run anything.
+Does not: send requests.
 Format: https://platform.openai.com/docs/api-reference/batch (request input and output objects).
 """
 
@@ -27,7 +27,7 @@ _NOT_IN_A_BATCH = (
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request: its line (from 1), what its client calls it, and what it asks."""
+    """One request: its line (from 1), its client's id for it, its endpoint and its body."""
 
     line: int
     custom_id: str
@@ -37,7 +37,7 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is no request, and why."""
+    """A line that is not a request, and why."""
 
     line: int
     custom_id: str | None
@@ -49,7 +49,7 @@ class BadLine:
 def read_asks(
     path: Path, endpoint: str | None = None, least_priority: int | None = None
 ) -> Generator[BatchLine | BadLine, None, None]:
-    """The requests of a file, in order; blank lines are skipped.
+    """Yield the requests of a file, in order; skip blank lines.
 
     `endpoint`: the only url that is allowed. `least_priority`: no request may be more urgent than that.
     """
@@ -113,13 +113,13 @@ def _faults_of(body: dict[str, Any], least_priority: int | None) -> Generator[tu
 
 
 def answered(ask: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
-    """The output line of an answer, whatever its status."""
+    """Return the output line of an answer of any status."""
     made = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body or b"null")}
     return _line(ask.line, ask.custom_id, made, None)
 
 
 def not_answered(line: int, custom_id: str | None, code: str, message: str) -> bytes:
-    """The output line of a request that was not made."""
+    """Return the output line of a request that was not sent."""
     return _line(line, custom_id, None, {"code": code, "message": message})
 
 
@@ -132,7 +132,7 @@ def _line(line: int, custom_id: str | None, response: object, error: object) -> 
 
 
 class _Done(msgspec.Struct):
-    """What an output line says of who was answered."""
+    """The fields of an output line that name its request."""
 
     id: str
     custom_id: str | None = None
@@ -148,7 +148,7 @@ def is_output(path: Path) -> bool:
 
 
 def repair(path: Path) -> int:
-    """Cut off a last line that was not written whole; the number of bytes cut."""
+    """Cut off a last line that was not written whole; return the number of bytes cut."""
     if not path.exists():
         return 0
     with path.open("r+b") as file:
@@ -171,7 +171,7 @@ def repair(path: Path) -> int:
 
 @dataclass(slots=True)
 class AnsweredLines:
-    """Which requests of a file were answered before, and how many of them failed."""
+    """The requests of a file that have an answer, and how many of them failed."""
 
     custom_ids: set[str]
     lines: set[str]  # ids of those without a custom_id
@@ -179,14 +179,14 @@ class AnsweredLines:
     num_failed: int = 0
 
     def has(self, ask: BatchLine | BadLine) -> bool:
-        """Whether it was answered."""
+        """Return True if a request has an answer."""
         if isinstance(ask, BatchLine) or ask.custom_id is not None:
             return ask.custom_id in self.custom_ids
         return f"batch_req_{ask.line}" in self.lines
 
 
 def read_finished(output: Path, errors: Path) -> AnsweredLines:
-    """What stands in the outputs of an earlier run. Lines that are none are ignored."""
+    """Read the outputs of an earlier run. Lines that are not answers are ignored."""
     found = AnsweredLines(set(), set())
     for path in (output, errors):
         for done in _done(path):
@@ -202,7 +202,7 @@ def read_finished(output: Path, errors: Path) -> AnsweredLines:
 
 
 class TokenCounts(msgspec.Struct):
-    """Tokens as the interfaces name them."""
+    """Tokens as the APIs name them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -211,7 +211,7 @@ class TokenCounts(msgspec.Struct):
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Tokens of prompts and of outputs."""
+        """Return the tokens of prompts and of outputs."""
         return self.prompt_tokens + self.input_tokens, self.completion_tokens + self.output_tokens
 
 
@@ -228,7 +228,7 @@ class _OutputLine(msgspec.Struct):
 
 
 def usage_of(body: bytes) -> tuple[int, int]:
-    """Tokens of prompt and output that an answer tells of; none where it tells of none."""
+    """Return the tokens of prompt and output in an answer; 0 if it has no usage."""
     try:
         usage = msgspec.json.decode(body, type=_Answered).usage
     except msgspec.MsgspecError:
@@ -237,7 +237,7 @@ def usage_of(body: bytes) -> tuple[int, int]:
 
 
 def usage_in(output: Path) -> tuple[int, int]:
-    """Tokens of prompts and outputs of all answers in a file."""
+    """Return the tokens of prompts and outputs of all answers in a file."""
     decoder = msgspec.json.Decoder(_OutputLine)
     num_input = num_output = 0
     if output.exists():

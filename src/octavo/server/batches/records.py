@@ -1,6 +1,6 @@
-"""What is kept of files and batches, on disk and towards clients.
+"""The records of files and batches.
 
-Owns: the two records, their shapes in OpenAI's API, the states of a batch.
+Owns: the two records, their form in OpenAI's API, the states of a batch.
 Does not: read or write anything.
 Format: https://platform.openai.com/docs/api-reference/files/object and batch/object.
 """
@@ -28,7 +28,7 @@ class FileRecord(msgspec.Struct):
     expires_at: int | None = None
 
     def shown(self) -> dict[str, Any]:
-        """As clients see it."""
+        """Return it as clients see it."""
         made: dict[str, Any] = {
             "id": self.id,
             "object": "file",
@@ -43,7 +43,7 @@ class FileRecord(msgspec.Struct):
 
 
 class LineError(msgspec.Struct):
-    """Why a batch was not begun."""
+    """Why a batch failed, or one line of its input."""
 
     code: str
     message: str
@@ -80,15 +80,15 @@ class BatchRecord(msgspec.Struct):
 
     @property
     def is_pending(self) -> bool:
-        """Whether anything is to be done for it."""
+        """Return True until it has ended."""
         return self.status in PENDING
 
     def count(self, counts: Counts) -> None:
-        """Take over how far its run is."""
+        """Copy its run's progress."""
         self.num_completed, self.num_failed = counts.num_completed, counts.num_failed
 
     def shown(self) -> dict[str, Any]:
-        """As clients see it."""
+        """Return it as clients see it."""
         moments = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         listed = [msgspec.to_builtins(error) for error in (*self.errors, self.paused) if error is not None]
         return {

@@ -1,9 +1,9 @@
-"""Running the requests of a file: a bounded number at once, each answer on the disk before it counts.
+"""Run the requests of a file: a bounded number at once, each answer on the disk before it counts.
 
-Owns: the order (as they come), retries of what is refused for now, appending, counts.
-Does not: know where files lie, who asks, or what an answer holds.
-Invariant: a run that is cut anywhere goes on where it was: answers are appended whole, and a request with an answer in
-either file is not asked again.
+Owns: the order (that of the file), retries of temporary refusals, appending answers, counts.
+Does not: know where files are, whose requests these are, or what an answer holds.
+Invariant: a run that is interrupted anywhere can be continued: answers are appended whole, and a request with an answer
+in either file is not sent again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _RETRIED = (408, 429, 503)  # 408: it waited too long in the queue
 _MAX_WAIT_S = 60.0
 _QUEUED = 256  # lines on their way to the disk
-_CLOSE_S = 5.0  # for the lines that are left when a run is cut: they are asked again where the disk takes none
+_CLOSE_S = 5.0  # for the answers that are left when a run is cancelled; those that are not written are requested again
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class BatchPaths:
 
 @dataclass(slots=True)
 class Counts:
-    """How far a run is. `num_failed` are part of neither the completed nor the open ones."""
+    """The progress of a run. Failed requests count neither as completed nor as open."""
 
     num_completed: int = 0
     num_failed: int = 0
@@ -60,13 +60,13 @@ class Counts:
 
     @property
     def num_done(self) -> int:
-        """Requests with an answer, of either kind."""
+        """Requests with an answer, completed or failed."""
         return self.num_completed + self.num_failed
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a run goes: requests open at once, tries of one that is refused for now (0 = no bound), the only url."""
+    """Options of a run: requests open at once, tries of one refused temporarily (0 = no bound), the only url."""
 
     num_open: int = 8
     max_tries: int = 0
@@ -75,24 +75,24 @@ class RunOptions:
 
 
 async def in_thread(work: Callable[[], object]) -> None:
-    """Do work that waits for the disk."""
+    """Do work that waits for the disk in another thread."""
     await asyncio.to_thread(work)
 
 
 @dataclass(slots=True)
 class BatchRun:
-    """One run over a file. `told` is called whenever answers have reached the disk, `keep` to bring them there."""
+    """One run over a file. `write` does the work of writing answers, `on_progress` is called when it is done."""
 
     call: InnerCall
     paths: BatchPaths
     options: RunOptions = RunOptions()
-    told: Callable[[Counts], object] = lambda counts: None
-    keep: Callable[[Callable[[], object]], Awaitable[None]] = in_thread
+    on_progress: Callable[[Counts], object] = lambda counts: None
+    write: Callable[[Callable[[], object]], Awaitable[None]] = in_thread
     counts: Counts = field(default_factory=Counts)
 
     async def run(self) -> Counts:
-        """Ask for all that has no answer yet. Cancelled, it leaves what can be gone on with."""
-        finished = await asyncio.to_thread(self._take_up)
+        """Send all requests that have no answer yet. A run that is cancelled can be continued."""
+        finished = await asyncio.to_thread(self._read_answers)
         asks = read_asks(self.paths.requests, self.options.endpoint, self.options.least_priority)
         written: asyncio.Queue[tuple[bool, bytes] | None] = asyncio.Queue(_QUEUED)
         reading = asyncio.Lock()
@@ -111,7 +111,7 @@ class BatchRun:
                 asks.close()
         return self.counts
 
-    def _take_up(self) -> AnsweredLines:
+    def _read_answers(self) -> AnsweredLines:
         for path in (self.paths.output, self.paths.errors):
             repair(path)
         finished = read_finished(self.paths.output, self.paths.errors)
@@ -146,7 +146,7 @@ class BatchRun:
             await written.put((is_fine, answered(ask, answer.status, request_id, answer.body)))
 
     async def _answer(self, ask: BatchLine) -> InnerResponse:
-        """Ask until it is not refused for now."""
+        """Send a request until it is not refused temporarily."""
         body = msgspec.json.encode(ask.body)
         tries = 0
         while True:
@@ -158,7 +158,7 @@ class BatchRun:
             await asyncio.sleep(_wait_s(answer))
 
     async def _write(self, written: asyncio.Queue[tuple[bool, bytes] | None]) -> None:
-        """Append what is answered, all that waits with one sync, until told that nothing more comes."""
+        """Append answers, all that wait with one sync, until None comes."""
         is_open = True
         while is_open:
             taken = [await written.get()]
@@ -169,16 +169,16 @@ class BatchRun:
             for path, is_fine in ((self.paths.output, True), (self.paths.errors, False)):
                 data = b"".join(line for fine, line in lines if fine is is_fine)
                 if data:
-                    await self.keep(partial(append, path, data))
+                    await self.write(partial(append, path, data))
             num_fine = sum(fine for fine, _ in lines)
             self.counts.num_completed += num_fine
             self.counts.num_failed += len(lines) - num_fine
             if lines:
-                self.told(self.counts)
+                self.on_progress(self.counts)
 
 
 async def _all(workers: list[asyncio.Task[None]], writer: asyncio.Task[None]) -> None:
-    """Wait for the workers; a writer that ends before them failed."""
+    """Wait for the workers. Raises what a worker raised, or a writer that ended before them."""
     pending = {*workers, writer}
     while not pending <= {writer}:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -187,7 +187,7 @@ async def _all(workers: list[asyncio.Task[None]], writer: asyncio.Task[None]) ->
 
 
 async def _close(writer: asyncio.Task[None], written: asyncio.Queue[tuple[bool, bytes] | None]) -> None:
-    """Have a writer end with what it was given. Raises what it raised."""
+    """Let a writer finish what it was given. Raises what it raised."""
     try:
         async with asyncio.timeout(_CLOSE_S):
             if not writer.done():
@@ -196,11 +196,11 @@ async def _close(writer: asyncio.Task[None], written: asyncio.Queue[tuple[bool, 
     except TimeoutError:
         writer.cancel()
         await asyncio.gather(writer, return_exceptions=True)
-        _log.warning("answers of a batch could not be written; their requests are made again when it goes on")
+        _log.warning("answers of a batch could not be written; their requests are sent again when it continues")
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add whole lines and wait for the disk, or raise OSError and add nothing."""
+    """Append whole lines and wait for the disk. Raises OSError, and then nothing is appended."""
     with path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
@@ -211,7 +211,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def write_whole(file: FileIO, data: bytes) -> None:
-    """Write all of it to a file without a buffer, and wait for the disk."""
+    """Write all data to an unbuffered file, and wait for the disk. Raises OSError."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]

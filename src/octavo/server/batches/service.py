@@ -1,8 +1,8 @@
-"""Batches of a server: taking them, running them beside interactive requests, ending them.
+"""Batches of a server: accept them, run them beside interactive requests, end them.
 
-Owns: which batch runs (one of each tenant, oldest first), its states, its end by cancellation, by time or by a restart.
-Does not: keep anything on disk itself (store does) or know how a run goes (runner does).
-Invariant: a batch that is not over when the server ends goes on when it starts again, with what it has.
+Owns: which batch runs (one of each tenant, oldest first), its states, its end by cancellation, expiry or a failure.
+Does not: write files (store does) or send requests (runner does).
+Invariant: a batch that is pending when the server ends continues when it starts again, with the answers that it has.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from octavo.config import BatchConfig
 from octavo.server.batches.inner_call import InnerCall, InnerResponse, inner_call
 from octavo.server.batches.lines import BatchLine, not_answered, read_asks, read_finished, usage_in
 from octavo.server.batches.records import BatchRecord, LineError
-from octavo.server.batches.runner import BatchRun, Counts, RunOptions, append
+from octavo.server.batches.runner import BatchRun, RunOptions, append
 from octavo.server.batches.store import BatchStore
 from octavo.server.batches.uploads import UploadSlots
 from octavo.server.faults import ApiError, is_disk_full
 from octavo.server.keys import NOBODY, KeyInfo, KeyRing
 from octavo.server.shares import Shares
 
-BATCH_PRIORITY = 10  # behind interactive requests: low at a busy queue, later under --policy priority
+BATCH_PRIORITY = 10  # after interactive requests: low in a busy queue, later under --policy priority
 MAX_LINE_ERRORS = 100
-_MAX_OPEN = 128  # where nobody says otherwise
+_MAX_OPEN = 128  # requests, without --batch-concurrency
 _TIDY_S = 600.0
 _RETRY_S = 1.0  # after a write for which the disk had no room; doubled up to _MAX_RETRY_S
 _MAX_RETRY_S = 30.0
@@ -39,11 +39,11 @@ _log = logging.getLogger(__name__)
 
 
 class _KeyGoneError(Exception):
-    """Nobody may ask in this batch's name any more."""
+    """The batch's tenant has no API key any more."""
 
 
 class BatchService:
-    """Files and batches; without --batch-dir, the refusal of both."""
+    """Files and batches; without --batch-dir it refuses both."""
 
     def __init__(self, config: BatchConfig, keys: KeyRing, num_slots: int) -> None:
         """Open the folder. Raises ConfigError."""
@@ -69,16 +69,16 @@ class BatchService:
         return self._store
 
     def connect(self, app: ASGIApp) -> None:
-        """Say what answers the requests of batches."""
+        """Set the application that answers the requests of batches."""
         self._app = app
 
     async def add(self, batch: BatchRecord, holder: KeyInfo) -> None:
-        """Take a batch of a key's holder. Raises ApiError."""
+        """Accept a batch of a key's holder. Raises ApiError."""
         await asyncio.to_thread(self.store.add_batch, batch, holder)
         self._wake.set()
 
     async def cancel(self, batch: BatchRecord) -> None:
-        """End a batch with what it has. Raises ApiError when it is over, OSError when that cannot be kept."""
+        """Cancel a batch; it keeps its answers. Raises ApiError if it has ended, OSError if that cannot be written."""
         if not batch.is_pending:
             message = f"batch {batch.id} is {batch.status}; only one that is not over can be cancelled"
             raise ApiError(409, message, code="batch_is_over")
@@ -98,7 +98,7 @@ class BatchService:
             self._wake.set()
 
     async def run(self) -> None:
-        """Run what is to be run, until cancelled."""
+        """Run batches until cancelled."""
         if self._store is None:
             return
         try:
@@ -126,18 +126,18 @@ class BatchService:
         for batch in store.batches.values():
             if batch.is_pending and batch.tenant not in busy and batch.id not in self._tasks:
                 busy.add(batch.tenant)
-                task = asyncio.create_task(self._go(store, batch), name=f"octavo-{batch.id}")
+                task = asyncio.create_task(self._run_to_end(store, batch), name=f"octavo-{batch.id}")
                 self._tasks[batch.id] = task
                 task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks = {name: other for name, other in self._tasks.items() if other is not task}
-        if not task.cancelled() and task.exception() is not None:  # its own end could not be written
+        if not task.cancelled() and task.exception() is not None:  # its end could not be written
             _log.error("%s stays as it is until a restart", task.get_name(), exc_info=task.exception())
         self._wake.set()
 
-    async def _go(self, store: BatchStore, batch: BatchRecord) -> None:
-        """One batch to its end."""
+    async def _run_to_end(self, store: BatchStore, batch: BatchRecord) -> None:
+        """Run one batch to its end."""
         batch.paused = None
         try:
             if batch.status == "cancelling":
@@ -149,17 +149,17 @@ class BatchService:
                 await self._run(store, batch)
             await self._finish(store, batch, "completed")
         except TimeoutError:
-            await self._keep(batch, partial(_write_expired, store, batch))
+            await self._write(batch, partial(_write_expired, store, batch))
             await self._finish(store, batch, "expired")
         except asyncio.CancelledError:
-            if batch.status == "cancelling":  # else the server ends, and goes on with it later
+            if batch.status == "cancelling":  # else the server ends, and the batch continues later
                 await self._finish(store, batch, "cancelled")
             else:
                 raise
         except _KeyGoneError:
             batch.errors = [LineError("invalid_api_key", "the key of this batch is no longer known")]
             await self._finish(store, batch, "failed")
-        except Exception as error:  # the shell of every batch: the next one must run
+        except Exception as error:  # the shell of a batch: the next one must run
             if self._is_closing:
                 raise
             _log.exception("batch %s failed", batch.id)
@@ -168,7 +168,7 @@ class BatchService:
             await self._finish(store, batch, "failed")
 
     async def _validate(self, store: BatchStore, batch: BatchRecord) -> bool:
-        batch.total, batch.errors = await asyncio.to_thread(self._look, store, batch)
+        batch.total, batch.errors = await asyncio.to_thread(self._check_input, store, batch)
         if batch.errors:
             await self._move(batch, "failed")
             return False
@@ -176,10 +176,10 @@ class BatchService:
         await self._move(batch, "in_progress")
         return True
 
-    def _look(self, store: BatchStore, batch: BatchRecord) -> tuple[int, list[LineError]]:
-        """The number of requests, and what keeps the file from being a batch."""
+    def _check_input(self, store: BatchStore, batch: BatchRecord) -> tuple[int, list[LineError]]:
+        """Return the number of requests, and the errors that refuse the batch."""
         holder = self._holder(batch)
-        if holder is not None:  # else the run ends it
+        if holder is not None:  # else the run fails it
             try:
                 store.check_output_room(holder)
             except ApiError as error:
@@ -199,23 +199,20 @@ class BatchService:
         return total, errors or ([] if total else [LineError("empty_file", "the file has no requests")])
 
     async def _run(self, store: BatchStore, batch: BatchRecord) -> None:
-        def told(counts: Counts) -> None:
-            batch.count(counts)
-
         holder = self._holder(batch)
         if holder is None:
             raise _KeyGoneError
         options = RunOptions(self._num_open, 0, batch.endpoint, holder.priority)
-        run = BatchRun(self._bounded(holder), store.paths(batch), options, told, partial(self._keep, batch))
+        run = BatchRun(self._bounded(holder), store.paths(batch), options, batch.count, partial(self._write, batch))
         try:
             await run.run()
         finally:
             batch.count(run.counts)
-            with suppress(OSError):  # the files of answers hold the counts too
+            with suppress(OSError):  # the files of answers hold the counts, too
                 await asyncio.shield(asyncio.to_thread(store.save, batch))
 
     def _bounded(self, holder: KeyInfo) -> InnerCall:
-        """Calls of all batches together keep to the bound."""
+        """Return an InnerCall with the bound on requests that all batches share."""
         assert self._app is not None, "connect() comes first"
         call = inner_call(self._app, holder)
 
@@ -226,7 +223,7 @@ class BatchService:
         return bounded
 
     def _holder(self, batch: BatchRecord) -> KeyInfo | None:
-        """The key as it is now, behind interactive requests; None when its tenant has no key any more."""
+        """Return the key as it is now, with a batch's priority; None if its tenant has no key any more."""
         known = {info.name: info for info in self._keys.keys if info.tenant == batch.tenant}
         info = known.get(batch.holder) or next(iter(known.values()), None)
         if info is None and not self._keys.keys:
@@ -234,7 +231,7 @@ class BatchService:
         return None if info is None else replace(info, priority=max(info.priority, BATCH_PRIORITY))
 
     async def _finish(self, store: BatchStore, batch: BatchRecord, status: str) -> None:
-        """Make its outputs files, and say how it ended."""
+        """Make a batch's outputs files of its tenant, and write how it ended."""
         if status == "completed":
             await self._move(batch, "finalizing")
 
@@ -245,16 +242,16 @@ class BatchService:
             batch.has_output = store.adopt(batch.output_id, batch, f"{batch.id}_output.jsonl")
             batch.has_errors = store.adopt(batch.error_id, batch, f"{batch.id}_error.jsonl")
 
-        await self._keep(batch, adopt)
+        await self._write(batch, adopt)
         await self._move(batch, status)
 
     async def _move(self, batch: BatchRecord, status: str) -> None:
         batch.status = status
         batch.times[status] = int(time.time())
-        await self._keep(batch, partial(self.store.save, batch))
+        await self._write(batch, partial(self.store.save, batch))
 
-    async def _keep(self, batch: BatchRecord, work: Callable[[], object]) -> None:
-        """Do work that writes. While the disk is full the batch says so, and the work is tried again."""
+    async def _write(self, batch: BatchRecord, work: Callable[[], object]) -> None:
+        """Do work that writes. While the disk is full, show that in the batch, and try again."""
         wait_s = _RETRY_S
         while True:
             try:
@@ -266,14 +263,14 @@ class BatchService:
                     raise
                 if batch.paused is None:
                     _log.error("%s waits until there is room on the disk: %s", batch.id, error)
-                message = f"the server's disk is full ({error.strerror}); the batch goes on when there is room"
+                message = f"the server's disk is full ({error.strerror}); the batch continues when there is room"
                 batch.paused = LineError("disk_full", message)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MAX_RETRY_S)
 
 
 def _write_expired(store: BatchStore, batch: BatchRecord) -> None:
-    """Say of each request that has no answer that its time was over."""
+    """Answer each request that has no answer with an error that the batch expired."""
     paths = store.paths(batch)
     finished = read_finished(paths.output, paths.errors)
     message = "this request could not be made before the completion window expired"

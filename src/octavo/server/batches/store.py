@@ -1,9 +1,9 @@
 """Files and batches on disk: a folder with a small record beside each file's bytes.
 
-Owns: names, bounds (files, bytes, batches, age), whose is whose, the lock that keeps a second server out.
-Does not: run batches. All methods but reads of what is in memory wait for the disk: call them off the event loop.
-Invariant: a record is written beside its place and renamed, so it is whole or not there; a file without a record is
-nobody's, and is removed when the folder is opened, but for outputs of batches that are not over.
+Owns: names, bounds (files, bytes, batches, age), which tenant has which file, the lock against a second server.
+Does not: run batches. All methods except reads of what is in memory wait for the disk: call them off the event loop.
+Invariant: a record is written beside its place and renamed, so it is whole or absent. A file without a record belongs
+to no tenant, and is removed when the folder is opened, except for outputs of batches that are pending.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from octavo.server.faults import ApiError, bad_field
 from octavo.server.keys import KeyInfo
 from octavo.server.shares import Shares
 
-MAX_ENDED_BATCHES = 1000  # of one tenant: a new batch makes the oldest that are over be forgotten, not their files
-_OURS = re.compile(r"(file-|batch_)[0-9a-f]{32}\.(data|new)")  # what may be removed; anything else is somebody's
+MAX_ENDED_BATCHES = 1000  # of one tenant: a new batch drops the oldest ones beyond, not their files
+_OURS = re.compile(r"(file-|batch_)[0-9a-f]{32}\.(data|new)")  # what may be removed; any other file is foreign
 R = TypeVar("R", FileRecord, BatchRecord)
 
 
 class BatchStore:
-    """The folder. Ids are drawn here, so no name of a client's ever becomes a path."""
+    """The folder. Ids are drawn here, so a name given by a client never becomes a path."""
 
     def __init__(self, config: BatchConfig, folder: Path, shares: Shares) -> None:
         """Open the folder, take its lock, and read its records. Raises ConfigError."""
@@ -55,19 +55,19 @@ class BatchStore:
         self._clear()
 
     def close(self) -> None:
-        """Let another server have the folder."""
+        """Release the lock."""
         os.close(self._lock_fd)
 
     def path(self, file_id: str) -> Path:
-        """Where the bytes of a file are, or will be."""
+        """Return where the bytes of a file are, or will be."""
         return self._folder / "files" / f"{file_id}.data"
 
     def paths(self, batch: BatchRecord) -> BatchPaths:
-        """The files of a batch."""
+        """Return the files of a batch."""
         return BatchPaths(self.path(batch.input_id), self.path(batch.output_id), self.path(batch.error_id))
 
     def add_file(self, source: IO[bytes], record: FileRecord, holder: KeyInfo) -> None:
-        """Keep a file that a key's holder sent. Raises ApiError when its tenant has no room."""
+        """Store a file that a key's holder sent. Raises ApiError if its tenant has no room."""
         with self._changes:
             self.check_room(holder, record.bytes)
             self.files[record.id] = record
@@ -83,7 +83,7 @@ class BatchStore:
             raise
 
     def adopt(self, file_id: str, batch: BatchRecord, name: str) -> bool:
-        """Make an output of a batch its tenant's file; whether there is one."""
+        """Make an output of a batch its tenant's file; return False if it has no bytes."""
         path = self.path(file_id)
         if not path.exists() or not path.stat().st_size:
             return False
@@ -95,7 +95,7 @@ class BatchStore:
         return True
 
     def delete_file(self, record: FileRecord) -> None:
-        """Remove a file. Raises ApiError while a batch needs it."""
+        """Delete a file. Raises ApiError while a batch needs it."""
         for batch in self.batches.values():
             if batch.is_pending and record.id == batch.input_id:
                 message = f"file {record.id} is the input of {batch.id}, which is {batch.status}; cancel that first"
@@ -103,11 +103,11 @@ class BatchStore:
         self._drop_file(record)
 
     def save(self, batch: BatchRecord) -> None:
-        """Keep what a batch is now."""
+        """Write a batch's record."""
         self._write("batches", msgspec.structs.replace(batch, paused=None))
 
     def add_batch(self, batch: BatchRecord, holder: KeyInfo) -> None:
-        """Keep a new batch of a key's holder. Raises ApiError when its tenant has too many, OSError without a trace."""
+        """Add a batch of a key's holder. Raises ApiError if its tenant has too many, OSError; then nothing is added."""
         with self._new_batches:
             ended = self._check_batches(batch, holder)
             self.save(batch)
@@ -116,7 +116,7 @@ class BatchStore:
             self._drop_batch(other)
 
     def _check_batches(self, batch: BatchRecord, holder: KeyInfo) -> list[BatchRecord]:
-        """Return the tenant's batches that are over. Raises ApiError when it has too many that are not."""
+        """Return the tenant's batches that have ended. Raises ApiError if it has too many pending ones."""
         own = [other for other in tuple(self.batches.values()) if other.tenant == batch.tenant]
         pending = sum(other.is_pending for other in own)
         most = min(self._config.max_pending_batches, holder.max_pending_batches or self._config.max_pending_batches)
@@ -127,7 +127,7 @@ class BatchStore:
         return [other for other in own if not other.is_pending]
 
     def expire(self, now: float) -> None:
-        """Remove what is too old."""
+        """Delete files and ended batches that are too old."""
         for file in list(self.files.values()):
             is_old = now >= (file.expires_at or file.created_at + self._config.batch_keep_s)
             if is_old and not any(b.is_pending and file.id == b.input_id for b in self.batches.values()):
@@ -137,29 +137,29 @@ class BatchStore:
                 self._drop_batch(batch)
 
     def check_room(self, holder: KeyInfo, num_bytes: int) -> None:
-        """Refuse a file of so many bytes where its tenant has no room for it (ApiError)."""
-        free_files, told = self._free_files(holder)
+        """Raise ApiError if a tenant has no room for a file of `num_bytes`."""
+        free_files, reason = self._free_files(holder)
         if free_files < 1:
-            raise bad_field("file", f"there is no room for another file: {told}; delete some", "storage_full")
-        free_bytes, told = self._free_bytes(holder)
+            raise bad_field("file", f"there is no room for another file: {reason}; delete some", "storage_full")
+        free_bytes, reason = self._free_bytes(holder)
         if num_bytes > free_bytes:
-            raise bad_field("file", f"the file has {num_bytes} bytes; {told}; delete some files", "storage_full")
+            raise bad_field("file", f"the file has {num_bytes} bytes; {reason}; delete some files", "storage_full")
 
     def check_output_room(self, holder: KeyInfo) -> None:
-        """Refuse a batch whose tenant has no room for its answers (ApiError)."""
-        for free, told in (self._free_files(holder), self._free_bytes(holder)):
+        """Raise ApiError if a tenant has no room for a batch's answers."""
+        for free, reason in (self._free_files(holder), self._free_bytes(holder)):
             if free < 1:
-                message = f"there is no room for the answers of a batch: {told}; delete some files"
+                message = f"there is no room for the answers of a batch: {reason}; delete some files"
                 raise bad_field("input_file_id", message, "storage_full")
 
     def _free_files(self, holder: KeyInfo) -> tuple[int, str]:
-        """Return how many files a tenant may add, and in words what it keeps."""
+        """Return how many files a tenant may add, and in words what it has."""
         used = Counter(file.tenant for file in tuple(self.files.values()))
         free, bound = self._free(holder.tenant, used, ("max_files", self._config.max_files, holder.max_files))
         return free, f"you keep {used[holder.tenant]} files, and have room for {free} more ({bound})"
 
     def _free_bytes(self, holder: KeyInfo) -> tuple[int, str]:
-        """Return the bytes that a tenant may add, and in words what it keeps. Answers of open batches count."""
+        """Return the bytes that a tenant may add, and in words what it has. Answers of pending batches count."""
         used: Counter[str] = Counter()
         for file in tuple(self.files.values()):
             used[file.tenant] += file.bytes
@@ -174,7 +174,7 @@ class BatchStore:
         return free, f"you keep {used[holder.tenant]} bytes, and have room for {free} more ({bound})"
 
     def _free(self, tenant: str, used: Counter[str], bounds: tuple[str, int, int | None]) -> tuple[int, str]:
-        """Return what a tenant may add, and the bound that says so: the server's, or the named one of its key."""
+        """Return what a tenant may add, and the bound that applies: the server's, or the named one of its key."""
         name, bound, own = bounds
         free = self._shares.free(tenant, used, bound)
         if own is None or own - used[tenant] >= free:
@@ -203,7 +203,7 @@ class BatchStore:
                 raise
 
     def _clear(self) -> None:
-        """Remove what a crash left."""
+        """Delete what a crash left: unfinished records, bytes without a record, records without bytes."""
         kept = {*self.files}
         for batch in self.batches.values():
             if batch.is_pending:
@@ -220,12 +220,12 @@ class BatchStore:
 
 
 def new_id(kind: str) -> str:
-    """An id that nobody can guess."""
+    """Return an id that cannot be guessed."""
     return kind + secrets.token_hex(16)
 
 
 def _read_all(folder: Path, record_type: type[R]) -> Iterable[tuple[str, R]]:
-    """The records of a folder, oldest first; what cannot be read is left alone."""
+    """Return the records of a folder, oldest first; leave alone what cannot be read."""
     decoder: Any = msgspec.json.Decoder(record_type)
     found: list[R] = []
     for path in sorted(folder.glob("*.json")):
