@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import errors
 from tests.fake_server import FakeServer
+from tests.source_tree import ROOT
 from tests.tiny_models import make_tiny_model
 
 from octavo import cli
@@ -136,6 +137,19 @@ def test_every_foreign_flag_has_one_answer() -> None:
         assert ours not in own or str(caught.value) == f"unknown flag {flag!r}; did you mean {ours!r}?"
     with pytest.raises(UsageError, match="unknown flag '-n'; see octavo serve --help"):  # not a short form of -np
         parser.parse(["-n", "5"])
+
+
+def test_the_page_on_migration_knows_every_flag_as_the_command_line_does() -> None:
+    parser = Parser(prog="octavo serve")
+    add_settings(parser)
+    own = set(parser._option_string_actions)
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.*?`-.*?) \| (.*) \|$", page, re.MULTILINE)
+    flags = [(flag, ours) for theirs, ours in rows for flag in re.findall(r"`(--?[a-z][a-z-]*)", theirs)]
+    assert len(flags) > 100
+    for flag, ours in flags:
+        assert flag in own or not ours.startswith("the same"), flag
+        assert flag in {*own, *RENAMED_FLAGS, *UNSUPPORTED_FLAGS, "--temp"}, flag
 
 
 @pytest.mark.parametrize("line", ["/bye", "/exit", "/quit", "exit", "quit", " exit "])
