@@ -47,7 +47,7 @@ def fork_choices(step: Step, request: RequestState, root: Sequence) -> bool:
         cache.fork(root, child)
         child.num_computed = 0  # until the root's row is committed
         step.enter(child)
-        cache.announce(child)
+        cache.enter_tables(child)
         step.add_fork(child)
     state.totals.num_forks += len(children)
     return True
@@ -141,9 +141,8 @@ def advance_beams(state: State, request: RequestState) -> list[Hypothesis] | Non
     if not chosen:
         return group.best(request.request.params.n)
     beams = _fork_beams(state, parents, chosen)
-    lasting = [parents[index] for index in dict.fromkeys(index for index, _ in chosen)]
     for beam in parents:
-        if beam not in lasting:
+        if beam not in beams:
             state.drop_sequence(beam, keep_slot=True)
     request.sequences = beams
     for choice, (beam, (_, token)) in enumerate(zip(beams, chosen, strict=True)):
@@ -162,18 +161,16 @@ def advance_beams(state: State, request: RequestState) -> list[Hypothesis] | Non
 
 def _fork_beams(state: State, parents: tuple[Sequence, ...], chosen: list[tuple[int, int]]) -> list[Sequence]:
     """Return one sequence for each beam chosen: a parent itself for its first child, a fork for every other."""
-    used: dict[int, None] = {}
-    beams = []
+    beams: list[Sequence] = []
     for index, _ in chosen:
         parent = parents[index]
-        if index not in used:
-            used[index] = None
-            beams.append(parent)
-            continue
-        child = parent.fork(len(beams))
-        state.cache.fork(parent, child)
-        state.totals.num_forks += 1
-        beams.append(child)
+        if parent in beams:
+            beam = parent.fork(len(beams))
+            state.cache.fork(parent, beam)
+            state.totals.num_forks += 1
+        else:
+            beam = parent
+        beams.append(beam)
     return beams
 
 

@@ -31,12 +31,12 @@ class Drafter:
 
     def propose(self, sequence: Sequence, count: int) -> array[int]:
         """Return at most `count` ids (maybe none) that may follow a sequence's committed ids."""
-        track, ids = sequence.track, sequence.token_ids
-        assert track is not None and ids is not None
+        history, ids = sequence.draft_history, sequence.token_ids
+        assert history is not None and ids is not None
         assert len(ids) == sequence.num_scheduled, "drafts continue ids that the host knows"
-        if not track.index.take_in(ids, CATCH_UP) or count < 1:
+        if not history.index.take_in(ids, CATCH_UP) or count < 1:
             return array("i")
-        return track.index.draft(ids, count)
+        return history.index.draft(ids, count)
 
 
 def allows(request: Request) -> bool:
@@ -66,7 +66,7 @@ def must_wait(state: State, request: RequestState) -> bool:
 
 
 def _is_due(sequence: Sequence) -> bool:
-    return sequence.track is None or sequence.num_known >= sequence.track.resume_at
+    return sequence.draft_history is None or sequence.num_known >= sequence.draft_history.resume_at
 
 
 def add_drafts(step: Step, drafter: Drafter) -> None:
@@ -84,9 +84,9 @@ def add_drafts(step: Step, drafter: Drafter) -> None:
 
 def _propose(step: Step, drafter: Drafter, sequence: Sequence) -> array[int]:
     """Return drafts for a row that has just been granted its one token."""
-    if sequence.track is None:
-        sequence.track = DraftHistory()
-    wanted = sequence.track.num_wanted(step.state.limits.max_draft_tokens)
+    if sequence.draft_history is None:
+        sequence.draft_history = DraftHistory()
+    wanted = sequence.draft_history.num_wanted(step.state.limits.max_draft_tokens)
     drafts = drafter.propose(sequence, min(wanted, _num_that_fit(step, sequence)))
     for index, token in enumerate(drafts):
         if token in sequence.request.stop_ids:
@@ -109,8 +109,8 @@ def _num_that_fit(step: Step, sequence: Sequence) -> int:
 def take_result(state: State, sequence: Sequence, start: int, num_drafted: int, num_ids: int) -> None:
     """Drop what was written for rejected drafts, before the row's ids (accepted drafts and one draw) are appended."""
     sequence.num_pending += num_ids - 1
-    assert sequence.track is not None
-    sequence.track.learn(num_drafted, num_ids - 1, sequence.num_known)
+    assert sequence.draft_history is not None
+    sequence.draft_history.learn(num_drafted, num_ids - 1, sequence.num_known)
     if sequence.request.status != Status.RUNNING:
         return  # preempted in flight: its blocks are released, its ids count
     sequence.num_drafts = 0

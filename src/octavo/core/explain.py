@@ -178,7 +178,7 @@ def find_barrier(state: State) -> RequestState | None:
 def _explain(state: State, entry: RequestState, order: Many[RequestState], position: int) -> Explanation:
     """Explain a request at its position in the order of the waiting ones; 0 if it runs."""
     request, sequences = entry.request, entry.sequences
-    tracks = [one.track for one in sequences if one.track is not None]
+    histories = [one.draft_history for one in sequences if one.draft_history is not None]
     shortage, behind, is_first_short = shortage_of(state, entry), None, False
     reason = None if shortage is None else shortage.reason
     if position:
@@ -218,8 +218,8 @@ def _explain(state: State, entry: RequestState, order: Many[RequestState], posit
         num_blocks=len(distinct_blocks([one.tables for one in sequences])),
         num_host_blocks=len(distinct_blocks([one.host_tables for one in sequences])),
         num_choices=len(sequences),
-        num_drafted=sum(track.num_drafted for track in tracks),
-        num_accepted=sum(track.num_accepted for track in tracks),
+        num_drafted=sum(history.num_drafted for history in histories),
+        num_accepted=sum(history.num_accepted for history in histories),
     )
 
 

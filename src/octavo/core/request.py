@@ -139,13 +139,13 @@ class Sequence:
     `num_pending` counts ids sampled by plans still in flight, without drafts. Positions [0, num_computed) have
     committed KV; [num_computed, num_scheduled) are being written by plans in flight. `is_entered`: the executor
     knows it. `host_tables` hold its blocks while it is swapped out. `candidates` wait for a beam's siblings.
-    `num_drafts`: positions after num_scheduled that drafts in flight write; `track`: how many drafts were accepted.
+    `num_drafts`: positions after num_scheduled that drafts in flight write; `draft_history`: where drafts come from.
     """
 
     __slots__ = (
-        "candidates", "capacity", "choice", "first_live", "host_tables", "in_flight", "in_place_end", "is_entered",
-        "keys", "limit", "num_committed", "num_computed", "num_drafts", "num_pending", "num_prompt", "num_published",
-        "num_scheduled", "request", "retried_at", "slot", "stale", "tables", "token_ids", "track",
+        "candidates", "capacity", "choice", "draft_history", "first_live", "host_tables", "in_flight", "in_place_end",
+        "is_entered", "keys", "limit", "num_committed", "num_computed", "num_drafts", "num_pending", "num_prompt",
+        "num_published", "num_scheduled", "request", "retried_at", "slot", "stale", "tables", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: RequestState, choice: int, num_groups: int) -> None:
@@ -166,7 +166,7 @@ class Sequence:
         self.num_computed = 0
         self.num_published = 0
         self.num_drafts = 0
-        self.track: DraftHistory | None = None
+        self.draft_history: DraftHistory | None = None
         self.capacity = 0
         self.in_flight = 0
         self.stale = 0  # rows in flight whose results must be dropped

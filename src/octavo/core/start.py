@@ -404,7 +404,7 @@ def _swap_in(step: Step, request: RequestState) -> WaitReason | None:
     sequences = state.swap_in(request)
     for sequence in sequences:
         step.enter(sequence)
-        cache.announce(sequence)
+        cache.enter_tables(sequence)
     state.policy.tell("admitted", request, 0)
     state.log(EventKind.RESUMED, request, step.now, cached_tokens=sum(sequence.num_scheduled for sequence in sequences))
     for sequence in sequences:

@@ -72,7 +72,7 @@ class Step:
             self.forked_slots = frozenset([sequence.slot for sequence in updates.sequences])
             for sequence in updates.sequences:
                 self.enter(sequence)
-                state.cache.announce(sequence)
+                state.cache.enter_tables(sequence)
             updates.sequences = []
         if updates.table_edits:
             self.effects.edits.extend(updates.table_edits)
@@ -398,7 +398,7 @@ def _is_last_to_catch_up(request: RequestState, sequence: Sequence, may_fork: bo
 
 
 def is_fast(starts: array[int], counts: array[int], limits: Limits) -> bool:
-    """Return True if every row is one token within the captured range (S14)."""
+    """Return True if every row is one token, within the blocks that a captured graph covers (S14)."""
     if not counts or max(counts) != 1 or min(counts) != 1:
         return False
     bound = limits.max_blocks_per_sequence * limits.block_size

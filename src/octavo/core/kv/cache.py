@@ -182,7 +182,7 @@ class KVCache:
                     pool.share(block)
             sequence.tables[group].extend(blocks)
         self._load(sequence, match)
-        self.announce(sequence)
+        self.enter_tables(sequence)
         for group, source in enumerate(match.sources):
             # The source is held while the copy is allocated, so that a block is never copied onto itself.
             self.pools[group].share(source)
@@ -291,7 +291,7 @@ class KVCache:
         child.capacity = parent.capacity
         child.in_place_end = parent.in_place_end = 0
 
-    def announce(self, sequence: Sequence) -> None:
+    def enter_tables(self, sequence: Sequence) -> None:
         """Enter a sequence's whole tables in the plan."""
         for group, table in enumerate(sequence.tables):
             for index, block in enumerate(table):
