@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from itertools import chain
 from math import inf
+from statistics import fmean, linear_regression
 
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
@@ -90,14 +91,9 @@ class StepTimeModel:
         points = (*self._prompts, *self._others)
         if len(points) < MIN_STEPS:
             return None
-        count = len(points)
-        mean_k = sum(k for k, _ in points) / count
-        mean_s = sum(s for _, s in points) / count
-        spread = sum((k - mean_k) ** 2 for k, _ in points)
-        slope = sum((k - mean_k) * (s - mean_s) for k, s in points) / spread if spread else 0.0
-        recent = len(self._recent)
-        mean_k = sum(k for k, _ in self._recent) / recent
-        mean_s = sum(s for _, s in self._recent) / recent
+        tokens, seconds = zip(*points, strict=True)
+        slope = linear_regression(tokens, seconds).slope if len(set(tokens)) > 1 else 0.0
+        mean_k, mean_s = (fmean(column) for column in zip(*self._recent, strict=True))
         slope = min(max(slope, 0.0), mean_s / mean_k)  # neither a step nor a token takes less than nothing
         return mean_s - slope * mean_k, slope
 
