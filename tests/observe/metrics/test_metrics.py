@@ -6,6 +6,8 @@ from dataclasses import asdict
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from tools.metrics_table import PAGE, table
+from tools.sections import read_section
 
 from octavo.core.limits import Limits
 from octavo.core.scheduler import Scheduler
@@ -184,3 +186,12 @@ def test_T03_a_histogram_tells_quantiles_and_forgets() -> None:
     assert histogram.summary()["count"] == 5 and histogram.summary()["mean"] == 3.1
     histogram.reset()
     assert (histogram.quantile(0.5), histogram.total, sum(histogram.counts)) == (None, 0.0, 0)
+
+
+def test_the_page_has_every_metric() -> None:
+    assert read_section(PAGE, "metrics") == table(), "run: python -m tools.metrics_table"
+    declared = samples(RequestMetrics("tiny"), of_engine(STATISTICS))
+    names = {
+        name for name, _ in declared if name.startswith("octavo_") and not name.endswith(("_bucket", "_count", "_sum"))
+    }
+    assert names and all(f"`{name}`" in table() for name in names)
