@@ -233,7 +233,9 @@ class JournalState:
             for request, choice, entry in zip(requests, events.choices, events.logprobs, strict=True):
                 if request.state.has_logprobs:
                     request.add_logprobs(choice, entry)
-        decisions = tuple(event for event in events.decisions if self._is_taken(event, at)) if events.decisions else ()
+        decisions = (
+            tuple(event for event in events.decisions if self._take_decision(event, at)) if events.decisions else ()
+        )
         if not (requests or decisions):
             return None
         return LoggedEvents(
@@ -246,8 +248,8 @@ class JournalState:
             decisions,
         )
 
-    def _is_taken(self, event: Event, at: float) -> bool:
-        """Return True if a decision is to be recorded; one that ends its request closes it."""
+    def _take_decision(self, event: Event, at: float) -> bool:
+        """Note the end of a journaled request; return False for a decision that is not recorded."""
         request = self.open.get(event.request_id)
         if request is None or event.kind not in _RECORDED:
             return False
