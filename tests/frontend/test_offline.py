@@ -315,7 +315,7 @@ def test_the_bar_counts_answers_and_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     out = io.StringIO()
     monkeypatch.setattr(progress, "Console", lambda stderr: progress_console(out))
     done = RequestOutput("a", None, [1, 2], [CompletionOutput(0, "x", [3], "length")])
-    with progress.BatchBar(2) as advance:
+    with progress.batch_bar(2) as advance:
         advance(done)
         advance(done)
     assert "2/2" in out.getvalue() and "out tokens/s" in out.getvalue()

@@ -7,8 +7,8 @@ Does not: build an engine (assembly does), or use threads but for writing a file
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Self, cast
@@ -53,15 +53,12 @@ class AsyncEngine:
         `async for output in llm.generate("Hello", params, "my-id")`. Leaving the loop early (and closing it) cancels
         the request. Of best_of > n only the end is given. Options are those of Sessions.submit.
         """
-        text, session = await self._open(prompt, sampling_params, {**options, "request_id": request_id})
-        builder = _builder(session, text)
-        try:
+        async with self._opened(prompt, sampling_params, {**options, "request_id": request_id}) as (text, session):
+            builder = _builder(session, text)
             async for delta in session:
                 if delta.prompt_logprobs is None:
                     builder.add(delta)
                     yield builder.output(session.prompt_logprobs)
-        finally:
-            await session.cancel()
 
     async def complete(
         self,
@@ -75,11 +72,9 @@ class AsyncEngine:
 
         `on_delta` gets every delta; if it raises, this request ends with an error, and only it.
         """
-        text, session = await self._open(prompt, sampling_params, options, is_streamed=on_delta is not None)
-        try:
+        is_streamed = on_delta is not None
+        async with self._opened(prompt, sampling_params, options, is_streamed=is_streamed) as (text, session):
             deltas = await session.collect() if on_delta is None else await _watched(session, on_delta)
-        finally:
-            await session.cancel()
         builder = _builder(session, text)
         for each in by_choice(deltas):
             builder.add(joined(each))
@@ -87,13 +82,9 @@ class AsyncEngine:
 
     async def embed(self, prompt: AnyPrompt, **options: Any) -> EmbeddingOutput:
         """Give a prompt's vector (docs/apis.md); options are those of Sessions.submit. Raises EngineError."""
-        text, ids = self._read_prompt(prompt)
-        session = await self.sessions.submit(ids, _NOTHING_SAMPLED, **{**options, "wants": Want.POOL})
-        try:
+        async with self._opened(prompt, _NOTHING_SAMPLED, {**options, "wants": Want.POOL}) as (text, session):
             *_, last = await session.collect()
             return embedding_output(session.request_id, text, session.prompt_token_ids, last)
-        finally:
-            await session.cancel()
 
     async def stream(
         self, prompt: AnyPrompt, sampling_params: AnyParams = None, **options: Any
@@ -102,12 +93,9 @@ class AsyncEngine:
 
         Choices are interleaved, beams are given at the end. Raises InvalidRequestError for best_of > n.
         """
-        _, session = await self._open(prompt, sampling_params, options, is_streamed=True)
-        try:
+        async with self._opened(prompt, sampling_params, options, is_streamed=True) as (_, session):
             async for delta in session:
                 yield delta
-        finally:
-            await session.cancel()
 
     async def chat(
         self,
@@ -176,14 +164,20 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _open(
+    @asynccontextmanager
+    async def _opened(
         self, prompt: AnyPrompt, given: AnyParams, options: Mapping[str, Any], is_streamed: bool = False
-    ) -> tuple[str | None, Session]:
+    ) -> AsyncIterator[tuple[str | None, Session]]:
+        """Submit a request; yield the prompt's text and the session, which is cancelled at the end of the block."""
         params = self.read_params(given)
         text, ids = self._read_prompt(prompt)
         if is_streamed:
             check_stream(params)
-        return text, await self.sessions.submit(ids, params, **options)
+        session = await self.sessions.submit(ids, params, **options)
+        try:
+            yield text, session
+        finally:
+            await session.cancel()
 
     def read_params(self, given: object) -> SamplingParams:
         """Return the parameters in force: a SamplingParams as it is; a dict's fields over the model's own defaults.

@@ -292,6 +292,6 @@ async def _close_all(engine: AsyncEngine) -> None:
 def _bar(total: int, is_shown: bool) -> AbstractContextManager[Advance]:
     if not (is_shown and sys.stderr.isatty()):
         return nullcontext(lambda _: None)
-    from octavo.frontend.progress import BatchBar  # rich costs 50 ms to import: only where it shows
+    from octavo.frontend.progress import batch_bar  # rich costs 50 ms to import: only where it shows
 
-    return BatchBar(total)
+    return batch_bar(total)

@@ -6,7 +6,8 @@ Owns: what the line shows. Does not: decide whether there is a terminal.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,34 +15,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from octavo.frontend.outputs import EmbeddingOutput, RequestOutput
 
 
-class BatchBar:
-    """Shows answers done, time left, and tokens per second in and out. Thread-safe."""
+@contextmanager
+def batch_bar(total: int) -> Iterator[Callable[[RequestOutput | EmbeddingOutput], None]]:
+    """Show answers done, time left, and tokens per second in and out; yield what takes the answers, in any thread."""
+    begun, num_in, num_out = time.monotonic(), 0, 0
+    columns = "generating", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
 
-    def __init__(self, total: int) -> None:
-        columns = (
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("", total=total, rate="")
-        self._begun = time.monotonic()
-        self._num_in = 0
-        self._num_out = 0
-
-    def __enter__(self) -> Callable[[RequestOutput | EmbeddingOutput], None]:
-        self._progress.start()
-        return self._advance
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def _advance(self, output: RequestOutput | EmbeddingOutput) -> None:
-        self._num_in += len(output.prompt_token_ids)
+    def advance(output: RequestOutput | EmbeddingOutput) -> None:
+        nonlocal num_in, num_out
+        num_in += len(output.prompt_token_ids)
         if isinstance(output, RequestOutput):
-            self._num_out += sum(len(choice.token_ids) for choice in output.outputs)
-        seconds = max(time.monotonic() - self._begun, 1e-6)
-        rate = f"{self._num_in / seconds:.0f} in, {self._num_out / seconds:.0f} out tokens/s"
-        self._progress.update(self._task, advance=1, rate=rate)
+            num_out += sum(len(choice.token_ids) for choice in output.outputs)
+        seconds = max(time.monotonic() - begun, 1e-6)
+        progress.update(task, advance=1, rate=f"{num_in / seconds:.0f} in, {num_out / seconds:.0f} out tokens/s")
+
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total, rate="")
+        yield advance

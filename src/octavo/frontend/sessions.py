@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 
 from octavo.core.kv.keys import prompt_keys
@@ -33,6 +34,7 @@ from octavo.frontend.transcript import Transcript
 
 if TYPE_CHECKING:
     from octavo.text.text_model import TextModel
+    from octavo.text.tokenizer import Tokenizer
 
 __all__ = ["Prompt", "RequestOptions", "Scores", "Session", "Sessions", "TextDelta", "Usage", "check_stream"]
 
@@ -97,7 +99,7 @@ class Session:
         client: OutputClient,
         request: Request,
         accepted: Accepted,
-        make_transcript: Callable[[], Transcript],
+        tokenizer: Tokenizer,
         max_slice: int = sys.maxsize,
     ) -> None:
         """`max_slice` bounds the tokens of a delta."""
@@ -109,9 +111,10 @@ class Session:
         self.is_cancelled = False  # it ended because it was cancelled
         self._client = client
         self._request = request
-        self._choices = [make_transcript() for _ in range(num_choices(params))]
+        self._choices = [Transcript(tokenizer, params, request.eos_token_ids) for _ in range(num_choices(params))]
         self._outputs = client.outputs(request.request_id, max_ids=min(max_slice, slice_tokens(params.num_logprobs)))
         self._is_ranked = len(self._choices) > params.n
+        self._held: list[TextDelta] = []  # until the best are known
         self._ready: deque[TextDelta] = deque()
         self._has_ended = False
 
@@ -145,22 +148,19 @@ class Session:
         """Wait for the next delta."""
         if self._has_ended:
             raise StopAsyncIteration
-        held: list[TextDelta] = []
-        while (output := await anext(self._outputs, None)) is not None:
+        while not self._ready:
+            output = await anext(self._outputs, None)
+            if output is None:
+                self._has_ended = True
+                raise EngineDeadError(f"the outputs of request {self.request_id} ended without a finish reason")
             if output.prompt_logprobs is not None:
                 self._give_scores(output.prompt_logprobs)
             delta = self._take(output)
             self._has_ended = output.is_final
-            if self._is_ranked:
-                held += [delta] if delta is not None else []
-                if output.is_final:
-                    self._ready.extend(best_choices(held, self.params.n))
-            elif delta is not None:
-                self._ready.append(delta)
-            if self._ready and (self._has_ended or not self._is_ranked):
-                return
-        self._has_ended = True
-        raise EngineDeadError(f"the outputs of request {self.request_id} ended without a finish reason")
+            if delta is not None:
+                (self._held if self._is_ranked else self._ready).append(delta)
+            if self._is_ranked and output.is_final:
+                self._ready.extend(best_choices(self._held, self.params.n))
 
     async def collect(self) -> list[TextDelta]:
         """Return all deltas. Without stop strings this wakes up once, at the end."""
@@ -186,35 +186,31 @@ class Session:
         now = time.monotonic()
         transcript = self._choices[output.choice]
         was_cut = transcript.stop_string is not None
-        text, count = transcript.push(output.token_ids, output.finish_reason)
+        text, count = transcript.push(output.token_ids, output.finish_reason, output.logprobs)
         if transcript.stop_string is not None and not was_cut and output.finish_reason is None:
             self._client.cancel((self.request_id,), FinishReason.STOP, output.choice)
-        logprobs = None if output.logprobs is None else output.logprobs[:count]
-        transcript.add_logprobs(logprobs or (), count)
-        shown = logprobs if self.params.logprobs is not None else None
-        delta = TextDelta(output.choice, text, output.token_ids[:count], shown)
+        logprobs = None if output.logprobs is None or self.params.logprobs is None else output.logprobs[:count]
+        delta = TextDelta(output.choice, text, output.token_ids[:count], logprobs)
         if output.finish_reason is not None:
             return self._last(delta, output, now)
         return delta if delta.token_ids else None
 
     def _last(self, delta: TextDelta, output: TokenOutput, now: float) -> TextDelta:
-        transcript = self._choices[output.choice]
-        is_stopped = transcript.stop_string is not None
-        self.is_cancelled |= not is_stopped and output.finish_reason is FinishReason.CANCELLED
+        transcript, reason, error = self._choices[output.choice], output.finish_reason, output.error
+        if transcript.stop_string is not None:
+            reason, error = FinishReason.STOP, None
+        elif reason is FinishReason.STOP and self.params.max_tokens == 0:
+            reason = FinishReason.LENGTH
+        self.is_cancelled |= reason is FinishReason.CANCELLED
         return replace(
             delta,
-            finish_reason=FinishReason.STOP if is_stopped else self._reason(output),
-            stop_reason=transcript.stop_string if is_stopped else transcript.stop_token_id,
+            finish_reason=reason,
+            stop_reason=transcript.stop_token_id if transcript.stop_string is None else transcript.stop_string,
             usage=self._usage(output, now) if output.is_final else None,
-            error=None if is_stopped else output.error,
+            error=error,
             cumulative_logprob=transcript.logprob_sum,
             pooled=output.pooled,
         )
-
-    def _reason(self, output: TokenOutput) -> FinishReason | None:
-        """Return why a choice ended; one of max_tokens=0 ends by its length."""
-        is_done = output.finish_reason is FinishReason.STOP
-        return FinishReason.LENGTH if is_done and self.params.max_tokens == 0 else output.finish_reason
 
     def _usage(self, output: TokenOutput, now: float) -> Usage:
         arrival = self._request.arrival
@@ -283,11 +279,7 @@ class Sessions:
         params = replace(params, seed=seed, truncate_prompt_tokens=None)
         request = await self._with_keys(self._request(request_id, ids, params, options))
         accepted = await self.client.submit(request)
-
-        def make_transcript() -> Transcript:
-            return Transcript(self.text.tokenizer, params, request.eos_token_ids)
-
-        return Session(self.client, request, accepted, make_transcript, self.max_slice)
+        return Session(self.client, request, accepted, self.text.tokenizer, self.max_slice)
 
     def _request(
         self, request_id: str | None, ids: array[int], params: SamplingParams, options: RequestOptions
@@ -343,7 +335,7 @@ class Sessions:
         for name in ("stop_token_ids", "allowed_token_ids", "dry_breaker_ids"):
             self._check_ids(name, getattr(params, name))
         self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
-        self._check_ids("bad_words_ids", [token_id for word in params.bad_words_ids for token_id in word])
+        self._check_ids("bad_words_ids", list(chain.from_iterable(params.bad_words_ids)))
         return self._check_ids("prompt", prompt_ids)
 
     def _check_ids(self, param: str, ids: Sequence[int]) -> array[int]:

@@ -35,13 +35,9 @@ class Transcript:
         self.stop_token_id: int | None = None
         self.logprob_sum: float | None = None if params.num_logprobs is None else 0.0  # None: not known
 
-    def add_logprobs(self, entries: Sequence[TokenLogprobs | None], num_ids: int) -> None:
-        """Add the log-probabilities of the next ids."""
-        if self.logprob_sum is not None:
-            known = [entry.logprob for entry in entries if entry is not None]
-            self.logprob_sum = self.logprob_sum + sum(known) if len(known) == num_ids else None
-
-    def push(self, ids: array[int], finish: FinishReason | None) -> tuple[str, int]:
+    def push(
+        self, ids: array[int], finish: FinishReason | None, logprobs: Sequence[TokenLogprobs | None] | None = None
+    ) -> tuple[str, int]:
         """Take the next ids; return their text and how many of the ids count.
 
         `finish` is the engine's reason when these are the last; a stop string then still comes first.
@@ -59,6 +55,9 @@ class Transcript:
             if finish is not None:
                 text += self._flush()
         self.num_tokens += num_counted
+        if self.logprob_sum is not None:
+            known = [entry.logprob for entry in (logprobs or ())[:num_counted] if entry is not None]
+            self.logprob_sum = self.logprob_sum + sum(known) if len(known) == num_counted else None
         return text, num_counted
 
     def _show(self, ids: array[int]) -> tuple[str, int]:

@@ -22,7 +22,6 @@ from octavo.frontend.journal_state import JournaledRequest, JournaledRun
 from octavo.frontend.open_request import OpenRequest
 from octavo.frontend.outputs import TextDelta
 from octavo.frontend.sessions import OutputClient, Session
-from octavo.frontend.transcript import Transcript
 from octavo.server.admission import AdmissionRequest
 from octavo.server.context import Context
 from octavo.server.encoding import REASONS, AnswerSpec
@@ -110,13 +109,9 @@ def _sessions(context: Context, held: JournaledRun, client: OutputClient) -> lis
 
 
 def _session(context: Context, held: JournaledRequest, client: OutputClient) -> Session:
-    request = held.request
-
-    def make_transcript() -> Transcript:
-        return Transcript(context.text.tokenizer, request.params, request.eos_token_ids)
-
+    request, tokenizer = held.request, context.text.tokenizer
     accepted = Accepted(request.request_id, request.params.max_tokens or 0, False)
-    return Session(client, request, accepted, make_transcript, max_slice=1)  # an event id may name any token
+    return Session(client, request, accepted, tokenizer, max_slice=1)  # an event id may name any token
 
 
 def _generation(context: Context, held: JournaledRun) -> Generation:
