@@ -148,7 +148,8 @@ class OpenRequest:
         self.end = end
         self._return_to_batch(end.time)
         for choice in range(self._num_choices):
-            page = self.pages.setdefault(choice, Page())
+            page = self.page(choice)
+            assert page is not None
             page.end = page.end or end
 
     def add_scores(self, first: int, entries: tuple[TokenLogprobs, ...]) -> bool:

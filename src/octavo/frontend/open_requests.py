@@ -354,7 +354,7 @@ class OpenRequests:
             state.requested_ends.clear()
 
     def _send_or_hold(self, state: OpenRequest) -> None:
-        if self.is_holding:
+        if self._alone is not None:
             self._held[state.request.request_id] = state
         elif self.engine is not None:
             self._send(self.engine, state)

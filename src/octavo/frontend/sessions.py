@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 
@@ -196,32 +197,33 @@ class Session:
         return delta if delta.token_ids else None
 
     def _last(self, delta: TextDelta, output: TokenOutput, now: float) -> TextDelta:
+        """Return the last delta of a choice: the same with its end, and with the request's usage if it has ended."""
         transcript, reason, error = self._choices[output.choice], output.finish_reason, output.error
         if transcript.stop_string is not None:
             reason, error = FinishReason.STOP, None
         elif reason is FinishReason.STOP and self.params.max_tokens == 0:
             reason = FinishReason.LENGTH
         self.is_cancelled |= reason is FinishReason.CANCELLED
+        usage = None
+        if output.is_final:
+            arrival = self._request.arrival
+            usage = Usage(
+                prompt_tokens=self._request.num_prompt_tokens,
+                completion_tokens=sum(choice.num_tokens for choice in self._choices),
+                cached_tokens=output.cached_tokens,
+                queue_s=output.queue_s,
+                ttft_s=(output.first_at if output.first_at is not None else now) - arrival,
+                e2e_s=now - arrival,
+                preempted=output.preempted,
+            )
         return replace(
             delta,
             finish_reason=reason,
             stop_reason=transcript.stop_token_id if transcript.stop_string is None else transcript.stop_string,
-            usage=self._usage(output, now) if output.is_final else None,
+            usage=usage,
             error=error,
             cumulative_logprob=transcript.logprob_sum,
             pooled=output.pooled,
-        )
-
-    def _usage(self, output: TokenOutput, now: float) -> Usage:
-        arrival = self._request.arrival
-        return Usage(
-            prompt_tokens=self._request.num_prompt_tokens,
-            completion_tokens=sum(choice.num_tokens for choice in self._choices),
-            cached_tokens=output.cached_tokens,
-            queue_s=output.queue_s,
-            ttft_s=(output.first_at if output.first_at is not None else now) - arrival,
-            e2e_s=now - arrival,
-            preempted=output.preempted,
         )
 
 
@@ -277,7 +279,12 @@ class Sessions:
         ids = self._check(prompt_ids if num_kept is None else prompt_ids[-num_kept:], params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         params = replace(params, seed=seed, truncate_prompt_tokens=None)
-        request = await self._with_keys(self._request(request_id, ids, params, options))
+        request = self._request(request_id, ids, params, options)
+        if self.capacity is not None:
+            make_keys = partial(prompt_keys, request, self.capacity.block_size)
+            is_long = request.num_prompt_tokens > OFF_LOOP_TOKENS
+            keys = await asyncio.to_thread(make_keys) if is_long else make_keys()
+            request = replace(request, block_keys=keys)
         accepted = await self.client.submit(request)
         return Session(self.client, request, accepted, self.text.tokenizer, self.max_slice)
 
@@ -310,16 +317,6 @@ class Sessions:
             ttft_objective=options.get("ttft_objective"),
             tpot_objective=options.get("tpot_objective"),
         )
-
-    async def _with_keys(self, request: Request) -> Request:
-        """Return the request with the keys of its prompt's blocks; those of a long one are made in a thread."""
-        if self.capacity is None:
-            return request
-        if request.num_prompt_tokens > OFF_LOOP_TOKENS:
-            keys = await asyncio.to_thread(prompt_keys, request, self.capacity.block_size)
-        else:
-            keys = prompt_keys(request, self.capacity.block_size)
-        return replace(request, block_keys=keys)
 
     def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> array[int]:
         if not prompt_ids:
