@@ -71,7 +71,7 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 # Packages that share a budget -> lines of code (no blanks, comments, docstrings) that they may have together.
 CODE_LINES: dict[tuple[str, ...], int] = {
     ("core",): 5_080,
-    ("engine", "frontend"): 4_630,
+    ("engine", "frontend"): 4_610,
     ("observe",): 3_560,
     ("simulator",): 4_360,
     ("server",): 11_310,

@@ -13,7 +13,7 @@ import yaml
 from octavo import cli
 from octavo.cli import serve
 from octavo.config import Config, ServingConfig
-from octavo.frontend.supervisor import STOP_GRACE_S
+from octavo.frontend.api_supervisor import STOP_GRACE_S
 from octavo.server.auth import POLICIES, Access
 from octavo.settings import SETTINGS
 from tests.source_tree import ROOT

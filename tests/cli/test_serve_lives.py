@@ -21,7 +21,7 @@ from tests.fake_server import FakeServer
 from tests.tiny_models import make_tiny_model
 
 from octavo import cli
-from octavo.frontend.supervisor import EXIT_ENGINE_FAILED
+from octavo.frontend.api_supervisor import EXIT_ENGINE_FAILED
 
 ORPHANS_S = 2.0
 BODY = {"prompt": "the cat", "max_tokens": 5, "temperature": 0, "seed": 1}

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from octavo.engine.parent import end_with_parent
-from octavo.frontend.supervisor import ALIVE, ANSWERED, EXIT_ENGINE_FAILED, READY
+from octavo.frontend.api_supervisor import ALIVE, ANSWERED, EXIT_ENGINE_FAILED, READY
 
 
 def main(arguments: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 Owns: reading its task (a line on stdin, whose end means that the parent is gone), the order of starting: the engine
 first, for it takes longest; what else is heavy loads meanwhile.
-Does not: open the socket, restart itself (engine.supervisor), or know a route (cli.api_server).
+Does not: open the socket, restart itself (frontend.api_supervisor), or know a route (cli.api_server).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ StartEngine = Callable[[Config, LedgerObserver | None], Awaitable[Engine]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where it serves: the open socket, and whom it tells how it is (see engine.supervisor)."""
+    """Where it serves: the open socket, and the pipe to its supervisor (see frontend.api_supervisor)."""
 
     listener: socket.socket
     tell: Callable[[bytes], object]

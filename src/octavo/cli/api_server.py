@@ -25,9 +25,9 @@ from octavo.cli.startup import call_report, journal_report, process_report, star
 from octavo.cli.terminal import say, warn_limits
 from octavo.engine.client import EngineClient
 from octavo.errors import ConfigError, EngineDeadError
+from octavo.frontend.api_supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
 from octavo.frontend.journal import Journal
 from octavo.frontend.sessions import Sessions
-from octavo.frontend.supervisor import ALIVE, ALIVE_S, ANSWERED, EXIT_ENGINE_FAILED, READY
 from octavo.observe.status_line import STATUS_LINE_S, StatusLine
 from octavo.server.admin import AdminServer
 from octavo.server.app import create_app

@@ -21,8 +21,8 @@ from octavo.cli.servers import Record, find_servers, own_home, process_start, wh
 from octavo.cli.systemd import notify
 from octavo.config import Config
 from octavo.errors import ConfigError, InvariantError, OctavoError
+from octavo.frontend.api_supervisor import READY, ApiSupervisor, ChildSpec
 from octavo.frontend.restarts import RestartBudget
-from octavo.frontend.supervisor import READY, ChildSpec, Supervisor
 from octavo.observe.log import close_log, print_notice, set_up_log, stderr_of_children
 from octavo.observe.otel import check_endpoint
 from octavo.observe.recording.recorder import prepare_folder
@@ -98,7 +98,7 @@ def _supervise(task: ApiTask, listener: socket.socket) -> int:
     has_file = task.config.serving.api_key_file is not None
     passed = (signal.SIGHUP,) if has_file else ()
     child = ChildSpec(COMMAND, listener.fileno(), make_line, drain_s, passed, stderr=stderr_of_children())
-    return Supervisor(child, RestartBudget(), print_notice, lambda: notify("READY=1")).run()
+    return ApiSupervisor(child, RestartBudget(), print_notice, lambda: notify("READY=1")).run()
 
 
 def _run_here(task: ApiTask, listener: socket.socket) -> int:

@@ -108,7 +108,7 @@ class AsyncEngine:
     ) -> RequestOutput:
         """Answer a conversation, or one message of a user, through the model's chat template.
 
-        `template` has arguments for it.
+        `template` holds keyword arguments of the chat template.
         """
         prompt = self.chat_prompt(messages, template)
         return await self.complete(prompt, self.chat_params(sampling_params), on_delta=on_delta, **options)

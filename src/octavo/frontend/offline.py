@@ -83,8 +83,8 @@ class OfflineEngine:
         """Answer one conversation or a list of them, through the model's chat template, in input order.
 
         A conversation is a list of messages, or a text: one message of a user. `template` (or `chat_template_kwargs`)
-        has arguments for the template, `tools`, `add_generation_prompt` and `continue_final_message` among them, which
-        may also be given by name. Otherwise as generate.
+        holds keyword arguments of the chat template. `tools`, `add_generation_prompt` and `continue_final_message` can
+        also be given by name. Everything else is as in generate.
         """
         arguments = {**(template or {}), **(others.pop("chat_template_kwargs", None) or {})}
         arguments |= {name: others.pop(name) for name in _TEMPLATE_OPTIONS if name in others}

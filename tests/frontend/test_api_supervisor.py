@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import systemd
-from octavo.frontend import supervisor
+from octavo.frontend import api_supervisor
+from octavo.frontend.api_supervisor import EXIT_ENGINE_FAILED, EXIT_GAVE_UP, ApiSupervisor, ChildSpec, _Child
 from octavo.frontend.restarts import RestartBudget
-from octavo.frontend.supervisor import EXIT_ENGINE_FAILED, EXIT_GAVE_UP, ChildSpec, Supervisor, _Child
 
 HERE = Path(__file__).resolve()
 CHILD = (sys.executable, str(HERE.with_name("fake_child.py")))
@@ -28,8 +28,8 @@ WAIT_S = 20.0
 
 def run(says: list[str], most: int = 2, grace_s: float = 0.5, passed: int = 0) -> int:
     """What the supervisor process of these tests does."""
-    supervisor.STOP_GRACE_S = grace_s
-    supervisor.STALL_S = 0.5
+    api_supervisor.STOP_GRACE_S = grace_s
+    api_supervisor.STALL_S = 0.5
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
 
@@ -38,7 +38,7 @@ def run(says: list[str], most: int = 2, grace_s: float = 0.5, passed: int = 0) -
 
         spec = ChildSpec(CHILD, listener.fileno(), make_line, 0.2, (passed,) if passed else ())
         budget = RestartBudget(most, 60.0, first_s=0.02)
-        return Supervisor(spec, budget, lambda line: print(line, file=sys.stderr, flush=True)).run()
+        return ApiSupervisor(spec, budget, lambda line: print(line, file=sys.stderr, flush=True)).run()
 
 
 @dataclass
@@ -65,7 +65,9 @@ class Parent:
 @contextmanager
 def parent(*says: str, **options: float) -> Iterator[Parent]:
     options = {name: int(value) if name == "passed" else value for name, value in options.items()}
-    script = f"import sys; from tests.frontend.test_supervisor import run; sys.exit(run({list(says)!r}, **{options!r}))"
+    script = (
+        f"import sys; from tests.frontend.test_api_supervisor import run; sys.exit(run({list(says)!r}, **{options!r}))"
+    )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE.parents[2], HERE.parents[2] / "src")))}
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
@@ -207,7 +209,9 @@ def test_whoever_asks_is_told_when_it_is_ready(monkeypatch: pytest.MonkeyPatch, 
     told = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         spec = ChildSpec(CHILD, listener.fileno(), lambda life: b'{"says": ["fail"], "life": 1}\n', 1.0)
-        assert Supervisor(spec, RestartBudget(), told.append, lambda: told.append("ready")).run() == EXIT_ENGINE_FAILED
+        assert (
+            ApiSupervisor(spec, RestartBudget(), told.append, lambda: told.append("ready")).run() == EXIT_ENGINE_FAILED
+        )
     assert told == ["ready"]
 
 

@@ -1,4 +1,4 @@
-"""Supervisor: a small parent that keeps one child serving on an open socket.
+"""ApiSupervisor: a small parent that keeps one child serving on an open socket.
 
 Owns: starting the child (it inherits the socket, reads its task from stdin, and reports its state through a pipe),
 forwarding signals, restarting a child that died after it was ready, the exit status.
@@ -97,7 +97,7 @@ class _Child:
                 self.process.stdin.close()
 
 
-class Supervisor:
+class ApiSupervisor:
     """Runs one child at a time, again after each death. Use from the main thread, once."""
 
     def __init__(
