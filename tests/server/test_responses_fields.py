@@ -7,7 +7,7 @@ import pytest
 from openai.types.responses import response_create_params
 
 from octavo.config import Config, ServingConfig
-from octavo.server.bodies.responses import IGNORED_RESPONSES, NOT_HERE, REFUSED_RESPONSES, ResponsesBody
+from octavo.server.api.responses.bodies import IGNORED_RESPONSES, NOT_HERE, REFUSED_RESPONSES, ResponsesBody
 from octavo.server.bodies.sampling import SamplingBody
 from tests.server.fakes import FakeClient, Harness, assert_ignored
 from tests.server.response_events import read_events

@@ -17,6 +17,7 @@ from octavo.errors import EngineError, RequestError
 from octavo.server.api.anthropic import requests as anthropic
 from octavo.server.api.completions import requests as completions
 from octavo.server.api.ollama import requests as ollama
+from octavo.server.api.responses import requests as responses
 from octavo.server.auth import AuthMiddleware, check_policies
 from octavo.server.context import EngineStatistics, build_context
 from octavo.server.cors import CorsMiddleware, PreflightMiddleware
@@ -38,7 +39,6 @@ from octavo.server.routes import (
     ollama_models,
     pages,
     requests,
-    responses,
     tokenize,
 )
 from octavo.server.shell import ShellMiddleware

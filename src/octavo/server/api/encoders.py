@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from octavo.server.api.anthropic.answers import MessagesEncoder
 from octavo.server.api.completions.answers import ChatEncoder, CompletionEncoder
 from octavo.server.api.ollama.answers import OllamaEncoder
+from octavo.server.api.responses.answers import ResponseEncoder
 from octavo.server.encoding import AnswerEncoder, AnswerSpec, Pieces
-from octavo.server.shapes.responses import ResponseEncoder
 
 ENCODERS: Mapping[str, Callable[[AnswerSpec, Pieces], AnswerEncoder]] = {
     "chat": ChatEncoder,

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from octavo.server.api.responses.bodies import MAX_METADATA, MAX_METADATA_CHARACTERS, MAX_METADATA_KEY_CHARACTERS
 from octavo.server.bodies.checks import Body, sift, validate
-from octavo.server.bodies.responses import MAX_METADATA, MAX_METADATA_CHARACTERS, MAX_METADATA_KEY_CHARACTERS
 
 MAX_FILE_ID_CHARACTERS = 128
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.errors import OctavoError
+from octavo.server.api.responses.answers import ResponseEncoder
 from octavo.server.faults import ApiError, cancelled_error, from_exception
-from octavo.server.shapes.responses import ResponseEncoder
 
 if TYPE_CHECKING:
     from starlette.types import Message

@@ -49,7 +49,7 @@ class ChunkStream:
         self.identity: Json = {"id": request_id, "object": kind, "created": created, "model": model}
         self.head = b"data: " + encode(self.identity)[:-1] + b',"choices":['
         self.include_usage = spec.include_usage
-        self.pieces: Pieces = _IdPieces() if spec.facts.get("shows_ids") else pieces
+        self.pieces: Pieces = IdPieces() if spec.facts.get("shows_ids") else pieces
         self.has_ids = "prompt_token_ids" in spec.facts
         self._tail = b',"usage":null}\n\n' if spec.include_usage else b"}\n\n"
         self._usages: list[Usage] = []
@@ -411,7 +411,7 @@ def timings_json(usages: Iterable[Usage | None]) -> Json:
     }
 
 
-class _IdPieces:
+class IdPieces:
     """Pieces that show a token by its id, as return_tokens_as_token_ids asks for."""
 
     def token_bytes(self, token_id: int) -> bytes:

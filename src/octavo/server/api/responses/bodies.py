@@ -1,0 +1,537 @@
+"""What POST /v1/responses takes: its fields, its items, and the chat's fields that ask for the same.
+
+Owns: the shapes and bounds of items, and their translation to messages. Does not: keep or put together conversations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, Field, WithJsonSchema
+
+from octavo.server.bodies.checks import Body, Refused, ignore, sift, sift_if_object, validate
+from octavo.server.bodies.sampling import SamplingBody, check_stream_options
+from octavo.server.bodies.tools import IGNORED_IN_TOOLS, MAX_TOOLS, without_hosted
+from octavo.server.faults import ApiError, bad_field
+from octavo.server.spelling import Spelling
+
+MAX_METADATA = 16
+MAX_METADATA_KEY_CHARACTERS = 64
+MAX_METADATA_CHARACTERS = 512
+MAX_LABEL_CHARACTERS = 512
+
+REFUSED_RESPONSES: Refused = {
+    "prompt": (),
+    "background_options": ({"completion_window": "soonest"},),
+    "access_programs": (),
+}
+# Fields of the other bodies that have no place here.
+NOT_HERE: Refused = {
+    "max_tokens": (),
+    "n": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (),
+    "early_stopping": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+}
+IGNORED_RESPONSES: Mapping[str, str] = {
+    "prompt_cache_retention": "the prefix cache evicts by use",
+    "max_tool_calls": "counts calls of built-in tools, of which there are none",
+}
+_REFUSED_REASONING: Refused = {"context": ("auto",), "mode": ("standard",)}
+_REFUSED_TOOL: Refused = {
+    "async": (False,),
+    "defer_loading": (False,),
+    "allowed_callers": (["direct"],),
+    "output_schema": (),
+}
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second asks for nothing: reasoning is given as text
+
+Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
+Metadata = dict[
+    Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARACTERS)],
+    Annotated[str, Field(max_length=MAX_METADATA_CHARACTERS)],
+]
+_INPUT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "object"}, "description": "messages, function calls and their outputs"},
+    ]
+}
+Items = Annotated[list[Any], WithJsonSchema(_INPUT_SCHEMA)]  # read_items has looked at them
+
+
+class Format(Body):
+    """What the text must be. A json_schema has its name and schema beside its type."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, object] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    """How the text of the answer is made."""
+
+    format: Format = Format()
+
+
+class ReasoningConfig(Body):
+    """How much the model reasons. `summary` and `generate_summary` do nothing: the reasoning itself is given."""
+
+    effort: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(Body):
+    """One function, by its name."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(Body):
+    """Some of the functions."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
+class ResponsesBody(SamplingBody):
+    """POST /v1/responses. A sampling field left out takes the model's own default."""
+
+    input: Items
+    instructions: str | None = None
+    previous_response_id: str | None = Field(None, max_length=128)
+    store: bool = True
+    background: bool = Field(False, description="whether it runs on without this connection; it must be stored")
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    include: list[str] = Field([], max_length=16)
+    tools: list[FunctionTool] = Field([], max_length=MAX_TOOLS)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool | None = None
+    text: TextConfig = TextConfig()
+    reasoning: ReasoningConfig = ReasoningConfig()
+    truncation: Literal["auto", "disabled"] = Field(
+        "disabled", description="auto leaves out the oldest turns of what would not fit"
+    )
+    metadata: Metadata = Field({}, max_length=MAX_METADATA)
+    user: Label | None = Field(None, description="given back; nothing here depends on it")
+    safety_identifier: Label | None = Field(None, description="given back; no such checks are made here")
+    prompt_cache_key: Label | None = Field(None, description="given back; prefixes are found by their content")
+    chat_template_kwargs: dict[str, object] = Field({})
+
+    @property
+    def items(self) -> list[Item]:
+        """The input in full form."""
+        return self.input
+
+
+def read_responses(fields: dict[str, object]) -> ResponsesBody:
+    """Check a Responses body. Raises ApiError naming the field."""
+    here = {name: value for name, value in fields.items() if name not in NOT_HERE and name != "stream_options"}
+    sift({name: fields[name] for name in NOT_HERE if name in fields}, NOT_HERE, Body)
+    options = fields.get("stream_options")
+    if options is not None:
+        if not isinstance(options, dict):
+            raise bad_field("stream_options", f"stream_options is a {type(options).__name__}; give an object")
+        check_stream_options(fields)
+        sift(options, {}, Body, "stream_options.")
+    if here.pop("return_token_ids", None):
+        ignore("return_token_ids", is_known=True)
+    here = sift(here, REFUSED_RESPONSES, ResponsesBody, ignored=IGNORED_RESPONSES)
+    if "input" in here:
+        here["input"] = read_items(here["input"])
+    _sift_parts(here)
+    body = validate(ResponsesBody, here)
+    for index, name in enumerate(body.include):
+        if name not in _INCLUDED:
+            message = f"include[{index}] is {name[:64]!r}; this server can include {', '.join(_INCLUDED)}"
+            raise bad_field(f"include[{index}]", message, "unsupported_field")
+    return body
+
+
+def _sift_parts(fields: dict[str, object]) -> None:
+    """Look at the fields of parts, so that what is not supported is refused by its name."""
+    text = fields.get("text")
+    if isinstance(text, dict):
+        text = sift(text, {}, TextConfig, "text.")
+        asked = text.get("format")
+        if isinstance(asked, dict):
+            text["format"] = _format(asked)
+        fields["text"] = text
+    reasoning = fields.get("reasoning")
+    if isinstance(reasoning, dict):
+        fields["reasoning"] = sift(reasoning, _REFUSED_REASONING, ReasoningConfig, "reasoning.")
+    tools = fields.get("tools")
+    if isinstance(tools, list):
+        usable = without_hosted(tools, "function", fields.get("tool_choice"))
+        fields["tools"] = [_tool(tool, f"tools[{index}].") for index, tool in usable]
+    if "tool_choice" in fields:
+        fields["tool_choice"] = _choice(fields["tool_choice"])
+
+
+def _format(value: dict[str, object]) -> dict[str, object]:
+    schema = {name: part for name, part in value.items() if name == "schema" and part is not None}
+    others = {name: part for name, part in value.items() if name != "schema"}
+    return {**sift(others, {}, Format, "text.format."), **schema}
+
+
+def _choice(value: object) -> object:
+    """Check tool_choice. Raises ApiError."""
+    words = ("none", "auto", "required")
+    if isinstance(value, str) and value in words:
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(value, dict) and kind == "function":
+        return checked(NamedTool, value, {}, "tool_choice")
+    if isinstance(value, dict) and kind == "allowed_tools":
+        return checked(AllowedTools, value, {}, "tool_choice")
+    shown = f"of type {str(kind)[:64]!r}" if isinstance(value, dict) else repr(value)[:64]
+    message = f"tool_choice is {shown}; give {', '.join(words)}, or an object of type function or allowed_tools"
+    raise bad_field("tool_choice", message, "unsupported_field" if isinstance(kind, str) else "invalid_value")
+
+
+def _tool(value: object, where: str) -> object:
+    return sift_if_object(value, _REFUSED_TOOL, FunctionTool, where, IGNORED_IN_TOOLS)
+
+
+MAX_INPUT_ITEMS = 2048
+MAX_ITEM_ID_CHARACTERS = 128
+
+Item = dict[str, Any]
+B = TypeVar("B", bound=BaseModel)
+ItemId = Annotated[str, Field(min_length=1, max_length=MAX_ITEM_ID_CHARACTERS)]
+_IGNORED: Mapping[str, str] = {
+    "status": "an item that is given has ended",
+    "phase": "no model here tells comments from answers",
+    "annotations": "they say nothing to a model",
+    "logprobs": "they say nothing to a model",
+    "parsed": "made by a client from the text",
+    "parsed_arguments": "made by a client from the arguments",
+    "created_by": "says nothing to a model",
+    "prompt_cache_breakpoint": "prefixes are found by their content",
+    "encrypted_content": "reasoning is given as text here",
+}
+_REFUSED_CALL: Refused = {"async": (False,), "caller": ({"type": "direct"},), "namespace": ()}
+_TEXTS = {
+    "user": ("input_text",),
+    "system": ("input_text",),
+    "developer": ("input_text",),
+    "assistant": ("output_text", "input_text"),
+}
+
+
+class _Text(Body):
+    type: str
+    text: str
+
+
+class _Refusal(Body):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class _Message(Body):
+    type: Literal["message"] = "message"
+    id: ItemId | None = None
+    role: Literal["user", "system", "developer", "assistant"]
+    content: str | list[object]
+
+
+class _Call(Body):
+    type: Literal["function_call"]
+    id: ItemId | None = None
+    call_id: ItemId
+    name: Annotated[str, Field(min_length=1, max_length=MAX_ITEM_ID_CHARACTERS)]
+    arguments: str
+
+
+class _CallOutput(Body):
+    type: Literal["function_call_output"]
+    id: ItemId | None = None
+    call_id: ItemId
+    name: str | None = None
+    output: str | list[object]
+
+
+class _Reasoning(Body):
+    type: Literal["reasoning"]
+    id: ItemId | None = None
+    summary: list[object] = Field(default=[])
+    content: list[object] = Field(default=[])
+
+
+class _Reference(Body):
+    type: Literal["item_reference"] = "item_reference"
+    id: ItemId
+
+
+_KINDS: Mapping[str, tuple[type[Body], Refused]] = {
+    "message": (_Message, {}),
+    "function_call": (_Call, _REFUSED_CALL),
+    "function_call_output": (_CallOutput, _REFUSED_CALL),
+    "reasoning": (_Reasoning, {}),
+    "item_reference": (_Reference, {}),
+}
+
+
+def read_items(value: object) -> list[Item]:
+    """Check `input`: a text or a list of items. Raises ApiError naming the field.
+
+    Items come in their full form, without an id where the client gave none.
+    """
+    if isinstance(value, str):
+        return [_message("user", [{"type": "input_text", "text": value}])]
+    if not isinstance(value, list):
+        raise bad_field("input", f"input is a {type(value).__name__}; give a string or a list of items")
+    if not 1 <= len(value) <= MAX_INPUT_ITEMS:
+        raise bad_field("input", f"input has {len(value)} items; give 1 to {MAX_INPUT_ITEMS}")
+    return [_item(item, f"input[{index}]") for index, item in enumerate(value)]
+
+
+def _item(value: object, where: str) -> Item:
+    if not isinstance(value, dict):
+        raise bad_field(where, f"{where} is a {type(value).__name__}; give an object")
+    kind = value.get("type")
+    if kind is None:
+        kind = "message" if "role" in value else "item_reference" if set(value) <= {"id", "type"} else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        message = f"{where}.type is {str(kind)[:64]!r}; this server takes {', '.join(_KINDS)}"
+        raise bad_field(f"{where}.type", message, "unsupported_field")
+    body, refused = _KINDS[kind]
+    item = checked(body, value, refused, where)
+    return _full(item, where)
+
+
+def checked(body: type[B], value: Mapping[str, object], refused: Refused, where: str) -> B:
+    """Check one object of the body, whose errors name where it stands."""
+    fields = sift(value, refused, body, f"{where}.", _IGNORED)
+    try:
+        return validate(body, fields)
+    except ApiError as error:
+        raise bad_field(f"{where}.{error.param}", f"{where}.{error.message}", error.code) from None
+
+
+def _full(item: Body, where: str) -> Item:
+    if isinstance(item, _Message):
+        return _message(item.role, _contents(item.content, _TEXTS[item.role], f"{where}.content"), item.id)
+    if isinstance(item, _Call):
+        _check_arguments(item.arguments, f"{where}.arguments")
+        made: Item = {"type": "function_call", "status": "completed", "name": item.name}
+        made |= {"call_id": item.call_id, "arguments": item.arguments}
+    elif isinstance(item, _CallOutput):
+        output: object = item.output
+        if isinstance(output, list):
+            output = _contents(output, ("input_text",), f"{where}.output")
+        made = {"type": "function_call_output", "status": "completed", "call_id": item.call_id, "output": output}
+    elif isinstance(item, _Reasoning):
+        summary = _texts(item.summary, ("summary_text",), f"{where}.summary")
+        content = _texts(item.content, ("reasoning_text",), f"{where}.content")
+        made = {"type": "reasoning", "status": "completed", "summary": summary, "content": content}
+    else:
+        assert isinstance(item, _Reference)
+        made = {"type": "item_reference"}
+    return made if item.id is None else {"id": item.id, **made}
+
+
+def _check_arguments(text: str, where: str) -> None:
+    try:
+        is_object = isinstance(msgspec.json.decode(text or "{}"), dict)
+    except (msgspec.DecodeError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise bad_field(where, f"{where} is {text[:64]!r}; give the text of a JSON object")
+
+
+def _message(role: str, content: list[Item], item_id: str | None = None) -> Item:
+    if role == "assistant":
+        content = [
+            {**part, "type": "output_text", "annotations": [], "logprobs": []} if "text" in part else part
+            for part in content
+        ]
+    made: Item = {"type": "message", "role": role, "status": "completed", "content": content}
+    return made if item_id is None else {"id": item_id, **made}
+
+
+def _contents(value: str | list[object], kinds: tuple[str, ...], where: str) -> list[Item]:
+    """The parts of a message or of a call's output; a text is one part."""
+    if isinstance(value, str):
+        return [{"type": kinds[0], "text": value}]
+    if not value:
+        raise bad_field(where, f"{where} is empty; give a text or at least one part")
+    return _texts(value, kinds, where, has_refusals="output_text" in kinds)
+
+
+def _texts(value: list[object], kinds: tuple[str, ...], where: str, has_refusals: bool = False) -> list[Item]:
+    found: list[Item] = []
+    for index, part in enumerate(value):
+        at = f"{where}[{index}]"
+        if not isinstance(part, dict):
+            raise bad_field(at, f"{at} is a {type(part).__name__}; give an object")
+        kind = part.get("type")
+        if has_refusals and kind == "refusal":
+            found.append({"type": "refusal", "refusal": checked(_Refusal, part, {}, at).refusal})
+            continue
+        if kind not in kinds:
+            message = f"{at}.type is {str(kind)[:64]!r}; this server takes {' or '.join(kinds)} here"
+            raise bad_field(f"{at}.type", message, "unsupported_field")
+        found.append({"type": kind, "text": checked(_Text, part, {}, at).text})
+    return found
+
+
+Message = dict[str, Any]
+_SYSTEM = ("system", "developer")
+_OWN = frozenset({"stream_options", "response_format"})  # of SamplingBody's fields, those that are translated
+# What a ChatBody calls it -> what the client called it.
+SPELLING: Spelling = (
+    (r"^messages(?=[.\[]|$).*", "input"),
+    (r"^max_completion_tokens$", "max_output_tokens"),
+    (r"^response_format(\.json_schema)?(?=[.\[]|$)", "text.format"),
+    (r"^reasoning_effort$", "reasoning.effort"),
+    (r"^(tools\[\d+\])\.function", r"\1"),
+)
+
+
+def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, object]:
+    """The fields of the ChatBody that asks for the same; `items` are all, those of earlier responses first."""
+    given = body.model_dump(exclude_unset=True, by_alias=True, include=set(SamplingBody.model_fields) - _OWN)
+    fields: dict[str, object] = {**given, "messages": chat_messages(body.instructions, items)}
+    fields["max_completion_tokens"] = body.max_output_tokens
+    if LOGPROBS in body.include or body.top_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    if body.text.format.type != "text":
+        fields["response_format"] = _response_format(body)
+    if body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.chat_template_kwargs:
+        fields["chat_template_kwargs"] = body.chat_template_kwargs
+    tools, choice = _tools(body)
+    if tools:
+        fields |= {"tools": [_chat_tool(tool) for tool in tools], "tool_choice": choice}
+        fields["parallel_tool_calls"] = body.parallel_tool_calls
+    return fields
+
+
+def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Message]:
+    """Messages that show the items to a model, the instructions before all others.
+
+    What an assistant gives in one turn (reasoning, a text, calls) is one message, and so are the instructions with the
+    system messages right behind them: many templates show one system message only, and only at the beginning.
+    """
+    messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    calls: set[str] = set()
+    for item in items:
+        kind = item["type"]
+        if kind == "function_call" and item["status"] == "incomplete":
+            continue  # cut before its arguments were whole: nobody could have answered it
+        if kind == "function_call_output":
+            if item["call_id"] not in calls:
+                raise _no_call(item["call_id"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+        elif kind == "reasoning":
+            message = _turn(messages, "content", "tool_calls", "reasoning_content")
+            message["reasoning_content"] = _reasoning(item)
+        elif kind == "function_call":
+            calls.add(item["call_id"])
+            _turn(messages).setdefault("tool_calls", []).append(_chat_call(item))
+        elif item["role"] == "assistant":
+            _turn(messages, "content", "tool_calls")["content"] = _text(item["content"])
+        else:
+            _add(messages, item["role"], _text(item["content"]))
+    for message in messages:
+        if message["role"] == "assistant" and "tool_calls" not in message:
+            message.setdefault("content", "")
+    return messages
+
+
+def _no_call(call_id: str) -> ApiError:
+    return bad_field("input", f"input has an output of call {call_id!r}, but no such call before it; give both")
+
+
+def _turn(messages: list[Message], *filled: str) -> Message:
+    """The assistant's message to add to: the last one, or a new one where that has one of these parts already."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(part in last for part in filled):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _add(messages: list[Message], role: str, text: str) -> None:
+    if role in _SYSTEM and len(messages) == 1 and messages[0]["role"] in _SYSTEM:
+        messages[0]["content"] += "\n\n" + text
+    else:
+        messages.append({"role": role, "content": text})
+
+
+def _text(content: str | Sequence[Item]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)
+
+
+def _reasoning(item: Item) -> str:
+    return "\n".join(part["text"] for part in item["content"] or item["summary"])
+
+
+def _chat_call(item: Item) -> Message:
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _chat_tool(tool: FunctionTool) -> Message:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def _tools(body: ResponsesBody) -> tuple[Sequence[FunctionTool], object]:
+    """The functions that may be called, and how the choice is put in a chat."""
+    choice, tools = body.tool_choice, body.tools
+    names = {tool.name for tool in tools}
+    if isinstance(choice, NamedTool):
+        _check_known(choice, names, "tool_choice.name")
+        return tools, {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, AllowedTools):
+        for index, tool in enumerate(choice.tools):
+            _check_known(tool, names, f"tool_choice.tools[{index}].name")
+        allowed = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
+        return tools, {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": allowed}}
+    if choice == "required" and not tools:
+        raise bad_field("tool_choice", "tool_choice is 'required', but there are no tools; give tools")
+    return tools, choice
+
+
+def _check_known(tool: NamedTool, names: set[str], where: str) -> None:
+    if tool.name not in names:
+        raise bad_field(where, f"{where} is {tool.name[:64]!r}, which is none of the tools; give the name of one")
+
+
+def _response_format(body: ResponsesBody) -> Message:
+    asked = body.text.format
+    if asked.type == "json_object":
+        return {"type": "json_object"}
+    if asked.schema_ is None:
+        message = "text.format.schema is missing; a format of type json_schema needs one"
+        raise bad_field("text.format.schema", message, "missing_field")
+    named = asked.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+    return {"type": "json_schema", "json_schema": {"name": "answer", **named}}

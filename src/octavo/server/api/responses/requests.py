@@ -1,0 +1,463 @@
+"""/v1/responses: the conversation that a body asks for, what is kept of it, and the routes.
+
+Owns: putting the conversation together, leaving out its oldest turns where a client asks for that, and what of the
+request the answer repeats. Does not: know how the answer looks, or run anything in the background (Background does).
+Invariants of truncation: the system messages at the beginning and the last turn of the user stay; what stays begins
+with a turn of the user, so that no result is shown without its call.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from octavo.server.api.completions.bodies import ChatBody, read_chat
+from octavo.server.api.completions.requests import ChatRequest
+from octavo.server.api.responses.answers import ID_PREFIX, ResponseEncoder
+from octavo.server.api.responses.bodies import (
+    IGNORED_RESPONSES,
+    MAX_ITEM_ID_CHARACTERS,
+    NOT_HERE,
+    REFUSED_RESPONSES,
+    SPELLING,
+    Item,
+    ResponsesBody,
+    chat_fields,
+    read_responses,
+)
+from octavo.server.auth import KEY
+from octavo.server.bodies.checks import field_notes, inline_schema
+from octavo.server.context import Context, context_of
+from octavo.server.encoding import AnswerEncoder, AnswerSpec, Identity
+from octavo.server.faults import ApiError, bad_field
+from octavo.server.idempotency import Begun, IdempotentRequest, RetryKey, key_of
+from octavo.server.json_body import OFF_LOOP_BYTES, read_json
+from octavo.server.keys import KeyInfo
+from octavo.server.offload import parse_off_loop
+from octavo.server.reply import EventStream, body_hash, open_run, reply
+from octavo.server.responses.store import Given, Link, Stored
+from octavo.server.routes.posting import add_post
+from octavo.server.spelling import rename_field
+
+if TYPE_CHECKING:
+    from octavo.server.api.completions.bodies import ChatBody
+    from octavo.server.context import Context
+    from octavo.server.encoding import Json
+
+ANSWER_SHARE = 8  # one part in so many of the model's length is for the answer, where nobody says how long it may be
+_SYSTEM = ("system", "developer")
+
+
+async def fitted(context: Context, body: ChatBody) -> ChatBody:
+    """The body without its oldest turns, as few as must go; as it is, where nothing helps. Raises ApiError.
+
+    Each try renders and tokenizes the conversation: at most 12 for 2,048 messages.
+    """
+    reserved = body.max_completion_tokens or context.max_model_len // ANSWER_SHARE
+    room = context.max_model_len - max(1, reserved)
+    if await _fits(context, body, room):
+        return body
+    head = next((i for i, message in enumerate(body.messages) if message.role not in _SYSTEM), len(body.messages))
+    starts = [i for i, message in enumerate(body.messages) if i > head and message.role == "user"]
+    low, high = 0, len(starts)  # the first of `starts` that fits is in [low, high]
+    while low < high:
+        middle = (low + high) // 2
+        if await _fits(context, _cut(body, head, starts[middle]), room):
+            high = middle
+        else:
+            low = middle + 1
+    return _cut(body, head, starts[low]) if low < len(starts) else body
+
+
+def _cut(body: ChatBody, head: int, start: int) -> ChatBody:
+    return body.model_copy(update={"messages": [*body.messages[:head], *body.messages[start:]]})
+
+
+async def _fits(context: Context, body: ChatBody, room: int) -> bool:
+    try:
+        return len(await context.prompts.chat(body)) <= room
+    except ApiError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        return False
+
+
+_ITEM_CHARACTERS = 64  # that an item counts beside its text
+_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseConversation:
+    """What is to be answered: the chat that asks for it, what is kept of it with the answer, and what the answer
+    repeats of the request (JSON by field, for it may be long and is told several times)."""
+
+    chat: ChatBody
+    given: Given
+    echo: dict[str, str]
+
+
+@dataclass(kw_only=True)
+class ResponseRequest(ChatRequest):
+    """The answer to a Responses body. `keep` puts a response into the store, unless whoever runs it in the background
+    does."""
+
+    response_id: str
+    echo: Mapping[str, str]
+    keep: Callable[[Json], None]
+    is_kept: bool
+
+    async def read_prompts(self) -> Sequence[Sequence[int]]:
+        """Return the ids of the rendered conversation."""
+        try:
+            return await super().read_prompts()
+        except ApiError as error:
+            raise rename_field(error, SPELLING) from None
+
+    async def read_grammar(self) -> str:
+        """Return what the answer must obey."""
+        try:
+            return await super().read_grammar()
+        except ApiError as error:
+            raise rename_field(error, SPELLING) from None
+
+    def answer_spec(self, identity: Identity) -> AnswerSpec:
+        """Return the spec, with what the response repeats of its request."""
+        spec = super().answer_spec(identity)
+        given = {"store": self.is_kept, "temperature": self.params.temperature, "top_p": self.params.top_p}
+        facts = {**spec.facts, "id": self.response_id, "echo": {**self.echo, **_texts(given)}}
+        return msgspec.structs.replace(spec, facts=facts)
+
+
+async def response_request(context: Context, tenant: str, body: ResponsesBody) -> ResponseRequest:
+    """Return what answers a Responses body. Raises ApiError."""
+    if body.store and "store" in body.model_fields_set and not context.responses.is_on:
+        raise bad_field("store", "store is true, but this server is set up to keep no responses; leave it out")
+    is_kept = body.store and context.responses.is_on
+    if body.background and not is_kept:
+        raise bad_field("background", "background is true, but the response is not stored; let it be, with store")
+    previous = previous_of(context, tenant, body)
+    response_id = ID_PREFIX + uuid.uuid4().hex
+    conversation = await read_conversation(context, tenant, body, previous, response_id)
+
+    def keep(response: Json) -> None:
+        context.responses.put(tenant, response, conversation.given, previous)
+
+    def keep_answer(encoder: AnswerEncoder) -> None:
+        assert isinstance(encoder, ResponseEncoder)
+        encoder.keep = keep
+
+    try:
+        chat = await fitted(context, conversation.chat) if body.truncation == "auto" else conversation.chat
+        return await ResponseRequest.of(
+            context,
+            chat,
+            "response",
+            "resp",
+            name=response_id,
+            prompt_param="input",
+            can_continue=False,
+            response_id=response_id,
+            echo=conversation.echo,
+            keep=keep,
+            is_kept=is_kept,
+            prepare=keep_answer if is_kept and not body.background else None,
+        )
+    except ApiError as error:
+        raise rename_field(error, SPELLING) from None
+
+
+def previous_of(context: Context, tenant: str, body: ResponsesBody) -> Stored | None:
+    """The response that this one goes on from. Raises ApiError."""
+    if body.previous_response_id is None:
+        return None
+    previous = context.responses.get(tenant, body.previous_response_id, "previous_response_id")
+    if previous.status not in ("completed", "incomplete"):
+        message = (
+            f"previous_response_id is {body.previous_response_id!r}, which is {previous.status}; nothing to go on from"
+        )
+        raise bad_field("previous_response_id", message)
+    return previous
+
+
+async def read_conversation(
+    context: Context, tenant: str, body: ResponsesBody, previous: Stored | None, seed: str
+) -> ResponseConversation:
+    """Put together all items up to and with the input; `seed` makes the ids of those without one. Raises ApiError."""
+    wanted = {item["id"] for item in body.items if item["type"] == "item_reference"}
+    history = previous.history() if previous is not None else ()
+    links = context.responses.links(tenant, wanted)
+
+    def read() -> ResponseConversation:
+        before: list[Item] = [item for items in history for item in msgspec.json.decode(items)]
+        known = _linked_items(links, wanted)
+        own = [known[item["id"]] if item["type"] == "item_reference" else item for item in body.items]
+        own = [item if "id" in item else _named(item, f"{seed[len(ID_PREFIX) :]}i{i}") for i, item in enumerate(own)]
+        try:
+            chat = read_chat(chat_fields(body, before + own))
+        except ApiError as error:
+            raise rename_field(error, SPELLING) from None
+        ids = tuple(item["id"] for item in own)
+        return ResponseConversation(chat, Given(msgspec.json.encode(own), ids), _echo(body))
+
+    size = _size(body.items) + sum(map(len, history)) + sum(link.num_bytes for link in links)
+    size += len(body.instructions or "")
+    has_schemas = bool(body.tools) or body.text.format.schema_ is not None  # of which nobody knows how large they are
+    is_short = size <= OFF_LOOP_BYTES and not has_schemas
+    return read() if is_short else await parse_off_loop(read, size)
+
+
+def _linked_items(links: Sequence[Link], wanted: set[str]) -> dict[str, Item]:
+    items = [item for link in links for part in (link.given, link.output) for item in msgspec.json.decode(part)]
+    return {item["id"]: item for item in items if item["id"] in wanted}
+
+
+def _named(item: Item, name: str) -> Item:
+    return {"id": _PREFIXES[item["type"]] + name, **item}
+
+
+def _size(items: Sequence[Item]) -> int:
+    """About how many characters there are to look at."""
+    size = 0
+    for item in items:
+        content: Any = item.get("content", item.get("output", ""))
+        size += _ITEM_CHARACTERS + len(item.get("arguments", ""))
+        parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        size += sum(map(len, parts))
+    return size
+
+
+def _texts(values: Mapping[str, object]) -> dict[str, str]:
+    return {name: msgspec.json.encode(value).decode() for name, value in values.items()}
+
+
+def _echo(body: ResponsesBody) -> dict[str, str]:
+    """What the answer repeats of the request, with the values that hold where it says nothing."""
+    choice, asked = body.tool_choice, body.text.format
+    shown = asked.model_dump(exclude_none=True, by_alias=True)
+    if asked.type == "json_schema":
+        shown = {"name": "answer", **shown}
+    values = {
+        "background": body.background,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "text": {"format": shown, "verbosity": "medium"},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.model_dump() for tool in body.tools],
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": body.truncation,
+        "user": body.user,
+    }
+    return _texts(values)
+
+
+MAX_LISTED = 100
+_RETRIES = (
+    "With a header `Idempotency-Key` the request runs once, however often it is asked for. A stream in the background "
+    "is continued with GET, `stream=true` and `starting_after`."
+)
+_READING = ("include", "include[]", "stream", "starting_after", "include_obfuscation")
+_LISTING = ("after", "include", "include[]", "limit", "order")
+
+
+async def create(request: Request) -> Response:
+    """Answer a conversation of items."""
+    context = context_of(request)
+    body = await read_json(request, context.limits, read_responses)
+    context.check_model(body.model)
+    asked = await response_request(context, _tenant(request), body)
+    return await _in_background(request, asked) if body.background else await reply(request, asked)
+
+
+async def _in_background(request: Request, asked: ResponseRequest) -> Response:
+    """Begin a response that runs on by itself; give it as it begins, or its events."""
+    context, tenant = context_of(request), _tenant(request)
+    key, event = key_of(request)
+    if event is not None:
+        raise bad_field("Last-Event-ID", "Last-Event-ID: continue with GET, stream and starting_after; leave it out")
+    if key is None:
+        retry = RetryKey(tenant, f"background {asked.response_id}", b"", is_lasting=False)
+    else:
+        retry = RetryKey(tenant, key, await body_hash(asked))
+    replay = await open_run(request, context, asked, retry)
+
+    def keep(response: Json) -> None:
+        if response["status"] == "in_progress" or context.responses.has(tenant, response["id"]):
+            asked.keep(response)
+
+    encoder = replay.encoder
+    assert isinstance(encoder, ResponseEncoder)
+    begun = encoder.begun()
+    if context.responses.has(tenant, encoder.response_id):
+        await replay.close()  # it is asked for again
+    else:
+        context.background.start(retry, replay, keep)
+    if asked.stream:
+        return await _events(context, retry, -1)
+    if context.responses.has(tenant, encoder.response_id):
+        return _json(context.responses.get(tenant, encoder.response_id).response())
+    return _json(msgspec.json.encode(begun))
+
+
+async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
+    """The events of a run, from its beginning or behind one that its reader has."""
+
+    async def refuse(_: IdempotentRequest) -> Begun:
+        raise bad_field("stream", "stream: the events of this response are not kept any more; leave it out")
+
+    replay = await context.runs.replay(retry, refuse)
+    assert isinstance(replay.encoder, ResponseEncoder)
+    replay.encoder.behind = behind
+    return EventStream(replay, replay, context)
+
+
+async def count(request: Request) -> Response:
+    """Count the tokens of what would be answered."""
+    context = context_of(request)
+    body = await read_json(request, context.limits, read_responses)
+    context.check_model(body.model)
+    asked = await response_request(context, _tenant(request), body)
+    num_tokens = sum(map(len, await asked.read_prompts()))
+    context.admission.charge(request.scope[KEY], num_tokens)
+    return _json(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": num_tokens}))
+
+
+async def retrieve(request: Request) -> Response:
+    """Give a stored response again, or the events of one that runs in the background."""
+    _check_query(request, _READING)
+    query = request.query_params
+    stream, behind = query.get("stream", "false"), query.get("starting_after", "")
+    if stream not in ("true", "false"):
+        raise bad_field("stream", f"stream is {stream[:32]!r}; give true or false")
+    if behind and not (behind.isascii() and behind.isdigit() and len(behind) < 10 and stream == "true"):
+        raise bad_field("starting_after", f"starting_after is {behind[:32]!r}; give an event's number, with stream")
+    if query.get("include_obfuscation", "false") != "false":
+        message = "include_obfuscation: this server does not support it; leave it out"
+        raise bad_field("include_obfuscation", message, "unsupported_field")
+    context, stored = _found(request)
+    if stream == "false":
+        return _json(stored.response())
+    retry = context.background.key_of(_tenant(request), stored.response_id)
+    if retry is None:
+        raise bad_field("stream", "stream: only the events of a response in the background are kept; leave it out")
+    return await _events(context, retry, int(behind or -1))
+
+
+async def delete(request: Request) -> Response:
+    """Forget a stored response, and end one that runs. What went on from it still does."""
+    context, stored = _found(request)
+    await context.background.cancel(_tenant(request), stored.response_id)
+    context.responses.delete(_tenant(request), stored.response_id)
+    return _json(msgspec.json.encode({"id": stored.response_id, "object": "response", "deleted": True}))
+
+
+async def list_input_items(request: Request) -> Response:
+    """List what a stored response answered: its input, and all that went before it."""
+    _check_query(request, _LISTING)
+    query = request.query_params
+    limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= MAX_LISTED):
+        raise bad_field("limit", f"limit is {limit[:32]!r}; give 1 to {MAX_LISTED}")
+    if order not in ("asc", "desc"):
+        raise bad_field("order", f"order is {order[:32]!r}; give asc or desc")
+    _, stored = _found(request)
+    lists = stored.history()[:-1]  # without its own output
+
+    def page() -> bytes:
+        items = [item for each in lists for item in msgspec.json.decode(each)]
+        return msgspec.json.encode(_page(items if order == "asc" else items[::-1], int(limit), after))
+
+    size = sum(map(len, lists))
+    return _json(page() if size <= OFF_LOOP_BYTES else await parse_off_loop(page, size))
+
+
+async def cancel(request: Request) -> Response:
+    """End a response that runs in the background; one that has ended stays as it is."""
+    context, stored = _found(request)
+    if not msgspec.json.decode(stored.rest)["background"]:
+        message = "only a response that runs in the background can be cancelled; end others by closing their connection"
+        raise ApiError(400, message, code="invalid_request")
+    await context.background.cancel(_tenant(request), stored.response_id)
+    return _json(context.responses.get(_tenant(request), stored.response_id).response())
+
+
+def _page(items: list[dict[str, object]], limit: int, after: str | None) -> dict[str, object]:
+    begin = 0
+    if after is not None:
+        places = [index for index, item in enumerate(items) if item["id"] == after]
+        if not places:
+            shown = after[:MAX_ITEM_ID_CHARACTERS]
+            raise bad_field("after", f"after is {shown!r}; give the id of one of the response's input items")
+        begin = places[0] + 1
+    shown_items = items[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": shown_items,
+        "first_id": shown_items[0]["id"] if shown_items else "",
+        "last_id": shown_items[-1]["id"] if shown_items else "",
+        "has_more": len(items) > begin + limit,
+    }
+
+
+def _check_query(request: Request, known: Collection[str]) -> None:
+    for name in request.query_params:
+        if name not in known:
+            raise bad_field(name[:64], f"{name[:64]} is not a parameter that this endpoint knows", "unknown_field")
+
+
+def _tenant(request: Request) -> str:
+    key: KeyInfo = request.scope[KEY]
+    return key.tenant
+
+
+async def compact(request: Request) -> Response:
+    """Say that there is no such endpoint: it is no response's id."""
+    raise ApiError(404, f"no endpoint at {request.url.path!r}: conversations are not compacted here", code="not_found")
+
+
+def _found(request: Request) -> tuple[Context, Stored]:
+    context = context_of(request)
+    return context, context.responses.get(_tenant(request), request.path_params["response_id"])
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def _notes() -> str:
+    return field_notes({**REFUSED_RESPONSES, **NOT_HERE}, IGNORED_RESPONSES)
+
+
+def _schema() -> dict[str, object]:
+    """The body's schema without the fields that it shares with other bodies but has no place for."""
+    schema = inline_schema(ResponsesBody)
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    left_out = (*NOT_HERE, "stream_options")
+    return {**schema, "properties": {name: each for name, each in properties.items() if name not in left_out}}
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add this module's endpoints."""
+    path, schema = "/v1/responses", _schema()
+    add_post(app, path, create, schema, "Answer a conversation of items.", _RETRIES, _notes())
+    add_post(app, f"{path}/input_tokens", count, schema)
+    app.add_api_route(f"{path}/compact", compact, methods=["POST"], response_model=None, include_in_schema=False)
+    one = path + "/{response_id}"
+    app.add_api_route(one, retrieve, methods=["GET"], response_model=None)
+    app.add_api_route(one, delete, methods=["DELETE"], response_model=None)
+    app.add_api_route(f"{one}/input_items", list_input_items, methods=["GET"], response_model=None)
+    app.add_api_route(f"{one}/cancel", cancel, methods=["POST"], response_model=None)

@@ -1,1 +1,0 @@
-"""How answers look on the wire, a file for each interface."""
