@@ -1,8 +1,8 @@
-"""What followed the last time: an index of a sequence's pairs of ids, and the continuation of its best match.
+"""Prompt lookup: an index of the pairs of ids in a sequence, and what followed the best match of its end.
 
-Owns: the index of one sequence, and how good its drafts were. Does not: decide when to draft (see speculation), or
+Owns: the index of one sequence, and how good its drafts were. Does not: decide when to draft (see drafts), or
 keep the ids.
-Invariants: an id costs one entry, whenever it comes; a draft looks at MAX_LOOKS places at most; a pair is found only
+Invariants: each id costs one entry; a draft looks at MAX_LOOKS places at most; a pair is found only
 once an id follows it, so a sequence never matches its own end.
 Source: Saxena, "Prompt Lookup Decoding", 2023. Equal pairs are chained, newest first, as in DEFLATE (RFC 1951, 4).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 
-MAX_MATCH = 4  # ids compared; a longer match tells no more
+MAX_MATCH = 4  # ids compared; a longer match predicts no better
 MAX_LOOKS = 32
 FIRST_RATE = 0.5  # share of drafts accepted that a new sequence is trusted with
 PROBE_RATE = 0.3  # the same after a pause
@@ -30,7 +30,7 @@ class NgramIndex:
         self._before = array("i")  # per position, where the pair that ends there ended before; negative: nowhere
 
     def take_in(self, ids: array[int], most: int) -> bool:
-        """Index at most so many further ids; True when only the last id is left out."""
+        """Index at most `most` further ids; return True when only the last id is left out."""
         newest, before = self._newest, self._before
         begin = len(before)
         end = min(len(ids) - 1, begin + most)
@@ -44,7 +44,7 @@ class NgramIndex:
         return len(before) >= len(ids) - 1
 
     def draft(self, ids: array[int], count: int) -> array[int]:
-        """Give `count` ids that followed the longest match of the end, the newest of those as long; or none.
+        """Return `count` ids that followed the longest match of the end, the newest of those as long; or none.
 
         At least two ids must match. A match that overlaps the end goes on with what it drafts, as a period would.
         """
@@ -58,7 +58,7 @@ class NgramIndex:
         return draft
 
     def _find(self, ids: array[int]) -> int | None:
-        """Last position of the best match."""
+        """Return the last position of the best match."""
         last = len(ids) - 1
         if last < 1:
             return None
@@ -92,11 +92,11 @@ class DraftHistory:
         self.num_accepted = 0
 
     def num_wanted(self, most: int) -> int:
-        """Drafts to ask for: the better the last ones were, the more."""
+        """Return how many drafts to ask for: the better the last ones were, the more."""
         return min(most, 1 + int(self.rate * most))
 
     def learn(self, num_drafted: int, num_accepted: int, num_known: int) -> None:
-        """Take in a result; too many rejections bring a pause."""
+        """Note a result; after too many rejections there are no drafts for a while."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         self.rate += (num_accepted / num_drafted - self.rate) * LEARNING

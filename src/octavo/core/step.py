@@ -194,8 +194,7 @@ class Step:
         self.draft_ids.extend(drafts)
         self.counts[index] += count
         self.tokens.take(count)
-        if self.limits_reads:
-            self.reads.take(count)
+        self.reads.take(count)
         sequence.num_drafts = count
         end = sequence.num_scheduled + count
         if end > sequence.capacity:
@@ -213,10 +212,7 @@ class Step:
         ):
             flag |= ROW_SCORE
         if end == sequence.num_known:
-            may_fork = self.state.cache.sharing
-            if not request.is_decoding and (
-                not request.has_several or _is_last_to_catch_up(request, sequence, may_fork)
-            ):
+            if not request.is_decoding and (not request.has_several or self._have_caught_up(request, sequence)):
                 self.state.set_decoding(request, True)
             if request.pools and end == sequence.num_prompt and sequence is request.sequences[0]:  # the prompt's, once
                 flag |= ROW_POOL
@@ -224,6 +220,16 @@ class Step:
                 flag |= ROW_SAMPLE if request.beams is None else ROW_SAMPLE | ROW_BEAM
                 sequence.num_pending += 1
         return flag
+
+    def _have_caught_up(self, request: RequestState, last: Sequence) -> bool:
+        """Return True if, with the last row, every choice has all it knows scheduled, or forks from that row."""
+        is_at_fork = self.state.cache.sharing and last.num_known == last.num_prompt  # nothing sampled, nor in flight
+        return all(
+            other is last
+            or (other.is_entered and other.num_scheduled >= other.num_committed)
+            or (is_at_fork and not other.is_entered and other.num_committed == last.num_prompt)
+            for other in request.sequences
+        )
 
     def enter_match(self, sequence: Sequence, match: Match) -> None:
         """Enter a sequence with the cached prefix that was found for it."""
@@ -315,8 +321,7 @@ class Step:
         """Take a row out of the plan."""
         index = self.rows.index(sequence)
         self.tokens.give_back(self.counts[index])
-        if self.limits_reads:
-            self.reads.give_back(self.reads.cost(self.starts[index], self.counts[index]))
+        self.reads.give_back(self.reads.cost(self.starts[index], self.counts[index]))
         sequence.in_flight -= 1
         if self.flags[index] & ROW_SAMPLE:
             sequence.num_pending -= 1
@@ -381,17 +386,6 @@ class Step:
         if not self.waits:
             return ((WaitReason.DRAINING if self.state.is_draining else WaitReason.IDLE, 0),)
         return tuple(self.waits.items())
-
-
-def _is_last_to_catch_up(request: RequestState, sequence: Sequence, may_fork: bool) -> bool:
-    """Return True if, with this sequence's row, every choice has all it knows scheduled, or forks from this one."""
-    at_fork = may_fork and sequence.num_known == sequence.num_prompt  # nothing sampled yet, nor in flight
-    return all(
-        other is sequence
-        or (other.is_entered and other.num_scheduled >= other.num_committed)
-        or (at_fork and not other.is_entered and other.num_committed == sequence.num_prompt)
-        for other in request.sequences
-    )
 
 
 # --- facts about a plan's rows for executors ------------------------------------------------------------------
