@@ -16,7 +16,7 @@ from octavo.core.limits import Limits
 from octavo.core.plan import ROW_BEAM, ROW_CARRY, ROW_FORK, Event, EventKind, Events, StepPlan, TokenLogprobs
 from octavo.core.request import Request, SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.core.statistics import Statistics
+from octavo.core.snapshots import Statistics
 from octavo.engine.grammars import collect, submit
 from octavo.executors.protocol import Capacity, Executor, Ticket
 from octavo.grammar.bank import GrammarBank

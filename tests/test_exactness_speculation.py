@@ -18,7 +18,7 @@ from octavo.config import ExecutionConfig, ModelConfig
 from octavo.core.plan import StepPlan
 from octavo.core.request import SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.core.statistics import Statistics
+from octavo.core.snapshots import Statistics
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec
 from octavo.executors.torch_executor import TorchExecutor
 from tests.exactness import Run, assert_equal, limits_of, requests_of, serve

@@ -30,6 +30,7 @@ from octavo.engine.process_side import run_engine_process
 from octavo.engine.warm_up import warm_up
 from octavo.errors import ConfigError
 from octavo.executors.openmp import limit_spinning
+from octavo.executors.pool_use import pool_use
 from octavo.executors.protocol import Capacity, Executor, ExecutorSpec, MemoryPlan
 from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.local_client import LocalClient
@@ -133,7 +134,9 @@ def open_engine(
     if drift is not None:
         loop.watch(drift)
         loop.sections["drift"] = drift.drift.summary
-    observe_engine(loop, scheduler, config.statistics, config.model.shown_name(files.name), capacity.device)
+    name = config.model.shown_name(files.name)
+    read_pools = partial(pool_use, scheduler) if config.statistics.memory_analysis else None
+    observe_engine(loop, scheduler, config.statistics, name, capacity.device, read_pools)
     return loop, capacity
 
 

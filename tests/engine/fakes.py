@@ -10,6 +10,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from octavo.core.request import FinishReason, Request, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.client import Accepted
 from octavo.engine.loop import EngineLoop
+from octavo.executors.pool_use import pool_use
 from octavo.executors.protocol import Capacity, ExecutorSpec
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.sessions import Sessions
@@ -151,7 +153,8 @@ class Harness:
         self.scheduler = Scheduler(self.limits)
         statistics = options.pop("statistics", None) or StatisticsConfig()
         self.loop = EngineLoop(self.scheduler, self.executor, **options)
-        self.observation = observe_engine(self.loop, self.scheduler, statistics)
+        read_pools = partial(pool_use, self.scheduler) if statistics.memory_analysis else None
+        self.observation = observe_engine(self.loop, self.scheduler, statistics, read_pools=read_pools)
         self.loop.attach(self.receive)
         self.requests: dict[str, Request] = {}
         self.inboxes: dict[tuple[str, int], Inbox] = {}

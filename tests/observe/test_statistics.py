@@ -8,6 +8,7 @@ import json
 import logging
 import random
 from array import array
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.engine import wire
 from octavo.engine.client import Accepted
 from octavo.errors import EngineError
+from octavo.executors.pool_use import pool_use
 from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.local_client import LocalClient
 from octavo.frontend.sessions import Sessions
@@ -29,6 +31,7 @@ from octavo.observe.history import History, RequestFigures, WaitCounts, count_pr
 from octavo.observe.metrics.export import Table, records, save_json_lines, to_csv
 from octavo.observe.series import FINE_SECONDS, PARTS, Histogram, StepTimes
 from octavo.observe.statistics import Collector, StepTable, request_table
+from tests.engine import fakes
 from tests.engine.fakes import Harness, make_limits, make_request, make_text
 
 
@@ -350,7 +353,8 @@ class Beats:
     def __init__(self, config: StatisticsConfig | None = None) -> None:
         self.scheduler = Scheduler(make_limits())
         self.history = History(self.scheduler, figures=RequestFigures(8))
-        self.collector = Collector(config or StatisticsConfig(), self.history, StepTimes())
+        read_pools = partial(pool_use, self.scheduler) if config is not None and config.memory_analysis else None
+        self.collector = Collector(config or StatisticsConfig(), self.history, StepTimes(), read_pools)
         self.history.add_reader(self.collector.read)
         self.now = 0.0
 
@@ -472,11 +476,11 @@ def test_T06_memory_is_looked_at_when_asked_for_and_now_and_then() -> None:
 
 
 def test_T06_reading_that_fails_is_told_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(state: object) -> object:
+    def broken(scheduler: object) -> object:
         raise RuntimeError("no")
 
+    monkeypatch.setattr(fakes, "pool_use", broken)
     with Watched(StatisticsConfig(memory_analysis=True)) as engine:
-        monkeypatch.setattr(Scheduler, "memory", broken)
         assert "RuntimeError: no" in engine.figures()["memory"]["error"]
         engine.serve(make_request("a"))
 

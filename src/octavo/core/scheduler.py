@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from octavo.core import snapshots
 from octavo.core import tap as calls
-from octavo.core import views
 from octavo.core.branching import add_sequences
 from octavo.core.commit import commit_step
 from octavo.core.drafts import Drafter, add_drafts, allows
@@ -28,7 +28,6 @@ from octavo.core.request import FinishError, FinishReason, Request, RequestState
 from octavo.core.run import grant_running
 from octavo.core.start import start_waiting
 from octavo.core.state import State
-from octavo.core.statistics import MemoryAnalysis, Statistics, analyse_memory, read_statistics
 from octavo.core.step import Step
 from octavo.errors import AdmissionError, DuplicateRequestError, ErrorKind
 
@@ -223,17 +222,13 @@ class Scheduler:
         """Return True during a pause: nothing is admitted from the queue."""
         return self._state.is_paused
 
-    def gauges(self) -> views.Gauges:
+    def gauges(self) -> snapshots.Gauges:
         """Levels and totals. O(groups): cheap enough for every step."""
-        return views.gauges(self._state)
+        return snapshots.gauges(self._state)
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> snapshots.Statistics:
         """All gauges and totals. O(requests), for people."""
-        return read_statistics(self._state)
-
-    def memory(self) -> MemoryAnalysis:
-        """How the KV pool is filled. O(blocks in tables), for people."""
-        return analyse_memory(self._state)
+        return snapshots.read_statistics(self._state)
 
     def explain(self, request_id: str) -> Explanation | None:
         """Explain where an open request is and why it waits; None for one that is unknown or has ended. For people."""
@@ -243,21 +238,21 @@ class Scheduler:
         """Explain every open request: those that wait first, in order, then those that run; `most` of each."""
         return explain_all(self._state, most)
 
-    def first_waiting(self, most: int) -> list[views.RequestView]:
+    def first_waiting(self, most: int) -> list[snapshots.RequestView]:
         """The first that wait, with their reasons. O(most log waiting)."""
-        return views.first_waiting(self._state, most)
+        return snapshots.first_waiting(self._state, most)
 
-    def open_work(self) -> views.OpenWork:
+    def open_work(self) -> snapshots.OpenWork:
         """What is left to do of every open request, for forecasts. O(requests log requests)."""
-        return views.open_work(self._state)
+        return snapshots.open_work(self._state)
 
-    def sample_pools(self, max_blocks: int) -> list[views.PoolSample]:
+    def sample_pools(self, max_blocks: int) -> list[snapshots.PoolSample]:
         """Which blocks of the KV pool are referenced, or hold a prefix: at most so many, evenly spread."""
-        return views.sample_pools(self._state, max_blocks)
+        return snapshots.sample_pools(self._state, max_blocks)
 
-    def read_tables(self, first_slot: int, max_blocks: int) -> list[views.SlotTables]:
+    def read_tables(self, first_slot: int, max_blocks: int) -> list[snapshots.SlotTables]:
         """The block tables of the sequences in the slots from one on, until they have `max_blocks` together."""
-        return views.read_tables(self._state, first_slot, max_blocks)
+        return snapshots.read_tables(self._state, first_slot, max_blocks)
 
     # --- steps made as one, for simulations ------------------------------------------------------------
 

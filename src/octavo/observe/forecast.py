@@ -23,7 +23,7 @@ from statistics import fmean, linear_regression
 
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
-from octavo.core.views import OpenWork, RequestView
+from octavo.core.snapshots import OpenWork, RequestView
 
 NUM_STEPS = 64  # kept of each kind
 NUM_RECENT = 16  # steps that say how fast the machine is now

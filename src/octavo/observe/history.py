@@ -22,7 +22,7 @@ from typing import NamedTuple
 from octavo.core.plan import Event, EventKind, Events, StepFailure, StepPlan, StepResult, StepTimings, WaitReason
 from octavo.core.request import FinishReason, Request
 from octavo.core.scheduler import Scheduler
-from octavo.core.views import Gauges
+from octavo.core.snapshots import Gauges
 from octavo.observe.forecast import NUM_ANSWERS, StepTimeModel
 from octavo.observe.series import FINE_SECONDS, Histogram, StepTimes
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from octavo.config import StatisticsConfig
 from octavo.core.scheduler import Scheduler
@@ -21,7 +21,7 @@ from octavo.observe.frames.streams import FrameRing
 from octavo.observe.history import History, RequestFigures
 from octavo.observe.series import StepTimes
 from octavo.observe.sink import WatchedLoop, guarded, guarded_reader
-from octavo.observe.statistics import Collector
+from octavo.observe.statistics import Collector, ReadPools
 
 _OFF = "statistics are not collected; start the engine with --collect-statistics"
 
@@ -36,9 +36,17 @@ class Observation:
 
 
 def observe_engine(
-    loop: WatchedLoop, scheduler: Scheduler, config: StatisticsConfig, model: str = "", device: str = ""
+    loop: WatchedLoop,
+    scheduler: Scheduler,
+    config: StatisticsConfig,
+    model: str = "",
+    device: str = "",
+    read_pools: ReadPools | None = None,
 ) -> Observation:
-    """Observe a loop as configured, and give it the sections and verbs. Call before it starts."""
+    """Observe a loop as configured, and give it the sections and verbs. Call before it starts.
+
+    `read_pools` analyses the use of the KV pool.
+    """
     now, figures = loop.clock.now, RequestFigures()
     if config.collect_statistics:
         loop.step_times = StepTimes(config.step_records)
@@ -52,7 +60,7 @@ def observe_engine(
         figures=figures,
     )
     loop.watch(history)
-    collector = Collector(config, history, loop.step_times) if config.collect_statistics else None
+    collector = Collector(config, history, loop.step_times, read_pools) if config.collect_statistics else None
     explainer = Explainer(history, now)
     frames = FrameRing(history, FrameSource("live", model, time.time() - now(), secrets.token_hex(4), device), now)
     verbs: dict[str, Callable[[str], object]] = {
@@ -61,8 +69,8 @@ def observe_engine(
         "frames": lambda cursor: frames.poll(cursor),
     }
     sections: dict[str, Callable[[], object]] = {}
-    if config.memory_analysis:
-        sections["memory"] = lambda: asdict(scheduler.memory())
+    if read_pools is not None:
+        sections["memory"] = read_pools
     if collector is None:
         loop.verbs["reset_statistics"] = loop.verbs["export_statistics"] = lambda _: EngineError(_OFF)
     else:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from operator import attrgetter, sub
 from typing import Any
 
 from octavo.config import StatisticsConfig
 from octavo.core.request import FinishReason
-from octavo.core.views import Gauges
+from octavo.core.snapshots import Gauges
 from octavo.observe.history import History, RequestHistory, StepRecord
 from octavo.observe.metrics.export import Table
 from octavo.observe.series import PARTS, Histogram, StepTimes
 from octavo.observe.status_line import STATUS_LINE_S, StatusLine
 
 _LOG = logging.getLogger(__name__)
+ReadPools = Callable[[], dict[str, Any]]
 MEMORY_RECORDS = 720  # an hour of them
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -84,7 +85,7 @@ class StepTable:
                 gauges.num_swapped,
                 sum(gauges.blocks_used),
                 sum(gauges.blocks_cached),
-                gauges.host_blocks_used,
+                sum(gauges.host_blocks_used),
                 num_copied,
                 num_swapped_out,
                 num_loaded,
@@ -137,12 +138,14 @@ def _request_row(request: RequestHistory, gaps: list[float]) -> tuple[object, ..
 class Collector:
     """Keeps the last steps, and reports on them and on the history's requests, in the engine's thread."""
 
-    def __init__(self, config: StatisticsConfig, history: History, times: StepTimes) -> None:
+    def __init__(
+        self, config: StatisticsConfig, history: History, times: StepTimes, read_pools: ReadPools | None = None
+    ) -> None:
         self._history = history
         self._scheduler = history.scheduler
         self._requests = history.figures
         self._steps = StepTable(config.step_records, self._scheduler.gauges(), times)
-        self._has_memory = config.memory_analysis
+        self._read_pools = read_pools
         self._memory: deque[tuple[float, Mapping[str, int | float]]] = deque(maxlen=MEMORY_RECORDS)
         self._step_tokens = Histogram(STEP_TOKENS)  # since the start, as every total
         self._status_line = StatusLine()
@@ -165,8 +168,8 @@ class Collector:
             line = self._line(now)
             if line is not None:
                 _LOG.info("%s", line)
-            if self._has_memory:
-                self._memory.append((now, asdict(self._scheduler.memory().total)))
+            if self._read_pools is not None:
+                self._memory.append((now, self._read_pools()["total"]))
         self._last_time = now
 
     def figures(self) -> Mapping[str, object]:

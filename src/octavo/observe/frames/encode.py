@@ -16,7 +16,7 @@ from typing import Any
 from octavo.core.limits import Limits
 from octavo.core.plan import Event, EventKind
 from octavo.core.scheduler import Scheduler
-from octavo.core.views import Gauges, PoolSample, RequestView
+from octavo.core.snapshots import Gauges, PoolSample, RequestView
 from octavo.observe.explainer import reason_name
 from octavo.observe.history import OpenSlots, RequestHistory, StepRecord, WaitCounts
 from octavo.observe.series import StepTimes
@@ -115,7 +115,7 @@ def step_frame(record: StepRecord, previous: StepRecord | None, times: StepTimes
             new=[list(taken) for taken in record.taken],
             moved=list(record.moved) if any(record.moved) else None,
             swapped=gauges.num_swapped,
-            host=gauges.host_blocks_used,
+            host=sum(gauges.host_blocks_used),
             fail=record.failure,
         ),
     }
@@ -164,17 +164,17 @@ class PoolFrames:
         frame: Frame = {"k": "blocks", "t": round(now, 6), "groups": groups}
         num_host = sum(self._scheduler.limits.host_blocks)
         if num_host:
-            frame["host"] = [self._scheduler.gauges().host_blocks_used, num_host]
+            frame["host"] = [sum(self._scheduler.gauges().host_blocks_used), num_host]
         return frame
 
     def _find_owners(self) -> None:
         num_read = 0
-        for slot, tables in self._scheduler.read_tables(self._next_slot, MAX_READ):
-            self._next_slot = slot + 1
-            for owners, table in zip(self._owners, tables, strict=True):
+        for sequence in self._scheduler.read_tables(self._next_slot, MAX_READ):
+            self._next_slot = sequence.slot + 1
+            for owners, table in zip(self._owners, sequence.tables, strict=True):
                 num_read += len(table)
                 for block in table:
-                    owners[block] = slot
+                    owners[block] = sequence.slot
         if num_read < MAX_READ:
             self._next_slot = 0
 

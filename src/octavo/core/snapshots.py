@@ -1,17 +1,19 @@
-"""Read-only snapshots of the scheduler's state, for gauges, frames and forecasts.
+"""Snapshots of the scheduler's state: gauges, statistics, requests and block tables.
 
-Owns: the records and how they are read. Does not: change anything, or explain a wait (explain does).
+Owns: the records, and how they are read from the state. Does not: change anything, explain a wait (explain does), or
+keep history (observe does). Only `gauges` is cheap enough for every step.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from octavo.core.explain import find_barrier, reason_of
 from octavo.core.plan import WaitReason
-from octavo.core.request import RequestState
+from octavo.core.request import RequestState, Status
 from octavo.core.start import needed_blocks
-from octavo.core.state import State
+from octavo.core.state import State, Totals
 
 
 class Gauges(NamedTuple):
@@ -23,7 +25,7 @@ class Gauges(NamedTuple):
     num_swapped: int
     blocks_used: tuple[int, ...]
     blocks_cached: tuple[int, ...]
-    host_blocks_used: int
+    host_blocks_used: tuple[int, ...]  # that hold a swapped sequence or a prefix
     num_steps: int
     num_computed_tokens: int
     num_output_tokens: int
@@ -40,11 +42,8 @@ class Gauges(NamedTuple):
 def gauges(state: State) -> Gauges:
     """Read the gauges. O(groups), cheap enough for every step."""
     cache, totals = state.cache, state.totals
-    used, cached = [], []
-    for pool in cache.pools:
-        num_cached = len(pool.cached)
-        cached.append(num_cached)
-        used.append(pool.num_blocks - len(pool.plain) - num_cached)
+    cached = [len(pool.cached) for pool in cache.pools]
+    used = [pool.num_blocks - len(pool.plain) - count for pool, count in zip(cache.pools, cached, strict=True)]
     return Gauges(
         state.num_sequences,
         len(state.running),
@@ -52,7 +51,7 @@ def gauges(state: State) -> Gauges:
         state.num_swapped,
         tuple(used),
         tuple(cached),
-        cache.host.num_used if cache.host.pools else 0,
+        tuple([pool.num_filled for pool in cache.host.pools]) if cache.host.pools else (),
         totals.num_steps,
         totals.num_computed_tokens,
         totals.num_output_tokens,
@@ -65,6 +64,65 @@ def gauges(state: State) -> Gauges:
         cache.queried_tokens,
         cache.hit_tokens,
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class Statistics(Totals):
+    """Gauges now, and the totals since the start. Blocks are summed over groups; hits and swaps are in tokens.
+
+    `waiting_by_reason` has the names of the reasons for which requests wait; `num_swapped` of the waiting have their KV
+    on the host. Of the host's blocks, `used` counts those that hold a swapped sequence or a prefix.
+    """
+
+    step: int
+    num_running: int
+    num_waiting: int
+    waiting_by_reason: dict[str, int]
+    num_swapped: int
+    num_in_flight: int
+    num_blocks: int
+    num_blocks_used: int
+    num_blocks_cached: int
+    num_host_blocks: int
+    num_host_blocks_used: int
+    num_requests: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    num_policy_errors: int
+    first_policy_error: str
+
+
+def read_statistics(state: State) -> Statistics:
+    """Read all gauges and totals. O(requests), never part of a step."""
+    pools, host = state.cache.pools, state.cache.host
+    return Statistics(
+        **asdict(state.totals),
+        step=state.step,
+        num_running=state.num_sequences,
+        num_waiting=len(state.waiting),
+        waiting_by_reason=_waiting_by_reason(state),
+        num_swapped=state.num_swapped,
+        num_in_flight=len(state.flight),
+        num_blocks=sum(pool.num_blocks for pool in pools),
+        num_blocks_used=sum(pool.num_blocks - pool.num_free for pool in pools),
+        num_blocks_cached=sum(len(pool.cached) for pool in pools),
+        num_host_blocks=sum(pool.num_blocks for pool in host.pools),
+        num_host_blocks_used=host.num_used,
+        num_requests=state.next_order,
+        prefix_queried_tokens=state.cache.queried_tokens,
+        prefix_hit_tokens=state.cache.hit_tokens,
+        num_policy_errors=state.policy.num_errors,
+        first_policy_error=state.policy.first_error,
+    )
+
+
+def _waiting_by_reason(state: State) -> dict[str, int]:
+    """Count waiting requests by their last reason; those that admission did not reach yet wait behind others."""
+    counts = [0] * len(WaitReason)
+    for request in state.requests.values():
+        if request.status == Status.WAITING:
+            counts[WaitReason.BEHIND if request.wait_reason < 0 else request.wait_reason] += 1
+    return {reason.name.lower(): counts[reason] for reason in WaitReason if counts[reason]}
 
 
 class RequestView(NamedTuple):
@@ -178,9 +236,11 @@ def sample_pools(state: State, max_blocks: int) -> list[PoolSample]:
 
 
 class SlotTables(NamedTuple):
-    """The block tables of the sequence in a slot, one for each group."""
+    """The block tables of the sequence in a slot, from entry `first_index` on, one of each for each group."""
 
     slot: int
+    num_scheduled: int
+    first_index: list[int]
     tables: list[list[int]]
 
 
@@ -190,7 +250,7 @@ def read_tables(state: State, first_slot: int, max_blocks: int) -> list[SlotTabl
     for sequence in state.slot_owner[first_slot:]:
         if sequence is not None:
             tables = [table[first:] for table, first in zip(sequence.tables, sequence.first_live, strict=True)]
-            found.append(SlotTables(sequence.slot, tables))
+            found.append(SlotTables(sequence.slot, sequence.num_scheduled, sequence.first_live[:], tables))
             left -= sum(map(len, tables))
             if left <= 0:
                 break
