@@ -51,14 +51,8 @@ def observe_engine(
     if config.collect_statistics:
         loop.step_times = StepTimes(config.step_records)
         figures = RequestFigures(config.request_records)
-    history = History(
-        scheduler,
-        loop.step_times,
-        now=now,
-        max_ended=config.explain_kept,
-        max_age_s=config.explain_kept_s,
-        figures=figures,
-    )
+    most, age_s = config.explain_kept, config.explain_kept_s
+    history = History(scheduler, loop.step_times, now=now, max_ended=most, max_age_s=age_s, figures=figures)
     loop.watch(history)
     collector = Collector(config, history, loop.step_times, read_pools) if config.collect_statistics else None
     explainer = Explainer(history, now)
@@ -68,9 +62,7 @@ def observe_engine(
         "forecast": lambda argument: explainer.forecaster.new_request(argument == "model"),
         "frames": lambda cursor: frames.poll(cursor),
     }
-    sections: dict[str, Callable[[], object]] = {}
-    if read_pools is not None:
-        sections["memory"] = read_pools
+    sections: dict[str, Callable[[], object]] = {} if read_pools is None else {"memory": read_pools}
     if collector is None:
         loop.verbs["reset_statistics"] = loop.verbs["export_statistics"] = lambda _: EngineError(_OFF)
     else:
