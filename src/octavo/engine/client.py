@@ -22,7 +22,7 @@ Verb = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each token of each request, and that costs four times as much
 class TokenOutput:
     """New ids of one choice since the last output: a snapshot, never an alias of live lists.
 

@@ -228,15 +228,12 @@ class OpenRequest:
             self.is_read = True
         return outputs
 
-    async def wait(self, final_only: bool) -> None:
-        """Wait until there is something to take, or only for the end."""
-        assert self.waiter is None, "a request has one reader"
+    def wait(self, final_only: bool) -> Future[None]:
+        """Return a future that is done when there is something to take, or only at the end."""
+        assert self.waiter is None or self.waiter.done(), "a request has one reader"
         self.final_only = final_only
         self.waiter = get_running_loop().create_future()
-        try:
-            await self.waiter
-        finally:
-            self.waiter = None
+        return self.waiter
 
     def wake(self) -> None:
         """Wake the reader, if it waits for what came."""
@@ -250,14 +247,16 @@ class OpenRequest:
         page.num_read = min(start + max_ids, len(page.ids))
         end = page.end if page.num_read == len(page.ids) else None
         page.is_end_read = end is not None
-        logprobs = tuple(page.logprobs[: page.num_read - start])
-        del page.logprobs[: len(logprobs)]
+        ids, logprobs = page.ids[start : page.num_read], None
+        if page.logprobs and ids:
+            logprobs = tuple(page.logprobs[: len(ids)])
+            del page.logprobs[: len(ids)]
         return TokenOutput(
             self.request.request_id,
             choice,
             start,
-            page.ids[start : page.num_read],
-            logprobs or None,
+            ids,
+            logprobs,
             finish_reason=None if end is None else end.finish_reason,
             error=None if end is None else end.error,
             first_at=self.first_at,
