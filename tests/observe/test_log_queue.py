@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -141,13 +141,20 @@ def test_the_end_waits_for_what_is_queued(pipe: Pipe) -> None:
     assert lines == [*map(str, range(100)), "1 dropped"]
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait for what the queue's thread does, for ten seconds at most."""
+    until = time.monotonic() + 10.0
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 def test_a_reader_that_is_gone_costs_lines(pipe: Pipe) -> None:
     os.close(pipe.reading)
     queue = queue_on(pipe)
     for number in range(10):
         queue.put(f"{number}")
-    queue.flush()
-    assert queue.num_dropped >= 10
+    wait_until(lambda: queue.num_dropped >= 10)
     begun = time.monotonic()
     queue.close()
     assert time.monotonic() - begun < 0.5
@@ -158,8 +165,7 @@ def test_a_full_disk_costs_lines() -> None:
     with open("/dev/full", "w") as full:
         queue = LogQueue(writer_of(full), str)
         queue.put("lost")
-        queue.flush()
-        assert queue.num_dropped == 1
+        wait_until(lambda: queue.num_dropped == 1)
         queue.close()
 
 
@@ -213,7 +219,7 @@ def test_a_signals_handler_may_log_while_a_line_is_added(tmp_path: Path) -> None
         for number in range(20_000):
             queue.put(f"{number}")
             if number % 500 == 0:
-                queue.flush()
+                wait_until(lambda: not queue._lines)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

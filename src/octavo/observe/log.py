@@ -49,7 +49,6 @@ class LogQueue:
         self._num_reported = 0  # of the dropped
         self._reported_at = float("-inf")
         self._dropping_since = 0.0  # while some are not reported
-        self._is_writing = False
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="octavo-log", daemon=True)
         self._thread.start()
@@ -80,11 +79,6 @@ class LogQueue:
             self._condition.notify_all()
         self._thread.join(timeout_s)
 
-    def flush(self, timeout_s: float = FLUSH_S) -> None:
-        """Wait until the queued lines are written, for so long at most."""
-        with self._condition:
-            self._condition.wait_for(lambda: not self._lines and not self._is_writing, timeout_s)
-
     def _run(self) -> None:
         while (found := self._next()) is not None:
             line, num_reported = found
@@ -96,29 +90,22 @@ class LogQueue:
                 self._num_reported -= num_reported
                 if self._is_closed:
                     return
-            with self._condition:
-                self._is_writing = False
-                self._condition.notify_all()
 
     def _next(self) -> tuple[bytes, int] | None:
         """Wait for a line; return it with the number of dropped ones that it reports. None at the end."""
         with self._condition:
             while True:
+                num_unreported = self.num_dropped - self._num_reported
                 if self._has_notice():
-                    num_reported = self.num_dropped - self._num_reported
-                    line = self._notice(num_reported).encode() + b"\n"
                     self._num_reported, self._reported_at = self.num_dropped, time.monotonic()
-                    break
+                    return self._notice(num_unreported).encode() + b"\n", num_unreported
                 if self._lines:
-                    line, num_reported = self._lines.popleft(), 0
+                    line = self._lines.popleft()
                     self._num_bytes -= len(line)
-                    break
+                    return line, 0
                 if self._is_closed:
                     return None
-                is_reported = self.num_dropped == self._num_reported
-                self._condition.wait(None if is_reported else self._reported_at + NOTICE_S - time.monotonic())
-            self._is_writing = True
-            return line, num_reported
+                self._condition.wait(self._reported_at + NOTICE_S - time.monotonic() if num_unreported else None)
 
     def _has_notice(self) -> bool:
         """Return True if the notice of dropped lines is due: after the lines queued before them, and not too often."""
