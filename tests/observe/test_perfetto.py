@@ -17,6 +17,7 @@ from octavo.observe.history import History
 from octavo.observe.perfetto import ENGINE, PARTS, REQUESTS, STEPS, PerfettoWriter, TraceClip, TraceFile
 from octavo.observe.series import StepTimes
 from tests.engine.fakes import GatedExecutor, Harness, make_limits, make_request
+from tests.observe.part_times import recent
 from tests.observe.test_frames import LOADS, TieredExecutor
 
 NEEDED = {  # fields of each phase, beside ph
@@ -124,13 +125,13 @@ def test_times_add_up_to_those_of_the_events() -> None:
     whole = [event for event in steps if event["name"] not in PARTS]
     assert [event["name"] for event in whole] == [f"step {plan.step}" for plan, _, _ in kept.steps]
     assert [event["args"].get("failed") for event in whole if "failed" in event["args"]] == ["RuntimeError: broken"]
-    emitted = sum(times.recent("emit"))
+    emitted = sum(recent(times, "emit"))
     seconds = sum(told.time - plan.now for plan, _, told in kept.steps)
     slack, shown = 1e-8 * len(whole), sum(event["dur"] for event in whole) / 1e6
-    assert seconds + emitted - slack <= shown <= seconds + emitted + sum(times.recent("schedule")) + slack
+    assert seconds + emitted - slack <= shown <= seconds + emitted + sum(recent(times, "schedule")) + slack
     for part in PARTS:
         dur = sum(event["dur"] for event in steps if event["name"] == part) / 1e6
-        assert dur == pytest.approx(sum(times.recent(part)), abs=slack), part
+        assert dur == pytest.approx(sum(recent(times, part)), abs=slack), part
     rows = [event for event in events if event["ph"] == "X" and event["pid"] == REQUESTS and "tokens" in event["args"]]
     computed = sum(event["args"]["tokens"] for event in rows if event["name"] in ("prefill", "decode"))
     assert computed == sum(plan.num_query_tokens for plan, _, _ in kept.steps)

@@ -33,6 +33,7 @@ from octavo.observe.series import FINE_SECONDS, PARTS, Histogram, StepTimes
 from octavo.observe.statistics import Collector, StepTable, request_table
 from tests.engine import fakes
 from tests.engine.fakes import Harness, make_limits, make_request, make_text
+from tests.observe.part_times import recent
 
 
 class Watched(Harness):
@@ -99,7 +100,7 @@ def test_T01_a_step_has_its_own_times() -> None:
     with Watched() as engine:
         engine.serve(make_request("a", max_tokens=4))
         engine.figures()  # behind the last step: its end is told before its times are noted
-        measured = list(engine.loop.step_times.recent("step"))
+        measured = recent(engine.loop.step_times, "step")
         assert column(engine.tables()["steps"], "step_s")[:4] == measured[:4] and len(measured) >= 4
 
 
@@ -178,10 +179,10 @@ def test_T05_rings_keep_the_last_and_differences_stay_right() -> None:
 
 def test_T05_the_times_of_steps_are_bounded() -> None:
     times = StepTimes(3)
-    assert (times.num_steps, times.recent("step"), times.get(0)) == (0, [], None)
+    assert (times.num_steps, recent(times, "step"), times.get(0)) == (0, [], None)
     for number in range(5):
         times.add([number / 2] * len(PARTS))
-    assert times.recent("step") == [1.0, 1.5, 2.0]
+    assert recent(times, "step") == [1.0, 1.5, 2.0]
     assert (times.get(1), times.get(2), times.get(5)) == (None, (1.0,) * len(PARTS), None)
     assert times.summary() == {
         "num_steps": 5,

@@ -94,11 +94,6 @@ class StepTimes:
         index = number - self.num_steps + len(self._last)
         return self._last[index] if 0 <= index < len(self._last) else None
 
-    def recent(self, part: str) -> list[float]:
-        """Return the seconds of the last steps, oldest first."""
-        index = PARTS.index(part)
-        return [seconds[index] for seconds in self._last]
-
     def summary(self) -> Mapping[str, object]:
         """Return the number of steps, and per part the total and the median of the recent ones, in seconds."""
         medians = [median_high(column) for column in zip(*self._last, strict=True)] or [0.0] * len(PARTS)

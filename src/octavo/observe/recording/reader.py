@@ -119,20 +119,17 @@ def _read_frame(file: BinaryIO) -> bytes | None:
 class Segment:
     """The recording of one engine, from its start to its end, in one file of `num_bytes`.
 
-    The fields from `end_reason` on are known once its calls have been read. `is_whole`: it has its end marker, with
-    `end_reason`; else it was cut off (a kill, a full disk). `ended_at` is the time of the last call.
+    `end_reason` is known once its calls have been read: that of its end marker, or CUT_OFF (a kill, a full disk).
     """
 
     path: Path
     header: Header
     num_bytes: int = 0
     end_reason: str = ""
-    is_whole: bool = False
-    ended_at: float | None = None
 
     def calls(self) -> Iterator[RecordedCall]:
         """Read the calls in order, without the end marker; each time from the start."""
-        self.is_whole, self.end_reason = False, CUT_OFF
+        self.end_reason = CUT_OFF
         decoder = CallDecoder(self.header)
         for record in read_records(self.path):
             try:
@@ -141,20 +138,18 @@ class Segment:
                 raise RecordingError(
                     f"{self.path} holds {error}; its frames are whole, so it was written so: by another version?"
                 ) from None
-            self.ended_at = getattr(recorded.call, "now", self.ended_at)
             if isinstance(recorded.call, EndMarker):
-                self.is_whole, self.end_reason = True, recorded.call.reason
+                self.end_reason = recorded.call.reason
                 return
             yield recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A recording: its segments, oldest first. `empty` are files that were cut off before their header was whole."""
+    """A recording: its segments, oldest first, without files that were cut off before their header was whole."""
 
     path: Path
     segments: tuple[Segment, ...]
-    empty: tuple[Path, ...] = ()
 
     @property
     def header(self) -> Header:
@@ -173,16 +168,11 @@ def open_recording(path: Path | str) -> Recording:
         paths = [path]
     else:
         raise RecordingError(f"{path} does not exist; name the folder that was given to octavo serve --record")
-    segments, empty = [], []
-    for each in paths:
-        header = read_header(each)
-        if header is None:
-            empty.append(each)
-        else:
-            segments.append(Segment(each, header, each.stat().st_size))
+    headers = [(each, read_header(each)) for each in paths]
+    segments = [Segment(each, header, each.stat().st_size) for each, header in headers if header is not None]
     if not segments:
         raise RecordingError(f"{path} was cut off before a header was whole: nothing was recorded in it")
-    return Recording(path, tuple(segments), tuple(empty))
+    return Recording(path, tuple(segments))
 
 
 @dataclass(frozen=True, slots=True)
