@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 
 from octavo.core.beam_search import BeamGroup, Hypothesis
+from octavo.core.kv.cache import KVCache
 from octavo.core.kv.matching import Match
 from octavo.core.plan import EventKind, WaitReason
 from octavo.core.request import FinishReason, RequestState, Sequence
@@ -93,11 +94,15 @@ def enter_late(step: Step, request: RequestState, sequence: Sequence) -> bool:
 
 
 def reserve_room(step: Step, sequence: Sequence) -> None:
-    """Reserve blocks for a choice that has not entered: at least its own tail."""
-    cache = step.state.cache
+    """Reserve blocks for a choice that has not entered."""
+    step.reserve(sequence.request, own_blocks(step.state.cache, sequence))
+
+
+def own_blocks(cache: KVCache, sequence: Sequence) -> list[int]:
+    """Return the blocks per group that a choice needs beside those of its prompt that it will share: at least one."""
     shared = sequence.num_prompt - 1 if cache.sharing else 0
     own = cache.num_blocks_for(sequence.num_known) - shared // cache.block_size
-    step.reserve(sequence.request, [max(1, own)] * cache.num_groups)
+    return [max(1, own)] * cache.num_groups
 
 
 def _match(step: Step, sequence: Sequence) -> Match | None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from enum import Enum
 
+from octavo.core.branching import own_blocks
 from octavo.core.kv.host_tier import distinct_blocks
 from octavo.core.plan import WaitReason
 from octavo.core.request import RequestState, Status
@@ -49,7 +50,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """One group of the KV pool as a waiting request meets it now, in blocks.
+    """One group of the KV pool, as available to a waiting request now, in blocks.
 
     The request needs `needed` beside the `found` that it would share. Of `total`, `free` hold nothing and `evictable`
     an unused prefix (not this request's). `promised` are for prompts in progress; `headroom` and `growth` stay free for
@@ -252,7 +253,7 @@ def _wait(
 
 
 def _rooms(state: State, entry: RequestState) -> tuple[Room, ...]:
-    """Return the pool as a waiting request meets it, by admission's measure."""
+    """Return what of the pool is available to a waiting request, by admission's own measure."""
     cache, root = state.cache, entry.sequences[0]
     has_company = bool(state.running.requests)
     found, unreferenced = [0] * cache.num_groups, [0] * cache.num_groups
@@ -283,18 +284,13 @@ def _rooms(state: State, entry: RequestState) -> tuple[Room, ...]:
 def _promised(state: State) -> list[int]:
     """Return the blocks per group that running sequences still need for known tokens (see Step.outstanding)."""
     cache = state.cache
-    total = [0] * cache.num_groups
-    for request in state.running.requests:
-        for one in request.sequences:
-            if one.num_scheduled >= one.num_committed:
-                continue
-            held, least = cache.held_blocks(one), 0
-            if not one.is_entered:  # a choice that will share its prompt's blocks with the others
-                shared = (one.num_prompt - 1) // cache.block_size if cache.sharing else 0
-                held, least = [shared] * cache.num_groups, 1
-            for group, peak in enumerate(cache.peak_blocks(one.num_known)):
-                total[group] += max(least, peak - held[group])
-    return total
+    needs = [
+        cache.blocks_left(one) if one.is_entered else own_blocks(cache, one)
+        for request in state.running.requests
+        for one in request.sequences
+        if one.num_scheduled < one.num_committed
+    ]
+    return [sum(need[group] for need in needs) for group in range(cache.num_groups)]
 
 
 def _limit(state: State, reason: WaitReason) -> int:

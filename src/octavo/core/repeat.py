@@ -172,7 +172,7 @@ def _steps_that_fit(state: State, rows: list[Sequence], max_steps: int) -> int:
 def repeat(state: State, num_steps: int, planned: float) -> None:
     """Make `num_steps` of the steps just found, the last of them planned then. O(rows + blocks taken).
 
-    A plan in flight is replaced by the last of these. A policy that tracks service is told of each token. Requests that
+    A plan in flight is replaced by the last of these. A policy that tracks service gets each token. Requests that
     have their length by it are left to be ended.
     """
     rows, cache = [request.sequences[0] for request in state.running.requests], state.cache
@@ -215,7 +215,7 @@ def _note_shortage(state: State) -> None:
 
 
 def _count(state: State, rows: list[Sequence], num_steps: int) -> None:
-    """Budgets as the last step leaves them, totals, and what the policy is told."""
+    """Set budgets as the last step leaves them, count totals, and call the hook of a policy that tracks service."""
     num_tokens = len(rows) * num_steps
     state.token_budget.renew()
     state.token_budget.take(len(rows))

@@ -262,9 +262,7 @@ class Step:
         """Reserve blocks for the known tokens of a sequence that this plan does not reach."""
         if sequence.num_scheduled < sequence.num_committed:
             self.num_partial_left = max(0, self.num_partial_left - 1)
-            held = self.state.cache.held_blocks(sequence)
-            peaks = self.state.cache.peak_blocks(sequence.num_known)
-            self.reserve(sequence.request, [max(0, peak - have) for peak, have in zip(peaks, held, strict=True)])
+            self.reserve(sequence.request, self.state.cache.blocks_left(sequence))
 
     def reserve(self, request: RequestState, blocks: list[int]) -> None:
         """Reserve so many blocks of each group for a running request: requests that start leave them free."""

@@ -64,9 +64,10 @@ class KVCache:
         """Return the most blocks per group that a sequence of `num_tokens` holds at once while it is computed."""
         return [spec.peak_blocks(num_tokens, self.chunk, self.block_size) for spec in self.groups]
 
-    def held_blocks(self, sequence: Sequence) -> list[int]:
-        """Return the blocks per group in a sequence's tables."""
-        return [len(table) - first for table, first in zip(sequence.tables, sequence.first_live, strict=True)]
+    def blocks_left(self, sequence: Sequence) -> list[int]:
+        """Return the blocks per group that a sequence still needs for the tokens it knows."""
+        entries = zip(self.peak_blocks(sequence.num_known), sequence.tables, sequence.first_live, strict=True)
+        return [max(0, peak - len(table) + first) for peak, table, first in entries]
 
     def num_free(self) -> int:
         """Return the blocks that every group can give at once."""
@@ -292,7 +293,7 @@ class KVCache:
         child.in_place_end = parent.in_place_end = 0
 
     def enter_tables(self, sequence: Sequence) -> None:
-        """Enter a sequence's whole tables in the plan."""
+        """Enter all tables of a sequence in the plan."""
         for group, table in enumerate(sequence.tables):
             for index, block in enumerate(table):
                 if block != NO_BLOCK:
