@@ -1,9 +1,9 @@
-"""Admission: whether a request may come in now, or when it may come again.
+"""Admission: whether a request is accepted now, or when it can be sent again.
 
 Owns: the order of the checks, the load levels, shares of the queue, the meters of keys, what a refusal says.
 Does not: count or forecast (engine_queue and rates do), read bodies, or know HTTP.
-Twice: `glance` before the body is read, by counts alone; `enter` once the body is checked and before anything is
-tokenised. `settle` looks again when the prompts' tokens are known.
+A request is checked three times: `glance` before its body is read, by counts alone; `enter` once the body is checked
+and before anything is tokenized; `settle` when the prompts' tokens are counted.
 Invariant: a refusal takes nothing and costs no more than some counting; every ticket is given back.
 """
 
@@ -40,7 +40,7 @@ class Load(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """What a checked body asks for, before anything is tokenised. Given token ids are counted, not guessed.
+    """What a checked body asks for, before anything is tokenized. Given token ids are counted, not guessed.
 
     `max_wait_s` is how long it may wait at most: its queue timeout or its timeout.
     """
@@ -141,7 +141,7 @@ class AdmissionTicket:
 
 
 class AdmissionControl:
-    """Decides who comes in. `is_by_priority`: the scheduler lets the more urgent go first."""
+    """Accepts or refuses requests. `is_by_priority`: the scheduler runs more urgent requests first."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class AdmissionControl:
     def glance(self, key: KeyInfo, *, may_be_known: bool = False) -> None:
         """Before the body is read: count the request, or refuse it at a full queue or its key's limit (BusyError).
 
-        `may_be_known`: it may ask for something that is here already, and so needs no queue.
+        `may_be_known`: it may ask for something that is here already, and so needs no place in the queue.
         """
         meter = self._current_meter(key)
         if not may_be_known and self.queue.num_pending:
@@ -296,7 +296,7 @@ class AdmissionControl:
         waiting, most = self.queue.num_waiting, self.config.max_waiting
         kept = ""
         if len(self._meters) > 1 and key.name in self.queue.by_key:
-            # Else whoever fills the queue takes each place that falls free before another asks for it.
+            # Otherwise the key that fills the queue takes each free place before another key asks for it.
             most -= most // _RESERVED
             kept = f" ({self.config.max_waiting - most} more places are for keys of which nothing waits)"
         if waiting and waiting + num_sequences > most:

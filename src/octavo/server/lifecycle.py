@@ -49,7 +49,7 @@ class ServerStoppingError(ApiError):
 class Lifecycle:
     """Counts open requests and ends them when told.
 
-    `engine_trouble` says why the engine makes no progress, or None; without it, whoever asks must probe the engine.
+    `engine_trouble` says why the engine makes no progress, or None; without it, the engine must be probed.
     `on_answered` is called once, when the first work under `supervise` was done.
     """
 
@@ -191,8 +191,8 @@ class RequestIndex:
                 del self._num_ended[tenant]
 
     def find(self, name: str, tenant: str | None = None) -> list[str]:
-        """The engine's names of what is open under a client's name, or under the engine's own: of one tenant, or (for
-        whoever runs the server) of all."""
+        """Return the engine's ids of what is open under a client's name or an engine's id, of one tenant or (for the
+        server's operator) of all."""
         found: list[str] = []
         for (owner, public), listed in self._names.items():
             if tenant is None or owner == tenant:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octavo.frontend.outputs import TextDelta, Usage
     from octavo.server.faults import ApiError
 
-SIGNATURE = "unsigned"  # clients keep it and send it back; nobody looks at it here
+SIGNATURE = "unsigned"  # clients keep it and send it back; it is not checked here
 
 
 def event(kind: str, body: Json) -> bytes:

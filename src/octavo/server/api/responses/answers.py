@@ -257,7 +257,7 @@ class ResponseEncoder:
         }
 
     def _failure(self, error: ApiError) -> bytes:
-        """An error in mid-stream: by itself, for whoever looks for that, and as the response's end."""
+        """Return an error in mid-stream: as an event of its own, and as the response's end."""
         open_items = self._bytes(self._items.close("incomplete"))
         told = {"code": error.code, "message": error.message, "param": error.param}
         return open_items + self._bytes((("error", told), ("response.failed", {"response": self.ended(error)})))

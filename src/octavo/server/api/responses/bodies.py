@@ -445,7 +445,7 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Messa
     for item in items:
         kind = item["type"]
         if kind == "function_call" and item["status"] == "incomplete":
-            continue  # cut before its arguments were whole: nobody could have answered it
+            continue  # cut before its arguments were whole, so it cannot have been answered
         if kind == "function_call_output":
             if item["call_id"] not in calls:
                 raise _no_call(item["call_id"])

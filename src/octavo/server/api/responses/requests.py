@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from octavo.server.context import Context
     from octavo.server.encoding import Json
 
-ANSWER_SHARE = 8  # one part in so many of the model's length is for the answer, where nobody says how long it may be
+ANSWER_SHARE = 8  # one part in so many of the model's length is for the answer, where its length is not bounded
 _SYSTEM = ("system", "developer")
 
 
@@ -104,8 +104,8 @@ class ResponseConversation:
 
 @dataclass(kw_only=True)
 class ResponseRequest(ChatRequest):
-    """The answer to a Responses body. `keep` puts a response into the store, unless whoever runs it in the background
-    does."""
+    """The answer to a Responses body. `keep` puts a response into the store, unless it runs in the
+    background, which does that itself."""
 
     response_id: str
     echo: Mapping[str, str]
@@ -207,7 +207,7 @@ async def read_conversation(
 
     size = _size(body.items) + sum(map(len, history)) + sum(link.num_bytes for link in links)
     size += len(body.instructions or "")
-    has_schemas = bool(body.tools) or body.text.format.schema_ is not None  # of which nobody knows how large they are
+    has_schemas = bool(body.tools) or body.text.format.schema_ is not None  # of unknown size
     is_short = size <= OFF_LOOP_BYTES and not has_schemas
     return read() if is_short else await parse_off_loop(read, size)
 
