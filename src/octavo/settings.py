@@ -37,7 +37,7 @@ from octavo.config.spelling import did_you_mean, unknown
 from octavo.errors import ConfigError
 
 PREFIX = "OCTAVO_"
-# The config file; where a server's own folders are made.
+# The config file; where a server's own folders are made; SCRATCH_DIR was read by earlier versions and has no effect.
 _NO_SETTINGS = (PREFIX + "CONFIG", PREFIX + "RUN_DIR", PREFIX + "SCRATCH_DIR")
 _PARTS: dict[str, Any] = {
     "model": ModelConfig,
