@@ -14,7 +14,7 @@ from tests.core.harness import Run, limits, prompt
 from tests.fake_model import quads
 
 from octavo.core import policy
-from octavo.core.policy.policies import Fcfs, Fifo
+from octavo.core.policy.basic import Fcfs, Fifo
 from octavo.core.request import FinishReason, Request, RequestState, SamplingParams
 
 

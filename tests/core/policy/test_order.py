@@ -10,7 +10,7 @@ from tests.core.harness import Run, limits, prompt
 
 from octavo.core.plan import EventKind
 from octavo.core.policy import Policy, register_policy
-from octavo.core.policy.policies import PrefixAffinity, Priority, ShortestPrefill
+from octavo.core.policy.basic import PrefixAffinity, Priority, ShortestPrefill
 
 ALL = ("deadline", "fair", "fcfs", "fifo", "prefill_first", "prefix_affinity", "priority", "shortest_prefill")
 
