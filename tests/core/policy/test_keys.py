@@ -10,8 +10,8 @@ import pytest
 from tests.core.harness import limits
 
 from octavo.core.policy import POLICIES, PolicyGuard, create_policy
-from octavo.core.policy.fair import Fair
 from octavo.core.policy.basic import PrefixAffinity, ShortestPrefill
+from octavo.core.policy.fair import Fair
 from octavo.core.request import Request, RequestState, Sequence, Status
 
 ALL = ("deadline", "fair", "fcfs", "fifo", "prefill_first", "prefix_affinity", "priority", "shortest_prefill")
