@@ -408,3 +408,12 @@ def test_an_ended_request_whose_reader_is_gone_is_not_kept() -> None:
     assert ledger.get("after") is None and after.take()[-1].is_final, "who holds it may still read it"
     ledger.abandon(ledger.add(make_request("after")))
     assert ledger.get_open("after") is not None, "what is open stays"
+
+
+def test_a_queue_timeout_of_zero_ends_a_request_that_no_engine_has_as_the_scheduler_would() -> None:
+    ledger = OpenRequests(epoch=1)
+    timed = ledger.add(make_request("a", queue_timeout=0.0))
+    patient = ledger.add(make_request("b"))
+    ledger.expire(timed.request.arrival)
+    assert timed.end is not None and timed.end.finish_reason is FinishReason.TIMEOUT
+    assert patient.end is None

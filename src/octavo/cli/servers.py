@@ -40,8 +40,8 @@ _FORMAT = "octavo-server-1"
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What is known of a server from outside. `begun` is seconds since 1970; `started` tells its process from others
-    that have had the same number, None where the system does not say.
+    """What a server writes about itself for others. `begun` is seconds since 1970; `started` identifies the process if
+    its pid was reused, None where the system does not say.
     """
 
     pid: int

@@ -46,7 +46,7 @@ class View:
 
 
 def screen(figures: _Row, view: View, width: int, height: int) -> RenderableType:
-    """Everything; of a live view as much as `height` lines hold."""
+    """Return everything; a live view is cut to `height` lines."""
     lines = [_requests_line(figures["requests"]), _steps_line(figures), _latency_line(figures["latency"])]
     text = [part for line in lines for part in wrap(line, width, subsequent_indent=" " * 11)]
     bars, lines_of_bars = _bars(figures, width)

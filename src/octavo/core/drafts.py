@@ -98,7 +98,7 @@ def _num_that_fit(step: Step, sequence: Sequence) -> int:
     """Return how many drafts there are tokens, reads, positions and blocks for."""
     state, end = step.state, sequence.num_scheduled
     count = min(step.tokens.left, sequence.limit - sequence.num_known)
-    if step.limits_reads:
+    if step.has_read_limit:
         count = min(count, step.reads.left)
     for pool, kept, floor in zip(state.cache.pools, step.outstanding, state.headroom, strict=True):
         spare = pool.num_free - kept - floor - state.num_sequences

@@ -1,7 +1,7 @@
 """Grants rows to running requests, in the policy's order.
 
 Owns: the pass over running requests of one step. Does not: start waiting requests (start), or keep the columns (step).
-Invariant: a request that has to be preempted for lack of room is preempted whole, before it has a row.
+Invariant: a request that is preempted is preempted whole; rows that it had in this plan are taken back.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def grant_running(step: Step) -> None:
     The hot path: a row that decodes inside its last block is added to the columns right here, because a call for
     each would cost more than the rest of the step. All other rows take `grant_row`.
     """
-    state, tokens, limits_reads = step.state, step.tokens, step.limits_reads
+    state, tokens, has_read_limit = step.state, step.tokens, step.has_read_limit
     has_drafts_in_flight = bool(state.limits.max_draft_tokens and state.flight)
     may_skip = step.only is not None or step.turn is not None or has_drafts_in_flight
     rows, starts, counts, flags = step.rows, step.starts, step.counts, step.flags
     left = tokens.left
-    for request in _in_order(step) if limits_reads else tuple(state.running.requests):
+    for request in _in_order(step) if has_read_limit else tuple(state.running.requests):
         if not left:
             break
         if may_skip and _skips(step, request):
@@ -45,7 +45,7 @@ def grant_running(step: Step) -> None:
                 and start < sequence.in_place_end
                 and request.is_decoding
                 and (not pending or request.can_run_ahead)
-                and (not limits_reads or _take_read(step, request, start))
+                and (not has_read_limit or _take_read(step, request, start))
             ):
                 sequence.num_scheduled = start + 1
                 sequence.num_pending = pending + 1
@@ -104,7 +104,7 @@ def grant_row(step: Step, request: RequestState, sequence: Sequence) -> bool:
     if not sequence.is_entered and (step.refusal(request, False) or not branching.enter_late(step, request, sequence)):
         return False
     count, todo = 1, sequence.num_known - sequence.num_scheduled
-    if todo > 1 or step.limits_reads or step.turn is not None or request.request.spans:
+    if todo > 1 or step.has_read_limit or step.turn is not None or request.request.spans:
         count, reason = _cut(step, request, sequence, todo)
         if reason is not None:
             step.skip(reason)

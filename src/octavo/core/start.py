@@ -3,7 +3,7 @@
 Owns: the pass over the waiting queue of one step, the room that a waiting request needs, the starvation bound, and
 swap-ins. Does not: check that a request can ever run (feasibility), or grant running requests (run).
 Invariants: a start leaves the headroom free unless the batch is otherwise empty or the request was bypassed too often;
-in a step that preempted nothing starts, unless the step would otherwise be empty; nothing starts past a request that
+a step that preempted starts nothing, unless it would otherwise be empty; nothing starts past a request that
 was bypassed too often; no request is preempted for one of later rank.
 """
 

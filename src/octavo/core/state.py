@@ -2,7 +2,8 @@
 
 Owns: requests, queues, cache, slots, plans in flight, the event log; finish, end_choice and preempt, the ways out
 of the running list. Does not: make plans (step) or read their results (commit).
-Invariants: see tests/core/invariants.py.
+Invariants: a request is in exactly one of the queue, the running list and the finished; a freed block or slot has no
+owner (tests/core/invariants.py checks these and more).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from octavo.core.request import FinishError, FinishReason, RequestState, Sequenc
 class Flight:
     """A plan in flight: the sequences of its rows, and what must be undone if it fails.
 
-    `releases` are (group, block) that this plan is the last to name.
+    `releases` are (group, block) freed when this plan is committed; it was the newest one when they were given up.
     """
 
     plan: StepPlan

@@ -40,7 +40,7 @@ class Step:
     """
 
     __slots__ = (
-        "counts", "draft_ids", "effects", "flags", "forked_slots", "has_made_room", "has_preempted", "limits_reads",
+        "counts", "draft_ids", "effects", "flags", "forked_slots", "has_made_room", "has_preempted", "has_read_limit",
         "new_sequences", "now", "num_partial_left", "num_started", "only", "outstanding", "passed_over", "reads",
         "reserved", "rows", "skipped", "starts", "state", "tokens", "turn", "waits",
     )  # fmt: skip
@@ -59,7 +59,7 @@ class Step:
         self.tokens.renew()
         self.reads = state.read_budget
         self.reads.renew()
-        self.limits_reads = bool(state.limits.max_kv_read)
+        self.has_read_limit = bool(state.limits.max_kv_read)
         if state.limits.encoder_budget:
             state.encoder.begin_plan()
         self.num_started = 0
@@ -135,7 +135,7 @@ class Step:
         return self.state.limits.chunked_prefill or todo > self.tokens.limit
 
     def cut(self, start: int, todo: int, may_be_partial: bool = True) -> tuple[int, tuple[WaitReason, int, int] | None]:
-        """Return how many of the `todo` tokens from `start` on the budgets allow in this step.
+        """Return how many of `todo` tokens, beginning at position `start`, the budgets allow in this step.
 
         If it is none of them: also the reason, and how much is needed of what is available.
         """
@@ -144,7 +144,7 @@ class Step:
             return 0, (WaitReason.TOKEN_BUDGET, todo, self.tokens.left)
         if count < todo and not may_be_partial:
             return 0, (WaitReason.PARTIAL_PREFILL_CAP, 1, 0)
-        if self.limits_reads:
+        if self.has_read_limit:
             cost = self.reads.cost(start, count)
             if not self.reads.fits(cost):
                 return 0, (WaitReason.KV_READ_BUDGET, cost, self.reads.left)
@@ -162,7 +162,7 @@ class Step:
             state.cache.slide(sequence)
             state.cache.extend(sequence, end)
         self.tokens.take(count)
-        if self.limits_reads:
+        if self.has_read_limit:
             self.reads.take(self.reads.cost(start, count))
         flags = self._flags(sequence, start, end)
         self.rows.append(sequence)
@@ -286,7 +286,7 @@ class Step:
         return True
 
     def evict(self, request: RequestState, may_wait: bool = True) -> bool:
-        """Preempt the last request in the policy's order, for a running one.
+        """Preempt the request with the greatest victim rank, to make room for the running `request`.
 
         Return False if that was the request itself, or if there is no need: with `may_wait`, a plan in flight that
         releases blocks is waited for.

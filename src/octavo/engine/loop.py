@@ -312,7 +312,7 @@ class EngineLoop:
         self.instruments.stepped(plan, outcome, events)
 
     def _deliver_decisions(self, decisions: tuple[Event, ...]) -> None:
-        """Do the same with decisions that were made outside a commit."""
+        """Send decisions that were made outside a commit, and note them."""
         if decisions:
             self._send(self._outbox.decided(decisions))
             self._note_decisions(decisions)

@@ -18,8 +18,8 @@ _ALL = 1 << 62
 def pool_use(scheduler: Scheduler) -> dict[str, Any]:
     """Return the use of each group's pool, and the sum, as plain values. O(blocks in tables), never part of a step.
 
-    `reserved_slots` are in blocks that sequences hold, but neither written nor being written; `wasted_share` is their
-    share of those blocks' slots.
+    `reserved_slots` are slots in held blocks that no plan has written or is writing; `wasted_share` is their share of
+    the slots of held blocks.
     """
     sequences = scheduler.read_tables(0, _ALL)
     groups = [_group(scheduler, group, sequences) for group in range(len(scheduler.limits.groups))]

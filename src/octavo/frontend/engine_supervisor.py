@@ -103,7 +103,7 @@ class EngineSupervisor:
 
     def report(self) -> dict[str, object]:
         """Return what happened so far. Gaps are seconds from an engine's end to the next token, or to the next engine
-        if none is owed."""
+        if no open request waits for a token."""
         rejections, client = self.requests.rejections, self._engine.client
         is_current = self.requests.engine is client  # else its frames are in the sums already
         return {

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import sys
 import time
 from array import array
@@ -153,7 +152,7 @@ class OpenRequests:
     async def submit(self, request: Request) -> Accepted:
         """Record a request, send it, and wait for the engine's answer: that of a later one, if need be.
 
-        Raises RequestError; EngineDeadError when there will be no engine. Cancelled while waiting, the request is too.
+        Raises RequestError; EngineDeadError when there will be no engine. If this task is cancelled, so is the request.
         """
         state, name = self.add(request), request.request_id
         state.answer = asyncio.get_running_loop().create_future()
@@ -209,7 +208,7 @@ class OpenRequests:
             self.forget(state.request.request_id)
 
     def abandon(self, state: OpenRequest) -> None:
-        """Its reader is gone: once it has ended it need not be kept. A later reader holds the request itself."""
+        """Drop a request without a reader once it ends. A second reader has its own reference to it."""
         state.is_abandoned = True
         if state.end is not None:
             self.forget_ended(state)
@@ -277,7 +276,7 @@ class OpenRequests:
             if request.deadline is not None and now >= request.deadline:
                 late = f"deadline passed {now - request.deadline:.3f} s ago"
                 self.end(name, FinishReason.TIMEOUT, FinishError(ErrorKind.DEADLINE, late))
-            elif state.queue_s is None and now >= request.arrival + (request.queue_timeout or math.inf):
+            elif state.queue_s is None and request.queue_until is not None and now >= request.queue_until:
                 late = f"queue_timeout of {request.queue_timeout} s passed before the request could start"
                 self.end(name, FinishReason.TIMEOUT, FinishError(ErrorKind.QUEUE_TIMEOUT, late))
 
@@ -318,7 +317,7 @@ class OpenRequests:
     # --- engines follow one another
 
     def begin_epoch(self, engine: EngineLink) -> int:
-        """Take an engine into use and send it all that is open, oldest first. Returns how many requests these are."""
+        """Send all open requests to a new engine: crash suspects first, then oldest first. Return how many they are."""
         if engine.epoch <= self.epoch:
             raise ValueError(f"epoch {engine.epoch} does not follow {self.epoch}")
         self.epoch = engine.epoch
@@ -332,7 +331,8 @@ class OpenRequests:
         return len(self._open)
 
     def lose_engine(self, batch: Iterable[str]) -> None:
-        """The engine died with these requests in its batch: fail those that kill engines; end what was to end."""
+        """The engine died with these requests in its batch: count a crash for each without progress, fail
+        those with MAX_CRASHES, and end what was cancelled meanwhile."""
         self.engine = self._alone = None
         self._held.clear()
         names = frozenset(batch)

@@ -115,7 +115,7 @@ class DryPenalty:
 def matching_ends(ids: Sequence[int], breakers: Sequence[int]) -> list[int]:
     """For each position, how many ids ending there equal those ending the sequence, back to a breaker.
 
-    The last position, which is the end itself, gives 0. Linear: the Z algorithm (Gusfield 1997) from the end.
+    The last position always gives 0. Linear: the Z algorithm (Gusfield 1997) from the end.
     """
     size = len(ids)
     breaking = frozenset(breakers)

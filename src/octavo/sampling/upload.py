@@ -1,6 +1,6 @@
-"""Host columns to a device without waiting for it.
+"""Copies host columns to a device without waiting for it.
 
-Owns: the choice of how. Does not: copy on a CPU, where the tensor shares the array's memory.
+Owns: how columns are copied. Does not: copy on a CPU, where the tensor shares the array's memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shell: the outermost layer around every request.
 
 Owns: arrival time, the request id, header limits, counting open requests and responses, telling which fields were
-ignored, and the last catch: an unexpected error becomes a 500 without details. Does not: log bodies or headers.
+ignored, and the catch-all: an unexpected error becomes a 500 without details. Does not: log bodies or headers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is checked of WebConfig before anything starts: hosts, origins, the path in front, the files of TLS.
+"""Checks of WebConfig before anything starts: hosts, origins, the path in front, the files of TLS.
 
-Owns: the checks, so that what is wrong is told at once; TLS as uvicorn takes it.
+Owns: the checks; the TLS settings in uvicorn's form.
 Does not: serve, or import a web framework (the supervisor checks too).
 """
 

@@ -137,7 +137,7 @@ class SessionRouter:
 
 
 class PrefixAffinityRouter:
-    """The replica that was last given the longest part of the prompt's prefix, unless its load exceeds the bound.
+    """Choose the replica that last got the longest prefix of this prompt, unless its load exceeds the bound.
 
     Then, and for a prompt whose first key is new, the least loaded one. The keys are the router's own memory of what
     it sent where, as a router in front of servers has it (SGLang's cache-aware router, 2024); the bound on the load is

@@ -45,7 +45,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _cut(text: str, end: int) -> int:
-    """The last place before `end` where one space stands between two words; `end` where there is none near."""
+    """Return the last place shortly before `end` with a single space between two words, or `end`."""
     if end >= len(text):
         return len(text)
     at, first = end, end - _SEARCH_CHARS

@@ -1,7 +1,7 @@
-"""Whether the source of a grammar is small and plain enough to be compiled, and compiling it.
+"""Checks that the source of a grammar is small and plain enough to be compiled, and compiles it.
 
 Owns: the bounds on each kind of source. Does not: compile (octavo.grammar.compile does), or bound time and memory.
-Invariant: what is compiled here compiles again, where the engine follows it, in a small part of a job's time.
+Invariant: a grammar accepted here also compiles in the engine, in a small part of a job's time.
 """
 
 from __future__ import annotations

@@ -208,7 +208,8 @@ class KVCache:
     def may_load(self) -> bool:
         """True if this plan may still load from the host.
 
-        Not beside swap-outs; nor while the source of a copy is free, because a load into it would run before the copy.
+        Not in a plan that saves to the host. Nor while a copy's source is unreferenced: a load could be given it, and
+        loads run before copies.
         """
         copies = self.effects.copies
         sources = zip(copies[::3], copies[1::3], strict=True)
