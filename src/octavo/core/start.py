@@ -277,7 +277,7 @@ def _try_start(step: Step, request: RequestState) -> WaitReason | None:
 
 
 def _refusal(step: Step, request: RequestState) -> WaitReason | None:
-    """Return a reason to wait that needs no look at the cache."""
+    """Defer a request where that needs no look at the cache; return the reason, None if it may be tried."""
     num_free = len(step.state.free_slots)
     request.is_passable = False
     if request.in_flight:
@@ -339,7 +339,7 @@ def _encode(step: Step, request: RequestState, match: Match, count: int) -> tupl
 
 
 def _lacks_room(step: Step, request: RequestState, needed: list[int], free: list[int]) -> WaitReason | None:
-    """Return why a request that needs these blocks, and leaves those free, waits; None when it fits."""
+    """Defer a request that needs these blocks and would leave those free; return the reason, None when it fits."""
     state, has_company = step.state, bool(step.state.running.requests)
     left = list(map(sub, free, step.outstanding))
     group = left.index(min(left))
