@@ -1,1 +1,1 @@
-"""Executors: what runs a plan. The protocol imports no torch; implementations are wired in by assembly."""
+"""Executors, which run plans. The protocol imports no torch; the assembly chooses the implementation."""

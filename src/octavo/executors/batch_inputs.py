@@ -1,4 +1,4 @@
-"""A plan's rows as the tensors of one forward pass.
+"""Convert a plan's rows to the tensors of one forward pass.
 
 Owns: the order of rows in the pass, and all index arithmetic of a step, vectorised on the host.
 Does not: read or write slots' tensors, or compute on the device.
@@ -6,8 +6,8 @@ Shapes: T tokens, N rows, A rows with tokens, M table width, R rows that sample.
 
 A row of slot s, positions [a, a + c) becomes c tokens. With W = width of the id buffer, S = block size:
     token j of the row   position p = a + j    id at s * W + p    KV to table[s][p // S] * S + p % S
-Rows of one token come first, by ascending context, because that is how attention cuts them into buckets. A row that
-forks has no tokens: it samples behind the last token of the nearest row before it that has some.
+Rows of one token come first, by ascending context, because attention splits them into buckets in that order. A row that
+forks has no tokens: it samples after the last token of the nearest row before it that has some.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NONE: Ints = np.zeros(0, dtype=np.int64)
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step, ready to run. `*_rows` are row indices of the plan; `*_last` their last token in the pass.
+    """The inputs of one step. `*_rows` are row indices of the plan; `*_last` their last token in the pass.
 
-    `attention` and `begun_blocks` have one entry per cache group; begun are the blocks whose first position this
-    step writes and whose last it does not (see attention_pool), if they were wanted. `first_token_N` is where each
-    plan row's tokens begin in the pass. `sample_rows` names a row for each of its positions that sample: one, and one
-    more for each of its `drafts`. `beams` are indices into `sample_rows` of those that want candidates only.
+    `attention` and `begun_blocks` have one entry per cache group; begun blocks are those whose first position this
+    step writes and whose last it does not (see attention_pool), if requested. `first_token_N` is the index of each
+    plan row's first token in the pass. `sample_rows` repeats a row for each of its sampling positions: one, and one
+    more for each of its `drafts`. `beams` are indices into `sample_rows` of the rows that need candidates only.
     """
 
     token_index_T: Tensor
@@ -56,14 +56,14 @@ class StepInputs:
 
     @property
     def silent_rows(self) -> Ints:
-        """Rows with tokens that sample nothing: chunks of prompts."""
+        """Indices of rows with tokens that sample nothing: chunks of prompts."""
         is_silent_N = self.counts_N > 0
         is_silent_N[self.sample_rows] = False
         return is_silent_N.nonzero()[0]
 
 
 def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_begun: bool = True) -> StepInputs:
-    """Turn the plan's columns into tensors on the slots' device. Tables must be up to date. Needs a row with tokens."""
+    """Convert the plan's columns to tensors on the slots' device. Needs current tables and a row with tokens."""
     slots_N, starts_N, counts_N = from_packed(plan.slots), from_packed(plan.starts), from_packed(plan.counts)
     flags_N = from_packed(plan.flags)
     ends_N = starts_N + counts_N
@@ -76,7 +76,7 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_begun: boo
         order_A = order_A[counts_N[order_A] > 0]
     is_plain = not (has_forks or is_long_N.any())
     of_T, first_A1 = _tokens(order_A, counts_N, is_plain)
-    first_token_N = np.empty_like(slots_N)  # what a row without tokens has here is never read
+    first_token_N = np.empty_like(slots_N)  # the entries of rows without tokens are never read
     first_token_N[order_A] = first_A1[:-1]
     last_token_N = first_token_N + counts_N - 1
     if has_forks:
@@ -135,7 +135,7 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, wants_begun: boo
 
 
 def _sampled(plan: StepPlan, rows: Ints) -> tuple[Ints, Ints | int, Drafts | None]:
-    """The row of each position that samples, and how many of its row's are behind it."""
+    """Return the row of each sampling position, how many positions of its row follow it, and the drafts."""
     if not plan.num_drafts:
         return rows, 0, None
     drafts = Drafts.of(plan, rows)
@@ -143,7 +143,7 @@ def _sampled(plan: StepPlan, rows: Ints) -> tuple[Ints, Ints | int, Drafts | Non
 
 
 def _tokens(order_A: Ints, counts_N: Ints, is_plain: bool) -> tuple[Ints, Ints]:
-    """The row of each token, and where each row's tokens begin, in the pass; plain: one token each."""
+    """Return each token's row and each row's first token, in pass order; with `is_plain` a row has one token."""
     if is_plain:
         return order_A, np.arange(len(order_A) + 1)
     counts_A = counts_N[order_A]
@@ -151,7 +151,7 @@ def _tokens(order_A: Ints, counts_N: Ints, is_plain: bool) -> tuple[Ints, Ints]:
 
 
 def _begun_blocks(slots: Slots, block_size: int, rows: tuple[Ints, Ints, Ints]) -> list[Ints]:
-    """Per cache group: the blocks whose first position the rows write and whose last they do not."""
+    """Return, per cache group, the blocks whose first position the rows write and whose last they do not."""
     slots_N, starts_N, ends_N = rows
     last_block_N = (ends_N - 1) // block_size
     is_begun_N = (ends_N % block_size != 0) & (last_block_N * block_size >= starts_N)
@@ -159,7 +159,7 @@ def _begun_blocks(slots: Slots, block_size: int, rows: tuple[Ints, Ints, Ints]) 
 
 
 def _source_rows(counts_N: Ints, flags_N: Ints) -> Ints:
-    """The row behind whose last token each row samples: itself, or for one without tokens the nearest before it."""
+    """Return the row after whose last token each row samples: itself, or else the nearest before it with tokens."""
     has_tokens_N = counts_N > 0
     assert (flags_N[~has_tokens_N] & ROW_FORK).all(), "a row without tokens does not fork"
     source_N: Ints = np.maximum.accumulate(np.where(has_tokens_N, np.arange(len(counts_N)), -1))
@@ -168,7 +168,7 @@ def _source_rows(counts_N: Ints, flags_N: Ints) -> Ints:
 
 
 def _page(slots: Slots, block_size: int, tokens: tuple[Ints, Ints], rows: tuple[Ints, int]) -> list[Ints]:
-    """Per cache group: where each token's KV goes, and the rows' tables, wide enough for the longest context."""
+    """Return, per cache group, each token's KV slot, and the rows' tables, wide enough for the longest context."""
     slot_T, position_T = tokens
     slots_A, longest = rows
     width = -(-longest // block_size)

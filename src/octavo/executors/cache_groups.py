@@ -1,9 +1,9 @@
-"""The cache groups of a model: memory, attention and block effects of each.
+"""The cache groups of a model: the memory, attention and block copies of each.
 
-Owns: which layers share a group, one pool and one attention backend per group, the host tier, and the way from a
-model's layer to its group's. Does not: decide about blocks (core does) or keep tables (slots do).
-Invariants: the full group, where there is one, comes first; of sliding ones, the widest first. A group's pool holds
-its own layers only, and its block numbers are its own.
+Owns: which layers share a group, one pool and one attention backend per group, the host tier, and the mapping from a
+model's layers to their groups'. Does not: decide about blocks (core does) or keep tables (slots do).
+Invariants: the full group, if there is one, is the first; sliding groups follow, the widest first. A group's pool holds
+only its own layers and has its own block numbers.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def group_layers(windows: Sequence[int | None], block: PoolShape) -> tuple[Group
 
 
 def layer_windows(model: ModelSpec) -> tuple[int | None, ...]:
-    """The window of each layer, None for full attention."""
+    """Return the window of each layer, None for full attention."""
     return tuple(model.window_of(layer) for layer in range(model.num_layers))
 
 
 def within(windows: Sequence[int | None], max_model_len: int) -> tuple[int | None, ...]:
-    """The windows that matter at this length: one that holds the longest context is full attention."""
+    """Return the effective windows at this length: a window as long as the longest context is full attention."""
     return tuple(None if window is None or window >= max_model_len else window for window in windows)
 
 
 class CacheGroups:
-    """Pools, host pools and attention of all groups. `attention` is what a model's forward pass is given."""
+    """Pools, host pools and attention of all groups. `attention` is the argument of the model's forward pass."""
 
     def __init__(
         self,
@@ -70,16 +70,16 @@ class CacheGroups:
         backends = [make_attention(pool, group.window or None) for pool, group in zip(pools, groups, strict=True)]
         self._backends = backends
         self.reads_unwritten = any(backend.reads_unwritten for backend in backends)
-        # one group's layers are the model's: the backend itself, at no cost per layer
+        # a single group has all layers: use the backend itself, at no cost per layer
         self.attention = backends[0] if len(backends) == 1 else _by_layer(groups, backends)
 
     def begin(self, batches: Sequence[AttentionBatch]) -> None:
-        """Tell each group's attention about the step."""
+        """Begin the step in each group's attention."""
         for backend, batch in zip(self._backends, batches, strict=True):
             backend.begin(batch)
 
     def clear(self, blocks_by_group: Sequence[Ints]) -> None:
-        """Zero blocks of each group; needed where attention `reads_unwritten` positions."""
+        """Zero blocks of each group; needed if attention `reads_unwritten` positions."""
         for pool, blocks in zip(self.pools, blocks_by_group, strict=True):
             if len(blocks):
                 pool.clear_blocks(upload(pool.device, blocks)[0])
@@ -98,7 +98,7 @@ class CacheGroups:
             pool.copy_blocks(*upload(pool.device, sources, destinations))
 
     def _pairs(self, column: array[int]) -> list[tuple[int, tuple[Ints, Ints]]]:
-        """The (source, destination) columns of each group that a flat column names."""
+        """Return the (source, destination) columns of each group in a flat column."""
         if not column:
             return []
         entries = from_packed(column).reshape(-1, 3)
@@ -108,7 +108,7 @@ class CacheGroups:
 
 
 def _by_layer(groups: Sequence[GroupSpec], backends: Sequence[AttentionBackend]) -> GroupedAttention:
-    """Give each of the model's layers its group's backend and its number there."""
+    """Map each of the model's layers to its group's backend and its index there."""
     places = {
         layer: (backend, local)
         for group, backend in zip(groups, backends, strict=True)

@@ -1,6 +1,6 @@
-"""Packed int32 columns of a plan as numpy arrays.
+"""Convert packed int32 columns of a plan to numpy arrays and back.
 
-Owns: the conversion, in both directions. Does not: keep a view: a live view would forbid core to append.
+Owns: the conversion. Does not: keep a view: core could not append while one exists.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rows of a step that verify drafts: what each of their positions samples, and how much of it counts.
+"""Rows of a step that verify drafts: the layout of their sampled positions, and which of them are accepted.
 
 Owns: the layout of results where rows sample more than once. Does not: sample, or make drafts (core.drafts).
 Shapes: R sampled positions of the step, row by row; a row of d drafts has 1 + d of them.
-Invariant: a position counts iff every draft before it in its row is what was sampled for it.
+Invariant: a position counts iff every draft before it in its row equals the id sampled at its position.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from octavo.sampling.columns import Ints
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts of a step. `lengths` are positions per sampling row; `behind_R` how many of its row are behind each.
+    """The drafts of a step. `lengths` are positions per sampling row; `behind_R` how many of its row follow each.
 
-    `expected_R` is the draft that continues each position; the last one of a row has none, and -1.
+    `expected_R` is the draft that continues each position; -1 for the last position of a row, which has none.
     """
 
     lengths: Ints
@@ -39,7 +39,7 @@ class Drafts:
         return cls(lengths, behind_R, expected_R)
 
     def counting(self, token_ids: array[int]) -> NDArray[np.bool_]:
-        """Which positions count, from what was sampled at each."""
+        """Return which positions count, given the ids sampled at each."""
         is_wrong_R = from_packed(token_ids) != self.expected_R
         before_R = np.cumsum(is_wrong_R) - is_wrong_R
         first = np.cumsum(self.lengths) - self.lengths
@@ -47,7 +47,7 @@ class Drafts:
         return is_counted
 
     def cut(self, result: StepResult) -> None:
-        """Leave of a result with one id for each position those that count, and say how many each row has."""
+        """Reduce a result with an id for each position to those that count, and set each row's number of ids."""
         assert result.token_ids is not None
         is_counted = self.counting(result.token_ids)
         first = np.cumsum(self.lengths) - self.lengths

@@ -1,8 +1,8 @@
-"""The memory of a CPU executor's KV pools: its pages are there before a step needs them.
+"""Populate the memory of a CPU executor's KV pools, so that its pages exist before a step needs them.
 
 Owns: populating the pools. Does not: allocate them (ops.attention_pool does).
-Invariants: populating changes no byte, so it runs beside steps that write, though it lets them go first for some
-seconds; it holds no pool alive, and takes no more while less than an eighth of the machine's memory is free.
+Invariants: populating changes no byte, so it may run beside steps that write, though it yields to them for up to
+MAX_PAUSE_S; it keeps no pool alive, and stops when less than an eighth of the machine's memory is free.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from octavo import machine
 from octavo.ops.attention_pool import KVPool
 
 AT_ONCE_BYTES = 16 << 20  # some 15 ms; larger pools are populated by a thread
-STRIPE_BYTES = 2 << 20  # of each layer's keys and values: the kernel holds the process's memory map for so long
+STRIPE_BYTES = 2 << 20  # of each layer's keys and values per call, in which the kernel locks the process's memory map
 FREE_SHARE = 8
-TOUCH_S = 0.25  # where the kernel cannot populate beside other writers
-QUIET_S = 0.1  # without a step, until populating goes on
-MAX_PAUSE_S = 5.0  # that it waits for steps in all: a standby resumes 32 requests in 1 s, and in 2 s beside it
+TOUCH_S = 0.25  # time limit if the kernel cannot populate beside other writers
+QUIET_S = 0.1  # without a step, before populating continues
+MAX_PAUSE_S = 5.0  # total wait for steps: a standby resumes 32 requests in 1 s, or in 2 s while populating
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 class Steps:
-    """Tells whether an executor runs steps. Written by its thread, read by the one that populates."""
+    """Flag that an executor runs steps. Written by the executor's thread, read by the one that populates."""
 
     def __init__(self) -> None:
         self._until = -math.inf
 
     def begin(self) -> None:
-        """Note that a step begins."""
+        """Record that a step begins."""
         self._until = math.inf
 
     def end(self) -> None:
-        """Note that it ended."""
+        """Record that it ended."""
         self._until = time.monotonic() + QUIET_S
 
     @property
     def are_running(self) -> bool:
-        """Whether one runs, or ended just now."""
+        """True if a step runs, or ended less than QUIET_S ago."""
         return time.monotonic() < self._until
 
 
 def make_resident(pools: Sequence[KVPool], steps: Steps | None = None) -> threading.Thread | None:
-    """Populate the pools' pages, lowest blocks first; return the thread that does, None if it is done already.
+    """Populate the pools' pages, lowest blocks first; return the thread that does it, None if it is done already.
 
     The thread waits while `steps` are running, for at most MAX_PAUSE_S.
 
-    Without it the first step that uses a block waits for its pages, which can be a huge page for the keys and one for
-    the values of each layer. Call it before the pools are used: without MADV_POPULATE_WRITE pages are touched here
-    instead, for at most TOUCH_S seconds.
+    Otherwise the first step that uses a block would wait for its pages, which can be a huge page for the keys and one
+    for the values of each layer. Call it before the pools are used: without MADV_POPULATE_WRITE this call touches the
+    pages instead, for at most TOUCH_S seconds.
     """
     pools = [pool for pool in pools if pool.device.type == "cpu"]
     populate = _populate()
@@ -75,7 +75,7 @@ def make_resident(pools: Sequence[KVPool], steps: Steps | None = None) -> thread
 
 @cache
 def _populate() -> Callable[[int, int], bool] | None:
-    """Return a function of an address and a size in bytes that populates, or None where the kernel has none."""
+    """Return a function of an address and a size in bytes that populates, or None if the kernel does not support it."""
     if sys.platform != "linux":
         return None
     madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -111,7 +111,7 @@ def _populate_all(populate: Callable[[int, int], bool], refs: Sequence[weakref.r
 
 
 def _touch(pools: Sequence[KVPool]) -> None:
-    """Write a zero into each page of pools which nothing else writes to yet, until TOUCH_S seconds are over."""
+    """Zero the pools, which nothing else may write to yet, for at most TOUCH_S seconds."""
     end = time.monotonic() + TOUCH_S
     for pool in pools:
         blocks = max(1, STRIPE_BYTES * pool.shape.num_layers // pool.shape.block_bytes)

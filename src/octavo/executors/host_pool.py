@@ -1,9 +1,9 @@
 """The host tier of one cache group: blocks of keys and values in the host's memory.
 
 Owns: the memory (pinned beside a CUDA device) and the copies in both directions.
-Does not: know who holds a block (core does).
+Does not: know which sequences hold a block (core does).
 Shapes: L layers, N blocks, S block size, K KV heads, D head size.
-Invariants: copies run on the device's current stream, so a block may be overwritten as soon as the call returns;
+Invariants: copies run on the device's current stream, so later work there may overwrite a block once the call returns;
 nothing waits for the device.
 """
 
@@ -16,13 +16,13 @@ from octavo.ops.attention_pool import KVPool
 from octavo.sampling.columns import Ints
 from octavo.sampling.upload import upload
 
-# Memory is taken in slabs of this size: torch rounds one pinned piece up to a power of two, which could double it.
+# Memory is allocated in slabs of this size: torch rounds a pinned tensor up to a power of two, which could double it.
 SLAB_BYTES = 64 << 20
-STAGING_BYTES = 64 << 20  # most that a copy holds on the device beside the pool
+STAGING_BYTES = 64 << 20  # maximum that a copy holds on the device beside the pool
 
 
 class HostPool:
-    """`num_blocks` blocks of the shape of a device pool's. A block's content is what `put` left there last."""
+    """`num_blocks` host blocks of the shape of a device pool's blocks, written by `put` and read by `get`."""
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
         shape = pool.shape
@@ -47,7 +47,7 @@ class HostPool:
                 self._block(block).copy_(content, non_blocking=True)
 
     def get(self, host_blocks: Ints, device_blocks: Ints) -> None:
-        """Copy host blocks to device blocks; no device block may be named twice."""
+        """Copy host blocks to device blocks; no device block may occur twice."""
         for first in range(0, len(host_blocks), self._staged):
             part = slice(first, first + self._staged)
             hosts = host_blocks[part].tolist()

@@ -1,4 +1,4 @@
-"""Which decoder runs a model here, in which types, on which device.
+"""Choose a model's decoder, dtypes and device.
 
 Owns: the choice between the native decoder and its torch twin, and the automatic choices of device and type.
 Does not: load files (models does), size or allocate the cache.
@@ -30,7 +30,7 @@ _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 class AnyDecoder(Protocol):
-    """What the executor needs of a decoder, native or not."""
+    """The executor's interface of a decoder, native or not."""
 
     max_model_len: int
 
@@ -63,7 +63,7 @@ class LoadedDecoder:
 
 
 class DecoderChoice:
-    """The choice, made from the configuration and the files' headers before anything is loaded."""
+    """The choice of a decoder, made from the configuration and the files' headers before anything is loaded."""
 
     def __init__(self, files: ModelFiles, spec: ModelSpec, execution: ExecutionConfig, model: ModelConfig) -> None:
         self._files = files
@@ -103,7 +103,7 @@ class DecoderChoice:
 
 
 def _obstacle(device: torch.device, execution: ExecutionConfig, model: ModelConfig, spec: ModelSpec) -> str | None:
-    """Why the native decoder cannot be used, None where it can."""
+    """Return why the native decoder cannot be used, None if it can."""
     if device.type != "cpu":
         return f"the device is {device.type}"
     if execution.decoder == "torch":
@@ -114,7 +114,7 @@ def _obstacle(device: torch.device, execution: ExecutionConfig, model: ModelConf
 
 
 def choose_device(name: str) -> torch.device:
-    """Give the device of that name; auto takes CUDA where there is one. Raises ConfigError."""
+    """Return the device of that name; auto means CUDA if there is a CUDA device. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -125,8 +125,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, checkpoint: str, device: torch.device, is_native: bool = False) -> torch.dtype:
-    """Give the dtype of weights and cache. auto: bfloat16 where the CPU multiplies it or native kernels do, else
-    float32; on CUDA the checkpoint's if it has 16 bits, else bfloat16. Raises ConfigError.
+    """Return the dtype of weights and cache. auto on a CPU: bfloat16 with native kernels or CPU support, else float32;
+    on CUDA: float16 if the checkpoint is float16, else bfloat16. Raises ConfigError.
     """
     if name != "auto":
         return dtype_named(name, "dtype")
@@ -136,7 +136,7 @@ def choose_dtype(name: str, checkpoint: str, device: torch.device, is_native: bo
 
 
 def dtype_named(name: str, setting: str) -> torch.dtype:
-    """Give the dtype. Raises ConfigError."""
+    """Return the dtype of that name; `setting` is named in the error. Raises ConfigError."""
     if name not in DTYPES:
         raise ConfigError(f"{setting} is {name!r}; give auto, {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -1,7 +1,7 @@
-"""What a model would take here, from its files' headers: weights, KV per token, how much fits.
+"""Compute a model's memory here from its files' headers: weights, KV per token, how much fits.
 
 Owns: the same choices and arithmetic as TorchExecutor.open, without loading or allocating.
-Does not: know what a step's own buffers take; on a CPU they are small beside the pool's margin.
+Does not: count a step's own buffers; on a CPU they are small beside the pool's margin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.ops.attention_pool import PoolShape
 
 
 def plan_memory(files: ModelFiles, execution: ExecutionConfig, model: ModelConfig, wanted: ExecutorSpec) -> MemoryPlan:
-    """Plan. Raises ConfigError, ModelFileError; that nothing fits is told in the plan."""
+    """Return the memory plan. Raises ConfigError, ModelFileError; if nothing fits, the plan's `shortfall` says why."""
     spec = read_model_spec(files)
     choice = DecoderChoice(files, spec, execution, model)
     max_len = min(wanted.max_model_len or spec.max_model_len, spec.max_model_len)

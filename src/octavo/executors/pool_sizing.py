@@ -1,10 +1,10 @@
-"""How many KV blocks each cache group gets, on the device and on the host.
+"""Compute the number of KV blocks of each cache group, on the device and on the host.
 
 Owns: the arithmetic from a spec and free memory to numbers of blocks, and its errors.
 Does not: look at the machine (its callers do) or allocate.
 Invariants: groups share one budget in bytes so that sequences of typical length fill all of them at the same time;
 no group is too small for one longest sequence while the budget has room for one.
-A number of blocks or tokens that a user gives means the leading group: the first, which is the full one if any is.
+A user's number of blocks or tokens refers to the leading group: the first, which is the full group if there is one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from octavo.core.kv.group import GroupKind, GroupSpec
 from octavo.errors import CapacityError
 from octavo.executors.protocol import ExecutorSpec
 
-HOST_FRACTION, DEVICE_FRACTION = 0.5, 0.9  # of the free memory, when nobody says
-TYPICAL_LEN = 2048  # tokens per sequence that a pool on a CPU is sized for when nobody says
+HOST_FRACTION, DEVICE_FRACTION = 0.5, 0.9  # of the free memory, by default
+TYPICAL_LEN = 2048  # tokens per sequence for which a pool on a CPU is sized by default
 
 
 class PoolSizing:
-    """What the blocks of these groups cost and what sequences need of them."""
+    """The sizes of these groups' blocks and the blocks that sequences need."""
 
     def __init__(self, spec: ExecutorSpec, groups: Sequence[GroupSpec], max_model_len: int) -> None:
         self._spec = spec
@@ -31,10 +31,10 @@ class PoolSizing:
         self._typical = self._blocks_of(min(max_model_len, TYPICAL_LEN))
 
     def device_blocks(self, available_bytes: int, is_host: bool) -> tuple[int, ...]:
-        """Give the number of blocks per group that the spec asks for. Raises CapacityError when that holds nothing.
+        """Return the number of blocks per group for the spec. Raises CapacityError for no block, or too many.
 
-        With no size given: `memory_fraction` of the free memory. With no fraction either: a usual one, on the host
-        at most what max_sequences of typical length need, because there memory is shared with everything else.
+        Without a size: `memory_fraction` of the free memory. Without a fraction: the default one, on the host at most
+        the blocks that max_sequences of typical length need, because other processes share that memory.
         """
         num_blocks, source = self._asked(available_bytes, is_host)
         fits = self._split(available_bytes)[0]
@@ -49,14 +49,14 @@ class PoolSizing:
         return num_blocks
 
     def host_blocks(self, available_bytes: int) -> tuple[int, ...]:
-        """Give the number of host blocks per group for the spec's host_bytes; none for 0. Raises CapacityError."""
+        """Return the number of host blocks per group for the spec's host_bytes, () for 0. Raises CapacityError."""
         size = self._spec.host_bytes
         if not size:
             return ()
         source = f"--host-cache-bytes {_size(size)}"
         if size > available_bytes:
             raise CapacityError(f"{source} exceeds the {_size(available_bytes)} of free host memory")
-        # a sequence waits there with its window alone, not with a chunk in the making
+        # a swapped-out sequence holds only its window, not a chunk being computed
         resting = PoolSizing(replace(self._spec, max_batch_tokens=1), self._groups, self._max_model_len)
         num_blocks = resting._split(size)
         if min(num_blocks) < 1:
@@ -86,12 +86,12 @@ class PoolSizing:
         return num_blocks, f"--gpu-memory-utilization {fraction:g} ({_size(share)})"
 
     def _usual(self) -> tuple[int, ...]:
-        """What max_sequences of typical length need; of several groups, each holds one longest sequence too."""
+        """Return the blocks that max_sequences of typical length need; of several groups, each holds a longest one."""
         most = tuple(self._spec.max_sequences * typical for typical in self._typical)
         return most if len(most) == 1 else tuple(map(max, most, self._blocks_of(self._max_model_len)))
 
     def _blocks_of(self, num_tokens: int) -> tuple[int, ...]:
-        """Blocks of each group that one sequence of that length holds at once."""
+        """Return the blocks of each group that one sequence of that length holds at once."""
         size = self._spec.block_size
         chunk = self._spec.max_batch_tokens
         return tuple(group.peak_blocks(num_tokens, chunk, size) for group in self._groups)
@@ -100,7 +100,7 @@ class PoolSizing:
         return sum(count * group.block_bytes for count, group in zip(num_blocks, self._groups, strict=True))
 
     def _beside(self, leading: int) -> tuple[int, ...]:
-        """The other groups' blocks beside so many of the leading one: as many sequences, at least one longest."""
+        """Return all groups' blocks, given the leading group's: for as many sequences, and at least one longest."""
         if leading < 1:
             return (leading,) * len(self._groups)
         others = zip(self._blocks_of(self._max_model_len)[1:], self._typical[1:], strict=True)
@@ -108,7 +108,7 @@ class PoolSizing:
         return leading, *(max(min(least, leading), -(-leading * need // self._typical[0])) for least, need in others)
 
     def _split(self, budget: int) -> tuple[int, ...]:
-        """Share bytes among the groups."""
+        """Divide bytes among the groups; return each group's blocks."""
         longest = self._blocks_of(self._max_model_len)
         if self._bytes(longest) > budget:
             return self._for_one_sequence(budget)
@@ -121,10 +121,10 @@ class PoolSizing:
             short = {index: longest[index] for index in free if shares[index] < longest[index]}
             if not short:
                 return tuple(fixed.get(index, shares.get(index, 0)) for index in range(len(self._groups)))
-            fixed |= short  # never all: the rest holds what the free groups need, so one of them is not short
+            fixed |= short  # never all: the rest suffices for one longest sequence, so one group is not short
 
     def _for_one_sequence(self, budget: int) -> tuple[int, ...]:
-        """Share a budget too small for the longest sequence, so that the longest possible one fits."""
+        """Divide a budget too small for the longest sequence, so that the longest possible one fits."""
         if len(self._groups) == 1:
             return (budget // self._groups[0].block_bytes,)
         low, high = 0, self._max_model_len
@@ -145,7 +145,7 @@ def usable_len(groups: Sequence[GroupSpec], num_blocks: Sequence[int], spec: Exe
 
 
 def describe_groups(groups: Sequence[GroupSpec], num_blocks: Sequence[int], block_size: int) -> tuple[str, ...]:
-    """What several groups hold, as one note for people; nothing for one group."""
+    """Return the sizes of several groups as one note for the user, () for one group."""
     if len(groups) == 1:
         return ()
     parts = []

@@ -1,4 +1,4 @@
-"""How the KV pool is used: blocks referenced, cached and free, shared, and reserved but not filled.
+"""Count the KV pool's blocks by use: referenced, cached and free, shared, and reserved but not filled.
 
 Owns: counts of each group and their sum, made from a scheduler's snapshots. Does not: keep anything.
 Invariants, per group: referenced + cached + free = blocks; saved blocks = logical - physical; filled + reserved = slots
@@ -19,7 +19,7 @@ def pool_use(scheduler: Scheduler) -> dict[str, Any]:
     """Return the use of each group's pool, and the sum, as plain values. O(blocks in tables), never part of a step.
 
     `reserved_slots` are slots in held blocks that no plan has written or is writing; `wasted_share` is their share of
-    the slots of held blocks.
+    all slots in held blocks.
     """
     sequences = scheduler.read_tables(0, _ALL)
     groups = [_group(scheduler, group, sequences) for group in range(len(scheduler.limits.groups))]
@@ -36,7 +36,7 @@ def pool_use(scheduler: Scheduler) -> dict[str, Any]:
 def _group(scheduler: Scheduler, group: int, sequences: list[SlotTables]) -> dict[str, int]:
     gauges, limits = scheduler.gauges(), scheduler.limits
     num_blocks, size = limits.num_blocks[group], limits.block_size
-    held: dict[int, list[int]] = {}  # block -> for each sequence that holds it, slots written or being written
+    held: dict[int, list[int]] = {}  # block -> slots written or being written, for each sequence that holds it
     for sequence in sequences:
         for index, block in enumerate(sequence.tables[group], sequence.first_index[group]):
             held.setdefault(block, []).append(max(0, min(size, sequence.num_scheduled - index * size)))

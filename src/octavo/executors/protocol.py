@@ -1,7 +1,7 @@
-"""The seam between the loop and whatever computes: Executor, its spec, its capacity.
+"""The interface between the engine loop and an executor: Executor, its spec, its capacity.
 
 Owns: the five verbs. Plans and copies run in submission order; collect() returns in that order.
-Does not: import torch. The loop keeps `depth` tickets in flight.
+Does not: import torch. The loop keeps up to `depth` tickets in flight.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Protocol
 from octavo.core.kv.group import GroupSpec
 from octavo.core.plan import StepPlan, StepResult
 
-Ticket = object  # opaque to the loop: made by submit, given back to collect
+Ticket = object  # opaque to the loop: returned by submit, passed to collect
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec:
-    """What the executor must provide room for.
+    """The capacity that the executor must provide.
 
     Sizes are in tokens, sequences or bytes as named. Exactly one of the pool's three sizes may be set;
-    with none, `memory_fraction` of the free memory is used (None = what suits the device). `num_blocks` and
+    with none, `memory_fraction` of the free memory is used (None = the device's default). `num_blocks` and
     `pool_tokens` are those of the leading cache group. `host_bytes` is the host tier's size, 0 = none.
     `max_model_len=None` means the model's own.
     """
@@ -39,13 +39,13 @@ class ExecutorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an opened executor has: one entry of `num_blocks` per cache group; sizes in bytes and tokens.
+    """The capacity of an opened executor: one entry of `num_blocks` per cache group; sizes in bytes and tokens.
 
     `host_blocks` has one entry per group too, or none without a host tier. The first group is the leading one.
-    `quantization` is the code that most weights are in ("none": they are of `dtype`, as is the cache by default).
-    `has_masks`: rows can be held to grammars (see supply); no other executor is given requests that have one.
-    `usable_len`: tokens that one request can use, fewer than `max_model_len` where the pool is smaller (0: not known).
-    `linear_flops_per_token`, `weight_bytes` and `kv_bytes_per_token` give the memory floor of a step.
+    `quantization` is the code of most weights ("none": they have `dtype`, as the cache has by default).
+    `has_masks`: the executor applies grammar masks (see supply); otherwise it is given no request with a grammar.
+    `usable_len`: tokens that one request can use, fewer than `max_model_len` if the pool is smaller (0: not known).
+    `linear_flops_per_token`, `weight_bytes` and `kv_bytes_per_token` give a lower bound of a step's time.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -69,9 +69,9 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What opening would take and give, told without loading weights. Sizes in bytes and tokens; groups as in Capacity.
+    """The memory that opening would take, computed without loading weights, in bytes and tokens; groups as in Capacity.
 
-    `free_bytes` is what there is for weights and pool together, `shortfall` why no useful pool fits (None: it does).
+    `free_bytes` is available for weights and pool together; `shortfall` says why no useful pool fits (None: it fits).
     """
 
     device: str
@@ -111,10 +111,10 @@ class MemoryPlan:
 
 
 class Executor(Protocol):
-    """Runs plans in order. Not thread-safe: one thread calls it."""
+    """The interface of an executor, which runs plans in order. Not thread-safe: one thread calls it."""
 
     def open(self, spec: ExecutorSpec) -> Capacity:
-        """Load weights, allocate the pool, and say what fits. Raises CapacityError, ModelFileError."""
+        """Load weights, allocate the pool, and return the capacity. Raises CapacityError, ModelFileError."""
         ...
 
     def submit(self, plan: StepPlan) -> Ticket:
@@ -122,17 +122,17 @@ class Executor(Protocol):
         ...
 
     def supply(self, ticket: Ticket, masks: object) -> None:
-        """Give a step the masks (grammar.masks.Masks) of its rows held to a grammar, made while the device runs.
+        """Pass a step the masks (grammar.masks.Masks) of its rows with a grammar, which were made while the device ran.
 
-        Called once, between submit and collect, for a plan with such rows that sample, which sample only then; for no
-        other plan. An executor that applies none raises EngineError.
+        Called once, between submit and collect, for each plan in which such rows sample, and for no other plan; these
+        plans sample only then. An executor without masks raises EngineError.
         """
         ...
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for the oldest ticket's result. Raises whatever made the step fail.
+        """Wait for the oldest ticket's result. Raises the error that made the step fail.
 
-        After a failure the later tickets are still collected, and what they bring is dropped.
+        After a failure the later tickets are still collected, and their results are dropped.
         """
         ...
 

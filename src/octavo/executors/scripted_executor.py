@@ -1,7 +1,7 @@
-"""The executor of a scripted model: it says what a script has, and computes nothing. No torch.
+"""The executor of a scripted model: it outputs a script's answers, and computes nothing. No torch.
 
-Owns: which id comes at which position of each slot's sequence, embeddings made from a hash, delays and failures.
-Does not: hold keys and values (blocks, copies, swaps are the scheduler's books alone), or apply biases and penalties.
+Owns: the id at each position of each slot's sequence, embeddings made from a hash, delays and failures.
+Does not: hold keys and values (it ignores blocks, copies and swaps), or apply biases and penalties.
 Invariant: the id at a position is a function of prompt, choice and position, so that resumes, forks and drafts change
 nothing.
 """
@@ -39,29 +39,29 @@ from octavo.executors.pool_sizing import usable_len
 from octavo.executors.protocol import Capacity, ExecutorSpec, Ticket
 from octavo.grammar.masks import Masks
 
-POOL_TOKENS = 262_144  # where nobody says otherwise
-TOKEN_BYTES = 64  # what a cached token is said to take, so that sizes in bytes mean something
-MAX_STEP_S = 4.0  # the watchdog's patience is 5 s
-_SEND_S = 0.2  # for what was said before a crash to be on its way
+POOL_TOKENS = 262_144  # by default
+TOKEN_BYTES = 64  # nominal size of a cached token, so that sizes in bytes have a meaning
+MAX_STEP_S = 4.0  # below the watchdog's limit of 5 s
+_SEND_S = 0.2  # time to send the outputs from before a crash
 _SPACE_ID = 3 + 0x20
 _log = logging.getLogger(__name__)
 
 
 class Coder(Protocol):
-    """Between ids and texts."""
+    """Encoder of answers and decoder of prompts."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of an answer."""
+        """Return the ids of an answer."""
         ...
 
     def read(self, ids: Sequence[int]) -> ScriptedRequest:
-        """A prompt from its ids."""
+        """Decode a prompt."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What one slot's sequence is to say. `num_resumed` outputs were known when it came."""
+    """The scripted output of one slot's sequence. `num_resumed` outputs were known when the sequence started."""
 
     new: NewSequence
     rule: Rule
@@ -69,7 +69,7 @@ class _Said:
     num_resumed: int
 
     def token(self, index: int) -> int:
-        """The output of that index; the answer's end, unless it has to go on: then it is said again."""
+        """Return the output of that index: the answer, then END_ID; or the answer again if the output may not end."""
         if index < len(self.ids):
             return self.ids[index]
         params = self.new.params
@@ -78,21 +78,21 @@ class _Said:
         return END_ID
 
     def fails(self, index: int) -> bool:
-        """Whether the request ends with an error here."""
+        """Return True if the request fails at this output."""
         return self.rule.fail_after is not None and index >= self.rule.fail_after
 
     def crashes(self, index: int) -> bool:
-        """Whether the engine dies here: once, if something was said before."""
+        """Return True if the engine crashes at this output, which it does only for a sequence that was not resumed."""
         return self.rule.crash_after is not None and not self.num_resumed and index >= self.rule.crash_after
 
     def delay_ms(self, index: int) -> float:
-        """How long this token takes."""
+        """Return the time of this token."""
         return self.rule.delay_ms + (self.rule.first_delay_ms if index == 0 else 0.0)
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step that was started. `rows` has for each sampled position its row, and where its id is in the result."""
+    """A started step. `rows` maps a sampled position to its row and the index of its id in the result."""
 
     result: StepResult
     delay_s: float = 0.0
@@ -101,7 +101,7 @@ class _Step:
 
 
 class ScriptedExecutor:
-    """See executors.protocol.Executor. `can_die`: whether this process is the engine's own, and may be killed."""
+    """See executors.protocol.Executor. `can_die`: this process is the engine's own, and may be killed."""
 
     def __init__(self, script: Script, coder: Coder, *, can_die: bool = False) -> None:
         self._script = script
@@ -110,7 +110,7 @@ class ScriptedExecutor:
         self._slots: dict[int, _Said] = {}
 
     def open(self, spec: ExecutorSpec) -> Capacity:
-        """Allocate nothing, and say what was asked for."""
+        """Return the requested capacity; nothing is allocated."""
         size = spec.block_size
         max_len = min(spec.max_model_len or self._script.max_model_len, self._script.max_model_len)
         asked = [spec.num_blocks, _blocks(spec.pool_bytes, size * TOKEN_BYTES), _blocks(spec.pool_tokens, size)]
@@ -133,7 +133,7 @@ class ScriptedExecutor:
         )
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Take the plan's sequences in, and say what its rows ask for."""
+        """Update the slots, and compute the outputs of the plan's rows."""
         for slot in plan.freed_slots:
             self._slots.pop(slot, None)
         for new in plan.new_sequences:
@@ -153,7 +153,7 @@ class ScriptedExecutor:
         return step
 
     def _say(self, step: _Step, where: tuple[int, int], row: Row, said: _Said) -> None:
-        """One id for a row, drafts or not."""
+        """Add one id for a row, with drafts or without."""
         number, place = where
         index = row.start + row.count - len(row.drafts) - said.new.num_prompt
         step.delay_s = max(step.delay_s, said.delay_ms(index) / 1e3)
@@ -172,13 +172,13 @@ class ScriptedExecutor:
             result.logprobs.append(logprobs)
 
     def supply(self, ticket: Ticket, masks: object) -> None:
-        """Fail the rows whose next id their grammar does not allow: an answer is the script's, or none."""
+        """Fail the rows whose next id their grammar does not allow; the script's answer is never changed."""
         assert isinstance(ticket, _Step) and isinstance(masks, Masks), "a ticket of submit, and masks"
         ids = ticket.result.token_ids
         assert ids is not None
         for place, bits in zip(masks.places.tolist(), masks.bits_MW, strict=True):
             if place not in ticket.rows:
-                continue  # behind a draft
+                continue  # a position after a draft, which has no id
             number, index = ticket.rows[place]
             token = ids[index]
             if not int(bits[token // 32]) >> token % 32 & 1:
@@ -186,7 +186,7 @@ class ScriptedExecutor:
                 _log.warning("an answer of the script does not obey the grammar of its request, which fails")
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Take the time that the script says, and give the result."""
+        """Wait as long as the script says, and return the result."""
         assert isinstance(ticket, _Step), "a ticket comes from submit"
         if ticket.delay_s:
             time.sleep(ticket.delay_s)
@@ -194,7 +194,7 @@ class ScriptedExecutor:
         return ticket.result
 
     def close(self) -> None:
-        """Forget everything."""
+        """Drop all slots."""
         self._slots.clear()
 
     def _enter(self, new: NewSequence) -> _Said:
@@ -205,7 +205,7 @@ class ScriptedExecutor:
         return _Said(new, rule, tuple(ids), len(new.token_ids) - new.num_prompt)
 
     def _die(self) -> None:
-        """End as a crash would."""
+        """End the process as a crash would; raise EngineError if it is shared."""
         if self._can_die:
             _log.warning("the script says that the engine crashes here")
             time.sleep(_SEND_S)
@@ -219,7 +219,7 @@ class ScriptedExecutor:
         return None if count is None else self._entry(said, token_id, count)
 
     def _entry(self, said: _Said, token_id: int, count: int) -> TokenLogprobs:
-        """The token is the best one; those behind it are worse by one each."""
+        """Return log-probabilities in which the token is the best one and each next one is worse by one."""
         best = said.rule.logprob if said.rule.logprob is not None else self._script.logprob
         others = (other for other in range(_SPACE_ID + 1, VOCAB_SIZE) if other != token_id)
         tops = (token_id, *(other for other, _ in zip(others, range(count - 1), strict=False)))[:count]
@@ -237,7 +237,7 @@ def _blocks(size: int | None, each: int) -> int | None:
 
 
 def _embedding(new: NewSequence) -> bytes:
-    """A vector of length 1: the sum of one for each run of three ids, so that like texts have like vectors."""
+    """Return a vector of length 1: the sum of one for each run of three ids, so that similar texts are close."""
     assert new.token_ids is not None
     ids = new.token_ids[: new.num_prompt].tolist()
     total = np.zeros(HIDDEN_SIZE, dtype=np.float64)

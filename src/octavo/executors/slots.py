@@ -1,10 +1,10 @@
-"""What an executor keeps per sequence: known ids, block tables, sampling parameters, penalty counts.
+"""An executor's state per sequence: known ids, block tables, sampling parameters, penalty counts.
 
 Owns: the slots and how a plan's effects change them. Does not: run rows, or decide anything.
 Shapes: S slots, W = max_model_len + 1 positions, M blocks of the longest table.
-Invariants: `ids_SW` lives on the device and the sampler writes into it, so a CARRY row reads what its
-slot sampled without the host; tables live on the host, one per cache group, and entries that are dropped or
-behind a table's end are the group's null block.
+Invariants: `ids_SW` is on the device and the sampler writes into it, so a CARRY row reads the id that its
+slot sampled without the host; tables are on the host, one per cache group, and dropped entries and those
+after a table's end are the group's null block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octavo.sampling.upload import upload
 
 
 class Slots:
-    """State of all slots. `faults` names slots whose request this model cannot run, with the reason.
+    """State of all slots. `faults` maps slots whose request this model cannot run to the reason.
 
     `tables` and `null_blocks` have one entry per cache group; a table is [S, M].
     """
@@ -56,7 +56,7 @@ class Slots:
             self._fill(new)
 
     def write_ids(self, plan: StepPlan) -> None:
-        """Make the ids known that the host chose, each one more output of its slot."""
+        """Write the ids that the host chose, each one more output of its slot."""
         if not plan.id_edits:
             return
         slots, positions, ids = from_packed(plan.id_edits).reshape(-1, 3).T
@@ -65,7 +65,7 @@ class Slots:
         self.processors.append(slots, ids)
 
     def write_drafts(self, plan: StepPlan) -> None:
-        """Put the drafts of rows behind their known ids, for this step to read; sampling writes them over."""
+        """Write the drafts of rows after their known ids, as inputs of this step; sampling overwrites them."""
         if not plan.num_drafts:
             return
         num_drafts = from_packed(plan.num_drafts)
@@ -97,7 +97,7 @@ class Slots:
         fault = self._fault(new, ids)
         params = new.params
         if fault is not None:
-            # its rows still run, so that the step keeps its shape; they report the fault
+            # its rows still run, to keep the step's shape; they report the fault
             self.faults[new.slot] = fault
             ids = np.clip(ids, 0, self.vocab_size - 1)
         self.ids_SW[new.slot, : len(ids)].copy_(upload(self.ids_SW.device, ids.astype(np.int32))[0], non_blocking=True)

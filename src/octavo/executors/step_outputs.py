@@ -1,6 +1,6 @@
-"""What one step leaves on the device, and its way into a StepResult.
+"""The outputs of one step on the device, and their conversion to a StepResult.
 
-Owns: the ticket of a torch executor; scoring and pooling; the fetch of results, the step's one wait.
+Owns: the ticket of a torch executor; scoring and pooling; fetching the results, which is the step's only wait.
 Does not: run the model or sample.
 Shapes: T tokens, E hidden size, R rows, C candidates.
 """
@@ -49,7 +49,7 @@ class Candidates:
     logprobs_RC: Tensor
 
     def entries(self) -> list[TokenLogprobs]:
-        """Fetch, and make one TokenLogprobs per row, which names the best candidate."""
+        """Fetch the candidates; return one TokenLogprobs per row, whose token is the best candidate."""
         columns = zip(self.ids_RC.tolist(), self.logprobs_RC.tolist(), self.counts.tolist(), strict=True)
         return [
             TokenLogprobs(ids[0], values[0], 1, tuple(ids[:count]), tuple(values[:count]))
@@ -59,10 +59,10 @@ class Candidates:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """A step that was started; the tensors in it may still be computing on the device.
+    """The outputs of a started step; the device may still be computing its tensors.
 
-    `sampled` is about the sampling rows that `sampled_rows` indexes (None: all of them), `candidates` about others.
-    `is_finite_R` is about the rows that sample nothing: whether the hidden state behind their last token is finite.
+    `sampled` is for the sampling rows that `sampled_rows` indexes (None: all of them), `candidates` for the others.
+    `is_finite_R` is for the rows that sample nothing: is the hidden state of their last token finite?
     `unsampled_RV` are the logits of a step that waits for its masks.
     """
 
@@ -120,7 +120,7 @@ class StepOutputs:
         else:
             for place, token in zip(places.tolist(), ids, strict=True):
                 result.token_ids[place] = token
-        if self.inputs.drafts is not None:  # what stands behind a rejected draft harms nobody
+        if self.inputs.drafts is not None:  # ignore positions after a rejected draft
             is_bad_R &= self.inputs.drafts.counting(result.token_ids)[places]
         if is_bad_R.any():
             bad = zip(self.inputs.sample_rows[places[is_bad_R]].tolist(), best_R[is_bad_R].tolist(), strict=True)
@@ -155,7 +155,7 @@ class StepOutputs:
             result.logprobs[place] = entry
 
     def _fetch_states(self, result: StepResult, errors: dict[int, str]) -> None:
-        """Pooled states, and which rows that sample nothing have none."""
+        """Fetch pooled states, and add errors for states that are not finite."""
         assert self.inputs is not None
         if self.is_finite_R is not None:
             is_bad_R = ~self.is_finite_R.cpu().numpy()
@@ -172,7 +172,7 @@ class StepOutputs:
 
 
 def are_finite(inputs: StepInputs, rows: Ints, hidden_TE: Tensor) -> Tensor:
-    """Whether the state behind each row's last token is finite. It is not where anything that it attends to was not."""
+    """Return whether the state of each row's last token is finite; it is not if a state that it attends to is not."""
     last_R = upload(hidden_TE.device, inputs.first_token_N[rows] + inputs.counts_N[rows] - 1)[0]
     return hidden_TE.index_select(0, last_R).isfinite().all(dim=1)
 
@@ -184,9 +184,9 @@ def score_rows(
     logits: Callable[[Tensor], Tensor],
     distribution: Callable[[Tensor, Ints], RawDistribution],
 ) -> list[Score]:
-    """Log-probabilities of the prompt tokens behind each scoring row's positions: (row, first position, parts).
+    """Return log-probabilities of the prompt tokens that follow each scoring row's positions: (row, first, parts).
 
-    Position p of a row scores the token at p + 1, up to the prompt's last. Logits exist for SCORE_CHUNK positions.
+    Position p of a row scores the token at p + 1, up to the prompt's last. SCORE_CHUNK positions have logits at once.
     """
     scores: list[Score] = []
     width = slots.ids_SW.shape[1]
@@ -206,7 +206,7 @@ def score_rows(
 
 
 def pool_rows(inputs: StepInputs, hidden_TE: Tensor) -> Tensor:
-    """Give the hidden state at each pooling row's last position, scaled to length 1, float32."""
+    """Return the hidden state at each pooling row's last position, scaled to length 1, float32."""
     last = inputs.first_token_N[inputs.pool_rows] + inputs.counts_N[inputs.pool_rows] - 1
     pooled_RE = hidden_TE.index_select(0, upload(hidden_TE.device, last)[0]).float()
     return functional.normalize(pooled_RE, dim=1)

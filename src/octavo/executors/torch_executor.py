@@ -1,10 +1,10 @@
 """The executor that runs a decoder with torch, on a CPU or one CUDA device.
 
 Owns: the model, the pool, the slots, and the order of a step: effects, forward, sampling.
-Does not: schedule. On a CPU submit computes; on CUDA it only launches, and collect is the one wait. A step with rows
-that are held to a grammar stops before it samples, until supply gives their masks.
-Invariants: plans run in submission order, on one stream; a plan's effects can be repeated, so a step
-that raised leaves nothing that sending its sequences again does not mend.
+Does not: schedule. On a CPU submit computes; on CUDA it only launches, and collect is the only wait. A step with rows
+that have a grammar stops before sampling, until supply passes their masks.
+Invariants: plans run in submission order, on one stream; a plan's effects are idempotent, so sending the sequences
+of a failed step again repairs whatever it left.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from octavo.sampling.upload import upload
 
 
 def fastest_attention(pool: KVPool, num_heads: int, window: int | None) -> AttentionBackend:
-    """The C++ kernel where it can read the pool and pays, else torch."""
+    """Return the C++ kernel if it can read the pool and is faster, else torch's attention."""
     backend = KernelAttention if has_kernel(pool, num_heads) and is_faster() else BatchedAttention
     return backend(pool, num_heads, window)
 
@@ -58,7 +58,7 @@ ATTENTION: dict[str, Callable[[KVPool, int, int | None], AttentionBackend]] = {
 }
 
 
-# In torch's messages; the last is what oneDNN says when it gets no room for its code or scratch.
+# Parts of torch's messages; the last is oneDNN's if it cannot allocate memory for its code or scratch.
 _NO_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory", "out of memory", "could not create a")
 
 
@@ -77,7 +77,7 @@ class TorchExecutor:
         self._sampler: Sampler
 
     def open(self, spec: ExecutorSpec) -> Capacity:
-        """Load the weights, allocate the pool and the slots. A large pool's pages follow in a thread."""
+        """Load the weights, allocate the pool and the slots. A thread populates the pages of a large pool."""
         if self._device.type == "cpu":
             torch.set_num_threads(self._execution.threads or machine.usable_cores())
         if self._execution.attention not in ATTENTION:
@@ -117,7 +117,7 @@ class TorchExecutor:
     def _allocate(
         self, spec: ExecutorSpec, max_model_len: int
     ) -> tuple[tuple[GroupSpec, ...], tuple[int, ...], tuple[int, ...]]:
-        """Size and allocate the cache; give groups, blocks and host blocks."""
+        """Size and allocate the cache; return groups, blocks and host blocks."""
         model, is_host = self._spec, self._device.type == "cpu"
         kv_dtype = self._dtype if spec.kv_dtype == "auto" else dtype_named(spec.kv_dtype, "kv_cache_dtype")
         block = PoolShape(1, 0, spec.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
@@ -140,7 +140,7 @@ class TorchExecutor:
         return machine.usable_memory()[1]
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Run the plan (CPU) or launch it (CUDA). Raises whatever goes wrong; the step then produced nothing."""
+        """Run the plan (CPU) or launch it (CUDA). Raises the step's error; the step then produced nothing."""
         self._steps.begin()
         try:
             return self._run(plan)
@@ -183,7 +183,7 @@ class TorchExecutor:
     def _finish(
         self, logits: Callable[[Tensor], Tensor], inputs: StepInputs, hidden_TE: Tensor, outputs: StepOutputs
     ) -> None:
-        """Sample, score and pool. Logits exist only for the rows that ask."""
+        """Sample, score and pool. Logits are computed only for rows that sample or score."""
         outputs.inputs = inputs
         if len(inputs.score_rows):
             outputs.scores = score_rows(inputs, self._slots, hidden_TE, logits, self._sampler.distribution)
@@ -191,7 +191,7 @@ class TorchExecutor:
             outputs.pooled_RE = pool_rows(inputs, hidden_TE)
         if len(silent := inputs.silent_rows):
             outputs.is_finite_R = are_finite(inputs, silent, hidden_TE)
-        if len(inputs.sample_rows):  # last: the next logits may be written over these
+        if len(inputs.sample_rows):  # last, since the next logits() may overwrite these
             logits_RV = logits(hidden_TE.index_select(0, inputs.sample_last_R))
             if self._slots.columns.has_grammar[inputs.sampling.slots].any():
                 outputs.unsampled_RV = logits_RV
@@ -199,7 +199,7 @@ class TorchExecutor:
                 self._sample(logits_RV, outputs)
 
     def _sample(self, logits_RV: Tensor, outputs: StepOutputs, masks: TokenMasks | None = None) -> None:
-        """Sample, and make what was sampled known to the slots."""
+        """Sample, and write the sampled ids to the slots."""
         inputs = outputs.inputs
         assert inputs is not None
         if len(inputs.beams):
@@ -210,7 +210,7 @@ class TorchExecutor:
         outputs.sampled = sampled
 
     def _sample_beside_beams(self, logits_RV: Tensor, outputs: StepOutputs, masks: TokenMasks | None) -> None:
-        """Give beams their candidates, of which nothing becomes known; sample the other rows."""
+        """Compute the candidates of beams, which are not written to slots; sample the other rows."""
         inputs = outputs.inputs
         assert inputs is not None
         beams, rows = inputs.beams, inputs.sampling
@@ -229,7 +229,7 @@ class TorchExecutor:
             outputs.sampled, outputs.sampled_rows = sampled, others
 
     def supply(self, ticket: Ticket, masks: object) -> None:
-        """Sample a step that waits for these masks (a grammar.masks.Masks): one for each row held to a grammar."""
+        """Sample a step that waits for these masks (a grammar.masks.Masks), one for each row with a grammar."""
         assert isinstance(ticket, tuple) and isinstance(masks, Masks), "a ticket of submit, and masks"
         outputs, clock = ticket
         if outputs.unsampled_RV is None:
@@ -277,23 +277,23 @@ class TorchExecutor:
 
 
 def _raise_if_memory(error: RuntimeError, device: torch.device) -> None:
-    """Raise torch's ways to be out of memory as MemoryError, which the engine answers with smaller steps."""
+    """Raise MemoryError for any of torch's out-of-memory errors; the engine then makes smaller steps."""
     if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _NO_MEMORY):
         _give_back(device)
         raise MemoryError(str(error).splitlines()[0]) from None
 
 
 def _give_back(device: torch.device) -> None:
-    """Return what the failed step has left lying about, or the smaller one meets the same end."""
-    gc.collect()  # what failed is held in circles; an engine's process walks little for them (process_side freezes)
+    """Free the failed step's memory, or the smaller step would fail too."""
+    gc.collect()  # the failed step is in reference cycles; an engine process has few objects to scan (process_side)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc keeps what was freed
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc keeps freed memory
         trim(0)
 
 
 class _StepClock:
-    """Three laps of a step: prepare, forward, sample. On CUDA they are marks in the stream, read when asked."""
+    """Timer of a step's three parts: prepare, forward, sample. On CUDA it records events, read by `timings`."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -311,7 +311,7 @@ class _StepClock:
 
     @property
     def timings(self) -> StepTimings:
-        """Seconds of the parts so far; waits for the marks on CUDA."""
+        """Seconds of the parts so far; on CUDA this waits for the events."""
         return StepTimings(*(self._between(a, b) for a, b in zip(self._marks, self._marks[1:], strict=False)))
 
     def _between(self, begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

@@ -1,1 +1,1 @@
-"""Grammars: what an output may be, compiled, followed token by token, and turned into masks. No torch."""
+"""Grammars: compile the constraints on an output, follow them token by token, and make token masks. No torch."""

@@ -1,8 +1,7 @@
-"""What a whole answer may be, where more than its content is told: reasoning first, then calls of tools, or an answer
-of a given structure, or either.
+"""The grammar of a whole answer: reasoning first, then tool calls, or content of a given structure, or either.
 
-Owns: the text of calls in each format, as a grammar. Does not: read calls (text/calls does) or bound sources.
-Invariant: what is allowed here is read back as calls whose arguments obey their schemas, and as nothing else.
+Owns: the text of calls in each format, as a grammar. Does not: parse calls (text/calls does) or bound sources.
+Invariant: text/calls parses every allowed output as calls whose arguments obey their schemas.
 The source is the JSON text of an object: see AnswerSource.
 """
 
@@ -22,7 +21,7 @@ _CLOSED = (
 
 
 class CallSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The calls that may be made: `tools` are names and schemas (JSON text), `most` how many calls there may be."""
+    """The allowed calls: `tools` are names and schemas (JSON text); at most `most` calls are made."""
 
     form: str
     tools: list[tuple[str, str]]
@@ -30,9 +29,9 @@ class CallSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AnswerSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an answer may be. `reasoning` are tags; `structure` is a kind of grammar and its source.
+    """The source of an answer's grammar. `reasoning` are tags; `structure` is a kind of grammar, its source and its
 
-    `special` are the ids of those markers that are special tokens.
+    whitespace. `special` are the ids of the markers that are special tokens.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -43,10 +42,10 @@ class AnswerSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Form(msgspec.Struct, frozen=True):
-    """How calls are written: sequences of texts and markers.
+    """The format of calls, as sequences of texts and markers.
 
-    JSON is cut into the pieces that it is cut into elsewhere, or calls could not stand beside another structure: what
-    has been read as the beginning of a longer piece is not read again.
+    JSON is split into the same lexemes as in JSON schemas; otherwise calls could not be an alternative to a structure,
+    because the lexer does not read the beginning of a longer lexeme again.
     """
 
     begin: tuple[str, ...]
@@ -56,7 +55,7 @@ class _Form(msgspec.Struct, frozen=True):
     end: tuple[str, ...]
 
 
-QUOTED, BARE = "<quoted name>", "<bare name>"  # stand for the function's name
+QUOTED, BARE = "<quoted name>", "<bare name>"  # placeholders for the function's name
 
 
 def _object(arguments: str) -> tuple[str, ...]:
@@ -89,7 +88,7 @@ def read_answer(source: str) -> AnswerSource:
 def answer_grammars(
     source: str, compile_part: Callable[[str, str, str | None], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Make the list of grammars of an answer; `compile_part` gives the one of a kind and its source.
+    """Make the list of grammars of an answer; `compile_part` compiles a kind, its source and its whitespace.
 
     Raises InvalidRequestError.
     """
@@ -113,13 +112,13 @@ def answer_grammars(
 
 
 class _Marks:
-    """Texts as Lark writes them; markers that are special tokens by their ids."""
+    """Writer of texts in Lark; markers that are special tokens are written as ids."""
 
     def __init__(self, special: dict[str, int]) -> None:
         self.special = special
 
     def lark(self, *texts: str) -> str:
-        """A sequence of texts and markers."""
+        """Return a sequence of texts and markers, in Lark."""
         return " ".join(f"<[{self.special[t]}]>" if t in self.special else json.dumps(t) for t in texts)
 
 
@@ -161,7 +160,7 @@ def _add_calls(
 
 
 def closed(schema: str) -> str:
-    """A tool's schema without arguments that it does not name: a free model would invent some."""
+    """Return a tool's schema which forbids arguments that it does not name: a model would invent some."""
     value = json.loads(schema)
     if not isinstance(value, dict) or "additionalProperties" in value or any(name in value for name in _CLOSED):
         return schema

@@ -1,10 +1,10 @@
-"""The grammars of all requests that an engine holds, and the masks of its steps.
+"""The grammars of an engine's open requests, and the masks of its steps.
 
-Owns: a matcher per choice, which executor slot each has, and two threads: one builds, one makes masks while the model
-runs. Does not: decide what runs, or apply masks.
-Invariants: `prepare` may be called from any thread, the rest from the step loop's; a matcher is touched by the masks
-thread only between begin() and its result. What was committed is followed with the next mask, so a step that failed
-has moved nobody, and a request that comes back (preempted, or in another life of the engine) replays its ids.
+Owns: a matcher per choice, which executor slot each has, and two threads: one builds matchers, one makes masks while
+the model runs. Does not: decide what runs, or apply masks.
+Invariants: `prepare` may be called from any thread, the rest from the step loop's; the masks thread uses a matcher
+only between begin() and its result. Matchers advance by committed ids, with the next mask, so a failed step advances
+none; a request that is resumed (preempted, or in a new engine process) replays its ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.grammar.masks import Masks
 from octavo.grammar.matcher import NO_FURTHER, Matcher
 from octavo.grammar.vocabulary import Vocabulary
 
-MAX_KEPT = 32  # grammars kept for the next request that has the same
+MAX_KEPT = 32  # built grammars that are cached for later requests
 Choice = tuple[str, int]  # request id, choice
 DeadEnd = tuple[int, FinishError]  # row of the plan, and the error of its grammar
 
@@ -42,7 +42,7 @@ class GrammarBank:
         self._is_closed = False
 
     def prepare(self, request: Request, done: Callable[[Matcher | RequestError], None]) -> None:
-        """Build a request's matcher behind what it has emitted, and tell `done`, in the builder's thread."""
+        """Build a request's matcher, advanced past its emitted ids, and call `done` with it in the builder's thread."""
         try:
             self._builder.submit(self._prepare, request, done)
         except RuntimeError:  # closed
@@ -59,7 +59,7 @@ class GrammarBank:
                 raise outcome.failure
         except OctavoError as error:
             outcome = error if isinstance(error, RequestError) else InvalidRequestError(str(error), "grammar")
-        except BaseException as error:  # a shell: what breaks here must be answered too; a panic is no Exception
+        except BaseException as error:  # a shell: any failure must be answered; a panic is no Exception
             outcome = InvalidRequestError(f"the grammar cannot be followed: {type(error).__name__}: {error}", "grammar")
         done(outcome)
 
@@ -74,18 +74,18 @@ class GrammarBank:
         return matcher
 
     def open(self, request_id: str, matcher: Matcher) -> None:
-        """Hold an admitted request to the grammar that was prepared for it."""
+        """Constrain an admitted request by the matcher prepared for it."""
         self._roots[request_id] = matcher
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request that is open has a grammar."""
+        """True if no open request has a grammar."""
         return not self._roots
 
     def begin(self, plan: StepPlan) -> Future[tuple[Masks, tuple[DeadEnd, ...]]] | None:
-        """Start the masks of a plan about to be submitted; None when none of its rows has a grammar.
+        """Start to compute the masks of a plan about to be submitted; return None if none of its rows has a grammar.
 
-        The result also names rows whose grammar can be followed no further; they may sample anything.
+        The result also names rows whose grammar failed; they may sample anything.
         """
         for new in plan.new_sequences:
             if new.request_id in self._roots:
@@ -105,7 +105,7 @@ class GrammarBank:
         return self._masker.submit(self._fill, work) if work else None
 
     def _matcher(self, choice: Choice) -> Matcher:
-        """The matcher of a choice; all begin where their request did."""
+        """Return the matcher of a choice, forked at first from its request's."""
         matcher = self._matchers.get(choice)
         if matcher is None:
             matcher = self._matchers[choice] = self._roots[choice[0]].fork()
@@ -128,7 +128,7 @@ class GrammarBank:
         return Masks(np.repeat(first, sizes) + within, bits_MW), tuple(failures)
 
     def committed(self, events: Events) -> None:
-        """Take note of the ids of a commit."""
+        """Record the ids of a commit."""
         if self._roots:
             columns = zip(events.request_ids, events.choices, events.positions, events.token_ids, strict=True)
             for name, choice, position, token in columns:
@@ -136,7 +136,7 @@ class GrammarBank:
                     self._matcher((name, choice)).commit(position, token)
 
     def ended(self, decisions: Iterable[Event]) -> None:
-        """Let go of what ended."""
+        """Drop the matchers of finished requests."""
         if self._roots:
             for event in decisions:
                 if event.kind == EventKind.FINISHED and self._roots.pop(event.request_id, None) is not None:
@@ -146,7 +146,7 @@ class GrammarBank:
                 self._slots.clear()
 
     def close(self) -> None:
-        """End the threads; who waits for a grammar is refused. Idempotent."""
+        """End the threads; requests that wait for a grammar are refused. Idempotent."""
         self._is_closed = True
         self._builder.shutdown(wait=False)
         self._masker.shutdown(wait=False)

@@ -1,8 +1,8 @@
-"""From what a client asks an output to be to the one text that SamplingParams.grammar holds.
+"""Compile a client's constraint on an output to the text that SamplingParams.grammar holds.
 
 Owns: the kinds of sources and what each compiles to; a grammar that does not compile is refused with the reason.
-Does not: bound the time or the size of a source (the tool process and server/bodies do), or know a vocabulary but
-for the names of its special tokens.
+Does not: bound the time or the size of a source (the tool process and server/bodies do), or know of a vocabulary
+more than the names of its special tokens.
 Invariants: equal kinds and sources give equal texts. The text is llguidance's own: JSON with "grammars".
 """
 
@@ -19,14 +19,14 @@ from octavo.grammar.json_schema import prepare, subschemas
 from octavo.grammar.limits import grammar_error
 from octavo.grammar.trial import Specials, fault_of
 
-# No free whitespace: a small or hot model would fill its tokens with it. json.dumps writes the same.
+# No free whitespace: a small model, or one at a high temperature, would fill its tokens with it. As json.dumps writes.
 JSON_OPTIONS: Mapping[str, object] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
 }
 COMPACT_OPTIONS: Mapping[str, object] = {"whitespace_flexible": False}
-_MAX_PLACES = 256  # schemas that are tried one by one to find the one at fault; each takes a tenth of a millisecond
+_MAX_PLACES = 256  # subschemas compiled one by one to find the faulty one; each takes a tenth of a millisecond
 _UNSATISFIABLE = "Unsatisfiable schema"
 _NAMES = {
     "json_schema": "schema",
@@ -43,7 +43,7 @@ def compile_grammar(kind: str, source: str, whitespace: str | None = None, speci
 
     "json_schema" takes a schema's JSON text, "json_object" nothing, "regex" an expression, "choice" a JSON list of
     strings, "lark" a grammar in llguidance's variant of Lark or in llama.cpp's GBNF. `whitespace` is for JSON: None
-    for one space behind , and :, "" for none, else an expression for what may stand between the parts. `specials`
+    for one space after , and :, "" for none, else an expression for what may be between the parts. `specials`
     are the special tokens that a Lark text may name.
     """
     if kind not in KINDS:
@@ -84,7 +84,7 @@ def _json_object(source: str, whitespace: str | None) -> str:
 
 
 def _place(schema: dict[str, Any], reason: str) -> tuple[str, str]:
-    """The innermost schema that is at fault by itself, and what is wrong with it."""
+    """Return the place of the innermost schema that is faulty by itself, and what is wrong with it."""
     shared = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
     for where, each in list(subschemas(schema))[::-1][:_MAX_PLACES]:
         if isinstance(each, dict):
@@ -117,7 +117,7 @@ def _lark(source: str, _: str | None) -> str:
         return _top_level({"lark_grammar": source})
     try:
         text = any_to_lark(with_escaped_lines(source))
-    except Exception as error:  # a shell: the converter raises bare Exceptions for what is wrong with the text
+    except Exception as error:  # a shell: the converter raises bare Exceptions for faults of the text
         raise _refused("lark", str(error) or type(error).__name__) from None
     return _top_level({"lark_grammar": text})
 

@@ -1,4 +1,4 @@
-"""What people write in expressions and grammars, as llguidance reads it.
+"""Translate common notations in expressions and grammars to those that llguidance reads.
 
 Owns: `\\d` in expressions, and texts over several lines in GBNF. Does not: check or compile.
 """
@@ -13,12 +13,12 @@ _GBNF_PIECE = re.compile(r'#[^\n]*|\[(?:[^\]\\]|\\.)*\]|"(?:[^"\\]|\\.)*"', re.D
 
 
 def ascii_digits(pattern: str) -> str:
-    r"""Have `\d` mean 0 to 9, as those who write it do, and not the digits of all scripts.
+    r"""Replace `\d` by [0-9], which its authors mean; llguidance's `\d` matches the digits of all scripts.
 
-    Within a class that says what is not meant, `\d` stays: so whatever matches now matched before.
+    Within a negated class `\d` is kept, so the new expression matches no text that the old one does not.
     """
     made: list[str] = []
-    negations: list[bool] = []  # of the classes around
+    negations: list[bool] = []  # of the enclosing classes
     for piece in _PIECE.findall(pattern):
         if piece.startswith("["):
             negations.append(piece == "[^")
@@ -31,12 +31,12 @@ def ascii_digits(pattern: str) -> str:
 
 
 def is_lark(source: str) -> bool:
-    """Whether a grammar has a rule that begins as Lark's do."""
+    """Return True if a grammar has a start rule in Lark's syntax."""
     return _LARK_START.search(source) is not None
 
 
 def with_escaped_lines(gbnf: str) -> str:
-    """Have line breaks within texts written as such."""
+    r"""Return the grammar with line breaks within quoted texts written as \n."""
 
     def escaped(found: re.Match[str]) -> str:
         piece = found[0]

@@ -1,6 +1,6 @@
-"""Grammars for those who write Python: one call for each form that an output may have.
+"""Grammars for Python callers: one function for every form that an output may have.
 
-Owns: grammar_from. Does not: compile (compile.py does) or bound what is given: that is the caller's own.
+Owns: grammar_from. Does not: compile (compile.py does), or bound sources, which the caller trusts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def grammar_from(
     """Make the grammar of one form, for SamplingParams(grammar=...).
 
     `json_schema` is a schema as a mapping or as JSON text, or a class with `model_json_schema()`, as pydantic's have.
-    Exactly one form is to be given. Raises InvalidRequestError for another number, and for what cannot be followed.
+    Exactly one form must be given. Raises InvalidRequestError for any other number, and for an invalid grammar.
     """
     given = {
         "json_schema": None if json_schema is None else _schema_text(json_schema),

@@ -1,8 +1,8 @@
-"""JSON schemas made ready for the compiler: what it would misread is rewritten, the rest refused with its place.
+"""Prepare JSON schemas for the compiler: rewrite what it would misread, or refuse it with its place.
 
-Owns: what each keyword means here: enforced as it is, rewritten to what is enforced, without effect, or refused.
+Owns: how each keyword is treated: enforced as it is, rewritten to what is enforced, without effect, or refused.
 Does not: bound sizes or check the shapes of keywords (tool/schema_check does), or compile.
-Invariant: whatever the prepared schema allows, the given one allows too; where that cannot be promised it is refused.
+Invariant: every value that the prepared schema allows, the given one allows; a schema is refused if that is uncertain.
 
 Sources: JSON Schema 2020-12 (core, validation), with the boolean exclusiveMinimum and the lists in items of drafts 4 to
 7; RFC 3339 for dates and times.
@@ -19,7 +19,7 @@ from octavo.grammar.schema_facts import Facts, json_key
 _ONE = ("items", "additionalProperties", "additionalItems")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _TABLES = ("properties", "patternProperties", "$defs", "definitions")
-# Say nothing of a value: taken out, so that the grammar's text has no need of them.
+# Annotations, which do not constrain a value; they are removed, to make the grammar's text shorter.
 _NOTES = frozenset((
     "$schema", "$comment", "$id", "id", "title", "description", "default", "examples", "example", "deprecated",
     "readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType", "contentSchema", "nullable",
@@ -82,19 +82,19 @@ FORMAT_PATTERNS: Mapping[str, tuple[str, ...]] = {
     "email": (rf"^{_ATOM}(?:\.{_ATOM})*@(?:{_LABEL}\.)+[A-Za-z]{{2,63}}$", "^[^@]{1,64}@.{1,189}$"),
     "hostname": (rf"^{_LABEL}(?:\.{_LABEL})*$", "^.{1,253}$"),
 }
-# What pydantic writes for Decimal has a look-ahead; the same texts without.
+# Pydantic's pattern for Decimal has a look-ahead; the replacement matches the same texts without one.
 EQUIVALENT_PATTERNS: Mapping[str, str] = {
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
 }
 
 
 def refused(where: str, reason: str) -> InvalidRequestError:
-    """A refusal that says where in the schema."""
+    """Return the error of a refused keyword, with its place in the schema."""
     return InvalidRequestError(f"schema: {where[:200]}: {reason}", "schema")
 
 
 def prepare(schema: dict[str, Any] | bool) -> dict[str, Any]:
-    """The schema as the compiler takes it. Raises InvalidRequestError with the place of what cannot be promised."""
+    """Return the schema in the form that the compiler takes. Raises InvalidRequestError with the place of the fault."""
     if isinstance(schema, bool):
         if not schema:
             raise refused("#", "false allows no value")
@@ -109,7 +109,7 @@ def prepare(schema: dict[str, Any] | bool) -> dict[str, Any]:
 
 
 def subschemas(schema: object, where: str = "#") -> Iterator[tuple[str, Any]]:
-    """Every schema in a schema, with its place, outer ones first."""
+    """Yield every schema in a schema, with its place, outer ones first."""
     yield where, schema
     if isinstance(schema, dict):
         for place, child in _children(schema):
@@ -165,7 +165,7 @@ def _is_neutral(name: str, value: object) -> bool:
 
 
 def _set_exclusive(made: dict[str, Any], schema: dict[str, Any]) -> None:
-    """Draft 4's `exclusiveMinimum: true` makes `minimum` exclusive."""
+    """Rewrite draft 4's `exclusiveMinimum: true`, which makes `minimum` exclusive."""
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if schema.get(exclusive) is True:
             made.pop(exclusive, None)
@@ -174,7 +174,7 @@ def _set_exclusive(made: dict[str, Any], schema: dict[str, Any]) -> None:
 
 
 def _set_format(made: dict[str, Any], where: str) -> None:
-    """Formats that are no more than a note go; others become expressions: dates that know the calendar."""
+    """Replace a format by expressions (dates obey the calendar), or remove it if it is only an annotation."""
     name = made.get("format")
     if name is None or name in _KEPT_FORMATS:
         return
@@ -189,7 +189,7 @@ def _set_format(made: dict[str, Any], where: str) -> None:
 
 
 def _set_one_of(made: dict[str, Any], schema: dict[str, Any], where: str, facts: Facts) -> None:
-    """`oneOf` is `anyOf` where no value can be two of its schemas; elsewhere it would have to count."""
+    """Replace `oneOf` by `anyOf` if no value can match two of its schemas, else refuse it."""
     branches = schema.get("oneOf")
     if not isinstance(branches, list):
         return
@@ -206,7 +206,7 @@ def _set_one_of(made: dict[str, Any], schema: dict[str, Any], where: str, facts:
 
 
 def _set_names(made: dict[str, Any], schema: dict[str, Any], where: str, facts: Facts) -> None:
-    """`propertyNames` that list names, or have them match one expression, as pydantic writes dict[Colour, int]."""
+    """Rewrite `propertyNames` that list names or give one pattern, as pydantic writes dict[Colour, int]."""
     names = schema.get("propertyNames")
     if names is None or _is_neutral("propertyNames", names):
         return
@@ -233,7 +233,7 @@ def _set_names(made: dict[str, Any], schema: dict[str, Any], where: str, facts: 
 
 
 def _check_counts(schema: dict[str, Any], where: str) -> None:
-    """Names that a schema does not list may come twice in an answer, and then count once."""
+    """Refuse a `minProperties` that repeated names could miss: an unlisted name may occur twice, but counts once."""
     least = schema.get("minProperties", 0)
     required = schema.get("required", [])
     if not isinstance(least, int) or not isinstance(required, list):
@@ -245,7 +245,7 @@ def _check_counts(schema: dict[str, Any], where: str) -> None:
 
 
 def _set_numbers(made: dict[str, Any], where: str) -> None:
-    """The compiler has numbers of 53 bits: bounds beyond that are drawn in, values beyond it cannot be written."""
+    """Tighten bounds beyond 53 bits, which is what the compiler supports; refuse other numbers beyond them."""
     for name, farthest in (("minimum", -_EXACT), ("exclusiveMinimum", -_EXACT), ("maximum", _EXACT),
                            ("exclusiveMaximum", _EXACT)):  # fmt: skip
         bound = made.get(name)

@@ -1,7 +1,7 @@
-"""What one grammar may cost llguidance, and what is said when it would cost more.
+"""Limits on the cost of one grammar in llguidance, and the errors of a grammar that exceeds them.
 
-Owns: the numbers, the same where a grammar is checked and where it is followed; the error of a grammar that exceeds
-one of them. Does not: bound the size of what a client sends (server/bodies does) or its time (the tool process does).
+Owns: the numbers, which are the same in the check of a grammar and in the engine; the error of a grammar that exceeds
+one of them. Does not: bound the size of a client's input (server/bodies does) or its time (the tool process does).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_GRAMMAR_SYMBOLS = 500_000
 MAX_OPTIONAL_PROPERTIES = 1_200  # of one object, four items of a row each
 _NO_DETAILS = "<non-verbose/>"
 _TOO_MANY_EXPRESSIONS = "too many expressions hold for one text together; write one pattern for several"
-# What llguidance's message holds when a limit is met -> the bound, as its client is told.
+# A part of llguidance's message when a limit is exceeded -> the bound, as written in the client's error.
 _BOUNDS = (
     (
         "Current row has",
@@ -44,7 +44,7 @@ _BOUNDS = (
 
 
 def parser_limits() -> LLParserLimits:
-    """Give the limits, and have errors leave out the parser's state, which nobody who asked can read."""
+    """Return the limits; errors leave out the parser's state, which is of no use to a client."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -58,7 +58,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def grammar_error(what: str, reason: str, param: str | None = None) -> InvalidRequestError:
-    """Make the error of a grammar that llguidance refuses: TooComplexError with the bound where it is at a limit."""
+    """Return the error of a grammar that llguidance refuses: at a limit, a TooComplexError with the bound."""
     for part, bound in _BOUNDS:
         if part in reason:
             return TooComplexError(f"{what}: {bound}", param)

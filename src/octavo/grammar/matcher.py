@@ -1,9 +1,9 @@
-"""Where one output stands in its grammar.
+"""The state of one output in its grammar.
 
-Owns: the state, the ids that were committed but not yet followed, and why it can be followed no further.
+Owns: the state, the committed ids that were not yet consumed, and the failure that ended it.
 Does not: choose ids, or know other outputs.
-Invariants: the state is a function of grammar and ids alone. It is never rolled back: behind a rollback llguidance
-allows more than it did (a text that it forces may then be cut otherwise), so drafts are followed by a fork.
+Invariants: the state is a function of grammar and ids alone. It is never rolled back: after a rollback llguidance
+allows more than before (it may split a forced text in another way), so drafts are consumed by a fork.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Bits = NDArray[np.int32]
 
 
 class Matcher:
-    """One output on its way through a grammar. `pending` ids are followed with the next mask, off the step loop."""
+    """The grammar's state for one output. `pending` ids are consumed with the next mask, off the step loop."""
 
     __slots__ = ("_inner", "failure", "num_taken", "pending")
 
     def __init__(self, inner: LLMatcher, num_taken: int = 0) -> None:
         self._inner = inner
-        self.num_taken = num_taken  # pending ones included
+        self.num_taken = num_taken  # including pending ids
         self.pending: array[int] = array("i")
         self.failure: OctavoError | None = None
 
     @classmethod
     def of(cls, grammar: str, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...]) -> Matcher:
-        """Build one that has seen nothing. Raises InvalidRequestError with what llguidance says."""
+        """Build a matcher at the start of its output. Raises InvalidRequestError with llguidance's reason."""
         from llguidance import LLMatcher
 
         inner = LLMatcher(vocabulary.reader(eos_token_ids), grammar, log_level=0, limits=parser_limits())
@@ -48,28 +48,28 @@ class Matcher:
         return cls(inner)
 
     def fork(self) -> Matcher:
-        """Give another one at the same place; they share nothing."""
+        """Return an independent copy in the same state."""
         self._follow()
         child = Matcher(self._inner.deep_copy(), self.num_taken)
         child.failure = self.failure
         return child
 
     def commit(self, position: int, token: int) -> None:
-        """Take note of the output id at a position; one that was noted before changes nothing."""
+        """Record the output id at a position; an id recorded before changes nothing."""
         if position == self.num_taken:
             self.pending.append(token)
             self.num_taken += 1
 
     def replay(self, ids: Sequence[int]) -> None:
-        """Follow the ids of an output from its beginning, but for those that it has seen."""
+        """Consume the ids of an output, given from its beginning, except those consumed before."""
         for position in range(self.num_taken, len(ids)):
             self.commit(position, ids[position])
         self._follow()
 
     def fill(self, lines: Bits, drafts: Sequence[int] = ()) -> None:
-        """Write which ids may come next into the first line, and behind each draft into the line after.
+        """Write the mask of allowed next ids into the first line, and the mask after each draft into the next lines.
 
-        A line has a bit per id. Lines behind a draft that may not come stay as they are, and so do all once
+        A line has a bit per id. Lines after a draft that is not allowed are unchanged, and so are all once
         `failure` is set.
         """
         self._follow()
@@ -89,7 +89,7 @@ class Matcher:
         return self.failure is None
 
     def _follow(self) -> None:
-        """Go on by what is pending."""
+        """Consume the pending ids."""
         ids, self.pending = self.pending, array("i")
         if ids and self.failure is None and not self._inner.consume_tokens(ids.tolist()):
             error = grammar_error(NO_FURTHER, self._inner.get_error(), "grammar")

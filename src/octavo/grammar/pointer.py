@@ -1,4 +1,4 @@
-"""Where a reference of a JSON schema leads (RFC 6901, as a fragment)."""
+"""Resolve references of a JSON schema (RFC 6901, as a fragment)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NOWHERE: Final = object()
 
 
 def target_of(root: object, reference: str) -> Any:
-    """What a reference such as `#/$defs/a` means in the document `root`, NOWHERE when there is nothing."""
+    """Return the target of a reference such as `#/$defs/a` in the document `root`, NOWHERE if there is none."""
     target: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")

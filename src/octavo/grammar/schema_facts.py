@@ -1,4 +1,4 @@
-"""What can be told of JSON schemas without compiling them.
+"""Facts about JSON schemas that are found without compiling them.
 
 Owns: whether two schemas may allow the same value, and whether a schema allows any finite value.
 Does not: rewrite or refuse.
@@ -13,12 +13,12 @@ from typing import Any
 from octavo.grammar.pointer import NOWHERE, target_of
 
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "string"))
-_MAX_DEPTH = 8  # of references and properties that are followed to tell two schemas apart
+_MAX_DEPTH = 8  # of references and properties followed to prove that two schemas are disjoint
 _MAX_ROUNDS = 64
 
 
 def json_key(value: object) -> str:
-    """A text that is equal for values that JSON Schema holds equal: 1 and 1.0 are, 1 and true are not."""
+    """Return a text that is equal for values that are equal in JSON Schema: 1 and 1.0 are, 1 and true are not."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):
@@ -37,7 +37,7 @@ class Facts:
         self._has_ends = False
 
     def overlapping(self, schemas: list[Any]) -> tuple[int, int] | None:
-        """The first two that may allow the same value, or None."""
+        """Return the indexes of the first two schemas that may allow the same value, or None."""
         values = [_values(each) if isinstance(each, dict) else None for each in schemas]
         listed = [each for each in values if each is not None]
         if len(listed) == len(schemas) and len(frozenset().union(*listed)) == sum(map(len, listed)):
@@ -49,7 +49,7 @@ class Facts:
         return None
 
     def are_disjoint(self, left: object, right: object, depth: int = 0) -> bool:
-        """Whether certainly no value is allowed by both."""
+        """Return True if it is certain that no value is allowed by both."""
         if depth > _MAX_DEPTH:
             return False
         lefts, rights = self._parts(left), self._parts(right)
@@ -63,7 +63,7 @@ class Facts:
         )
 
     def _parts(self, schema: object) -> list[Any]:
-        """A schema and those that it is the intersection of."""
+        """Return a schema and the schemas (`$ref`, `allOf`) that it is the intersection of."""
         parts, pending, seen = [], [schema], 0
         while pending and seen < 64:
             seen += 1
@@ -102,7 +102,7 @@ class Facts:
         )
 
     def followed(self, schema: object) -> object:
-        """What a schema that is no more than a reference refers to; else the schema."""
+        """Return the target of a schema that is only a reference, else the schema."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or set(schema) != {"$ref"} or not isinstance(schema["$ref"], str):
                 break
@@ -114,19 +114,19 @@ class Facts:
         return True if target is NOWHERE else target
 
     def has_end(self, schema: object) -> bool:
-        """Whether a schema of the document may allow a finite value. One that allows nothing at all has an end."""
+        """Return True if a schema of the document may allow a finite value, or allows no value at all."""
         if not self._has_ends:
             self._find_ends()
         return not isinstance(schema, dict) or id(schema) in self._ending
 
     def _find_ends(self) -> None:
-        """The least set of schemas of which each needs only schemas of the set."""
+        """Find the least set of schemas of which each needs only schemas of the set."""
         schemas = _dicts(self._root)
         self._has_ends = True
         num_before = -1
         while num_before != len(self._ending):
             num_before = len(self._ending)
-            for schema in reversed(schemas):  # inner ones first: then most are settled in one round
+            for schema in reversed(schemas):  # inner ones first, so that most are decided in one round
                 if id(schema) not in self._ending and self._ends(schema):
                     self._ending.add(id(schema))
 
@@ -165,7 +165,7 @@ class Facts:
 
 
 def _dicts(node: object) -> list[dict[str, Any]]:
-    """All objects of a document, outer ones first; those that are no schemas do no harm."""
+    """Return all objects of a document, outer ones first; objects that are no schemas do no harm."""
     found, level = [], [node]
     while level:
         found += [each for each in level if isinstance(each, dict)]
@@ -178,7 +178,7 @@ def _dicts(node: object) -> list[dict[str, Any]]:
 
 
 def _types(schema: dict[str, Any]) -> frozenset[str]:
-    """The types that a schema allows, of itself; whole numbers are numbers."""
+    """Return the types that a schema itself allows; integers are numbers."""
     kinds = schema.get("type")
     if kinds is None:
         values = _values(schema)
@@ -195,7 +195,7 @@ def _type_of(key: str) -> str:
 
 
 def _values(schema: dict[str, Any]) -> frozenset[str] | None:
-    """The values that a schema lists, or None."""
+    """Return the keys of the values that a schema lists, or None."""
     if "const" in schema:
         return frozenset((json_key(schema["const"]),))
     return frozenset(map(json_key, schema["enum"])) if isinstance(schema.get("enum"), list) else None

@@ -1,7 +1,7 @@
-"""A first look at a compiled grammar, over bytes: whether it can be followed at all, before the engine has to.
+"""Try a compiled grammar over bytes, before the engine uses it.
 
-Owns: a vocabulary of the 256 bytes and the model's special tokens, what is asked of a grammar with it, and a few short
-walks through it, which meet most limits that the engine would meet later.
+Owns: a vocabulary of the 256 bytes and the model's special tokens, the checks of a grammar with it, and a few short
+walks through the grammar, which reach most limits that the engine would reach later.
 Does not: know what the other ids of a model are.
 """
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 _NUM_BYTES = 256
 _NUM_WALKS = 4
 _WALK_BYTES = 24
-_WALKS_S = 0.1  # of processor time; most need a hundredth
-_PANIC = "PanicException"  # of a library in Rust; no Exception, and its class cannot be imported
+_WALKS_S = 0.1  # of processor time; most walks need a hundredth of it
+_PANIC = "PanicException"  # raised by a library in Rust; no Exception, and its class cannot be imported
 
 
 @dataclass(frozen=True, slots=True)
 class Specials:
-    """The special tokens of a model that has `size` ids, as (id, name); by name a Lark text may ask for one."""
+    """The special tokens of a model that has `size` ids, as (id, name); a Lark text may refer to one by name."""
 
     size: int
     tokens: tuple[tuple[int, str], ...]
@@ -37,9 +37,9 @@ NO_SPECIALS = Specials(_NUM_BYTES + 1, ((_NUM_BYTES, "<end>"),))
 
 
 def fault_of(text: str, specials: Specials | None = None, num_walks: int = _NUM_WALKS) -> str:
-    """What is wrong with a compiled grammar, "" for nothing. Takes the limits that hold where it is followed.
+    """Return what is wrong with a compiled grammar, "" for nothing. The limits are those of the engine.
 
-    Without `specials` a special token that the grammar names is taken to be there.
+    Without `specials` every special token that the grammar names is assumed to exist.
     """
     try:
         return _fault_of(text, specials, num_walks)
@@ -66,7 +66,7 @@ def _fault_of(text: str, specials: Specials | None, num_walks: int) -> str:
 
 
 def _fault_on_walks(begin: LLMatcher, num_walks: int) -> str:
-    """Follow a few outputs for a few bytes each: the error that the grammar meets, "" for none."""
+    """Follow a few random outputs for a few bytes each; return the error that occurs, "" for none."""
     until = time.process_time() + _WALKS_S
     for seed in range(num_walks):
         rng = random.Random(seed)
@@ -84,7 +84,7 @@ def _fault_on_walks(begin: LLMatcher, num_walks: int) -> str:
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer: attributes by these names, and a call."""
+    """The interface of a tokenizer for llguidance: attributes of these names, and a call."""
 
     bos_token_id = None
 

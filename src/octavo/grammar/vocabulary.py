@@ -1,9 +1,9 @@
-"""A model's ids as llguidance reads them.
+"""A model's vocabulary for llguidance.
 
-Owns: the bytes of every id, which ids are special and which end an output, and how a text is cut into ids where a
-grammar leaves only one text.
+Owns: the bytes of every id, which ids are special and which end an output, and how a text is split into ids where a
+grammar forces one text.
 Does not: follow a grammar. Built on first use, in about a second; one thread at a time builds.
-Invariants: a special token never stands for the text that spells it; ids that the model or the tokenizer lacks are
+Invariants: a special token never encodes the text that spells it; ids that the model or the tokenizer lacks are
 never allowed.
 """
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _MARK = "\n"  # put before a text where the tokenizer adds a space to a text's start
-MAX_CUT = 1024  # texts that a grammar forces, remembered with their ids
+MAX_CUT = 1024  # forced texts that are cached with their ids
 
 
 class Vocabulary:
-    """The ids of a model whose logits are `vocab_size` wide. `load` gives its tokenizer, when first asked."""
+    """The ids of a model whose logits are `vocab_size` wide. `load` loads its tokenizer, on first use."""
 
     def __init__(self, load: Callable[[], Tokenizer], vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -38,11 +38,11 @@ class Vocabulary:
 
     @property
     def num_words(self) -> int:
-        """Words of 32 bits that a mask has."""
+        """Number of 32-bit words of a mask."""
         return -(-self.vocab_size // 32)
 
     def reader(self, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
-        """Give the vocabulary for outputs that any of these ids ends. Raises InvalidRequestError without one."""
+        """Return the vocabulary for outputs that any of these ids ends. Raises InvalidRequestError if there is none."""
         ends = tuple(sorted(token for token in set(eos_token_ids) if token < self.vocab_size))
         if not ends:
             reason = "this model names no id that ends an output, so none can end where its grammar does; leave it out"
@@ -63,7 +63,7 @@ class Vocabulary:
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer: attributes by these names, and a call that gives the ids of a text."""
+    """The interface of a tokenizer for llguidance: attributes of these names, and a call that encodes a text."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]

@@ -1,4 +1,4 @@
-"""Layers: linear, norm, rotary positions, embedding, and the loading of their weights.
+"""Layers: linear, norm, rotary positions, embedding, and their weights' loaders.
 
 Owns: parameters. Does not: know families, requests or the KV pool.
 """

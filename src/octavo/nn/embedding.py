@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 class Embedding:
-    """Rows of a table. Ids must lie in [0, V): the engine refuses others long before."""
+    """Lookup of a table's rows. Ids must be in [0, V): the engine refuses others earlier."""
 
     __slots__ = ("weight_VE",)
 
@@ -24,7 +24,7 @@ class Embedding:
 
 
 class ScaledEmbedding(Embedding):
-    """Rows multiplied by a number; number and products are rounded to the table's dtype, as in transformers."""
+    """Lookup of rows, scaled by a number; number and products are rounded to the table's dtype, as in transformers."""
 
     __slots__ = ("scale",)
 

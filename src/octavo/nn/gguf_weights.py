@@ -1,6 +1,6 @@
 """Weights in GGUF files: names, row order, dequantisation.
 
-Owns: the mapping to canonical names, and undoing what the conversion to GGUF did to query and key rows.
+Owns: the mapping to canonical names, and reverting the conversion's changes to query and key rows and Gemma's norms.
 Does not: parse the file (artifacts/gguf_file.py does), or know block formats (the gguf package does).
 Invariants: at most _CHUNK values are held in float32 beside the target.
 """
@@ -57,7 +57,7 @@ _GEMMA3_LAYER_NAMES = _LAYER_NAMES | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_PAIRED_FAMILIES = ("llama", "mistral")  # converted with rotary pairs side by side instead of half a head apart
+_PAIRED_FAMILIES = ("llama", "mistral")  # converted with rotary pairs adjacent instead of half a head apart
 
 
 class GGUFWeights:
@@ -83,7 +83,7 @@ class GGUFWeights:
         )
 
     def path(self, name: str) -> Path:
-        """The tensor's file; the first one when none has it."""
+        """Return the tensor's file, or the first file if none has it."""
         return self._entries[name][0].path if name in self._entries else self._first
 
     def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
@@ -104,7 +104,7 @@ class GGUFWeights:
             out[start : start + step].copy_(torch.from_numpy(values))
 
     def raw_rows(self, name: str) -> tuple[npt.NDArray[np.uint8], GGMLQuantizationType]:
-        """Return a matrix's bytes in canonical row order: a view of the file, or a copy where rows were paired."""
+        """Return a matrix's bytes in canonical row order: a view of the file, or a copy if its rows were paired."""
         return self._rows(name), self._entries[name][1].type
 
     def _rows(self, name: str) -> npt.NDArray[np.uint8]:
@@ -115,7 +115,7 @@ class GGUFWeights:
 
 
 def canonical_name(name: str, family: str = "llama") -> str:
-    """Return Hugging Face's name of a GGUF tensor; one that has none keeps its own."""
+    """Return Hugging Face's name of a GGUF tensor, or its own name if there is none."""
     match = _LAYER_TENSOR.fullmatch(name)
     names = _GEMMA3_LAYER_NAMES if family == "gemma3" else _LAYER_NAMES
     if match is None or match[2] not in names:
@@ -126,11 +126,11 @@ def canonical_name(name: str, family: str = "llama") -> str:
 def dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> Values:
     """Return the float32 values of whole rows of raw bytes, as a new array."""
     values: Values = quants.dequantize(raw, kind)
-    return values if values.flags.writeable else values.copy()  # plain float32 comes back as a view of the file
+    return values if values.flags.writeable else values.copy()  # for float32 it is a view of the file
 
 
 def _paired_heads(spec: ModelSpec) -> dict[str, int]:
-    """Which projections have their rows paired, with their number of heads."""
+    """Return the projections whose rows are paired, with their number of heads."""
     if spec.family not in _PAIRED_FAMILIES:
         return {}
     return {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}

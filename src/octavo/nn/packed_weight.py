@@ -1,7 +1,7 @@
-"""A weight in the form that the C++ multiplication reads.
+"""A weight in the layout that the C++ kernels read.
 
-Owns: the buffer (fresh memory or a piece of a mapped file), the bias, the descriptor, and reading the packed bytes
-back with torch, the slow twin.
+Owns: the buffer (new memory or a piece of a mapped file), the bias, the descriptor, and the slow twin, which unpacks
+the bytes with torch.
 Does not: quantise, read files, or pack by itself (csrc/linear_pack.cpp does; the bytes are csrc/linear_layout.h's).
 Invariants: the buffer starts at a multiple of 64 bytes and is contiguous; once packed it never changes.
 Shapes: F outputs, E inputs, P panels of 16 outputs, G groups of inputs.
@@ -32,7 +32,7 @@ _INT4_RECORD = 320  # bytes of a group of one int4 panel: scales, minima, codes
 
 
 class WeightKind(IntEnum):
-    """csrc/linear.h's enum of the same name."""
+    """The enum of the same name in csrc/linear.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -41,7 +41,7 @@ class WeightKind(IntEnum):
 
 
 class WeightDescriptor(ctypes.Structure):
-    """csrc/linear.h's struct Weight."""
+    """struct Weight of csrc/linear.h."""
 
     _fields_ = (
         ("kind", c_int64),
@@ -84,7 +84,7 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class WeightShape:
-    """What a packed weight is, but for its bytes. `group`: inputs that share a scale, 0 for the float kinds."""
+    """The kind and sizes of a packed weight. `group`: inputs that share a scale, 0 for the float kinds."""
 
     kind: WeightKind
     outputs: int
@@ -98,7 +98,7 @@ class WeightShape:
 
 
 class PackedWeight:
-    """y_TF = x_TE W_FE^T + b_F with W packed. Keeps its memory alive; so must whoever uses the descriptor."""
+    """y_TF = x_TE W_FE^T + b_F with W packed. It owns the memory, so a user of its descriptor must keep it alive."""
 
     __slots__ = ("bias", "buffer", "shape")
 
@@ -120,7 +120,7 @@ class PackedWeight:
 
     @property
     def kind(self) -> WeightKind:
-        """How values are represented."""
+        """The representation of the values."""
         return self.shape.kind
 
     @property
@@ -162,7 +162,7 @@ def empty_buffer(nbytes: int) -> Bytes:
 
 
 def pack_rows(shape: WeightShape, buffer: Bytes, first_row: int, codes: Codes) -> None:
-    """Pack these rows into a weight's buffer, as `first_row` on. Different rows may be packed by several threads."""
+    """Pack these rows into a weight's buffer, from `first_row` on. Several threads may pack different rows."""
     num_rows, inputs = codes.codes.shape
     assert (codes.kind, codes.group, inputs) == (shape.kind, shape.group, shape.inputs), "rows of this weight"
     assert first_row >= 0 and first_row + num_rows <= shape.outputs, "rows inside the weight"

@@ -1,8 +1,8 @@
-"""Weights as codes: what GGUF blocks hold, and 8-bit or 4-bit codes of float weights.
+"""Weights as codes: those of GGUF blocks, and 8-bit or 4-bit codes of float weights.
 
-Owns: the ways into codes, and which kind each weight gets.
+Owns: the conversions to codes, and which kind each weight gets.
 Does not: pack codes (packed_weight.py does) or read files.
-Invariants: every function looks at each row alone, so that rows may be converted in pieces. Scales and minima are
+Invariants: every function converts each row by itself, so that rows may be converted in pieces. Scales and minima are
 float16; a weight whose scales float16 cannot hold has no codes (None).
 Shapes: F output rows, E inputs, G groups of inputs, B blocks of a row.
 """
@@ -28,15 +28,15 @@ Floats = npt.NDArray[np.float32]
 GROUP = 32
 _MAX_INT8 = 127
 _MAX_INT4 = 15
-# Parts of a group's range over which 4-bit codes are first spread; the best of them is kept. Squared errors on
-# normal and heavy-tailed weights against the whole range alone: see tests/nn/test_quantize.py.
+# Parts of a group's range over which 4-bit codes are first spread; the best of them is kept. For the squared errors on
+# normal and heavy-tailed weights, compared with the whole range alone, see tests/nn/test_quantize.py.
 _RANGES = ((0.0, 1.0), (0.03, 0.97), (0.08, 0.92), (0.0, 0.92), (0.08, 1.0))
 
 
 def choose_quantization(quantization: str, dtype: str, files: ModelFiles, spec: ModelSpec) -> str:
-    """Say what "auto" means here: the files' own codes, unless a dtype was asked for. Raises ConfigError.
+    """Return "auto" (the codes of the files), "none", "int8" or "int4". Raises ConfigError.
 
-    Gives "auto" (take the codes of the files), "none", "int8" or "int4".
+    A given "auto" stays "auto" only for quantized GGUF files without a requested dtype, else it becomes "none".
     """
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization is {quantization!r}; give one of {', '.join(QUANTIZATIONS)}")
@@ -46,7 +46,7 @@ def choose_quantization(quantization: str, dtype: str, files: ModelFiles, spec: 
 
 
 def block_kind(kind: GGMLQuantizationType) -> tuple[WeightKind, int] | None:
-    """Return the packed kind and group of a GGUF type; None when it is not kept in its blocks."""
+    """Return the packed kind and group of a GGUF type; None if its blocks are not kept."""
     entry = _BLOCKS.get(kind)
     return entry[:2] if entry is not None else None
 
@@ -57,7 +57,7 @@ def coded_kinds() -> frozenset[tuple[WeightKind, int]]:
 
 
 def codes_of_blocks(raw: Bytes, kind: GGMLQuantizationType) -> Codes | None:
-    """Convert whole rows of GGUF blocks, [F, bytes of a row]; None where float16 cannot hold a scale.
+    """Convert whole rows of GGUF blocks, [F, bytes of a row]; return None if float16 cannot hold a scale.
 
     Layouts: the GGUF specification. Q4_0, Q4_1 and Q8_0 lose nothing; Q4_K's and Q6_K's scales, products of two
     numbers, are rounded to float16.
@@ -76,12 +76,12 @@ _Parts = tuple[npt.NDArray[np.generic], Halves, Halves | None]
 
 
 def _halves(blocks: Bytes, start: int) -> Halves:
-    """Gather the float16 at this byte of every block."""
+    """Return the float16 at this byte of every block."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16)[:, 0]
 
 
 def _nibbles(bytes_BN: Bytes, run: int) -> Bytes:
-    """Split bytes into codes: of each `run` bytes the low halves, then the high ones."""
+    """Split bytes into 4-bit codes: for each `run` bytes, the low halves, then the high ones."""
     runs = bytes_BN.reshape(len(bytes_BN), -1, run)
     codes = np.empty((*runs.shape[:2], 2, run), np.uint8)
     np.bitwise_and(runs, 15, out=codes[:, :, 0])
@@ -104,7 +104,7 @@ def _q8_0(blocks: Bytes) -> _Parts:
 
 
 def _q4_k(blocks: Bytes) -> _Parts:
-    """Blocks of 256: two float16, eight scales and minima of 6 bits in 12 bytes, codes by runs of 64."""
+    """Convert blocks of 256: two float16, eight scales and minima of 6 bits in 12 bytes, codes by runs of 64."""
     low, middle, high = (blocks[:, start : start + 4] for start in (4, 8, 12))
     scales = np.concatenate((low & 63, (high & 15) | (low >> 6 << 4)), axis=1)
     minima = np.concatenate((middle & 63, (high >> 4) | (middle >> 6 << 4)), axis=1)
@@ -119,7 +119,7 @@ def _q4_k(blocks: Bytes) -> _Parts:
 
 
 def _q6_k(blocks: Bytes) -> _Parts:
-    """Blocks of 256: low 4 bits, high 2 bits, sixteen int8 scales, one float16; codes are offset by 32."""
+    """Convert blocks of 256: low 4 bits, high 2 bits, sixteen int8 scales, one float16; codes are offset by 32."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     codes = np.empty((len(blocks), 2, 2, 64), np.uint8)  # [block, half, low or high nibbles, 2 runs of 32]
@@ -144,7 +144,7 @@ _BLOCKS: dict[GGMLQuantizationType, tuple[WeightKind, int, Callable[[Bytes], _Pa
 
 
 def codes_of_floats(values_FE: Floats, kind: WeightKind) -> Codes | None:
-    """Quantise or round rows to a kind; None where float16 cannot hold a scale. E: a multiple of GROUP for codes."""
+    """Quantise or round rows to a kind, None if float16 cannot hold a scale. For codes, GROUP must divide E."""
     if kind == WeightKind.FLOAT32:
         return Codes(kind, 0, values_FE)
     if kind == WeightKind.BFLOAT16:
@@ -156,7 +156,7 @@ def codes_of_floats(values_FE: Floats, kind: WeightKind) -> Codes | None:
 
 
 def _bfloat16_bits(values: Floats) -> npt.NDArray[np.uint16]:
-    """Round to nearest, ties to even; a NaN stays one. In numpy, because torch's threads are not wanted here."""
+    """Round to nearest, ties to even; a NaN stays one. In numpy, so that no thread pool of torch is started."""
     bits = values.view(np.uint32)
     rounded = bits >> 16 & 1
     rounded += bits
@@ -168,7 +168,7 @@ def _bfloat16_bits(values: Floats) -> npt.NDArray[np.uint16]:
 
 
 def _int8(groups_FGN: Floats) -> Codes:
-    """Symmetric: the largest magnitude of a group is 127."""
+    """Quantise symmetrically: the largest magnitude of a group becomes 127."""
     num_rows = groups_FGN.shape[0]
     scales = (np.abs(groups_FGN).max(axis=-1) / _MAX_INT8).astype(np.float16)
     codes = np.rint(groups_FGN * _inverse(scales)[..., None])
@@ -177,13 +177,13 @@ def _int8(groups_FGN: Floats) -> Codes:
 
 
 def _int4(groups_FGN: Floats) -> Codes:
-    """Asymmetric, with a search: the first codes from several ranges, each refined once by least squares.
+    """Quantise asymmetrically, with a search: first codes from several ranges, each refined once by least squares.
 
     Given codes, the best scale and minimum are a linear regression; given those, the best codes are the nearest
-    (Lloyd's alternation). What is kept is what has the least squared error with scale and minimum as stored.
+    (Lloyd's alternation). The result with the least squared error, computed with the stored scale and minimum, is kept.
     """
     num_rows, num_groups = groups_FGN.shape[:2]
-    x_NG = np.ascontiguousarray(groups_FGN.reshape(-1, GROUP).T)  # groups side by side: sums run over whole rows
+    x_NG = np.ascontiguousarray(groups_FGN.reshape(-1, GROUP).T)  # a group per column, so that sums run over whole rows
     low_G, high_G = x_NG.min(axis=0), x_NG.max(axis=0)
     best_error = np.full(x_NG.shape[1], np.inf, np.float32)
     best_codes = np.zeros(x_NG.shape, np.float32)
@@ -212,7 +212,7 @@ def _stored(scale_G: Floats, minimum_G: Floats) -> Halves:
 
 
 def _nearest(x_NG: Floats, fit: Halves) -> Floats:
-    """Return the codes, as floats, whose values lie nearest."""
+    """Return the codes, as floats, whose values are nearest."""
     codes: Floats = x_NG - fit[1].astype(np.float32)
     codes *= _inverse(fit[0])
     np.rint(codes, out=codes)
@@ -221,7 +221,7 @@ def _nearest(x_NG: Floats, fit: Halves) -> Floats:
 
 
 def _regression(x_NG: Floats, codes_NG: Floats) -> tuple[Floats, Floats]:
-    """Least squares: scale and minimum of each group given its codes. Equal codes: scale 0, the mean."""
+    """Return scale and minimum of each group for its codes, by least squares; for equal codes, 0 and the mean."""
     mean_x, mean_code = x_NG.mean(axis=0), codes_NG.mean(axis=0)
     spread = np.einsum("ng,ng->g", codes_NG, codes_NG) - GROUP * mean_code * mean_code
     joint = np.einsum("ng,ng->g", codes_NG, x_NG) - GROUP * mean_code * mean_x

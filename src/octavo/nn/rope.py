@@ -1,6 +1,6 @@
 """Rotary position tables.
 
-Owns: the frequencies of each kind of scaling, and cosines and sines for every position the engine may reach.
+Owns: the frequencies of each kind of scaling, and cosines and sines for every position up to max_len.
 Does not: rotate (ops/rope.py does).
 Invariants: frequencies, angles, cosines and sines are computed in float32 and rounded to the dtype once.
 Shapes: P positions, T tokens, D head size.
@@ -20,7 +20,7 @@ from octavo.artifacts.model_spec import ModelSpec, RopeScaling
 
 
 class RopeTable:
-    """Cosines and signed sines by position, in the layout that ops.rope.apply_rope takes.
+    """Table of cosines and signed sines by position, in the layout that ops.rope.apply_rope takes.
 
     `factors` [D / 2], when given, divide the inverse frequencies (GGUF's rope_freqs). The table takes
     2 * max_len * D elements.

@@ -1,8 +1,8 @@
 """Weights in safetensors files, single or sharded, memory-mapped.
 
-Owns: which files count, and their tensors' names, shapes and types.
+Owns: which files are read, and their tensors' names, shapes and types.
 Does not: check shapes against a configuration (nn/weights.py does).
-Invariants: nothing is unpickled; a tensor lives in one file.
+Invariants: nothing is unpickled; a tensor is in one file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SafetensorsWeights:
         self.shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(shapes)
 
     def path(self, name: str) -> Path:
-        """The tensor's file; the folder when no file has it."""
+        """Return the tensor's file, or the folder if no file has it."""
         return self._paths.get(name, self._folder)
 
     def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
@@ -57,7 +57,7 @@ class SafetensorsWeights:
             raise ModelFileError(path, f"cannot be read ({getattr(error, 'strerror', None) or error})", name) from error
 
     def raw_rows(self, name: str) -> None:
-        """Nothing here is quantised."""
+        """Return None: safetensors files have no GGUF blocks."""
         return None
 
 
@@ -69,9 +69,9 @@ def _open(path: Path) -> Any:
 
 
 def _weight_files(files: ModelFiles) -> tuple[Path, ...]:
-    """The shards that the index names; else the usual single file; else every file of the folder.
+    """Return the shards that the index names; else the usual single file; else every file of the folder.
 
-    Some folders hold the same weights twice, the second time under another layout's names.
+    Some folders hold the same weights twice, the second time with the names of another layout.
     """
     index = files.root / INDEX_FILE
     if index.is_file():

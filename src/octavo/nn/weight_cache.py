@@ -1,12 +1,12 @@
-"""Packed weights in files, mapped by every process that runs the same model.
+"""Cache of packed weights in files, mapped by every process that runs the same model.
 
-Owns: the file format, what makes a file fit, writing it so that nobody ever sees half of one.
+Owns: the file format, when a file is valid, and atomic writes of files.
 Does not: pack, or know what the sections mean. The folder and its bound: artifacts/cache_folder.py.
-Invariants: a file that is opened has the identity asked for, an unharmed header, sections inside it, and the first
-and last bytes of every section as they were written. Whatever is wrong with file, folder or disk costs time, no more.
+Invariants: an opened file has the requested identity, an undamaged header, sections inside the file, and the first
+and last bytes of every section as they were written. A fault of file, folder or disk costs time, but is no error.
 
-Format: magic, length and CRC-32 of the header; the header in JSON; sections at multiples of 64 bytes. A section's
-edges are checked and not the whole: that is what a crash leaves unwritten, and reading all would undo the mapping.
+Format: magic, length and CRC-32 of the header; the header in JSON; sections at multiples of 64 bytes. Only a section's
+edges are checked: a crash leaves those unwritten, and reading everything would defeat the purpose of the mapping.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PREAMBLE = struct.Struct("<8sQI")
 _MAX_HEADER = 1 << 26
 _ALIGNMENT = 64
 _PAGE = 4096
-_BLOCKS = 128  # of a model's files that are read to tell it from another, a page each; fewer of each of many files
+_BLOCKS = 128  # pages of a model's files that are read to identify it; fewer of each if there are many files
 _LEAST_BLOCKS = 8
 _START_BYTES = 1 << 16  # of each file: headers, names, settings
 _EDGE = 512  # bytes checked at each end of a section
@@ -48,9 +48,9 @@ _EDGE = 512  # bytes checked at each end of a section
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """`place` names the file; `identity` is what must be equal for it to fit: one file for each place.
+    """The key of a cache file. `place` is its name; a file is valid only with this `identity`: one file per place.
 
-    `sources` are the files that the weights come from.
+    `sources` are the files that the weights were made from.
     """
 
     place: str
@@ -59,7 +59,7 @@ class CacheKey:
 
     @classmethod
     def of(cls, paths: Iterable[Path], *facts: object) -> CacheKey:
-        """Make the key of these source files, converted as the facts (of stable repr) say. Raises OSError."""
+        """Make the key of source files and of `facts` (of stable repr) about their conversion. Raises OSError."""
         resolved = [path.resolve() for path in paths]
         place = hashlib.sha256(repr(([str(path) for path in resolved], facts)).encode()).hexdigest()[:32]
         num_blocks = max(_LEAST_BLOCKS, _BLOCKS // max(1, len(resolved)))
@@ -70,41 +70,41 @@ class CacheKey:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """A mapped file: its sections, read-only, and what the writer said about them."""
+    """A mapped file: its sections, read-only, and the writer's description of them."""
 
     sections: Sections
     about: Any
 
 
 class UnfitError(Exception):
-    """The file is not what it should be; the text says how."""
+    """The file is not valid; the text says why."""
 
 
 class WeightCache:
-    """A folder of packed models, at most `max_bytes` of them; models below `min_bytes` are not worth a file.
+    """A folder of packed models of at most `max_bytes` in total; models below `min_bytes` are not cached.
 
-    Without a folder: the user's.
+    The default folder is the user's cache folder.
     """
 
     def __init__(self, folder: Path | None = None, max_bytes: int = 20 << 30, min_bytes: int = 16 << 20) -> None:
         self.folder = cache_folder(None) if folder is None else folder
         self.max_bytes = max_bytes
         self.min_bytes = min_bytes
-        self.notes: list[str] = []  # what went wrong, for the user
+        self.notes: list[str] = []  # failures, for the user
 
     @classmethod
     def of(cls, model: ModelConfig) -> WeightCache | None:
-        """Make the cache that the settings ask for; None where they ask for none."""
+        """Return the cache of the settings, None if it is disabled."""
         if not model.weight_cache_bytes:
             return None
         return cls(cache_folder(model.weight_cache_dir), model.weight_cache_bytes)
 
     def path(self, key: CacheKey) -> Path:
-        """Where the file of this key is, if it is."""
+        """Return the path of this key's file, which may not exist."""
         return self.folder / (key.place + SUFFIX)
 
     def open(self, key: CacheKey) -> StoredWeights | None:
-        """Map the file of this key; None where there is none that fits."""
+        """Map the file of this key; return None if there is no valid one."""
         path = self.path(key)
         try:
             stored = _map(path, key.identity)
@@ -120,15 +120,15 @@ class WeightCache:
         return stored
 
     def reject(self, key: CacheKey, error: UnfitError) -> None:
-        """Note why the file of this key does not fit."""
+        """Note why the file of this key is not valid."""
         self.notes.append(f"cached weights are made again: {self.path(key)}: {error}")
 
     def write(
         self, key: CacheKey, about: Any, sizes: Mapping[str, int], make: Callable[[], Generator[Bytes, None, None]]
     ) -> StoredWeights | None:
-        """Write the sections that `make` gives, in the order of `sizes`, and map them; None where that failed.
+        """Write the sections that `make` yields, in the order of `sizes`, and map them; return None if that failed.
 
-        Each array is written when it comes and not kept; the generator is closed. What it raises passes through.
+        Each array is written when it is yielded and not kept; the generator is closed. Its other errors propagate.
         """
         header, offsets, total = _lay_out(key, about, sizes)
         if not self.min_bytes <= total <= self.max_bytes:
@@ -147,7 +147,7 @@ class WeightCache:
                 pieces = zip(sizes, arrays, offsets, strict=True)
                 edges = [_write_section(descriptor, name, array, offset) for name, array, offset in pieces]
             _write_header(descriptor, header, edges)
-            os.fsync(descriptor)  # else a crash may leave the name without the contents
+            os.fsync(descriptor)  # otherwise a crash may leave the name without the contents
             os.replace(unfinished, path)
             make_room(self.folder, self.max_bytes, keep=path)
             return _map(path, key.identity)
@@ -162,7 +162,7 @@ class WeightCache:
 
 
 def remove_made_from(folder: Path, sources: Path) -> int:
-    """Remove the cache files in `folder` whose weights come from below `sources`; return their bytes."""
+    """Remove the cache files in `folder` made from files below `sources`; return their bytes."""
     num_bytes = 0
     for path in sorted(folder.glob("*" + SUFFIX)) if folder.is_dir() else ():
         try:
@@ -174,15 +174,15 @@ def remove_made_from(folder: Path, sources: Path) -> int:
                 path.unlink()
                 num_bytes += size
         except (OSError, UnfitError):
-            continue  # gone, or of another version: the bound of the folder removes it
+            continue  # deleted meanwhile, or of another version, which the folder's bound removes
     return num_bytes
 
 
 def _lay_out(key: CacheKey, about: Any, sizes: Mapping[str, int]) -> tuple[dict[str, Any], list[int], int]:
-    """Place the sections behind a header of unknown checksums; give header, offsets and the file's size."""
+    """Place the sections after a header, whose checksums are still unknown; return header, offsets and file size."""
     sections = {name: [0, nbytes, 0] for name, nbytes in sizes.items()}
     header = {"identity": key.identity, "sources": key.sources, "about": about, "size": 0, "sections": sections}
-    room = _PREAMBLE.size + len(json.dumps(header)) + 32 * (len(sections) + 1)  # for numbers that are 0 yet
+    room = _PREAMBLE.size + len(json.dumps(header)) + 32 * (len(sections) + 1)  # for digits of numbers still 0
     position = -(-room // _PAGE) * _PAGE
     for entry in sections.values():
         entry[0] = position
@@ -192,7 +192,7 @@ def _lay_out(key: CacheKey, about: Any, sizes: Mapping[str, int]) -> tuple[dict[
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Take the whole space now: a full disk is found before the work, and never through a mapping."""
+    """Allocate the whole file now, so that a full disk is an error before the work and not in a mapping."""
     os.ftruncate(descriptor, size)
     if hasattr(os, "posix_fallocate"):
         try:
@@ -203,7 +203,7 @@ def _allocate(descriptor: int, size: int) -> None:
 
 
 def _write_section(descriptor: int, name: str, array: Bytes, offset: int) -> int:
-    """Write all of it; give the checksum of its edges."""
+    """Write a section; return the checksum of its edges."""
     view = array.data
     while view:
         written = os.pwrite(descriptor, view[: 1 << 30], offset)
@@ -219,18 +219,18 @@ def _write_header(descriptor: int, header: dict[str, Any], edges: list[int]) -> 
 
 
 def _edges(name: str, array: Bytes) -> int:
-    """Return the checksum of a section's name and edges: a header that exchanges two sections does not fit."""
+    """Return the checksum of a section's name and edges. With the name, a header that swaps two sections is invalid."""
     return zlib.crc32(array[-_EDGE:].data, zlib.crc32(array[:_EDGE].data, zlib.crc32(name.encode())))
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    """Return what the system says of a file's contents. The last is its change of any kind, which no program sets."""
+    """Return a file's size, time of modification, and time of any change, which no program can set."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _sample(path: Path, num_blocks: int) -> str:
-    """Return a digest of a file's start, its end and pages spread over it."""
+    """Return a digest of a file's start, its end and evenly spaced pages."""
     digest = hashlib.blake2b(digest_size=32)
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -250,14 +250,14 @@ def _map(path: Path, identity: str) -> StoredWeights:
             raise UnfitError("the model's files have changed")
         try:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:  # cut to nothing since its header was read
+        except ValueError as error:  # truncated to nothing after its header was read
             raise UnfitError(str(error)) from None
-    if header["size"] != len(data):  # of the mapping itself: reading behind a file's end would end the process
+    if header["size"] != len(data):  # the mapping's size: reading past a file's end would kill the process
         raise UnfitError(f"has {len(data)} bytes, {header['size']} were written")
     whole = np.frombuffer(data, dtype=np.uint8)
     places = {name: _place(entry, start, len(data)) for name, entry in header["sections"].items()}
     if hasattr(mmap, "MADV_WILLNEED"):
-        data.madvise(mmap.MADV_WILLNEED)  # one long read ahead instead of page by page in the first step
+        data.madvise(mmap.MADV_WILLNEED)  # read ahead instead of page by page in the first step
     sections = {name: whole[place] for name, place in places.items()}
     for name, section in sections.items():
         if _edges(name, section) != header["sections"][name][2]:
@@ -266,7 +266,7 @@ def _map(path: Path, identity: str) -> StoredWeights:
 
 
 def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Read the header and where it ends. Raises UnfitError for one that is not as this module writes it."""
+    """Return the header and its end. Raises UnfitError for a header that this module did not write."""
     preamble = file.read(_PREAMBLE.size)
     if len(preamble) < _PREAMBLE.size or preamble[:8] != _MAGIC:
         raise UnfitError("is no file of this cache")
@@ -285,7 +285,7 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def _place(entry: object, start: int, end: int) -> slice:
-    """Where a section lies, which must be between the header and the file's end. Raises UnfitError."""
+    """Return a section's slice, which must be between the header and the file's end. Raises UnfitError."""
     if isinstance(entry, list) and len(entry) == 3 and all(type(number) is int for number in entry):
         offset, nbytes, _ = entry
         if start <= offset and 0 <= nbytes <= end - offset:

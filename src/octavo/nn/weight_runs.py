@@ -1,10 +1,10 @@
-"""From tensors of a checkpoint to packed weights: which kind each gets, and the work of packing, by several threads.
+"""Pack the tensors of a checkpoint: choose each tensor's kind, and pack with several threads.
 
 Owns: the choice for each tensor, stacking parts of one kind into one weight, pieces of rows as jobs.
-Does not: know layers or families, convert (quantize.py does), or keep what it packed.
-Invariants: weights come out in the order planned; beside them, memory for a few pieces of rows is taken.
-Torch runs in the calling thread only, on one core: in others it would start OpenMP pools of their own, and pools
-beside busy threads wait for each other.
+Does not: know layers or families, convert (quantize.py does), or keep packed weights.
+Invariants: weights are yielded in the order planned; beside them, memory for a few pieces of rows is used.
+Torch runs in the calling thread only, on one core: in each other thread it would start another OpenMP pool, and the
+pools would slow each other down.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from octavo.nn.packed_weight import Bytes, Codes, PackedWeight, WeightKind, Weig
 from octavo.nn.quantize import GROUP, block_kind, codes_of_blocks, codes_of_floats
 from octavo.nn.weights import Weights
 
-_PIECE = 1 << 18  # values converted by one job: what it touches stays in a core's own cache
-_AHEAD = 2  # weights whose jobs are handed out before the first one must be done
-_CONVERSIONS = 1  # raise it when the codes of GGUF blocks change
+_PIECE = 1 << 18  # values converted by one job: its data fits in a core's own cache
+_AHEAD = 2  # weights whose jobs are submitted before the first one is waited for
+_CONVERSIONS = 1  # increment it when the codes of GGUF blocks change
 
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
-    """What the user wants of matrices: "auto", "none", "int8" or "int4", and the kind of what stays float."""
+    """The requested quantization of matrices ("auto", "none", "int8" or "int4"), and the kind of float weights."""
 
     quantization: str
     float_kind: WeightKind
@@ -43,7 +43,7 @@ class WantedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor and its number of rows; `is_raw` where its blocks are taken as they are."""
+    """A tensor and its number of rows; with `is_raw` its GGUF blocks' codes are kept."""
 
     name: str
     num_rows: int
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class WeightRun:
-    """Consecutive output rows of one multiplication, of one kind."""
+    """Consecutive output rows of one linear layer, of one kind."""
 
     shape: WeightShape
     parts: tuple[Part, ...]
@@ -67,7 +67,7 @@ class NoCodesError(Exception):
 
 
 def plan_runs(weights: Weights, rows: dict[str, int], inputs: int, wanted: WantedTensor) -> tuple[WeightRun, ...]:
-    """Choose a kind for each tensor of one multiplication; neighbours of one kind become one run."""
+    """Choose a kind for each tensor of one linear layer; adjacent tensors of one kind become one run."""
     chosen = []
     for name, num_rows in rows.items():
         weights.claim(name, (num_rows, inputs))
@@ -81,7 +81,7 @@ def plan_runs(weights: Weights, rows: dict[str, int], inputs: int, wanted: Wante
 
 
 def _choose(weights: Weights, name: str, inputs: int, wanted: WantedTensor) -> tuple[tuple[WeightKind, int], bool]:
-    """Give kind and group, and whether the file's own blocks are taken. Codes are never made of finer ones."""
+    """Return kind and group, and whether the file's own codes are kept, which they are if they are as coarse."""
     plain = ((wanted.float_kind, 0), False)
     if wanted.quantization == "none" or name in wanted.float_names:
         return plain
@@ -96,7 +96,7 @@ def _choose(weights: Weights, name: str, inputs: int, wanted: WantedTensor) -> t
 
 
 def pack_runs(weights: Weights, runs: Iterable[WeightRun], num_threads: int) -> Generator[Bytes, None, None]:
-    """Pack the runs in order, giving each one's buffer. Close it: it has threads. Raises NoCodesError."""
+    """Pack the runs in order, yielding each one's buffer. Close the generator: it has threads. Raises NoCodesError."""
     with _one_torch_thread(), ThreadPoolExecutor(num_threads, "octavo-pack") as pool:
         begun: deque[tuple[Bytes, list[Future[None]]]] = deque()
         open_jobs: deque[Future[None]] = deque()
@@ -132,7 +132,7 @@ def _finished(buffer: Bytes, jobs: list[Future[None]]) -> Bytes:
 
 
 def _jobs(weights: Weights, run: WeightRun, buffer: Bytes) -> Iterator[Callable[[], None]]:
-    """Cut a run into pieces of rows. What must be read by torch is read here, by the caller's thread."""
+    """Split a run into jobs for pieces of rows. Tensors that torch must read are read here, in the caller's thread."""
     shape, start = run.shape, 0
     step = max(1, _PIECE // shape.inputs)
     for part in run.parts:
@@ -164,7 +164,7 @@ def _pack(shape: WeightShape, buffer: Bytes, first_row: int, name: str, convert:
 
 @cache
 def packing_version() -> str:
-    """Return a text that changes with whatever this code makes of equal weights: layout, codes, conversions."""
+    """Return a text that changes whenever this code packs equal weights differently: layout, codes, conversions."""
     sample = np.sin(np.arange(17 * 64, dtype=np.float32) ** 2).reshape(17, 64)  # numpy.random takes 50 ms to load
     digest = hashlib.sha256(f"{_CONVERSIONS} {list(GGMLQuantizationType)}".encode())
     for kind in WeightKind:

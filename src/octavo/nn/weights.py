@@ -1,7 +1,7 @@
-"""The weights of a model by their canonical (Hugging Face) names, from whichever files hold them.
+"""The weights of a model by their canonical (Hugging Face) names, from files of any supported kind.
 
 Owns: the choice of the reader, and the checks: present, of the right shape, none left over.
-Does not: keep tensors: each is converted straight into the memory that the caller gives.
+Does not: keep tensors: each is converted directly into the caller's memory.
 Invariants: a failure is a ModelFileError that names the file, the tensor and the reason.
 """
 
@@ -27,28 +27,28 @@ RawRows = tuple[npt.NDArray[np.uint8], GGMLQuantizationType]
 
 
 class WeightSource(Protocol):
-    """One kind of weight files. Names are canonical; shapes are torch's, [out, in]."""
+    """The interface of one kind of weight files. Names are canonical; shapes are torch's, [out, in]."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each tensor there is."""
+        """Shapes of all tensors, by name."""
         ...
 
     def path(self, name: str) -> Path:
-        """The file that holds the tensor, or where a missing one would be expected."""
+        """Return the file that holds the tensor, or the place to name in an error if it is missing."""
         ...
 
     def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
-        """Convert the rows from `first_row` on into `out`, as many as it has, whatever its dtype and device."""
+        """Convert the rows from `first_row` on into `out`, which may have any number of rows, dtype and device."""
         ...
 
     def raw_rows(self, name: str) -> RawRows | None:
-        """Return a matrix as the bytes of whole rows, [rows, bytes of a row]; None where the files are not GGUF."""
+        """Return a matrix as the bytes of whole rows, [rows, bytes of a row]; None if the files are not GGUF."""
         ...
 
 
 class Weights:
-    """Hands out each tensor of a source once, checked."""
+    """Checked reader of a source's tensors."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -70,21 +70,21 @@ class Weights:
         return shape
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuse another shape, before memory is taken for the one that the configuration claims."""
+        """Raise ModelFileError for another shape, before memory is allocated for the configuration's shape."""
         found = self.shape(name)
         if found != shape:
             reason = f"has shape {list(found)}, the configuration needs {list(shape)}"
             raise ModelFileError(self._source.path(name), reason, name)
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Convert the tensor into `out`, whose shape it must have."""
+        """Convert the tensor into `out`, which must have the same shape."""
         self.check_shape(name, tuple(out.shape))
         self._read.add(name)
         with torch.no_grad():
             self._source.read_into(name, out)
 
     def claim(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check the shape of a tensor that will be read by rows."""
+        """Check the shape of a tensor that is read by rows later, and mark it as read."""
         self.check_shape(name, shape)
         self._read.add(name)
 
@@ -98,13 +98,13 @@ class Weights:
         return self._source.raw_rows(name)
 
     def check_all_read(self, ignored: frozenset[str] = frozenset()) -> None:
-        """Refuse tensors that nobody asked for: a model that has them computes something else."""
+        """Raise ModelFileError for tensors that were not read: a model with more tensors is of another architecture."""
         for name in self._source.shapes:
             if name not in self._read and name not in ignored and not name.endswith(".rotary_emb.inv_freq"):
                 raise ModelFileError(self._source.path(name), "is not a part of this architecture", name)
 
 
 def open_weights(files: ModelFiles, spec: ModelSpec) -> Weights:
-    """Open the model's weight files; nothing is read but their headers. Raises ModelFileError."""
+    """Open the model's weight files; only their headers are read. Raises ModelFileError."""
     source: WeightSource = GGUFWeights(files, spec) if files.kind == "gguf" else SafetensorsWeights(files)
     return Weights(source)

@@ -1,4 +1,4 @@
-"""AnswerFormat: how content, reasoning and calls are told apart in what a model writes.
+"""AnswerFormat: how to separate content, reasoning and tool calls in a model's output.
 
 Owns: the format as plain data. Does not: read any text (AnswerReader), or choose a format from a template.
 """
@@ -9,13 +9,13 @@ from msgspec import Struct
 
 
 class AnswerFormat(Struct, frozen=True, array_like=True):
-    """Plain data, which travels with an answer's form. As it is, everything is text.
+    """The format of one answer, as plain data. With the default values the whole answer is text.
 
-    `reasoning` are the tags around the reasoning, and `starts_inside` says that the prompt has opened them already.
-    `calls` names the format of tool calls, None when none can be made. `names` are the functions that may be called,
-    `forced` what the calls are held to by a grammar: "required" or "named". `texts` are the arguments, each as
-    "function.argument", whose schemas say that they are strings: some formats do not tell.
-    With `is_single` nothing counts behind the first call.
+    `reasoning` is the pair of tags around the reasoning; with `starts_inside` the prompt ends inside it.
+    `calls` names the format of tool calls, None when none can be made. `names` are the functions that may be called;
+    `forced` is "required" or "named" when a grammar forces calls. `texts` are the arguments, each as
+    "function.argument", whose schemas say that they are strings: some formats do not mark strings.
+    With `is_single` everything after the first call is dropped.
     """
 
     reasoning: tuple[str, str] | None = None

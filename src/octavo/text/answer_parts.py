@@ -1,4 +1,4 @@
-"""Parts: what an answer is made of once content, reasoning and calls are told apart.
+"""Parts: the pieces of an answer, as content, reasoning and tool calls.
 
 Owns: the four kinds of part. Does not: read any text.
 """
@@ -15,7 +15,7 @@ class Text(Struct, frozen=True):
 
 
 class Reasoning(Struct, frozen=True):
-    """What the model says to itself."""
+    """The model's reasoning before its answer."""
 
     text: str
 
@@ -29,7 +29,7 @@ class CallBegin(Struct, frozen=True):
 
 
 class CallArguments(Struct, frozen=True):
-    """More of the arguments' JSON text; the texts of a call in a row are its arguments."""
+    """More of a call's arguments; a call's texts, concatenated, are the JSON of its arguments."""
 
     index: int
     text: str

@@ -1,7 +1,7 @@
 """Split an answer's text into content, reasoning and tool calls as it arrives.
 
 Owns: the order of the readers. Does not: know tokens, or any interface.
-Invariant: the parts' texts in a row do not depend on how the text was split, and the same seed gives the same ids.
+Invariant: the parts' concatenated texts do not depend on how the text was split; the same seed gives the same ids.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from octavo.text.answer_parts import CallArguments, CallBegin, Part, Reasoning, 
 from octavo.text.calls.reader import CallReader, held_at_end
 from octavo.text.calls.registry import CALL_READERS
 
-# Before the opening tag; behind one that the prompt holds; in the reasoning; in the blank space behind it; after all.
+# Before the opening tag; after one in the prompt; inside the reasoning; in the blank space after it; in the content.
 _BEFORE, _OPENED, _INSIDE, _BEHIND, _AFTER = range(5)
 
 
@@ -26,8 +26,8 @@ class ReasoningReader:
         self._open, self._close = tags
         self._state = _OPENED if starts_inside else _BEFORE
         self._held = ""
-        self._begun = False  # some reasoning has been given
-        self.num_characters = 0  # of the reasoning given
+        self._begun = False  # some reasoning has been returned
+        self.num_characters = 0  # of the reasoning returned
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that this text makes certain."""
@@ -90,9 +90,9 @@ class ReasoningReader:
 
 
 class AnswerReader:
-    """Reads one choice of one answer. With format None everything is Text.
+    """The parts of one choice of one answer. With format None everything is Text.
 
-    `seed` tells this choice from all others: the answer's id and the choice's number.
+    `seed` is unique to this choice (the answer's id and the choice's number); the call ids derive from it.
     """
 
     def __init__(self, answer_format: AnswerFormat | None, seed: str) -> None:
@@ -106,16 +106,16 @@ class AnswerReader:
 
     @property
     def num_reasoning_characters(self) -> int:
-        """Characters of the reasoning given."""
+        """Characters of the reasoning returned so far."""
         return 0 if self._reasoning is None else self._reasoning.num_characters
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call has begun."""
+        """True once a call has begun."""
         return self._calls is not None and self._calls.num_calls > 0
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that this text makes certain; of a call, its arguments as they come."""
+        """Return the parts that this text makes certain; a call's arguments are returned as they arrive."""
         self.num_characters += len(text)
         if self._reasoning is not None:
             parts = self._reasoning.push(text)
@@ -131,14 +131,14 @@ class AnswerReader:
         return self._with_calls(self._calls, parts) + self._counted(self._calls.finish())
 
     def _with_calls(self, reader: CallReader, split: list[Part]) -> list[Part]:
-        """Return the parts with the calls that their content holds."""
+        """Return the parts, with calls extracted from the content."""
         parts: list[Part] = []
         for part in split:
             parts += self._counted(reader.push(part.text)) if isinstance(part, Text) else [part]
         return parts
 
     def _counted(self, parts: list[Part]) -> list[Part]:
-        """The parts that count where only one call is wanted: those up to its end."""
+        """Return the parts to keep: with `is_single`, only those up to the end of the first call."""
         if not self._is_single:
             return parts
         counted: list[Part] = []

@@ -1,8 +1,8 @@
 """Render a model's chat template: messages to prompt text, within bounds of steps, time and output.
 
 Owns: compiling, the sandbox, the budget of one rendering, and the errors of each. Does not: tokenize, or change
-messages (messages.py does). Invariants: output equals transformers' apply_chat_template on the same input; a template
-can read only what it is given, and no input makes rendering exceed its bounds.
+messages (text_model.py does). Invariants: output equals transformers' apply_chat_template on the same input; a
+template can read only its variables, and no input makes rendering exceed its bounds.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _MAX_STEPS = 1_000_000
 _MAX_SECONDS = 5.0
 _MAX_BITS = 4096  # of whole numbers
 MAX_WIDTH = 1000  # of padding and indentation
-_WRITTEN = 4  # characters written, those captured by macros and blocks too, for each character of output allowed
-_MADE = 32  # characters of strings made on the way, for each character of output allowed
+_WRITTEN = 4  # characters written, including those captured by macros and blocks, per character of allowed output
+_MADE = 32  # characters of intermediate strings, per character of allowed output
 _PADDING_METHODS = frozenset(("center", "expandtabs", "ljust", "rjust", "zfill"))
 WIDE_FORMAT = re.compile(r"\d{4,}|\*|\{[^}]*\{")
 
 
 @dataclass(slots=True)
 class RenderBudget:
-    """What one render, whose result may have `max_chars`, may still do."""
+    """The remaining budget of one render, whose result may have `max_chars` characters."""
 
     max_chars: int
     written_chars: int = 0
@@ -70,7 +70,7 @@ current: ContextVar[RenderBudget] = ContextVar("octavo_template_budget")
 
 
 def measure(value: Any) -> int:
-    """Characters that str() would about make of a value; counts shared parts as often as they would be written."""
+    """Return about how many characters str() would make of a value; a shared part counts each time it is written."""
     if isinstance(value, str):
         return len(value)
     budget, total, pending = current.get(), 0, [value]
@@ -88,7 +88,7 @@ def measure(value: Any) -> int:
 
 
 def made_size(name: str, data: Sequence[Any]) -> int:
-    """Bound the characters that a text filter, or a method of a string, makes of its data."""
+    """Return a bound of the characters that a text filter, or a method of a string, makes of its data."""
     sizes = [measure(value) for value in data]
     if name == "replace" and len(data) >= 3 and all(isinstance(value, str) for value in data[:3]):
         return sizes[0] + int(data[0].count(data[1])) * sizes[2]
@@ -104,7 +104,7 @@ def made_size(name: str, data: Sequence[Any]) -> int:
 
 
 def result_size(operator: str, left: Any, right: Any) -> int:
-    """Bound the characters, items or bits that `*` or `**` makes."""
+    """Return a bound of the characters, items or bits that `*` or `**` makes; refuse large numbers."""
     if operator == "**":
         bits = left.bit_length() * abs(right) if isinstance(left, int) and isinstance(right, int) else 0
         return bits if bits <= _MAX_BITS else refuse()
@@ -118,12 +118,12 @@ def result_size(operator: str, left: Any, right: Any) -> int:
 
 
 def weight(items: str | list[Any] | tuple[Any, ...]) -> int:
-    """Characters of a string, or as many as the places of a list take."""
+    """Return the number of characters of a string, or 8 for each item of a list."""
     return len(items) if isinstance(items, str) else 8 * len(items)
 
 
 def method_size(owner: str, name: str, args: list[Any]) -> int:
-    """Bound the characters that a method of a string makes; refuse wide padding and formats."""
+    """Return a bound of the characters that a method of a string makes; refuse wide padding and formats."""
     if name in _PADDING_METHODS and any(isinstance(value, int) and value > MAX_WIDTH for value in args):
         return refuse()
     if name == "expandtabs":
@@ -134,11 +134,11 @@ def method_size(owner: str, name: str, args: list[Any]) -> int:
 
 
 def refuse() -> int:
-    """Raise, where a size is expected."""
+    """Raise SecurityError; typed as a size so that it can be used in an expression."""
     raise SecurityError("the template makes a number or text that is too large")
 
 
-# Nothing a prompt needs, and most of them make much text of little.
+# No prompt needs these filters, and most of them make much text of little.
 _REMOVED_FILTERS = (
     ("batch", "center", "filesizeformat", "format", "pprint", "random", "slice", "urlize", "wordwrap", "xmlattr")
 )  # fmt: skip
@@ -147,7 +147,7 @@ _TEXT_FILTERS = ("capitalize", "e", "escape", "forceescape", "join", "lower", "r
 
 
 class _CountedItems:
-    """What a loop goes through: its iteration counts steps."""
+    """The items of a loop; iterating over them counts steps."""
 
     __slots__ = ("_items",)
 
@@ -179,7 +179,7 @@ def _finalize(context: Context, value: Any) -> Any:
 
 
 def _guard_text_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Charge what a text filter makes. Contexts and environments among its arguments are not data."""
+    """Charge the budget for what a text filter makes. Contexts and environments in its arguments are not data."""
 
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ def _guard_text_filter(name: str, function: Callable[..., Any]) -> Callable[...,
 
 
 def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Jinja's filter `indent`, with a bound on the width."""
+    """Apply Jinja's filter `indent`, with a bound on the width."""
     pad = width if isinstance(width, str) else " " * (width if width <= MAX_WIDTH else refuse())
     text = str(text)
     current.get().make((text.count("\n") + 1) * (len(pad) + 1) + len(text))
@@ -204,7 +204,7 @@ def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = 
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON without HTML escapes, as transformers defines this filter."""
+    """Return JSON without HTML escapes, as transformers defines this filter."""
     if (isinstance(indent, int) and indent > 16) or measure(indent or "") + measure(separators or "") > 64:
         raise SecurityError("tojson has an indent or separators that are too wide")
     current.get().make(measure(value))
@@ -249,18 +249,18 @@ def _check_name(name: object) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`: marks the assistant's words for training; here only its body."""
+    """`{% generation %}...{% endgeneration %}`: marks the assistant's words for training; here only its body counts."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's way)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return the body as it stands."""
+        """Return the body unchanged."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Metering(NodeTransformer):
-    """Sends loops, `~` and literal text through the budget."""
+    """Tree rewriter which makes loops, `~` and literal text count against the budget."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -303,7 +303,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply an operator whose result may be large, if it will not be."""
+        """Apply an operator after charging the budget for the size of its result."""
         budget = current.get()
         budget.step()
         if operator == "%" and isinstance(left, str):
@@ -315,7 +315,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Jinja's safe `format` and `format_map`, charged."""
+        """Wrap Jinja's safe `format` and `format_map` so that they charge the budget."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -328,7 +328,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return charged
 
     def call(self, context: Context, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or method of the template's, counting it and what it makes."""
+        """Call a function or method for the template, charging the budget for the call and its result."""
         budget = current.get()
         budget.step()
         owner, name = getattr(target, "__self__", None), getattr(target, "__name__", "")
@@ -340,7 +340,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 _MAX_SOURCE_CHARS = 1 << 19
 _RESERVED = frozenset(("self", "messages", "tools", "add_generation_prompt"))
-# What a template may raise on data that it does not fit.
+# Errors that a template may raise on data of another form than it expects.
 _DATA_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _SIZE_ERRORS = (RecursionError, MemoryError)
 
@@ -353,9 +353,9 @@ def _environment() -> TemplateEnvironment:
 class ChatTemplate:
     """A compiled template. Safe to share between threads.
 
-    The budget counts what the sandbox's own operations do. One operation inside C (comparing or sorting shared lists)
-    can still take minutes and hold the interpreter's lock, so a server renders a template that is not trusted in a
-    tool process, where it can be killed.
+    The budget counts the sandbox's own operations. One operation inside C (comparing or sorting shared lists)
+    can still take minutes and hold the interpreter's lock, so a server renders an untrusted template in a
+    tool process, which it can kill.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """Return the prompt text. `kwargs` reach the template as variables.
+        """Return the prompt text. `kwargs` are passed to the template as variables.
 
         Raises InvalidRequestError when the template refuses the messages, fails on them, or exceeds its limits.
         """

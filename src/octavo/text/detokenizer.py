@@ -1,7 +1,7 @@
 """Turn token ids into text as they arrive: the bytes of each id, and the decoder over them.
 
 Owns: the table of bytes per id, at most three bytes of an unfinished character, and whether the text has begun.
-Does not: keep ids or text: each id costs the same, the 32,000th as the first.
+Does not: keep ids or text, so that the 32,000th id costs the same as the first.
 Invariants: the deltas, with flush(), concatenate to Tokenizer.decode of all ids, however the ids are split; no delta
 holds half a character. Bytes that are not UTF-8 become U+FFFD by Unicode's rule (one for each maximal subpart).
 """
@@ -24,20 +24,20 @@ _SUPPORTED = "ByteLevel, Metaspace, and Replace + ByteFallback + Fuse + Strip as
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte behind each character of a byte-level vocabulary (Radford et al., GPT-2, 2019)."""
+    """Return the byte for each character of a byte-level vocabulary (Radford et al., GPT-2, 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each id inside a text, computed on first use: none for an id that the tokenizer does not know.
+    """The bytes of each id inside a text, computed on first use; empty for an unknown id.
 
     `strip_start` spaces are cut from the start of a text.
     """
 
     def __init__(self, backend: Backend, path: Path) -> None:
-        """Read the decoder. Raises ModelFileError when it is of a kind whose text depends on more than each id."""
+        """Read the decoder. Raises ModelFileError for a kind whose text is not a concatenation of each id's bytes."""
         self.backend = backend
         self.strip_start = 0
         self._byte_level = self._byte_fallback = self._space_mark = self._drop_first_marks = self._joined = False
@@ -50,7 +50,7 @@ class TokenBytes(dict[int, bytes]):
         return piece
 
     def at_start(self, token_id: int) -> bytes:
-        """The bytes of the first id of a text (`strip_start` is still to be applied)."""
+        """Return the bytes of the first id of a text; the caller still applies `strip_start`."""
         if self._drop_first_marks:
             token = self.backend.id_to_token(token_id)
             return b"" if token is None else _utf8(token.replace(_SPACE_MARK, ""))
@@ -84,7 +84,7 @@ class TokenBytes(dict[int, bytes]):
             raise ModelFileError(path, f"decoder {kinds} is not supported; {_SUPPORTED} are")
 
     def _read_sentencepiece(self, steps: list[dict[str, Any]]) -> bool:
-        """Take the steps of a Llama-like decoder, in their order; False when they are something else."""
+        """Read the steps of a Llama-like decoder, in order; return False if they are of another kind."""
         rest = list(steps)
         if rest and rest[0].get("pattern") == {"String": _SPACE_MARK} and rest[0].get("content") == " ":
             self._space_mark = True
@@ -113,7 +113,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Decodable(Protocol):
-    """What a Detokenizer reads of a tokenizer."""
+    """The attributes of a tokenizer that a Detokenizer reads."""
 
     @property
     def pieces(self) -> TokenBytes:
@@ -159,13 +159,13 @@ class Detokenizer:
         return self._cut_start(text) if self._strip else text
 
     def flush(self) -> str:
-        """Return what is left at the end: U+FFFD for an unfinished character, else nothing."""
+        """Return the rest at the end of the ids: U+FFFD for an unfinished character, else nothing."""
         text = self._utf8.decode(b"", True)
         return self._cut_start(text) if self._strip else text
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes of the unfinished character, at most 3: all that this object remembers of the ids."""
+        """Bytes of the unfinished character, at most 3; nothing else of the ids is kept."""
         return len(self._utf8.getstate()[0])
 
     def _cut_start(self, text: str) -> str:

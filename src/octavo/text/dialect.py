@@ -1,4 +1,4 @@
-"""Dialect: how a model writes calls and reasoning, as its chat template shows.
+"""Dialect: how a model writes tool calls and reasoning, derived from its chat template.
 
 Owns: the names of call formats and reasoning tags, and choosing among them. Does not: read answers (AnswerReader does),
 or render anything.
@@ -22,22 +22,22 @@ REASONING_TAGS: Mapping[str, Tags] = {
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
     "seed": ("<seed:think>", "</seed:think>"),
 }
-# How others call the same formats.
+# Other engines' names of the same formats.
 CALL_ALIASES = {"llama3_json": "llama3", "qwen3_xml": "qwen3_coder", "qwen": "hermes"}
 REASONING_ALIASES = {"deepseek_r1": "think", "qwen3": "think", "command_a": "cohere", "seed_oss": "seed"}
-WITHOUT_TEMPLATE = "hermes"  # what models are told to write whose template knows no tools
+WITHOUT_TEMPLATE = "hermes"  # the format requested in the prompt if the template has no tools
 _VARIABLE = r"(?<![.\w'\"])tools\b(?!['\"])"
 _TOOLS = re.compile(_VARIABLE)
-_CODE = re.compile(r"\{%[^%]*|\{\{[^}]*")  # parts of a template that are no text
+_CODE = re.compile(r"\{%[^%]*|\{\{[^}]*")  # the parts of a template that are code
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a template shows. `calls` is None where calls are not to be read, `reasoning` where there is none.
+    """A model's formats. `calls` is None if calls are not parsed, `reasoning` is None if the model writes none.
 
-    `takes_tools`: whether the template shows tools by itself. `effort_variables`: those of its variables that say how
-    much the model reasons.
+    `takes_tools`: the template renders tools itself. `effort_variables`: the template's variables that set how much
+    the model reasons.
     """
 
     calls: str | None = WITHOUT_TEMPLATE
@@ -46,13 +46,13 @@ class Dialect:
     effort_variables: tuple[str, ...] = ()
 
     def markers(self, has_tools: bool) -> tuple[str, ...]:
-        """The texts that tell parts of an answer apart, some of which are special tokens in some models."""
+        """Return the texts that delimit parts of an answer; in some models some of them are special tokens."""
         calls = CALL_MARKERS[self.calls] if has_tools and self.calls is not None else ()
         return (*calls, *(self.reasoning or ()))
 
 
 def read_dialect(template: str | None, call_parser: str = "auto", reasoning_parser: str = "auto") -> Dialect:
-    """Choose by the template's text, or as the settings say (names of config.CALL_PARSERS and REASONING_PARSERS)."""
+    """Return the dialect of a template, or that of the settings (names of config.CALL_PARSERS, REASONING_PARSERS)."""
     source = template or ""
     has_tools = takes_tools(source)
     calls: str | None = CALL_ALIASES.get(call_parser, call_parser)
@@ -67,7 +67,7 @@ def read_dialect(template: str | None, call_parser: str = "auto", reasoning_pars
 
 @lru_cache(maxsize=16)
 def takes_tools(template: str) -> bool:
-    """Whether a template shows tools by itself."""
+    """Return True if a template renders tools itself."""
     return any(_TOOLS.search(part[0]) for part in _CODE.finditer(template))
 
 

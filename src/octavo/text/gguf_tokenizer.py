@@ -3,7 +3,7 @@
 Owns: the two vocabulary kinds of the supported families: "gpt2" (byte-level BPE) and "llama" (SentencePiece BPE).
 Does not: know templates or end-of-sequence ids.
 Invariants: equal to what transformers builds from the same metadata, except that Llama 3's and Tekken's vocabularies,
-as in their own tokenizer.json, take a word that is in the vocabulary whole, and begin with BOS unless told not to.
+as in their own tokenizer.json, keep a word that is in the vocabulary whole, and add BOS unless add_bos_token is false.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SPACE_MARK = "\u2581"
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How text is cut before merging. `pattern=None` is GPT-2's, which tokenizers has built in."""
+    """How text is split before merging. `pattern=None` is GPT-2's pattern, which tokenizers has built in."""
 
     pattern: str | None = None
     ignore_merges: bool = False
@@ -79,14 +79,14 @@ class GGUFVocabulary:
         self.types = self._per_token("token_type")
 
     def get(self, key: str, kind: type, default: Any) -> Any:
-        """The value of `tokenizer.ggml.<key>`, which must be of that type."""
+        """Return the value of `tokenizer.ggml.<key>`, which must be of that type."""
         value = self.metadata.get(f"tokenizer.ggml.{key}", default)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ModelFileError(self.path, f"tokenizer.ggml.{key} is a {type(value).__name__}, not a {kind.__name__}")
         return value
 
     def token_id(self, name: str) -> int | None:
-        """The id under `tokenizer.ggml.<name>_token_id`, when there is one."""
+        """Return the id of `tokenizer.ggml.<name>_token_id`, if there is one."""
         token_id = self.get(f"{name}_token_id", int, -1)
         if token_id >= len(self.tokens):
             raise ModelFileError(
@@ -95,14 +95,14 @@ class GGUFVocabulary:
         return token_id if token_id >= 0 else None
 
     def scores(self) -> list[float]:
-        """One score per token; SentencePiece vocabularies need them."""
+        """Return one score per token; SentencePiece vocabularies need them."""
         scores = self._per_token("scores")
         if not scores:
             raise ModelFileError(self.path, "has neither tokenizer.ggml.merges nor tokenizer.ggml.scores")
         return scores
 
     def merges(self) -> list[tuple[str, str]] | None:
-        """The merges in their order, or None when the file has none."""
+        """Return the merges in order, or None if the file has none."""
         lines: list[str] = self.get("merges", list, [])
         pairs = [tuple(line.split(" ")) for line in lines]
         if not all(len(pair) == 2 for pair in pairs):
@@ -191,7 +191,7 @@ def _sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
 
 
 def _merges_from_scores(ids: Mapping[str, int], scores: Mapping[str, float], path: Path) -> list[tuple[str, str]]:
-    """Every way to put a token together from two others, best score first: what a SentencePiece BPE file implies."""
+    """Return all ways to make a token of two others, best score first: the merges that a SentencePiece file implies."""
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, score in scores.items():
         if len(token) > _MAX_PIECE_CHARS:
@@ -215,7 +215,7 @@ def _checked_merges(merges: list[tuple[str, str]], ids: Mapping[str, int], path:
 def _add_tokens(backend: Tokenizer, vocabulary: GGUFVocabulary, spellable: set[str] | None) -> None:
     """Keep control tokens (special) and user-defined ones (plain) whole.
 
-    In a byte-level vocabulary a control token outside the byte alphabet is a mislabelled word, and no such token.
+    In a byte-level vocabulary a control token outside the byte alphabet is a mislabelled word and is not added.
     """
     typed = list(zip(vocabulary.tokens, vocabulary.types, strict=False))
     control = [t for t, kind in typed if kind == _CONTROL and (spellable is None or spellable.issuperset(t))]

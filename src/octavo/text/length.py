@@ -1,10 +1,10 @@
-"""Whether a text has too many tokens, found out without tokenizing all of it.
+"""Decide whether a text has too many tokens, without tokenizing all of it.
 
-Owns: the two bounds: no token is longer than the vocabulary's longest piece; the tokens of the parts of a text, counted
-one part after the other until there are too many.
+Owns: two lower bounds: the text's length by that of the vocabulary's longest piece; the tokens of the text's parts,
+counted one part after the other until there are too many.
 Does not: give ids.
-Invariant: a text that fits is never said to be too long. A cut before a single space divides no word, and most
-tokenizers cut there themselves; where they do not, a cut adds a few tokens, for which SPARE_PER_CUT allows.
+Invariant: a text that fits is never reported as too long. A cut before a single space divides no word, and most
+tokenizers cut there themselves; in others a cut adds a few tokens, which SPARE_PER_CUT allows for.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 PART_CHARS = 16_384
 SPARE_PER_CUT = 16
-_LIKELY_CHARS = 5  # characters per token; a text with fewer for each token that fits is tokenized at once
-_SEARCH_CHARS = 1024  # before the end of a part, for a place to cut
+_LIKELY_CHARS = 5  # characters per token; a text with fewer per allowed token is not counted in parts
+_SEARCH_CHARS = 1024  # at the end of a part that are searched for a place to cut
 
 
 def num_tokens_if_over(tokenizer: Tokenizer, text: str, most: int) -> int | None:
-    """Give a number of tokens that the text has at least, when that is more than `most`; else None."""
+    """Return a lower bound of the text's number of tokens if it is more than `most`, else None."""
     least = len(text) // tokenizer.longest_piece
     if least > most:
         return least

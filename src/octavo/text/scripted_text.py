@@ -54,7 +54,7 @@ Write each call as <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>.<|
 
 
 def scripted_tokenizer(path: Path) -> Tokenizer:
-    """One id for each byte, behind the special ones; `path` is named in errors."""
+    """Return a tokenizer with one id for each byte, after the special ids; `path` is named in errors."""
     pieces = sorted(byte_alphabet(), key=byte_alphabet().__getitem__)
     vocab = {piece: index for index, piece in enumerate((*_SPECIAL, *pieces))}
     assert len(vocab) == VOCAB_SIZE and vocab[_END] == END_ID
@@ -66,17 +66,17 @@ def scripted_tokenizer(path: Path) -> Tokenizer:
 
 
 class ScriptedText:
-    """Between texts and ids for whoever says a script's answers."""
+    """Encoder of a script's answers and decoder of prompts, for the scripted executor."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = scripted_tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of an answer."""
+        """Return the ids of an answer."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def read(self, ids: Sequence[int]) -> ScriptedRequest:
-        """A prompt from its ids: its last message, if the template made it, else all of it."""
+        """Decode a prompt; return its last message if the template made it, else all of it."""
         prompt = self._tokenizer.decode(ids, skip_special_tokens=False)
         last = ""
         for part in prompt.split(_START)[1:]:

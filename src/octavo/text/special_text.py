@@ -1,12 +1,12 @@
-"""Special tokens spelled out in messages, which stay text: a user's `<|im_end|>` ends no turn.
+"""Keep special tokens that are spelled out in messages as text, so that a user's `<|im_end|>` ends no turn.
 
 Owns: which tokens these are, marking them in a conversation before its template is rendered, and encoding the rendered
 prompt so that only the tokens of the template and of the assistant's messages become ids.
 Does not: render, or touch a conversation without such text.
 
 A mark of random digits is put inside each occurrence; digits survive what templates do to text (trim, upper, tojson).
-The template's own tokens are then the ones without a mark inside. They are replaced by private names, which a second
-tokenizer over the same model knows instead of the guarded tokens, so the rest is encoded as any other text.
+The template's own tokens are then those without a mark. They are replaced by private names, which a second tokenizer
+over the same model has in place of the guarded tokens, so the rest is encoded as any other text.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _PRIVATE = "octavoprivate"  # begins the private names; a random part follows
 
 
 class SpecialTextGuard:
-    """Keeps special tokens in messages text. Safe to share between threads.
+    """Encoder which keeps special tokens in messages as text. Safe to share between threads.
 
-    Guarded are the special added tokens, and other added tokens that the template's source spells out, such as
+    It guards the special added tokens, and other added tokens that the template's source spells out, such as
     `<tool_call>`.
     """
 
@@ -56,9 +56,9 @@ class SpecialTextGuard:
     def mark(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, variables: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None, dict[str, Any], str | None]:
-        """Return what the template is to be given, with marks inside guarded tokens, and the mark; None without any.
+        """Return messages, tools and variables with marks in guarded tokens, and the mark (None if none was needed).
 
-        Looked at are the messages that are not the assistant's, the tools, and the variable `documents`.
+        Marks the messages other than the assistant's, the tools, and the variable `documents`.
         """
         marking = _Marking(self)
         shown: list[dict[str, Any]] = []
@@ -76,9 +76,9 @@ class SpecialTextGuard:
         return shown, shown_tools, {**variables, **documents}, marking.mark
 
     def places(self, text: str, has_edges: bool) -> list[int]:
-        """Return where marks go into a text: inside each guarded token, and at parts of one at the text's ends.
+        """Return the indexes for marks in a text: inside each guarded token, and in parts of one at the text's ends.
 
-        `has_edges`: the template may put other text directly beside it, which completes a token.
+        `has_edges`: the template may put other text directly beside it, which could complete a token.
         """
         if self._pattern is None:
             return []
@@ -114,7 +114,7 @@ class SpecialTextGuard:
         for token_id in encoding.ids:
             if (spelled := self._spelled.get(token_id)) is None:
                 ids.append(self._own_ids.get(token_id, token_id))
-            else:  # the model made it of text
+            else:  # the model made this token of text
                 ids += [piece.id for character in spelled for piece in self._backend.model.tokenize(character)]
         if add_special_tokens:
             before, after = self._around
@@ -122,7 +122,7 @@ class SpecialTextGuard:
         return ids if num_kept is None else ids[-num_kept:]
 
     def _named(self, part: str) -> str:
-        """Return text of the template with private names for the guarded tokens in it."""
+        """Return a part of the template's text with its guarded tokens replaced by private names."""
         return self._any_added.sub(lambda found: self._names.get(found[0], found[0]), part)
 
     @cached_property
@@ -141,7 +141,7 @@ class SpecialTextGuard:
 
     @cached_property
     def _own_ids(self) -> dict[int, int]:
-        """The tokenizer's own ids of the added tokens, by those that they have in `_backend`."""
+        """The tokenizer's own ids of the added tokens, by their ids in `_backend`."""
         own_ids: dict[int, int] = {}
         for token_id, token in self._added.items():
             name = self._names.get(token.content, token.content)
@@ -169,9 +169,9 @@ class SpecialTextGuard:
 
     @cached_property
     def _spelled(self) -> dict[int, str]:
-        """The guarded tokens that are pieces of the model's vocabulary too, by id: it may make them of text.
+        """The guarded tokens that are also pieces of the model's vocabulary, by id: the model may make them of text.
 
-        The one for unknown characters is left out, since it stands for those.
+        The token for unknown characters is left out: it represents them.
         """
         model = self._tokenizer.backend.model
         unknown = {getattr(model, "unk_token", None), self._tokenizer.special_tokens.get("unk_token")}
@@ -180,7 +180,7 @@ class SpecialTextGuard:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and after a text."""
+        """The ids that the tokenizer puts before and after a text."""
         bare = self._tokenizer.encode("a", add_special_tokens=False)
         whole = self._tokenizer.encode("a")
         start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
@@ -188,7 +188,7 @@ class SpecialTextGuard:
 
 
 class _Marking:
-    """Marks put into one conversation."""
+    """The marks of one conversation."""
 
     def __init__(self, guard: SpecialTextGuard) -> None:
         self._guard = guard
@@ -196,7 +196,7 @@ class _Marking:
         self.is_used = False
 
     def of(self, value: Any, has_edges: bool) -> Any:
-        """Return a copy of a value with marks in all its texts, the names of its fields too."""
+        """Return a copy of a value with marks in all its strings, including the names of its fields."""
         if isinstance(value, str):
             places = self._guard.places(value, has_edges)
             if not places:
@@ -211,12 +211,12 @@ class _Marking:
 
 
 def _is_marker(token: str, template: str) -> bool:
-    """Whether an added token that is no special one delimits something in a template."""
+    """Return True if an added token that is not special is a delimiter in a template."""
     return token in template and any(not character.isalnum() and not character.isspace() for character in token)
 
 
 def _any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """Return an expression for the longest of these words at a place; its time does not grow with their number."""
+    """Return an expression that matches the longest of these words; its time does not grow with their number."""
     tree: dict[str, Any] = {}
     for word in words:
         node = tree

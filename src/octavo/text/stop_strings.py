@@ -1,9 +1,9 @@
-"""Stop strings, found in text as it is made.
+"""Find stop strings in text as it is generated.
 
 Owns: the search, and the text that may still turn out to begin a stop string.
 Does not: know tokens.
-Invariants: the text given out never holds a stop string or the beginning of the one that matched; the result does
-not depend on how the text is split. The match is the one that ends first; of those that end together, the longest.
+Invariants: the returned text never contains a stop string or the beginning of the one that matched; the result does
+not depend on how the text is split. The first match to end counts; of those that end together, the longest.
 
 Knuth-Morris-Pratt (1977), one state per stop string: a constant cost per character and string, whatever the lengths.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 
 class StopStrings:
-    """Cuts a stream of text at the first stop string. With `include` the stop string itself is given out."""
+    """A stream of text, cut at the first stop string. With `include` the stop string itself is returned."""
 
     __slots__ = ("_fallbacks", "_held", "_include", "_initials", "_matched", "_states", "_stops")
 
@@ -27,9 +27,9 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that is safe to give out, and the stop string that ends it, if one does.
+        """Return the text that is safe to send, and the stop string that ends it, if one does.
 
-        After a match nothing more is given out.
+        After a match no more text is returned.
         """
         if self._matched is not None:
             return "", self._matched
@@ -74,7 +74,7 @@ class StopStrings:
 
 
 def _fallback_table(stop: str) -> tuple[int, ...]:
-    """For each length n of a matched beginning: the longest proper beginning that is also its end."""
+    """Return, for each length of a matched prefix, that of its longest proper prefix that is also its suffix."""
     table = [0, 0]
     length = 0
     for character in stop[1:]:

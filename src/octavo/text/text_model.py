@@ -1,7 +1,7 @@
-"""All that the text side of a model needs: tokenizer, template, specification.
+"""The text side of a model: tokenizer, chat template, specification.
 
-Owns: loading them from the same files, once; putting messages into the form that templates expect, and cutting a prompt
-inside its last message. Does not: load torch or weights.
+Owns: loading them from the same files, once; converting messages to the form that templates expect, and cutting a
+prompt inside its last message. Does not: load torch or weights.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from octavo.text.special_text import SpecialTextGuard
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import NO_SYSTEM, with_short_ids, with_tools
 
-_CONTINUE_MARK = "\ue000octavo-continues-here\ue001"  # private-use characters: in no message
+_CONTINUE_MARK = "\ue000octavo-continues-here\ue001"  # private-use characters, which no message has
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # templates read the first two
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Checked messages and what else the template is given; `is_continued` when the last message is to go on.
+    """Checked messages and the template's other inputs; with `is_continued` the model continues the last message.
 
-    `mark` is inside each special token that the messages spell; None where they spell none (special_text.py).
+    `mark` is inside each special token spelled in the messages; None if there are none (special_text.py).
     """
 
     messages: list[dict[str, Any]]
@@ -43,7 +43,7 @@ class Conversation:
     mark: str | None = None
 
     def cut_at_continuation(self, prompt: str) -> str:
-        """Return a rendered prompt up to where the model is to go on. Raises InvalidRequestError."""
+        """Return a rendered prompt up to where the model continues. Raises InvalidRequestError."""
         head, mark, tail = prompt.rpartition(_CONTINUE_MARK)
         if not mark:
             reason = "the chat template does not show the last message, so it cannot be continued"
@@ -111,7 +111,7 @@ class TextModel:
     ) -> str:
         """Return the prompt text of a chat. Raises InvalidRequestError.
 
-        The template sees `template_kwargs` (from a client: any name may be in them) and `variables` alike.
+        `template_kwargs` (from a client, with any names) and `variables` are both variables of the template.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         asked = self.conversation(messages, **options, tools=tools, variables={**(template_kwargs or {}), **variables})
@@ -132,9 +132,9 @@ class TextModel:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Conversation:
-        """Check what a template is to render, here or elsewhere. Raises InvalidRequestError.
+        """Check a template's inputs, which may be rendered in another process. Raises InvalidRequestError.
 
-        For a template that knows no tools they are put into the messages.
+        For a template without tools, the tools are described in the messages.
         """
         if self.chat_template is None:
             reason = f"{self.name} has no chat template; start with --chat-template FILE, or use plain completions"
@@ -174,12 +174,12 @@ class TextModel:
     def encode_prompt(
         self, prompt: str, mark: str | None, add_special_tokens: bool = False, num_kept: int | None = None
     ) -> list[int]:
-        """Return the ids of a rendered prompt, of which the last `num_kept` are kept. Raises InvalidRequestError."""
+        """Return the ids of a rendered prompt, only the last `num_kept` if given. Raises InvalidRequestError."""
         if mark is not None:
             return self.guard.encode(prompt, mark, add_special_tokens, num_kept)
         if num_kept is None:
             return self.tokenizer.encode(prompt, add_special_tokens)
-        # No token stands for more characters than the longest piece.
+        # No token has more characters than the longest piece.
         return self.tokenizer.encode(prompt[-num_kept * self.tokenizer.longest_piece :], add_special_tokens)[-num_kept:]
 
 
@@ -229,7 +229,7 @@ def _plain_content(content: object, index: int) -> str:
 
 
 def _plain_tool_call(call: object, index: int) -> object:
-    """Templates write arguments as JSON themselves, so those that came as a string are parsed."""
+    """Return a tool call with parsed arguments, since templates write arguments as JSON themselves."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise InvalidRequestError(f"message {index} has a tool call without a function", f"messages.{index}.tool_calls")
     function = dict(call["function"])
@@ -243,7 +243,7 @@ def _plain_tool_call(call: object, index: int) -> object:
 
 
 def _mark_continuation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mark the end of the last message, where the model is to go on."""
+    """Mark the end of the last message, where the model continues."""
     last = messages[-1]
     if last["role"] != "assistant":
         raise InvalidRequestError("continue_final_message needs a last message of the assistant", "messages")
@@ -258,7 +258,7 @@ def _gguf_template(file: GGUFFile) -> tuple[str, Path] | None:
 
 
 def _folder_template(root: Path) -> tuple[str, Path] | None:
-    """chat_template.jinja, else the (default) one of tokenizer_config.json."""
+    """Return chat_template.jinja, else the (default) template of tokenizer_config.json, with its path."""
     path = root / "chat_template.jinja"
     if path.is_file():
         return _read_text(path), path

@@ -1,8 +1,8 @@
-"""Text to ids and back, for one model.
+"""Convert text to ids and back, for one model.
 
 Owns: the tokenizers backend, its special ids, and what the model's files say about beginning and end.
 Does not: template chats, or stream (detokenizer.py does, with the same result).
-Invariants: no truncation and no padding, whatever the file asks for; ids of a text do not depend on earlier calls.
+Invariants: no truncation and no padding, even if the file asks for it; ids of a text do not depend on earlier calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_ID = 1 << 31
 
 
 class Tokenizer:
-    """Encodes and decodes. Safe to share between threads."""
+    """A model's tokenizer. Safe to share between threads."""
 
     def __init__(self, backend: Backend, special_tokens: Mapping[str, str], eos_ids: Iterable[int], path: Path) -> None:
         """`special_tokens` are the named ones ("bos_token": "<s>"); `path` is named in errors."""
@@ -62,7 +62,7 @@ class Tokenizer:
     def from_folder(cls, root: Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and the end-of-sequence ids of a model folder.
 
-        What is put before and after a text is tokenizer.json's; as in transformers, add_bos_token has no say beside it.
+        tokenizer.json alone decides which ids surround a text; as in transformers, add_bos_token is ignored.
         """
         path = root / "tokenizer.json"
         backend = _read_backend(path)
@@ -80,8 +80,8 @@ class Tokenizer:
         """Return the ids of a text. Special tokens spelled out in it become their ids.
 
         Other threads run meanwhile: the library's `encode` would keep the interpreter's lock (a second for a megabyte),
-        its batch calls let it go, and the fast one leaves out offsets.
-        Raises InvalidRequestError for a text with lone surrogates, which no UTF-8 can hold.
+        its batch calls release it, and the fast one leaves out offsets.
+        Raises InvalidRequestError for a text with lone surrogates, which UTF-8 cannot encode.
         """
         if not text.isascii():
             check_text(text)
@@ -90,17 +90,17 @@ class Tokenizer:
         return ids
 
     def count(self, text: str) -> int:
-        """The number of tokens of a part of a text, without those put before and after."""
+        """Return the number of tokens of a part of a text, without those added before and after."""
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=False)
         return len(encoding)
 
     @cached_property
     def longest_piece(self) -> int:
-        """Characters of the longest token; no token stands for more of a text."""
+        """Characters of the longest token."""
         return max(1, *map(len, self.backend.get_vocab(with_added_tokens=True)))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids; ids without a token add nothing. Raises InvalidRequestError for no possible id."""
+        """Return the text of ids; ids without a token add nothing. Raises InvalidRequestError for an impossible id."""
         ids = list(ids)
         if ids and not 0 <= min(ids) <= max(ids) < _MAX_ID:
             raise InvalidRequestError("token ids must be whole numbers from 0 to 2147483647", "tokens")
@@ -142,14 +142,14 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str | None:
-    """A token as configurations spell it: a string, or an object with `content`."""
+    """Return the text of a token in a configuration: a string, or an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _add_missing_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
-    """Add the tokens that only tokenizer_config.json knows, in the order of their ids."""
+    """Add the tokens that only tokenizer_config.json has, in order of their ids."""
     entries = config.get("added_tokens_decoder")
     if not isinstance(entries, dict):
         return

@@ -1,8 +1,8 @@
-"""Tools and calls shown to models whose chat template knows nothing of them.
+"""Write tools and calls into the messages of a model whose chat template does not support them.
 
-Owns: the section that describes the tools, calls and results as plain messages, and ids as Mistral's templates want
-them. The form of calls is the one that Hermes and Qwen use. Does not: render.
-Invariant: only the roles system, user and assistant are left, and no results stand in two messages in a row.
+Owns: the section that describes the tools, calls and results as plain messages, and ids as Mistral's templates require
+them. Calls have the form that Hermes and Qwen use. Does not: render.
+Invariant: no message of the role tool is left; consecutive results are one message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def with_tools(
 ) -> list[dict[str, Any]]:
     """Describe the tools in the system message, and write calls and results as text. Takes plain messages.
 
-    Where the template takes no system message the first message of the user has the description.
+    If the template takes no system message, the description is put into the user's first message.
     """
     shown: list[dict[str, Any]] = []
     for message in messages:
@@ -57,7 +57,9 @@ def with_tools(
 
 
 def _ordered(message: Mapping[str, Any], section: str) -> tuple[str, str]:
-    """A system message has its own text first; behind what a user asks the description would be the question."""
+    """Return text and description in order: a system message has its text first, a user's message has it last.
+    (A description after the user's question would be taken for the question.)
+    """
     return (message["content"], section) if message["role"] == "system" else (section, message["content"])
 
 

@@ -1,1 +1,1 @@
-"""Work on what clients wrote that may take too long or too much: done in processes that can be killed. No torch."""
+"""Run work on clients' inputs that may take too much time or memory in processes that can be killed. No torch."""

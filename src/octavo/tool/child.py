@@ -1,9 +1,9 @@
-"""What runs inside a tool process: one order after the other, under the system's limits.
+"""The main loop of a tool process: run one order after the other, under the system's limits.
 
 Owns: the limits on memory, CPU time, files and time of day, and reading and writing the pipes.
 Does not: know the jobs.
-Invariants: from its first order on the process can open no file and no socket; a job that its parent forgets ends by
-the alarm; the process ends with its stdin.
+Invariants: from its first order on the process can open no file and no socket; a job that its parent does not kill is
+ended by the alarm; the process ends with its stdin.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from octavo.tool import wire
 from octavo.tool.jobs import JOBS, Job, do, warm_up
 
 _PR_SET_PDEATHSIG = 1
-NICENESS = 5  # a third of the share of a process that answers: a job that spins takes little from the others
-SPARE_S = 2.0  # beyond a job's limit, before the process ends itself: the parent is to be first
+NICENESS = 5  # a third of the CPU share of a serving process, so that a job that spins takes little from it
+SPARE_S = 2.0  # beyond a job's limit, before the process ends itself: the parent should act first
 
 
 def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> None:
@@ -34,7 +34,7 @@ def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> 
     orders = sys.stdin.buffer
     log, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(nowhere, 1)  # what prints does not go among the frames
+    os.dup2(nowhere, 1)  # printed text must not mix with the frames
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's signals are the parent's to handle
     _end_with_parent()
     os.nice(NICENESS)
@@ -42,21 +42,21 @@ def main(jobs: Mapping[str, Job] = JOBS, arguments: list[str] | None = None) -> 
     _set_limits(args.memory_bytes, answers.fileno() + 1)
     _send(answers, wire.WorkerReady(wire.VERSION))
     while (order := _receive(orders)) is not None:
-        os.dup2(nowhere, 2)  # a library that panics prints what it was given, which belongs in no log
+        os.dup2(nowhere, 2)  # a library that panics prints its input, which belongs in no log
         answer = _answer(jobs, order)
         os.dup2(log, 2)
         _send(answers, answer)
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process with its parent, even while it does a job or is stopped."""
+    """Have the kernel kill this process when its parent ends, even during a job or while stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _set_limits(memory_bytes: int, num_files: int) -> None:
     _limit(resource.RLIMIT_AS, memory_bytes)
-    _limit(resource.RLIMIT_NOFILE, num_files)  # those that are open now, and no more
+    _limit(resource.RLIMIT_NOFILE, num_files)  # only those that are open now
     _limit(resource.RLIMIT_CORE, 0)
 
 
@@ -73,7 +73,7 @@ def _answer(jobs: Mapping[str, Job], order: wire.Order) -> wire.JobResult | wire
     signal.setitimer(signal.ITIMER_REAL, order.limit_s + SPARE_S)
     try:
         return wire.JobResult(order.number, do(jobs, order.job, order.argument))
-    except Exception as error:  # the shell of every job
+    except Exception as error:  # a shell: any failure of a job is answered
         return wire.Refusal.of(order.number, error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,7 +1,7 @@
-"""Checks that the source of a grammar is small and plain enough to be compiled, and compiles it.
+"""Check that the source of a grammar is small and simple enough to be compiled, and compile it.
 
 Owns: the bounds on each kind of source. Does not: compile (octavo.grammar.compile does), or bound time and memory.
-Invariant: a grammar accepted here also compiles in the engine, in a small part of a job's time.
+Invariant: a grammar accepted here also compiles in the engine, in a fraction of a job's time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from octavo.tool.wire import CompileGrammar
 
 MAX_SOURCE_BYTES = 65_536
 MAX_ANSWER_BYTES = 1 << 20  # of all schemas of an answer's tools together
-MAX_COMPILED_CHARACTERS = 1 << 20  # as SamplingParams takes
-MAX_COMPILE_S = 0.5  # of processor time: the engine does it once more, for every request
+MAX_COMPILED_CHARACTERS = 1 << 20  # SamplingParams' bound
+MAX_COMPILE_S = 0.5  # of processor time: the engine compiles it again, for every request
 
 
 def compile_checked(asked: CompileGrammar) -> str:
@@ -53,7 +53,7 @@ def _check_source(kind: str, source: str) -> None:
 
 
 def _check_answer(source: str) -> None:
-    """Look at the parts of an answer; its own shape is looked at when it is compiled."""
+    """Check the parts of an answer; its own form is checked when it is compiled."""
     answer = read_answer(source)
     for index, (_, schema) in enumerate([] if answer.calls is None else answer.calls.tools):
         place = f"tools[{index}].function.parameters"

@@ -25,7 +25,7 @@ from octavo.tool.wire import CheckRegex, CheckSchema, CompileGrammar, FrameError
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a job takes, and how it is done. The function gives plain values, or raises an OctavoError."""
+    """A job's argument type and its function, which returns plain values or raises an OctavoError."""
 
     argument: type[msgspec.Struct]
     do: Callable[[Any], object]
@@ -58,7 +58,7 @@ _TEMPLATE = (
 
 
 def warm_up() -> None:
-    """Have loaded what jobs load when they first need it; from then on a process can open no file."""
+    """Load what jobs load on first use; after this call the process can open no file."""
     for name in _CODECS:
         codecs.lookup(name)
     for work in (
@@ -75,7 +75,7 @@ def warm_up() -> None:
 
 
 def do(jobs: Mapping[str, Job], name: str, packed: msgspec.Raw) -> object:
-    """Do a job. Raises what it raises, or EngineError for an order that makes no sense."""
+    """Run a job. Raises the job's errors, or EngineError for an unknown job or a malformed argument."""
     job = jobs.get(name)
     if job is None:
         raise EngineError(f"no job {name!r}")

@@ -1,10 +1,10 @@
-"""ToolProcess: jobs done in child processes, each within its time, whatever it was asked.
+"""ToolProcess: run jobs in child processes, each within its time limit, whatever its input.
 
 Owns: the children, the queue of jobs and its order, the time of each job, retrying, counting.
 Does not: know what the jobs do.
-Invariants: at most `num_processes` children; a child does one job at a time, so that killing it disturbs no other; a
-job whose child ended by itself is done once more in a new one; every job ends with a value or a typed error. With
-three children, one is left for renders of templates, and no tenant holds all that there are for its kind of job;
+Invariants: at most `num_processes` children; a child runs one job at a time, so that killing it affects no other job;
+a job whose child ended by itself is retried once in a new one; every job ends with a value or a typed error. With
+three children, one is left for renders of templates, and no tenant holds all that are available to its kind of job;
 tenants with waiting jobs take turns.
 """
 
@@ -25,17 +25,17 @@ from octavo.errors import EngineError, OctavoError, QueueFullError, TooComplexEr
 from octavo.tool import wire
 
 COMMAND = (sys.executable, "-m", "octavo.tool")
-# What a child inherits: no key of ours, and nothing that says where other things are.
+# The environment that a child inherits: no keys, and no addresses of other services.
 _VARIABLES = frozenset(("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "TMPDIR", "SYSTEMROOT"))
-_RETRY_START_S = 5.0  # after a child that could not be started, before the next try
+_RETRY_START_S = 5.0  # between a failed start of a child and the next attempt
 RENDER = "render_chat"  # the job that one child is always left for
-# Whose job it is, for the turns; set once for each request.
+# The tenant of the job, for the turns; set once for each request.
 current_tenant: ContextVar[str] = ContextVar("octavo_tool_tenant", default="")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolLimits:
-    """Bounds of the children and their jobs. What may wait is of one tenant; of all tenants four times as much."""
+    """Limits of the children and their jobs. `max_waiting*` are per tenant; all tenants may have four times as much."""
 
     num_processes: int = 3
     max_waiting: int = 1024
@@ -47,7 +47,7 @@ class ToolLimits:
 
 @dataclass(slots=True)
 class ToolCounters:
-    """What happened so far."""
+    """Counts of events since the start."""
 
     jobs: int = 0
     refused: int = 0
@@ -57,7 +57,7 @@ class ToolCounters:
 
 
 class _DeathError(Exception):
-    """The child ended, or said what is no answer."""
+    """The child ended, or sent something that is no answer."""
 
 
 class _Child:
@@ -68,7 +68,7 @@ class _Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], limits: ToolLimits) -> _Child:
-        """Start one and wait until it takes orders. Raises OSError, TimeoutError, _DeathError."""
+        """Start a child and wait until it is ready for orders. Raises OSError, TimeoutError, _DeathError."""
         environment = {name: value for name, value in os.environ.items() if name in _VARIABLES}
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -101,7 +101,7 @@ class _Child:
         return await self.receive()
 
     async def receive(self) -> wire.ToParent:
-        """The next message. Raises _DeathError."""
+        """Return the next message. Raises _DeathError."""
         assert self.process.stdout is not None
         try:
             length = wire.length_of(await self.process.stdout.readexactly(wire.LENGTH.size))
@@ -110,7 +110,7 @@ class _Child:
             raise _DeathError from None
 
     async def kill(self) -> None:
-        """End it at once, and wait for its end."""
+        """Kill the process and wait for its end."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         if self.process.stdin is not None:
@@ -119,7 +119,7 @@ class _Child:
 
 
 class _Slot:
-    """A place for one child. `start` runs while its child starts; a busy one belongs to the job that it serves."""
+    """A slot for one child. `start` is the task that starts it; a busy slot belongs to the job that it runs."""
 
     def __init__(self) -> None:
         self.child: _Child | None = None
@@ -139,7 +139,7 @@ class _Job:
     done: asyncio.Future[object] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, value: object, error: BaseException | None = None) -> None:
-        """Give the caller its value or error; a caller that left gets neither."""
+        """Set the caller's value or error, unless the caller was cancelled."""
         if self.done.done():
             return
         if error is None:
@@ -149,7 +149,7 @@ class _Job:
 
 
 class _JobQueue:
-    """Waiting jobs in the order of their tenants' turns; bounded for each tenant and in all."""
+    """Waiting jobs in the order of their tenants' turns; bounded per tenant and in total."""
 
     def __init__(self, limits: ToolLimits) -> None:
         self._limits = limits
@@ -175,7 +175,7 @@ class _JobQueue:
         """Return the next job that may run now, and count it as running."""
         for key in list(self._waiting):
             jobs = self._waiting[key]
-            while jobs and jobs[0].done.done():  # its caller left
+            while jobs and jobs[0].done.done():  # its caller was cancelled
                 self._left(jobs.popleft())
             if jobs and self._may_run(*key):
                 job = self._left(jobs.popleft())
@@ -196,7 +196,9 @@ class _JobQueue:
         return job
 
     def _may_run(self, tenant: str, is_render: bool) -> bool:
-        """Leave a child for renders, and of each kind one for other tenants. Jobs without a tenant are anyone's."""
+        """Return True if a job may run: a child is left for renders, and one of each kind for other tenants.
+        Jobs without a tenant have no bound per tenant.
+        """
         most = self._limits.num_processes - 1
         own = [job.is_render for job in self._running if job.tenant == tenant and tenant]
         checks = [job for job in self._running if not job.is_render]
@@ -218,7 +220,7 @@ class _JobQueue:
 
 
 class ToolProcess:
-    """Does jobs. Lives in one event loop; starts nothing before its first job."""
+    """Runner of jobs in child processes. Belongs to one event loop; starts no child before its first job."""
 
     def __init__(self, limits: ToolLimits | None = None, command: Sequence[str] = COMMAND) -> None:
         self.limits = limits or ToolLimits()
@@ -226,10 +228,10 @@ class ToolProcess:
         self._command = command
         self._numbers = itertools.count(1)
         self._slots = [_Slot() for _ in range(self.limits.num_processes)]
-        self._idle: list[_Slot] = []  # children without a job, the last one used last: it is warm
+        self._idle: list[_Slot] = []  # children without a job, the most recently used (warm) one last
         self._queue = _JobQueue(self.limits)
         self._serving: set[asyncio.Task[None]] = set()
-        self._not_before = 0.0  # when a start may be tried again
+        self._not_before = 0.0  # the earliest time of the next attempt to start a child
         self._is_closed = False
 
     @property
@@ -238,14 +240,14 @@ class ToolProcess:
         return [slot.child.process.pid for slot in self._slots if slot.child is not None]
 
     def statistics(self) -> dict[str, int]:
-        """Counters, and how much there is now."""
+        """Return the counters, with the current numbers of children and waiting jobs."""
         return {**asdict(self.counters), "processes": len(self.pids), "waiting": len(self._queue)}
 
     async def run(self, job: str, argument: wire.Argument, limit_s: float | None = None) -> object:
-        """Do a job of the current tenant. `limit_s` is its time once a child has it.
+        """Run a job of the current tenant. `limit_s` bounds its time in a child.
 
-        Raises what the job raises, TooComplexError when it takes too long or too much, QueueFullError, EngineError,
-        ToolUnavailableError. When the caller is cancelled, the job ends by itself, within its time.
+        Raises the job's errors, TooComplexError if it takes too much time or memory, QueueFullError, EngineError,
+        ToolUnavailableError. If the caller is cancelled, a running job still ends within its time.
         """
         limit_s = self.limits.job_s if limit_s is None else limit_s
         number = next(self._numbers)
@@ -258,7 +260,7 @@ class ToolProcess:
         return await asked.done
 
     def _dispatch(self) -> None:
-        """Give jobs to idle children, and start one more child while a job waits for one."""
+        """Give jobs to idle children, and start one more child if jobs still wait."""
         while self._idle and (job := self._queue.take()) is not None:
             slot = self._idle.pop()
             slot.is_busy = True
@@ -276,7 +278,7 @@ class ToolProcess:
             self._queue.clear(ToolUnavailableError("a tool process could not be started a moment ago"))
 
     async def _start(self, slot: _Slot) -> None:
-        """Start the slot's child; where that fails and no other child is left, the waiting jobs fail."""
+        """Start the slot's child; if that fails and no other child is left, fail the waiting jobs."""
         try:
             slot.child = await _Child.start(self._command, self.limits)
         except (OSError, TimeoutError, _DeathError) as error:
@@ -295,7 +297,7 @@ class ToolProcess:
             self._dispatch()
 
     async def _serve(self, slot: _Slot, job: _Job) -> None:
-        """Do one job, and free its slot."""
+        """Run one job, and free its slot."""
         self.counters.jobs += 1
         try:
             message = await self._answer(slot, job)
@@ -321,7 +323,7 @@ class ToolProcess:
             return
         if slot.child is not None:
             self._idle.append(slot)
-        elif time.monotonic() >= self._not_before:  # at once, before the next job needs it
+        elif time.monotonic() >= self._not_before:  # start the next child before a job needs it
             slot.start = asyncio.create_task(self._start(slot))
             slot.start.add_done_callback(lambda _: self._started(slot))
         self._dispatch()

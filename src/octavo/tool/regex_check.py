@@ -1,10 +1,10 @@
-"""Whether a regular expression can be compiled without surprise.
+"""Check that a regular expression compiles within bounded memory.
 
 Owns: the bounds on its length, depth and weight, and compiling it with an engine that never backtracks.
 Does not: match anything.
-Invariant: the weight is found before anything is compiled, in one pass over the pattern.
+Invariant: the weight is computed before anything is compiled, in one pass over the pattern.
 
-The weight is about the number of states that a compiler makes: repetitions multiply it, all else adds up.
+The weight is about the number of states that a compiler makes: repetitions multiply it, everything else adds to it.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def check_regex(pattern: str, param: str = "regex") -> int:
 
 
 class _Weigher:
-    """One pass over a pattern, with a stack of open groups. What is malformed is left to the compiler."""
+    """One pass over a pattern, with a stack of open groups. The compiler reports malformed patterns."""
 
     def __init__(self, pattern: str, param: str) -> None:
         self._pattern = pattern
         self._param = param
         self._at = 0
-        self._groups: list[int] = []  # weights of the groups around
+        self._groups: list[int] = []  # weights of the enclosing groups
         self._total = 0  # of the innermost group so far
-        self._atom = 0  # of the last atom, which a repetition behind it multiplies
+        self._atom = 0  # of the last atom, which a repetition after it multiplies
 
     def weigh(self) -> int:
-        """The weight of the whole."""
+        """Return the weight of the pattern."""
         while self._at < len(self._pattern):
             character = self._pattern[self._at]
             if character == "(":
@@ -76,7 +76,7 @@ class _Weigher:
         return self._total + sum(self._groups)
 
     def _take(self, atom: int, more: int) -> None:
-        """Add `more` for the atom that is there, which now weighs that much too."""
+        """Make the current atom weigh `atom + more`, and add `more` to the total."""
         self._atom = atom + more
         self._total += more
 
@@ -99,13 +99,13 @@ class _Weigher:
         low, _, high = match.groups()
         times = max(int(low or 0), int(high or 0), 1)
         self._take(self._atom, self._atom * (times - 1))
-        if self._total > MAX_WEIGHT:  # so that numbers stay small, whatever is nested
+        if self._total > MAX_WEIGHT:  # keeps numbers small, however deep the nesting
             message = f"{self._param} repeats too much: over {MAX_WEIGHT} states at character {self._at}"
             raise TooComplexError(message, self._param)
         self._at = match.end()
 
     def _class(self) -> None:
-        """A bracketed class, classes inside it included."""
+        """Read a bracketed class, including the classes inside it."""
         depth, weight = 0, _CLASS_WEIGHT
         while self._at < len(self._pattern):
             character = self._pattern[self._at]

@@ -1,8 +1,8 @@
-"""Whether a JSON schema is small and plain enough to become a grammar.
+"""Check that a JSON schema is small and simple enough to become a grammar.
 
 Owns: the bounds on size, depth, counts and references, and the shape of the keywords that hold schemas.
 Does not: compile, or check documents against a schema.
-Invariants: nothing is fetched; the work is bounded by the text's size, since references are followed once each.
+Invariants: nothing is fetched; the work is bounded by the text's size, since each reference is followed once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from octavo.tool.regex_check import check_regex
 
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
-MAX_EXPANDED = 100_000  # schemas, when every reference that is not recursive is put in its place
-MAX_COUNT = 65_536  # of items, properties, characters that a keyword may ask for
+MAX_EXPANDED = 100_000  # schemas, after every reference that is not recursive is expanded
+MAX_COUNT = 65_536  # of items, properties or characters that a keyword may require
 MAX_PATTERNS = 64
-MAX_REFERENCES_IN_ROW = 300  # each leading to the next
+MAX_REFERENCES_IN_ROW = 300  # each referring to the next
 _PARAM = "schema"
 _ONE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else",
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
@@ -32,12 +32,12 @@ _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "m
            "maxContains")  # fmt: skip
 _TEXTS = ("format", "$schema", "$id", "title", "description")
 _NUMBERS = ("minimum", "maximum", "multipleOf")
-_BOUNDS = ("exclusiveMinimum", "exclusiveMaximum")  # numbers, or true and false as draft 4 has them
+_BOUNDS = ("exclusiveMinimum", "exclusiveMaximum")  # numbers, or true and false in draft 4
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "string"))
 
 
 def check_schema(text: str) -> dict[str, int]:
-    """Return what the schema holds. Raises TooComplexError or InvalidRequestError naming `schema`."""
+    """Return the schema's counts of values, depth and expanded schemas. Raises TooComplexError, InvalidRequestError."""
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_SCHEMA_BYTES:
         raise TooComplexError(f"{_PARAM} has {size} bytes; at most {MAX_SCHEMA_BYTES} are taken", _PARAM)
@@ -72,7 +72,7 @@ def _too_long_row() -> TooComplexError:
 
 
 def _measure(schema: object) -> tuple[int, int]:
-    """Values and depth."""
+    """Return the number of values and the depth."""
     level, num_values = [schema], 0
     for depth in range(MAX_SCHEMA_DEPTH + 1):
         if not level:
@@ -87,7 +87,7 @@ def _measure(schema: object) -> tuple[int, int]:
 
 
 class _Checker:
-    """Walks the schemas of a document, each once; the text's depth bounds the recursion."""
+    """One walk over the schemas of a document, each once; the text's depth bounds the recursion."""
 
     def __init__(self, root: object) -> None:
         self._root = root
@@ -152,7 +152,7 @@ class _Checker:
         self._references[reference] = target
 
     def expanded(self) -> int:
-        """Schemas with each reference in its place; a reference back to where one is counts once."""
+        """Return the number of schemas after expanding each reference; a recursive reference counts once."""
         sizes: dict[str, int] = {}
         open_references: set[str] = set()
 
@@ -187,7 +187,7 @@ class _Checker:
 
 
 def _check_kinds(schema: dict[str, Any], where: str) -> None:
-    """Keywords whose values the compiler takes to be texts, numbers or lists."""
+    """Check keywords whose values the compiler expects to be texts, numbers or lists."""
     for name in _TEXTS:
         if not isinstance(schema.get(name, ""), str):
             raise _wrong(f"{where}/{name}", "a text is needed")
@@ -205,7 +205,7 @@ def _check_kinds(schema: dict[str, Any], where: str) -> None:
 
 
 def _check_optional(schema: dict[str, Any], where: str) -> None:
-    """Each property that may be left out is a way to go on at every place before it."""
+    """Bound the optional properties: each one is an alternative at every place before it."""
     names = schema.get("propertyNames")
     listed = names.get("enum", ()) if isinstance(names, dict) else ()
     optional = len(schema.get("properties", {}).keys() - set(schema.get("required", ())))
@@ -230,7 +230,7 @@ def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _stands_here(name: str, child: object) -> bool:
-    """Whether the child is part of the schema itself, not only a definition in it."""
+    """Return True if the child is part of the schema itself, not only a definition in it."""
     return isinstance(child, dict) and not name.startswith(("$defs/", "definitions/"))
 
 

@@ -2,7 +2,7 @@
 stdout.
 
 Owns: the structs, the arguments of jobs, the size cap. Does not: read or write pipes, or do jobs.
-Invariant: bytes give a checked struct or a WireError, nothing else.
+Invariant: decoding bytes returns a checked struct or raises FrameError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FrameError(EngineError):
 
 
 class RenderChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Render a conversation with a template. Gives text."""
+    """Render a conversation with a template. Returns text."""
 
     source: str
     tokens: dict[str, str]
@@ -37,21 +37,21 @@ class RenderChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Check a JSON schema, given as JSON text. Gives what it holds: {"values": ..., "depth": ..., "expanded": ...}."""
+    """Check a JSON schema, given as JSON text. Returns its counts: {"values": ..., "depth": ..., "expanded": ...}."""
 
     text: str
 
 
 class CheckRegex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Check a regular expression. Gives its weight: about as many states as it needs."""
+    """Check a regular expression. Returns its weight, which is about its number of states."""
 
     pattern: str
 
 
 class CompileGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Compile what an answer must be; see octavo.grammar.compile. Gives the text of a compiled grammar.
+    """Compile the grammar of an answer; see octavo.grammar.compile. Returns the compiled grammar's text.
 
-    `specials` are the special tokens of a vocabulary of `vocab_size` ids, by name; without any all names are let pass.
+    `specials` are the special tokens (id to name) of a vocabulary of `vocab_size` ids; without any, all names pass.
     """
 
     kind: str
@@ -65,7 +65,7 @@ Argument = RenderChat | CheckSchema | CheckRegex | CompileGrammar | Mapping[str,
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Do a job within `limit_s` seconds. `argument` is packed; the job knows its type."""
+    """Order to run a job within `limit_s` seconds. `argument` is packed; the job knows its type."""
 
     number: int
     job: str
@@ -74,7 +74,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unkno
 
 
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """The child takes orders: its first frame."""
+    """The child's first frame: it is ready for orders."""
 
     version: int
 
@@ -96,7 +96,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
 
     @classmethod
     def of(cls, number: int, error: BaseException) -> Refusal:
-        """Pack an error; one that is not Octavo's own is told by its type alone."""
+        """Pack an error; only the type is sent of an error that is not Octavo's own."""
         if isinstance(error, RecursionError | MemoryError):
             return cls(number, TooComplexError.__name__, "it is too large or nested too deeply")
         if isinstance(error, OctavoError):
@@ -104,7 +104,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
         return cls(number, EngineError.__name__, f"the job failed ({type(error).__name__})")
 
     def error(self) -> OctavoError:
-        """The error; of its own class where that is one of requests."""
+        """Return the error, in its own class if that is a RequestError."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, RequestError):
             return kind(self.message, self.param)
@@ -119,7 +119,7 @@ _TO_PARENT: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent
 
 
 def pack(argument: object) -> msgspec.Raw:
-    """Pack an argument. Raises InvalidRequestError for values that no frame can hold."""
+    """Pack an argument. Raises InvalidRequestError for values that cannot be packed."""
     try:
         return msgspec.Raw(_ENCODER.encode(argument))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -128,7 +128,7 @@ def pack(argument: object) -> msgspec.Raw:
 
 
 def frame(message: Order | ToParent) -> bytes:
-    """One frame, with its length. Raises WireError over the size cap."""
+    """Return one frame, with its length. Raises FrameError over the size cap."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise FrameError(f"a {type(message).__name__} of {len(body)} bytes; frames hold {MAX_FRAME_BYTES}")
@@ -136,7 +136,7 @@ def frame(message: Order | ToParent) -> bytes:
 
 
 def length_of(head: bytes) -> int:
-    """How long the body behind this head is. Raises WireError over the size cap."""
+    """Return the length of the body after this head. Raises FrameError over the size cap."""
     length: int = LENGTH.unpack(head)[0]
     if length > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {length} bytes was announced; frames hold {MAX_FRAME_BYTES}")
@@ -144,12 +144,12 @@ def length_of(head: bytes) -> int:
 
 
 def decode_order(body: bytes) -> Order:
-    """Read a frame's body as an order. Raises WireError."""
+    """Read a frame's body as an order. Raises FrameError."""
     return _decode(_ORDER, body)
 
 
 def decode_to_parent(body: bytes) -> ToParent:
-    """Read a frame's body as a message of the child. Raises WireError."""
+    """Read a frame's body as a message of the child. Raises FrameError."""
     return _decode(_TO_PARENT, body)
 
 

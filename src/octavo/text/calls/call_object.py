@@ -1,8 +1,8 @@
-"""CallObject: one call written as a JSON object, {"name": ..., "arguments": {...}}, read as it comes.
+"""CallObject: one call written as a JSON object, {"name": ..., "arguments": {...}}, parsed as it arrives.
 
-Owns: telling such an object from anything else, and its arguments' text. Does not: know what surrounds it.
-Invariants: until the call has begun nothing is given out and `raw` is all that was taken, to be given back if it turns
-out to be something else; from then on it can no longer fail. Members may come in any order; others are skipped.
+Owns: recognising such an object, and the text of its arguments. Does not: know what surrounds it.
+Invariants: until the call has begun no arguments are returned, and `raw` holds all text taken, so that the caller can
+emit it as content if it is no call; from then on parsing cannot fail. Members may be in any order; others are skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_KEY = 256
 
 
 class CallObject:
-    """Takes text until the object ends or turns out to be no call. `accepts` says whether a name can be called."""
+    """Incremental parser of one object. `accepts` says whether a name can be called."""
 
     __slots__ = ("_accepts", "_early", "_key", "_state", "_streams", "_value", "arguments", "has_begun", "name", "raw")
 
@@ -29,30 +29,30 @@ class CallObject:
         self._state = _OPEN
         self._key: str | None = None
         self._value = JsonValue()
-        self._early: str | None = None  # arguments that came before the name
+        self._early: str | None = None  # arguments that preceded the name
         self._streams = False
         self.name: str | None = None
         self.has_begun = False
-        self.arguments = ""  # given since take() was last called
+        self.arguments = ""  # read since the last take()
         self.raw = ""
 
     @property
     def is_done(self) -> bool:
-        """Whether the object has ended."""
+        """True once the object has ended."""
         return self._state == _DONE
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is no call."""
+        """True if the text is no call."""
         return self._state == _FAILED
 
     def take(self) -> str:
-        """The arguments since the last time."""
+        """Return the arguments read since the last call."""
         arguments, self.arguments = self.arguments, ""
         return arguments
 
     def push(self, text: str) -> str:
-        """Take text; return what is behind the object, or from the character on that makes it no call."""
+        """Parse text; return the rest after the object, or from the first character that shows that it is no call."""
         at = 0
         while at < len(text) and self._state not in (_DONE, _FAILED):
             if self._state == _VALUE:
@@ -65,7 +65,7 @@ class CallObject:
         return text[at:]
 
     def _step(self, character: str) -> bool:
-        """Take one character outside of values; False when the object is over before it."""
+        """Take one character outside of values; return False if it is not part of the object."""
         is_in_key = self._state == _KEY and self._key is not None
         if is_in_key and len(self._key or "") < _MAX_KEY:
             self._spell(character)
@@ -90,7 +90,7 @@ class CallObject:
         return True
 
     def _fail(self) -> bool:
-        """What comes is not part of it."""
+        """Stop before the next character: done if the call has begun, else failed. Return False."""
         self._state = _DONE if self.has_begun else _FAILED
         return False
 
@@ -127,7 +127,7 @@ class CallObject:
             self._begin(self._early)
 
     def _take_arguments(self, text: str) -> None:
-        """Arguments that could not be given as they came: before the name, or written as a string."""
+        """Take arguments that could not be streamed: those before the name, or written as a string."""
         value = _loaded(text)
         if isinstance(value, str):
             text = value

@@ -1,7 +1,7 @@
-"""JsonValue: where a JSON value ends, found as it comes.
+"""JsonValue: find the end of a JSON value that arrives in pieces.
 
-Owns: brackets, strings and escapes. Does not: check that a value is right in itself.
-Invariant: control characters in strings, which models write and JSON forbids, come out escaped; all else as it was.
+Owns: brackets, strings and escapes. Does not: check that a value is valid JSON.
+Invariant: control characters in strings, which models write and JSON forbids, are escaped; all else is unchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _ENDS = " \t\r\n,"
 
 
 class JsonValue:
-    """Takes text until the value ends. `text` is all of it so far."""
+    """Incremental scanner of one value. `text` is the value so far."""
 
     __slots__ = ("_depth", "_is_escaped", "_is_in_string", "_num_taken", "_parts", "is_done")
 
@@ -30,17 +30,17 @@ class JsonValue:
 
     @property
     def is_object(self) -> bool:
-        """Whether it has begun, as an object."""
+        """True if the value has begun and is an object."""
         return bool(self._parts) and self._parts[0].startswith("{")
 
     def take(self) -> str:
-        """What came since the last time."""
+        """Return the text added since the last call."""
         new = "".join(self._parts[self._num_taken :])
         self._num_taken = len(self._parts)
         return new
 
     def push(self, text: str, at: int = 0) -> int:
-        """Take text from `at` on; return where the value ends, or the text."""
+        """Take text from `at` on; return the index at which the value, or else the text, ends."""
         start = at
         while at < len(text) and not self.is_done:
             character = text[at]
@@ -69,7 +69,7 @@ class JsonValue:
             self.is_done = self._depth == 0
 
     def _step(self, character: str) -> bool:
-        """Take a character outside of strings; False when the value ended before it."""
+        """Take a character outside of strings; return False if the value ended before it."""
         if character == '"':
             self._is_in_string = True
         elif character in "{[":

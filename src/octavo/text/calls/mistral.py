@@ -1,4 +1,4 @@
-"""MistralCalls: calls behind a marker: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] as Mistral's models up to
+"""MistralCalls: calls after a marker: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] as Mistral's models up to
 version 7 of their tokenizer write them, and [TOOL_CALLS]name[ARGS]{...}[TOOL_CALLS]name[ARGS]{...} as later ones do.
 
 Owns: the second form, and choosing between both. Does not: read the first (TaggedCalls does).
@@ -20,7 +20,7 @@ _HEAD_SO_FAR = re.compile(r"[A-Za-z0-9_.-]{1,128}\s*(\[[A-Z_]{0,7}\]?\s*[A-Za-z0
 
 
 class MistralCalls:
-    """Reads one answer."""
+    """Incremental parser of one answer."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -54,8 +54,8 @@ class MistralCalls:
         return parts + self._output.finish()
 
     def _step(self) -> bool:
-        """Take some of what is held; False when more is needed."""
-        if self._state == _LIST:  # that reader finds all later markers itself
+        """Parse some of the held text; return False if more is needed."""
+        if self._state == _LIST:  # _list finds all later markers itself
             held, self._held = self._held, ""
             self._list.feed(held)
             return False

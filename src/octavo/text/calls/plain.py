@@ -1,7 +1,7 @@
-"""PlainCalls: an answer that is nothing but calls, each {"name": ..., "parameters": {...}}, as Llama 3 writes them,
-with or without a marker in front; several are told apart by ";", "," or blank space, or stand in a list.
+"""PlainCalls: an answer that consists only of calls, each {"name": ..., "parameters": {...}}, as Llama 3 writes them,
+with or without a marker in front; several are separated by ";", "," or blank space, or are in a list.
 
-Owns: telling such an answer from one that happens to be JSON: the name must be one of the functions.
+Owns: distinguishing such an answer from other JSON: the name must be one of the functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _START, _OBJECT, _BEHIND, _TEXT = range(4)
 
 
 class PlainCalls:
-    """Reads one answer; `marker` may come in front of its calls."""
+    """Incremental parser of one answer; `marker` may precede its calls."""
 
     def __init__(self, output: Output, names: Collection[str], marker: str = "") -> None:
         self._output = output
@@ -52,7 +52,7 @@ class PlainCalls:
         return name in self._names or (bool(name) and not self._names)
 
     def _step(self) -> bool:
-        """Take some of what is held; False when more is needed."""
+        """Parse some of the held text; return False if more is needed."""
         if self._state == _TEXT:
             return self._in_text()
         if self._state == _OBJECT:
@@ -65,7 +65,7 @@ class PlainCalls:
         return self._start() if self._state == _START else self._behind()
 
     def _in_text(self) -> bool:
-        """Behind something else only the marker begins a call."""
+        """Read content: once there is some, only the marker begins a call."""
         at = self._held.find(self._marker) if self._marker else -1
         if at >= 0:
             self._output.text(self._held[:at])
@@ -106,7 +106,7 @@ class PlainCalls:
         return bool(self._held)
 
     def _behind(self) -> bool:
-        """Behind a call: another one, or something else."""
+        """Read what follows a call: another call, or content."""
         if self._held[0] in ",;]":
             return self._move(1)
         if self._marker and self._held.startswith(self._marker):

@@ -1,4 +1,4 @@
-"""CallReader: what reads the calls of one format, and what all of them share.
+"""CallReader: the protocol of the parsers of call formats, and what they share.
 
 Owns: the protocol, the numbers and ids of calls, blank space around them. Does not: know a format.
 """
@@ -13,7 +13,7 @@ from octavo.text.calls.call_object import CallObject
 
 
 class CallReader(Protocol):
-    """Reads an answer behind its reasoning."""
+    """Incremental parser of an answer after its reasoning."""
 
     @property
     def num_calls(self) -> int:
@@ -30,7 +30,7 @@ class CallReader(Protocol):
 
 
 def held_at_end(text: str, marker: str) -> int:
-    """How many characters at the end of the text begin the marker, but do not finish it."""
+    """Return the length of the longest end of the text that is a proper beginning of the marker."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length
@@ -43,7 +43,7 @@ class Output:
     __slots__ = ("_blank", "_digits", "_is_behind_call", "_parts", "_seed", "num_calls")
 
     def __init__(self, seed: str, digits: int = 0) -> None:
-        """Ids are `digits` letters and digits, or with 0 as OpenAI writes them."""
+        """Derive call ids from `seed`: `digits` hexadecimal digits, or with 0 OpenAI's form, "call_..."."""
         self._seed = seed
         self._digits = digits
         self._parts: list[Part] = []
@@ -52,7 +52,7 @@ class Output:
         self.num_calls = 0
 
     def take(self) -> list[Part]:
-        """The parts since the last time."""
+        """Return the parts added since the last call."""
         parts, self._parts = self._parts, []
         return parts
 
@@ -75,12 +75,12 @@ class Output:
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Go on with the last call's arguments."""
+        """Add to the last call's arguments."""
         if text:
             self._parts.append(CallArguments(self.num_calls - 1, text))
 
     def object(self, read: CallObject, text: str) -> str:
-        """Push text to an object, add what it gives, and return the text behind it."""
+        """Push text to an object, add the call and arguments that it yields, and return the text after it."""
         had_begun = read.has_begun
         rest = read.push(text)
         if read.has_begun and not had_begun:
@@ -90,7 +90,7 @@ class Output:
         return rest
 
     def finish(self) -> list[Part]:
-        """The last parts."""
+        """Return the last parts, with trailing blank space."""
         if self._blank:
             self._parts.append(Text("".join(self._blank)))
         self._blank = []

@@ -16,7 +16,7 @@ from octavo.text.calls.xml import XmlCalls
 
 PYTHON_TAG = "<|python_tag|>"
 HERMES_TAGS = ("<tool_call>", "</tool_call>")
-MISTRAL_DIGITS = 9  # what its templates ask of an id
+MISTRAL_DIGITS = 9  # the length that its templates require of an id
 
 CALL_READERS: Mapping[str, Callable[[AnswerFormat, str], CallReader]] = {
     "hermes": lambda _, seed: TaggedCalls(Output(seed), HERMES_TAGS),

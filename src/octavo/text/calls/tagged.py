@@ -2,7 +2,7 @@
 Qwen write them; several objects or a list of them between two tags are taken too.
 
 Owns: the tags. Does not: read an object (CallObject does).
-Invariant: what is between tags but no call comes out as text, tags included, and what follows is read as usual.
+Invariant: text between tags that is no call is returned as content, tags included; what follows is parsed as usual.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _OUTSIDE, _OPENED, _OBJECT, _BEHIND = range(4)
 
 
 class TaggedCalls:
-    """Reads one answer. `close` may be empty: then calls end where their JSON does."""
+    """Incremental parser of one answer. The closing tag may be empty: then calls end where their JSON does."""
 
     def __init__(self, output: Output, tags: tuple[str, str]) -> None:
         self._output = output
         self._open, self._close = tags
         self._state = _OUTSIDE
         self._held = ""
-        self._given_back = ""  # what was taken since the opening tag, for as long as no call has begun
+        self._given_back = ""  # text taken from the opening tag on, while no call has begun
         self._object = CallObject(bool)
 
     @property
@@ -36,13 +36,13 @@ class TaggedCalls:
         return self._output.take()
 
     def feed(self, text: str) -> None:
-        """Read on; the parts stay in the output."""
+        """Parse text; the parts stay in the output."""
         self._held += text
         while self._held and self._step():
             pass
 
     def finish(self) -> list[Part]:
-        """Return what was held back; an unfinished tag is dropped, an opening one only where there are calls."""
+        """Return what was held back. An unfinished tag is dropped; an opening tag only if the answer has calls."""
         if self._state == _OBJECT or (self._state == _OPENED and not self.num_calls):
             self._output.text(self._given_back + self._object.raw + self._held)
         elif self._state == _OUTSIDE and not self.num_calls:
@@ -51,7 +51,7 @@ class TaggedCalls:
         return self._output.finish()
 
     def _step(self) -> bool:
-        """Take some of what is held; False when more is needed."""
+        """Parse some of the held text; return False if more is needed."""
         if self._state == _OUTSIDE:
             return self._outside()
         if self._state == _OBJECT:
@@ -96,7 +96,7 @@ class TaggedCalls:
         return bool(self._held)
 
     def _behind(self) -> bool:
-        """Behind a call: another one, the closing tag, or content again."""
+        """Read what follows a call: another call, the closing tag, or content."""
         if self._held[0] in ",];":
             self._held = self._held[1:]
         elif self._held[0] == "{":

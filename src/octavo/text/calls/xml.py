@@ -1,8 +1,8 @@
 """XmlCalls: calls as Qwen3-Coder writes them:
 <tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>, the outer tags being optional.
 
-Owns: this form, and making JSON of its arguments: they come out one at a time, each when it ends.
-Invariant: what is no call comes out as text.
+Owns: this form, and converting its arguments to JSON; each argument is returned when it ends.
+Invariant: text that is no call is returned as content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OUTSIDE, _OPENED, _FUNCTION_BODY, _VALUE, _BEHIND = range(5)
 
 
 class XmlCalls:
-    """Reads one answer. `texts` are the arguments, as "function.argument", that are strings whatever they look like."""
+    """Incremental parser of one answer. `texts` are the arguments, as "function.argument", that are always strings."""
 
     def __init__(self, output: Output, texts: Collection[str]) -> None:
         self._output = output
@@ -31,7 +31,7 @@ class XmlCalls:
         self._held = ""
         self._function = self._key = ""
         self._num_arguments = 0
-        self._value: list[str] = []  # of the argument that is being read
+        self._value: list[str] = []  # pieces of the argument being read
 
     @property
     def num_calls(self) -> int:
@@ -46,7 +46,7 @@ class XmlCalls:
         return self._output.take()
 
     def finish(self) -> list[Part]:
-        """Return what was held back; an unfinished argument is given as it is."""
+        """Return what was held back; an unfinished argument is returned as an unfinished string."""
         if self._state in (_OUTSIDE, _OPENED):
             self._output.text(self._held)
         elif self._state == _VALUE:
@@ -56,7 +56,7 @@ class XmlCalls:
         return self._output.finish()
 
     def _step(self) -> bool:
-        """Take some of what is held; False when more is needed."""
+        """Parse some of the held text; return False if more is needed."""
         if self._state == _OUTSIDE:
             return self._outside()
         if self._state == _VALUE:
@@ -135,7 +135,7 @@ class XmlCalls:
         return json.dumps(value, ensure_ascii=False)
 
     def _behind(self) -> bool:
-        """Behind a call, where its outer tag may be closed."""
+        """Read what follows a call: its outer tag may be closed here."""
         if _CLOSE.startswith(self._held) and self._held != _CLOSE:
             return False
         self._held = self._held.removeprefix(_CLOSE)
