@@ -1,8 +1,9 @@
-"""The admin socket: a Unix socket for whoever runs the server, apart from the clients' port.
+"""The admin socket: a Unix socket for the operator, apart from the clients' port.
 
-Owns: the socket and who may use it, one JSON line in, one out, bounds. Does not: know what the verbs do.
-Invariants: only this user (and root) is answered; a line over the bound, a slow one or one too many ends its connection
-and nothing else; a path that holds anything but a dead socket is left alone.
+Owns: the socket, the check of the peer's user, the protocol (one JSON line in, one out), bounds. Does not: know the
+verbs' meaning.
+Invariants: only this user (and root) is answered; an overlong line, a slow one or a connection too many ends that
+connection and nothing else; a file at the path is replaced only if it is this user's socket without a listener.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 
 class AdminQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """One question."""
+    """One line of a client: a verb and its argument."""
 
     verb: str
     argument: str = ""
 
 
 class AdminServer:
-    """Answers on the socket at `path` until closed."""
+    """A server on the Unix socket at `path`."""
 
     def __init__(self, path: Path, verbs: Mapping[str, Verb]) -> None:
         self.path = path
@@ -49,12 +50,12 @@ class AdminServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Listen. Raises ConfigError."""
+        """Listen on the socket. Raises ConfigError."""
         self._server = await asyncio.start_unix_server(self._serve, sock=bind(self.path), limit=MAX_LINE_BYTES)
         self._inode = self.path.lstat().st_ino
 
     async def close(self) -> None:
-        """Stop answering, and take the socket's file away. Idempotent."""
+        """Stop answering and remove the socket's file. Idempotent."""
         if self._server is None:
             return
         self._server.close()
@@ -76,7 +77,7 @@ class AdminServer:
                     writer.write(msgspec.json.encode(await self._answer(line)) + b"\n")
                     await writer.drain()
         except (OSError, ValueError, TimeoutError, RuntimeError, asyncio.CancelledError):
-            pass  # a client that is slow, too long or gone (uvloop's RuntimeError), or the server's end: nobody to tell
+            pass  # a slow, overlong or closed connection (uvloop's RuntimeError), or shutdown: no answer
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -96,13 +97,13 @@ class AdminServer:
             return {"error": f"no answer within {VERB_TIMEOUT_S:g} s"}
         except OctavoError as error:
             return {"error": str(error)}
-        except Exception:  # a verb's bug is told and logged, and the socket goes on
+        except Exception:  # a bug in a verb is answered and logged; the socket stays open
             _log.exception("admin verb %s failed", ask.verb)
             return {"error": "internal error; see the server's log"}
 
 
 def bind(path: Path) -> socket.socket:
-    """A listening socket that only this user can reach; a dead one's file is taken over. Raises ConfigError."""
+    """Return a listening socket of mode 0600; replace the file of one without a listener. Raises ConfigError."""
     _clear(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
@@ -142,7 +143,7 @@ def _clear(path: Path) -> None:
 
 
 def _is_own(connection: socket.socket) -> bool:
-    """Whether the other end is this user or root; where the system cannot tell, the file's mode must do."""
+    """Return True if the peer is this user or root; where the system cannot tell, the file's mode is the check."""
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         return True

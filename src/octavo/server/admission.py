@@ -1,10 +1,10 @@
-"""Admission: whether a request is accepted now, or when it can be sent again.
+"""Admission: accept a request now, or refuse it and say when it can be sent again.
 
-Owns: the order of the checks, the load levels, shares of the queue, the meters of keys, what a refusal says.
+Owns: the order of the checks, the load levels, shares of the queue, the meters of keys, the messages of refusals.
 Does not: count or forecast (engine_queue and rates do), read bodies, or know HTTP.
 A request is checked three times: `glance` before its body is read, by counts alone; `enter` once the body is checked
 and before anything is tokenized; `settle` when the prompts' tokens are counted.
-Invariant: a refusal takes nothing and costs no more than some counting; every ticket is given back.
+Invariants: a refusal reserves nothing and costs only counting; every ticket is released.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from octavo.server.rates import Meter
 
 MAX_RETRY_S = 60.0
 DEFAULT_PRIORITY = 0  # smaller is more urgent
-_RESERVED = 8  # with several keys, one in so many places is for keys of which nothing waits
+_RESERVED = 8  # with several keys, one place in 8 is reserved for keys without waiting requests
 _BOUNDS = (0.5, 0.75, 1.0)  # shares of the queue at which the load levels begin
 _FIRST_TOKENS_PER_CHARACTER = 0.3
-MAX_METERS = 4096  # of keys that are gone too, until then
+MAX_METERS = 4096  # at this number, the meters without open requests are dropped
 
 
 class Load(IntEnum):
@@ -40,9 +40,9 @@ class Load(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """What a checked body asks for, before anything is tokenized. Given token ids are counted, not guessed.
+    """The size and limits of a checked body, before anything is tokenized; `num_ids` counts the token ids given.
 
-    `max_wait_s` is how long it may wait at most: its queue timeout or its timeout.
+    `max_wait_s` is the longest that it may wait: its queue timeout or its timeout.
     """
 
     key: KeyInfo = NOBODY
@@ -56,7 +56,7 @@ class AdmissionRequest:
 
 
 class AdmissionTicket:
-    """What an admitted request holds: its share of the queue and its place among its key's open requests."""
+    """An admitted request's share of the queue, and its place among its key's open requests."""
 
     __slots__ = (
         "_held",
@@ -76,7 +76,7 @@ class AdmissionTicket:
     ) -> None:
         self.request = request
         self.num_waiting = request.num_prompts  # prompts without a token
-        self.num_started = 0  # prompts with one, and without their end
+        self.num_started = 0  # prompts that have a token and have not ended
         self.work = QueuedWork(request.width)  # of one prompt, on average
         self._place = (request.key.name, request.priority)
         self._queue = queue
@@ -90,7 +90,7 @@ class AdmissionTicket:
             meter.num_open += 1
 
     def expect(self, prompt_tokens: float, output_tokens: float) -> None:
-        """Say how many tokens all its prompts have, and each of its sequences will likely generate."""
+        """Set the tokens of all its prompts, and the output tokens expected of each of its sequences."""
         self._queue.add(*self._place, self.work, -self.num_waiting)
         width = self.request.width
         self.work = QueuedWork(width, prompt_tokens / max(1, self.request.num_prompts), width * output_tokens)
@@ -112,7 +112,7 @@ class AdmissionTicket:
             self.meter.use_tokens(num_tokens, self._now())
 
     def ended(self, num_prompt_tokens: int, num_cached: int) -> None:
-        """Take out one of its prompts, which ran to its end, and learn from it."""
+        """Remove one of its prompts, which finished, and record its prompt tokens and cached tokens."""
         queue = self._queue
         if self.num_started:
             num_held = self._held // self.num_started
@@ -126,7 +126,7 @@ class AdmissionTicket:
         queue.prompt_done(num_prompt_tokens, num_cached)
 
     def leave(self) -> None:
-        """Give back all that is left of it. Idempotent."""
+        """Release what the ticket still holds. Idempotent."""
         if not self._is_open:
             return
         self._queue.add(*self._place, self.work, -self.num_waiting)
@@ -159,7 +159,7 @@ class AdmissionControl:
         self._meters: dict[str, Meter] = {}
 
     def meter(self, key: KeyInfo) -> Meter | None:
-        """What a key uses; None where there are no keys."""
+        """Return the key's meter, a new one if needed; None if there are no keys."""
         if not key.name:
             return None
         meter = self._meters.get(key.name)
@@ -171,13 +171,13 @@ class AdmissionControl:
 
     def _current_meter(self, key: KeyInfo) -> Meter | None:
         meter = self.meter(key)
-        if meter is not None and meter.info is not key:  # the keys were read anew
+        if meter is not None and meter.info is not key:  # the keys were reloaded
             meter.update(key, self.now())
         return meter
 
     @property
     def meters(self) -> Mapping[str, Meter]:
-        """Of every key that came, by its name."""
+        """The meters, by the name of the key."""
         return self._meters
 
     @property
@@ -186,9 +186,9 @@ class AdmissionControl:
         return Load(bisect_right(_BOUNDS, self._share(self.queue.num_waiting, self.queue.num_waiting_tokens)))
 
     def glance(self, key: KeyInfo, *, may_be_known: bool = False) -> None:
-        """Before the body is read: count the request, or refuse it at a full queue or its key's limit (BusyError).
+        """Count a request before its body is read, or refuse it at a full queue or its key's limit (BusyError).
 
-        `may_be_known`: it may ask for something that is here already, and so needs no place in the queue.
+        `may_be_known`: it may ask for an answer that exists already, which needs no place in the queue.
         """
         meter = self._current_meter(key)
         if not may_be_known and self.queue.num_pending:
@@ -237,11 +237,11 @@ class AdmissionControl:
         return AdmissionTicket(self.queue, request, self.meter(request.key), self.now)
 
     def settle(self, ticket: AdmissionTicket, num_tokens: int) -> None:
-        """Look again now that all prompts' tokens are counted, and charge them. Raises BusyError."""
+        """Check the counted tokens of all prompts, and charge them. Raises BusyError."""
         request = ticket.request
         if request.num_characters > 0:
             self._tokens_per_character.add(num_tokens - request.num_ids, request.num_characters)
-        if self.queue.num_pending > ticket.num_waiting * request.width:  # others wait too
+        if self.queue.num_pending > ticket.num_waiting * request.width:  # other requests wait too
             ticket.expect(0, 0)
             self._check_tokens(request.key, num_tokens)
         if ticket.meter is not None:
@@ -250,12 +250,12 @@ class AdmissionControl:
         ticket.expect(num_tokens, self.queue.forecast.output_tokens(request.max_tokens))
 
     def tokens_of(self, num_characters: int) -> int:
-        """Return about how many tokens a text has."""
+        """Return the estimated number of tokens in a text."""
         mean = self._tokens_per_character.value
         return round(num_characters * (_FIRST_TOKENS_PER_CHARACTER if mean is None else mean))
 
     def _check_tokens(self, key: KeyInfo, num_tokens: int) -> None:
-        """Refuse more tokens than the queue has left beside those of others. Raises BusyError."""
+        """Refuse a request with more tokens than other requests leave of the queue. Raises BusyError."""
         others, most = self.queue.num_waiting_tokens, self.config.max_waiting_tokens
         if others and others + num_tokens > most:
             wait_s = self._tokens_room_s(others + num_tokens - most)
@@ -265,7 +265,7 @@ class AdmissionControl:
             raise self._counted(key, QueueFullError(message, retry_after_s=wait_s))
 
     def snapshot(self) -> dict[str, object]:
-        """The figures of now, for metrics."""
+        """Return the current figures, for metrics."""
         keys = {
             name: {"requests": m.num_requests, "tokens": m.num_tokens, "refused": m.num_refused, "open": m.num_open}
             for name, m in self._meters.items()
@@ -282,11 +282,11 @@ class AdmissionControl:
         }
 
     def wait_s(self, priority: int = DEFAULT_PRIORITY) -> float | None:
-        """How long a request that came now would wait; 0 where it could start at once, None where that is unknown."""
+        """Return the seconds that a new request would wait: 0 if it could start at once, None if unknown."""
         return self.queue.wait_s(priority if self._is_by_priority else None)
 
     def forecast_came(self, answer: Mapping[str, object]) -> None:
-        """Note the engine's forecast of now."""
+        """Store the engine's current forecast."""
         self.queue.forecast.update(answer, self.queue.state())
 
     def _share(self, num_sequences: float, num_tokens: float) -> float:
@@ -319,7 +319,7 @@ class AdmissionControl:
             raise self._counted(request.key, LoadShedError(message, retry_after_s=wait_s))
 
     def _check_share(self, key: KeyInfo, num_sequences: int, num_tokens: int) -> None:
-        """While the queue is over half full and several keys wait, none takes more than its share of it."""
+        """Refuse a request that takes its key over its share while several keys wait in a queue at least half full."""
         queue = self.queue
         mine = queue.by_key.get(key.name, 0)
         if not mine or len(queue.by_key) == 1 or self.load < Load.BUSY:
@@ -357,16 +357,16 @@ class AdmissionControl:
             raise self._counted(meter.info, RateLimitError(message, retry_after_s=wait_s))
 
     def _counted(self, key: KeyInfo, error: BusyError) -> BusyError:
-        """Count the refusal of a key's request."""
+        """Count a refusal for the key, and return the error."""
         meter = self.meter(key)
         if meter is not None:
             meter.num_refused += 1
         return error
 
     def _room_s(self, num_sequences: float) -> float | None:
-        """Return the seconds until so many sequences have started; None: unknown.
+        """Return the seconds until `num_sequences` have started; None if unknown.
 
-        A new request would start after all that wait: so long does the queue take for all of them and one more.
+        In `wait_s` seconds, all waiting sequences and one more start.
         """
         wait_s = self.wait_s()
         if wait_s is None:
@@ -374,7 +374,7 @@ class AdmissionControl:
         return min(MAX_RETRY_S, wait_s * max(0.0, num_sequences) / (self.queue.num_waiting + 1))
 
     def _tokens_room_s(self, num_tokens: int) -> float | None:
-        """Return the seconds until prompts of so many tokens are computed, and have slots to be computed in."""
+        """Return the seconds until prompts of `num_tokens` tokens have slots and are computed."""
         prefill_s = self.queue.forecast.prefill_s(num_tokens)
         if prefill_s is None or not self.queue.num_waiting:
             return None if prefill_s is None else min(MAX_RETRY_S, prefill_s)

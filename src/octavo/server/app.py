@@ -1,7 +1,7 @@
 """create_app: the HTTP application over Sessions.
 
-Owns: putting routes, middleware and error handlers together. Does not: start a server or an engine.
-Order from outside: path in front and CORS (where set), shell (id, limits, last catch), trusted hosts, auth (default
+Owns: assembling routes, middleware and error handlers. Does not: start a server or an engine.
+Order from outside: root path and CORS (if set), shell (id, limits, last catch), trusted hosts, auth (default
 deny), gate (room for new work), router.
 """
 
@@ -59,7 +59,7 @@ def create_app(
     limits: HttpLimits | None = None,
     lifecycle: Lifecycle | None = None,
 ) -> FastAPI:
-    """Make the application; its shared parts are `app.state.context`."""
+    """Return the application; its shared parts are `app.state.context`."""
     context = build_context(
         sessions,
         text,

@@ -1,7 +1,6 @@
-"""Who may use which route: refused unless a policy lets in.
+"""Access to routes: a request is refused unless its route's policy allows it.
 
-Owns: the routes' policies, and whose request it is: the holder of the key in a header, else of a session's; the
-answers to wrong keys.
+Owns: the routes' policies, finding a request's key (in a header, else by its session), the answers to wrong keys.
 Does not: hold keys (keys does) or sessions (logins does), or trust a path in any spelling but the exact one.
 Invariant: a route without a policy cannot be served (`check_policies` at start), and an unknown path needs a key.
 """
@@ -25,13 +24,13 @@ from octavo.server.pages import wants_html
 from octavo.tool.process import current_tenant
 
 KEY = "octavo.key"  # the KeyInfo of the request
-SESSION = "octavo.session"  # the id of the session that let it in, where one did
+SESSION = "octavo.session"  # the id of the session that gave access, if one did
 _NO_KEY = "give a valid key in the header: Authorization: Bearer KEY (or x-api-key: KEY)"
 PAGES = {"/": "", "/dashboard": "dashboard", "/docs": "docs"}  # where a browser is shown the login form
 
 
 class Access(Enum):
-    """Who gets in."""
+    """What a route requires of a request."""
 
     OPEN = "anyone"
     STATUS = "anyone for the bare status, holders of a key for the details"
@@ -97,13 +96,13 @@ POLICIES: dict[str, Access] = {
 
 
 def check_policies(paths: Iterable[str]) -> None:
-    """Refuse to serve a route that nobody decided about."""
+    """Assert that every route has a policy."""
     missing = [path for path in paths if path not in POLICIES]
     assert not missing, f"routes without a policy in server/auth.py: {missing}"
 
 
 def given_key(scope: Scope) -> bytes | None:
-    """The key of an `Authorization: Bearer` header, else of `x-api-key`; None where a header is not there just once."""
+    """Return the key of an `Authorization: Bearer` header, else of `x-api-key`; None if absent or repeated."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
     if not values:
         plain = [value for name, value in scope["headers"] if name == b"x-api-key"]
@@ -113,13 +112,13 @@ def given_key(scope: Scope) -> bytes | None:
 
 
 def source_of(scope: Scope) -> str:
-    """Return the address whose wrong keys are counted together: the connection's, whatever a header says."""
+    """Return the address by which wrong keys are counted: the connection's, not one from a header."""
     client = scope.get("client")
     return str(client[0]) if client else ""
 
 
 def open_policy(scope: Scope) -> Access | None:
-    """The policy of a path that needs no key, in its exact spelling; else None."""
+    """Return the policy of a path that needs no key, if it is spelled exactly; else None."""
     path: str = scope["path"]
     raw: bytes = scope.get("raw_path") or path.encode()
     if raw.split(b"?", 1)[0] != path.encode() or scope.get("root_path"):
@@ -129,14 +128,14 @@ def open_policy(scope: Scope) -> Access | None:
 
 
 def login_form(status: int, message: str, next_page: str, headers: Mapping[str, str] | None = None) -> Response:
-    """The page that asks for a key and then goes on to `next_page`."""
+    """Return the page that asks for a key and then opens `next_page`."""
     page, policy = login_page(message, next_page)
     sent = {**HEADERS, "content-security-policy": policy, "cache-control": "no-store", **(headers or {})}
     return Response(page, status, sent, media_type="text/html")
 
 
 def wrong_key_error(message: str, wait_s: float) -> ApiError:
-    """401; 429 where WrongKeys says that the address must wait before the next wrong key is looked at."""
+    """Return a 401, or a 429 if WrongKeys says that the address must wait before its next wrong key."""
     if wait_s <= 0:
         return ApiError(401, message, code="invalid_api_key")
     text = f"{message}; there were too many wrong keys from this address, so try again later"
@@ -144,7 +143,7 @@ def wrong_key_error(message: str, wait_s: float) -> ApiError:
 
 
 def _refusal(scope: Scope, error: ApiError) -> Response:
-    """The error as an object; for a browser that wants one of the pages a 401 is the form that asks for a key."""
+    """Return the error as JSON; a 401 for a browser that requests one of the pages is the login form."""
     page = PAGES.get(scope["path"])
     accept = ", ".join(Headers(scope=scope).getlist("accept"))
     if error.status != 401 or page is None or scope["method"] not in ("GET", "HEAD") or not wants_html(accept):
@@ -153,7 +152,7 @@ def _refusal(scope: Scope, error: ApiError) -> Response:
 
 
 class AuthMiddleware:
-    """Lets a request through when its path's policy and its key or its session allow it; else 401 or 429."""
+    """Middleware that passes a request if its path's policy and its key or session allow it; else 401 or 429."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, logins: Logins, note: Callable[[str], None]) -> None:
         self._app = app
@@ -171,7 +170,7 @@ class AuthMiddleware:
             return
         # The first: called from inside (batches.inner_call); a client cannot set it.
         error = None if isinstance(scope.get(KEY), KeyInfo) else self._check(scope)
-        if JUDGED in scope:  # it came over a connection
+        if JUDGED in scope:  # set by a connection
             scope[JUDGED](scope[KEY] is not NOBODY)
         if error is None:
             current_tenant.set(scope[KEY].tenant)
@@ -181,7 +180,7 @@ class AuthMiddleware:
             await _refusal(scope, error)(scope, receive, send)
 
     def _check(self, scope: Scope) -> ApiError | None:
-        """Decide, and note in the scope whose request it is: NOBODY's where no key is needed and none was valid."""
+        """Return the refusal, if any, and set the scope's KEY: NOBODY if no key is needed and none was valid."""
         policy = open_policy(scope) if self._keys.keys else Access.OPEN
         error = None if policy is Access.OPEN else self._identify(scope)
         if error is not None or policy is Access.OPEN:
@@ -189,7 +188,7 @@ class AuthMiddleware:
         return error if policy is None else None
 
     def _identify(self, scope: Scope) -> ApiError | None:
-        """Find the holder: by the key that is given, right or wrong; by a session only where none is."""
+        """Set the scope's KEY by the given key, else by the session; return the refusal if that is not valid."""
         is_given = any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"])
         if is_given:
             key = given_key(scope)

@@ -1,10 +1,10 @@
-"""BoundedConnection: an HTTP/1.1 connection that is bounded in time, size and number, whatever is sent over it.
+"""BoundedConnection: an HTTP/1.1 connection that is bounded in time, size and number.
 
-Owns: what the parser (llhttp, by httptools) leaves open: how long heads and bodies may take, what surrounds a body,
-which framing and Host are accepted, `Upgrade` (ignored), and which connection is cut when a place is needed.
-Does not: bound a body that is read (limits does), find keys (auth does) or end slow answers (stream does).
-Invariants: a connection without a request in hand is cut within a bounded time, or sooner when its place is needed;
-a request that was read whole and came with a valid key keeps its place; no byte of a body is read as a head.
+Owns: the checks that the parser (llhttp, by httptools) does not make: the time for heads and bodies, the bytes around a
+body, the accepted framing and Host, `Upgrade` (ignored), and which connection is cut when there are too many.
+Does not: bound a body that is read (json_body does), find keys (auth does) or end slow answers (reply does).
+Invariants: a connection without a request is cut within a bounded time, or sooner when its place is needed;
+a request that was read whole and has a valid key keeps its place; no byte of a body is parsed as a head.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 CUT = "octavo.cut"  # in a request's scope: ends an answer that its client does not read
 JUDGED = "octavo.judged"  # in a request's scope: called with True if the request has a valid key, else with False
-LINGER_S = 5.0  # that a closed connection's client gets to read what is left
+LINGER_S = 5.0  # for the client of a closed connection to read the rest
 _OVERHEAD = 8  # bytes around a body for each byte of it: one-byte chunks have five
-_UNREAD_BYTES = 1 << 20  # beyond the largest body, before a connection that sends on is cut
-_HEADERS = 4  # times as many as get an answer, before a connection is cut; trailers count too
+_UNREAD_BYTES = 1 << 20  # beyond the largest body, before a connection that continues to send is cut
+_HEADERS = 4  # times the number that is accepted, before a connection is refused; trailers count too
 _OTHER_FILES = 256  # sockets of the engine, pipes, model files
-_STRANGERS_SHARE = 8  # one place in so many is left to clients without a key while key holders idle
+_STRANGERS_SHARE = 8  # 1/8 of the places is left to clients without a key while key holders idle
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
 _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")  # RFC 9112, section 3.2: host [":" port], or empty
 _AUTHORITY = re.compile(rb"^[A-Za-z]+://([^/?#]*).*", re.DOTALL)  # of a URL in absolute form
@@ -48,11 +48,11 @@ Ordered = dict["BoundedConnection", None]  # a set that keeps its order, oldest 
 
 
 class Places:
-    """The connections of one server, and which of them is cut when there are too many.
+    """The connections of one server, grouped by the order in which they are cut when there are too many.
 
     With keys, a connection is a stranger's until a request on it had a valid key; strangers are cut first, then
-    key holders' connections that idle, then those whose body is still coming. Without keys, all that wait for a whole
-    request are one group, oldest first: a new connection must not go before those that withhold their bodies.
+    key holders' idle connections, then those with an unfinished body. Without keys, all connections without a whole
+    request are one group, oldest first: a new connection must not be cut before those that withhold their bodies.
     A connection whose request was read whole is in none of these, unless it is a stranger's.
     """
 
@@ -64,10 +64,10 @@ class Places:
         self.strangers: Ordered = {}
         self.idle: Ordered = {}
         self.receiving: Ordered = {}
-        self.bodies: Ordered = {}  # strangers whose body is still coming
+        self.bodies: Ordered = {}  # strangers with an unfinished body
 
     def make_room(self) -> bool:
-        """Cut a connection if there are too many; return False if all are at work."""
+        """Cut a connection if there are too many; return False if all have a whole request."""
         if self.num_open <= self.limits.max_connections:
             return True
         spare = len(self.strangers) > self.limits.max_connections // _STRANGERS_SHARE
@@ -79,13 +79,13 @@ class Places:
         return False
 
     def add_body(self, connection: BoundedConnection) -> None:
-        """Count a stranger's unfinished body; beyond the bound the oldest one is cut."""
+        """Count a stranger's unfinished body; over the bound, cut the oldest one."""
         self.bodies[connection] = None
         if len(self.bodies) > self.limits.max_stranger_bodies:
             next(iter(self.bodies)).evict("too_many_bodies")
 
     def put(self, connection: BoundedConnection, group: Ordered | None) -> None:
-        """Move a connection to a group, or out of all; within its group it keeps its place."""
+        """Move a connection to a group, or out of all groups; it keeps its position in a group it is in already."""
         for other in (self.strangers, self.idle, self.receiving):
             if other is not group:
                 other.pop(connection, None)
@@ -93,14 +93,14 @@ class Places:
             group.setdefault(connection)
 
     def remove(self, connection: BoundedConnection) -> None:
-        """Forget a connection that closes."""
+        """Remove a connection that closes."""
         self.num_open -= 1
         self.put(connection, None)
         self.bodies.pop(connection, None)
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Closes a connection that exceeds a bound. `bounded` makes the class for one server."""
+    """An HTTP/1.1 connection that closes when it exceeds a bound. `bounded` makes the class for one server."""
 
     places: Places
 
@@ -111,10 +111,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_open = False
         self._is_holder = False  # a request on this connection had a valid key
         self._is_receiving = False  # between the end of a head and the end of its body
-        self._is_upgrade = False  # the head at hand asks for one
+        self._is_upgrade = False  # the current head asks for one
         self._cycles: deque[RequestResponseCycle] = deque()  # requests without a whole answer, oldest first
         self._held: tuple[RequestResponseCycle, ASGI3Application] | None = None  # a request that is not started yet
-        self._refusal = ""  # why the head at hand is refused
+        self._refusal = ""  # why the current head is refused
         self._timer: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
@@ -125,7 +125,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._fed_bytes = 0  # of bodies, in this reading
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect a head, if there is a place."""
+        """Start the timer for a head; refuse the connection if there is no place."""
         super().connection_made(transport)
         self._is_open = True
         self.places.num_open += 1
@@ -136,7 +136,7 @@ class BoundedConnection(HttpToolsProtocol):
                                   retry_after_s=RETRY_ENGINE_S))  # fmt: skip
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it, and leave no reference cycle to the garbage collector, whose pauses delay others."""
+        """Free the place, and break reference cycles: the garbage collector's pauses delay other requests."""
         self._forget()
         for timer in (self._writing, self._lingering):
             if timer is not None:
@@ -146,7 +146,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.cycle = cast(RequestResponseCycle, None)
 
     def on_message_begin(self) -> None:
-        """Expect the rest of a head; between requests uvicorn's own keep-alive time counts."""
+        """Start the timer for the rest of a head; between requests uvicorn's own keep-alive timer runs."""
         self._is_upgrade = False
         self._refusal = ""
         self._body_bytes = self._other_bytes = self._num_headers = 0
@@ -167,7 +167,7 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the head, start the request, and expect the body."""
+        """Check the head, start the request, and start the timer for the body."""
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._is_upgrade = True  # data_received takes it from here
             return
@@ -181,10 +181,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._expect_body(is_stranger=self.places.has_keys())  # until the key is found
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Hold a request until all of this reading was parsed, and, without keys, until its body came.
+        """Hold a request until all received data was parsed and, without keys, its body has arrived.
 
-        A request whose body never comes, or that others follow without end, then costs its parsing alone. With keys,
-        it is the key that says how long a body may take, so such a request is started.
+        A request whose body never arrives, or that others follow without end, then costs only its parsing. With keys,
+        the key decides how long a body may take, so the request is started.
         """
         self._held = (cycle, app)
 
@@ -198,13 +198,13 @@ class BoundedConnection(HttpToolsProtocol):
             super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        """Count it."""
+        """Count the bytes of a body."""
         self._body_bytes += len(body)
         self._fed_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Expect nothing more, until the next head."""
+        """Stop the timer of the body."""
         if self._is_upgrade:
             return
         self._stop_timer()
@@ -214,7 +214,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request. A body that was not read, and has not come, counts as a stranger's."""
+        """Start the next request. An unfinished body of an answered request counts as a stranger's."""
         if self._cycles:
             self._cycles.popleft()
         super().on_response_complete()
@@ -224,7 +224,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._settle()
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser, and count."""
+        """Feed the parser, and bound the bytes of the message."""
         if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
@@ -242,10 +242,10 @@ class BoundedConnection(HttpToolsProtocol):
             self._cut("body_too_large")
 
     def _feed(self, data: bytes) -> None:
-        """Feed the parser; a head that asks for an upgrade is fed again to a new one, as if it had not.
+        """Feed the parser; a head with `Upgrade` is fed again, without it, to a new parser.
 
-        The parser stops at the end of such a head and would read the body as the next request. RFC 9110, section 7.8: a
-        server may ignore `Upgrade`; curl and Java's HttpClient ask for h2c with every request and expect just that.
+        The parser stops at the end of such a head and would parse the body as a request. RFC 9110, section 7.8: a server
+        may ignore `Upgrade`; curl and Java's HttpClient ask for h2c with every request and expect just that.
         """
         while data:
             try:
@@ -259,7 +259,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.parser.feed_data(head)
 
     def _head_without_upgrade(self) -> bytes:
-        """Spell the head at hand again, without `Upgrade`."""
+        """Return the current head without `Upgrade`."""
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         for name, value in self.headers:
             if name == b"connection":
@@ -270,7 +270,7 @@ class BoundedConnection(HttpToolsProtocol):
         return b"\r\n".join((*lines, b"", b""))
 
     def _fault_of_head(self) -> str:
-        """Say what two programs on the way might read in two ways; "" if nothing."""
+        """Return what proxies might read differently in the head; "" if nothing."""
         version = self.parser.get_http_version()
         hosts = [value for name, value in self.headers if name == b"host"]
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
@@ -288,29 +288,29 @@ class BoundedConnection(HttpToolsProtocol):
 
     @property
     def _max_upload(self) -> int:
-        """Bytes of a file that may be sent here; its route reads it in pieces, and bounds it."""
+        """Bytes of a file that may be uploaded to this path; its route reads and bounds it in parts."""
         return self.limits.max_upload_bytes if self.scope.get("path") == UPLOADS else 0
 
     def _refuse_http(self) -> None:
-        """Refuse what is not HTTP."""
+        """Refuse a request that is not valid HTTP."""
         reason = self._refusal or "this is no request in HTTP/1.1 that can be read"
         self._refuse(ApiError(400, reason, code="invalid_http"))
 
     def pause_writing(self) -> None:
-        """Bound the time that the client may take to read what it is answered."""
+        """Bound the time that the client may take to read its answer."""
         super().pause_writing()
         if self._writing is None:
             self._writing = self.loop.call_later(self.limits.stall_timeout_s + LINGER_S, self._abort)
 
     def resume_writing(self) -> None:
-        """The client reads again."""
+        """Stop the timer: the client reads again."""
         super().resume_writing()
         if self._writing is not None:
             self._writing.cancel()
             self._writing = None
 
     def cut_answer(self, last: bytes) -> None:
-        """End an answer whose client does not read; `last` is what it finds at the end, should it read on soon."""
+        """End an answer whose client does not read; `last` is its end, if the client reads on within LINGER_S."""
         cycle = self._cycles[0] if self._cycles else None
         if cycle is None or self.transport.is_closing():
             return
@@ -327,7 +327,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.abort()
 
     def _judge(self, message: int, has_key: bool) -> None:
-        """Learn if a request has a valid key: then its body has its time, and the connection a key holder's place."""
+        """Note if a request has a valid key: then its body gets more time, and the connection a key holder's place."""
         is_coming = self._is_receiving and message == self._num_messages
         if not self.places.has_keys() or not self._is_open:
             return
@@ -340,7 +340,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.places.add_body(self)
 
     def _settle(self) -> None:
-        """Take the place that the connection's state gives it."""
+        """Move the connection to the group of its state."""
         places = self.places
         group: Ordered | None
         if not self._is_open:
@@ -367,7 +367,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._timer = self.loop.call_later(_spread(seconds), self._give_up_body, is_stranger)
 
     def _give_up_body(self, is_stranger: bool) -> None:
-        if len(self._cycles) > 1:  # it is not read before the requests before it are answered
+        if len(self._cycles) > 1:  # it is not read until the requests before it are answered
             self._expect_body(is_stranger)
         elif self._cycles:
             self._refuse(ApiError(408, "the body did not arrive in time", code="body_timeout"))
@@ -380,7 +380,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answer the request at hand without the application; close. Only close if another answer is due first."""
+        """Answer the current request without the application; close. Only close if another answer is due first."""
         num_due = len(self._cycles)
         if num_due != self._is_receiving or (num_due and self._cycles[0].response_started):
             self._cut(refusal.code)
@@ -405,9 +405,9 @@ class BoundedConnection(HttpToolsProtocol):
             self._lingering = self.loop.call_later(LINGER_S, self._abort)  # close() waits until the client reads
 
     def _forget(self) -> None:
-        """Give the place back, and tell every request on this connection that its client is gone.
+        """Free the place, and mark every request on this connection as disconnected.
 
-        uvicorn tells the newest one alone, so that an older one went on writing to a closed transport, which raises.
+        uvicorn only marks the newest one; an older one would write to the closed transport, which raises.
         """
         self._stop_timer()
         if self._is_open:
@@ -424,8 +424,8 @@ class BoundedConnection(HttpToolsProtocol):
 def _spread(seconds: float) -> float:
     """Return a time-out that is up to a fifth longer.
 
-    Connections that were opened together would be cut together, and those of one attacker come back together: a hundred
-    in one turn of the event loop made others wait for 5 ms.
+    Connections that were opened together would be cut together, and an attacker's reconnect together: a hundred in one
+    iteration of the event loop delayed others by 5 ms.
     """
     return seconds * random.uniform(1.0, 1.2)
 
@@ -433,16 +433,16 @@ def _spread(seconds: float) -> float:
 def bounded(
     limits: HttpLimits, note: Callable[[str], None], has_keys: Callable[[], bool] = bool
 ) -> type[BoundedConnection]:
-    """Make the class of one server's connections. `note` is told why a connection was refused or cut.
+    """Return the class of one server's connections. `note` is called with the reason of each refusal or cut.
 
-    There are never more of them than leave files to the process for everything else.
+    Their number is bounded so that the process has open files left for everything else.
     """
     limits = replace(limits, max_connections=max_connections(limits))
     return type("Connection", (BoundedConnection,), {"places": Places(limits, note, has_keys)})
 
 
 def max_connections(limits: HttpLimits) -> int:
-    """Return how many connections there may be, with the files that this process may open."""
+    """Return the bound on connections, given the files that this process may open."""
     num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if num_files == resource.RLIM_INFINITY:
         return limits.max_connections

@@ -1,4 +1,4 @@
-"""Context: what the routes of one app share.
+"""Context: the objects that the routes of one app share.
 
 Owns: the bundle and its construction from the settings. Does not: hold anything of a single request.
 """
@@ -46,9 +46,9 @@ EngineStatistics = Callable[[], Awaitable[Mapping[str, object]]]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Everything that a route needs beside its request.
+    """Everything that a route needs in addition to its request.
 
-    `models` are the names of the one model that is served. `fine_sessions` give their outputs token by token.
+    `models` are the names of the one model that is served. `fine_sessions` yield a delta for each token.
     """
 
     sessions: Sessions
@@ -86,7 +86,7 @@ class Context:
         return self.models[0]
 
     def check_model(self, asked: str | None) -> str:
-        """Return the name to answer with, which is the one asked for. Refuse a name that is not served (404)."""
+        """Return the model's name for the answer: `asked`, or the first. Refuse a name that is not served (404)."""
         if asked is None:
             return self.model
         if asked not in self.models:
@@ -104,7 +104,7 @@ def build_context(
     limits: HttpLimits,
     lifecycle: Lifecycle,
 ) -> Context:
-    """Put the parts together."""
+    """Build the context from the settings."""
     models = tuple(dict.fromkeys(config.model.served_model_name)) or (text.name,)
     queue = _engine_queue(config, sessions)
     keys = KeyRing.of(config.serving)
@@ -155,7 +155,7 @@ def build_context(
 
 
 def _max_len(config: Config, text: TextModel, sessions: Sessions) -> int:
-    """How many tokens a request can use: what the model holds, less where the KV pool holds less."""
+    """Return the tokens that a request can use: the smaller of the model's length and the KV pool's."""
     lengths = [text.spec.max_model_len, config.model.max_model_len]
     lengths.append(None if sessions.capacity is None else sessions.capacity.usable_len)
     return min(length for length in lengths if length)
@@ -174,7 +174,7 @@ def _cache_info(config: Config, sessions: Sessions) -> dict[str, str]:
 
 
 def context_of(request: Request) -> Context:
-    """The context of the app that got this request."""
+    """Return the context of the app that serves this request."""
     context = request.app.state.context
     assert isinstance(context, Context)
     return context

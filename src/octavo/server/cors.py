@@ -1,7 +1,7 @@
-"""Cross-origin requests: which other sites' pages may use this server from a browser (the Fetch standard's CORS).
+"""Cross-origin requests: other sites' pages that may use this server from a browser (the Fetch standard's CORS).
 
-Owns: the headers that tell a browser so, and answers to its preflights. Does not: let anybody in: a key is needed as
-ever, a preflight says the same of every path and has no key to show.
+Owns: the headers of answers to allowed origins, and answers to preflights. Does not: replace a key, which is needed as
+ever; a preflight has no key, and its answer is the same for every path.
 Invariant: without allowed origins nothing here is installed, and no answer names an origin.
 """
 
@@ -23,7 +23,7 @@ Pairs = list[tuple[bytes, bytes]]
 
 
 class CorsMiddleware:
-    """Outermost: adds the headers to every answer for an allowed origin, whoever answers."""
+    """An outer middleware that adds the headers to every answer for an allowed origin."""
 
     def __init__(self, app: ASGIApp, web: WebConfig) -> None:
         self._app = app
@@ -31,7 +31,7 @@ class CorsMiddleware:
         self._is_any = "*" in web.allowed_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on; the answer gets its headers."""
+        """Add the headers to the answer, and mark a preflight."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -74,13 +74,13 @@ class CorsMiddleware:
 
 
 class PreflightMiddleware:
-    """Before the key is asked for: answers preflights, the same for every path."""
+    """A middleware outside of auth that answers preflights, the same for every path."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a preflight, pass on all else."""
+        """Answer a preflight, pass on any other request."""
         headers = scope.get(PREFLIGHT)
         if headers is None:
             await self._app(scope, receive, send)

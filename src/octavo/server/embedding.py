@@ -1,7 +1,7 @@
-"""embed: vectors of texts, on the way that answers take: admission, tickets, deadlines, cancelling, metrics.
+"""embed: vectors of texts, computed as a GenerationRequest (admission, tickets, deadlines, cancelling, metrics).
 
-Owns: that way, and what is made of vectors: cut, packed, compared. Does not: know an interface (the routes do).
-A vector is the decoder's state behind the last token, after the final norm, scaled to length 1 (docs/apis.md).
+Owns: that request, and operations on vectors: shorten, pack, compare. Does not: know an interface (the routes do).
+A vector is the decoder's state of the last token, after the final norm, scaled to length 1 (docs/apis.md).
 Invariant: all texts of a request are answered, or none.
 """
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Vector: TypeAlias = "array[float]"  # float32
-HERE_NUMBERS = 4096  # so many are compared or encoded in half a millisecond
-_PARAMS = SamplingParams(seed=0)  # nothing is drawn, and no other request's seed depends on this one
+HERE_NUMBERS = 4096  # are compared or encoded in half a millisecond
+_PARAMS = SamplingParams(seed=0)  # nothing is sampled; with a seed, other requests' seeds do not change
 _CLIENT_LEFT = 499
 
 
@@ -50,7 +50,7 @@ class Embedded:
 
 @dataclass(kw_only=True)
 class EmbeddingRequest(GenerationRequest):
-    """Vectors of texts."""
+    """A request for vectors of texts."""
 
     context: Context
     inputs: Inputs
@@ -60,12 +60,12 @@ class EmbeddingRequest(GenerationRequest):
         return await read_inputs(self.context.text.tokenizer, self.inputs, self.context.max_model_len)
 
     def answer_spec(self, identity: Identity) -> AnswerSpec:
-        """Return the bare identity: vectors are no text."""
+        """Return a spec with the identity only: no text is encoded."""
         return AnswerSpec("embedding", identity)
 
 
 async def embed(request: Request, kind: str, body: ServedFields, inputs: Inputs) -> Embedded:
-    """Vectors of texts; `kind` begins the answer's id, `body` says how it is served. Raises ApiError."""
+    """Return vectors of texts; `kind` begins the answer's id, `body` has the served fields. Raises ApiError."""
     context = context_of(request)
     asked = EmbeddingRequest(
         context=context,
@@ -101,23 +101,23 @@ def _vector(choice: Choice) -> Vector:
 
 
 def shortened(vector: Vector, num_dimensions: int) -> Vector:
-    """The first dimensions, scaled to length 1: what Matryoshka models are trained for."""
+    """Return the first dimensions, scaled to length 1: Matryoshka models are trained for this."""
     part = vector[:num_dimensions]
     length = math.sqrt(sum(map(mul, part, part)))
     return array("f", [value / length for value in part]) if length > 0 else part
 
 
 def packed(vector: Vector) -> str:
-    """The vector as OpenAI's base64: float32, little-endian."""
+    """Return the vector as OpenAI's base64: float32, little-endian."""
     return base64.b64encode(vector.tobytes()).decode()
 
 
 def similarity(one: Vector, other: Vector) -> float:
-    """The cosine of two vectors of length 1, from -1 to 1."""
+    """Return the cosine of two vectors of length 1, from -1 to 1."""
     cosine: float = sum(map(mul, one, other))
     return max(-1.0, min(1.0, cosine))
 
 
 async def worked(work: Callable[[], T], num_numbers: int) -> T:
-    """Do work over so many numbers: here, or on another thread where it is long."""
+    """Run `work` over `num_numbers` numbers: here, or on another thread if it is long."""
     return work() if num_numbers <= HERE_NUMBERS else await off_loop(work, num_numbers)

@@ -1,6 +1,6 @@
-"""What an API's encoder is made from and must give: AnswerSpec, AnswerEncoder, StreamFormat.
+"""The interface of an API's encoder: AnswerSpec, AnswerEncoder, StreamFormat.
 
-Owns: these types, and the choices that an encoder is given. Does not: know any API (`api.encoders` has the table).
+Owns: these types, and the choices to encode. Does not: know any API (`api.encoders` has the table).
 Invariant: the same spec and deltas give the same bytes, so that another server can encode the answer again.
 """
 
@@ -24,7 +24,7 @@ REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class Pieces(Protocol):
-    """What an encoder needs of a tokenizer."""
+    """The part of a tokenizer that an encoder uses."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text."""
@@ -33,7 +33,7 @@ class Pieces(Protocol):
 
 @dataclass(slots=True)
 class Choice:
-    """One choice, collected whole."""
+    """All deltas of one choice."""
 
     deltas: list[TextDelta] = field(default_factory=list)
 
@@ -49,9 +49,9 @@ class Choice:
 
 
 class AnswerSpec(Struct, frozen=True, array_like=True):
-    """Plain data that the journal keeps. `kind` names the encoder; `facts` holds what this kind alone needs.
+    """Plain data that the journal stores. `kind` names the encoder; `facts` holds the data of this kind only.
 
-    The fact "format" is an AnswerFormat, or its plain form where the journal had it.
+    The fact "format" is an AnswerFormat, or its plain form if read from the journal.
     """
 
     kind: str
@@ -64,9 +64,9 @@ class AnswerSpec(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """What surrounds the events of a stream. `error` encodes a failure; an empty `keep_alive` means none is sent.
+    """The bytes around a stream's events. `error` encodes a failure; an empty `keep_alive` means none is sent.
 
-    `done` ends every stream, also one that failed. `has_ids`: a line with an event's id may precede the event.
+    `done` ends every stream, including a failed one. `has_ids`: a line with an event's id may precede the event.
     `by_token`: each token has events of its own, so that all readers of an answer get the same events.
     """
 
@@ -79,11 +79,11 @@ class StreamFormat:
 
 
 class AnswerEncoder(Protocol):
-    """Encodes one request's answer, whole or as events."""
+    """An encoder of one request's answer, whole or as events."""
 
     @property
     def stream_format(self) -> StreamFormat:
-        """What surrounds the events."""
+        """The bytes around the events."""
         ...
 
     @property
@@ -100,5 +100,5 @@ class AnswerEncoder(Protocol):
         ...
 
     def last(self) -> bytes:
-        """Return the events after the last delta: the usage where it is asked for."""
+        """Return the events after the last delta: the usage, if requested."""
         ...

@@ -1,12 +1,12 @@
-"""What waits for the engine and what runs on it, as far as the server sees it, and how long a new request would wait.
+"""EngineQueue: the server's counts of waiting and running sequences, and the wait that a new request would have.
 
-Owns: the counts, by key and by priority; the engine's last forecast, asking for a new one where it is old, and what
-has changed since. Does not: order anything (the scheduler does), forecast (observe.forecast does, in the engine) or
+Owns: the counts, by key and by priority; the engine's last forecast, requesting a new one when it is old, and the
+changes since. Does not: order anything (the scheduler does), forecast (observe.forecast does, in the engine) or
 refuse a request (admission does).
-What waits: sequences without a token, less those for which the engine has a slot and KV room now. So a bound of N
-means N beside those that run, and nothing waits for an idle engine however many requests are submitted at once.
-The engine simulates its queue. Between two answers the same forecaster's WaitModel gives the difference that the
-requests make which were queued or started since. Until the engine has answered, nothing is known.
+Waiting sequences are those without a token, less those for which the engine has a slot and KV room now. So a bound of N
+means N in addition to those that run, and nothing waits for an idle engine, however many requests are submitted.
+The engine simulates its queue. Between two answers the same forecaster's WaitModel adds the effect of the requests
+queued or started since. Until the engine has answered, waits are unknown.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 from octavo.errors import OctavoError
 from octavo.observe.forecast import WaitModel
 
-MIN_AGE_S = 5.0  # an answer is used for so long: making one takes the step loop 9 to 40 ms, under 1 % of it
-UNKNOWN_AGE_S = 0.1  # an answer that says nothing, which costs nothing
+MIN_AGE_S = 5.0  # before a new answer is requested: making one takes the step loop 9 to 40 ms, under 1 % of this
+UNKNOWN_AGE_S = 0.1  # the same while there is no model: an answer without one costs nothing
 MAX_AGE_S = 15.0  # of an answer; then only the model is used
 ANSWER_S = 5.0
 _UNKNOWN_SLOTS = 256
 
 
 class DecayedMean:
-    """A weighted mean in which a value counts half once `half_life` of weight has been added after it."""
+    """A weighted mean in which a value's weight halves for each `half_life` of weight added after it."""
 
     __slots__ = ("_half_life", "_sum", "_weight", "value")
 
@@ -38,10 +38,10 @@ class DecayedMean:
         self._half_life = half_life
         self._sum = 0.0
         self._weight = 0.0
-        self.value: float | None = None  # before the first
+        self.value: float | None = None  # None before the first `add`
 
     def add(self, total: float, weight: float) -> None:
-        """Count `weight` things that measured `total` together."""
+        """Add `weight` items with the sum `total`."""
         kept = 0.5 ** (weight / self._half_life)
         self._sum = self._sum * kept + total
         self._weight = self._weight * kept + weight
@@ -50,29 +50,29 @@ class DecayedMean:
 
 @dataclass(slots=True)
 class QueuedWork:
-    """What waits: sequences, the tokens of their prompts, the tokens that they will probably generate."""
+    """Queued sequences, their prompt tokens, and their expected output tokens."""
 
     num_sequences: float = 0
     prompt_tokens: float = 0
     output_tokens: float = 0
 
     def add(self, other: QueuedWork, times: float = 1) -> None:
-        """Add another's, so many times."""
+        """Add another's counts `times` times."""
         self.num_sequences += times * other.num_sequences
         self.prompt_tokens += times * other.prompt_tokens
         self.output_tokens += times * other.output_tokens
 
     def scaled(self, share: float) -> QueuedWork:
-        """Return a share of it."""
+        """Return the counts multiplied by `share`."""
         return QueuedWork(self.num_sequences * share, self.prompt_tokens * share, self.output_tokens * share)
 
 
-Queue = tuple[QueuedWork, int] | None  # what waits, and how many sequences run; None: a request could start at once
+Queue = tuple[QueuedWork, int] | None  # queued work and running sequences; None: a request could start at once
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The engine's answer, and the queue as it was here at that moment."""
+    """The engine's answer, and the server's queue at that moment."""
 
     wait_s: float
     queue: tuple[QueuedWork, int]
@@ -80,7 +80,7 @@ class _Answer:
 
 
 class QueueForecast:
-    """`ask` puts the engine's verb `forecast` (its argument: "model" for the model alone); None: it is never asked."""
+    """The engine's last forecast. `ask` calls the engine's verb `forecast` ("model": the model only); None: no call."""
 
     def __init__(
         self, ask: Callable[[str], Awaitable[object]] | None = None, now: Callable[[], float] = time.monotonic
@@ -93,16 +93,16 @@ class QueueForecast:
         self._asking: asyncio.Task[None] | None = None
 
     def update(self, answer: Mapping[str, Any], queue: Queue) -> None:
-        """Note an answer of the engine, with the queue as it is here now.
+        """Store an answer of the engine, with the server's current queue.
 
-        The wait counts only where both see a full engine: just admitted requests are counted here first.
+        The wait is used only if both see a full engine: just admitted requests are counted here first.
         """
         self._set_model(answer)
         wait_s = answer["new_request_s"]
         self._answer = _Answer(wait_s, queue, self._now()) if wait_s and queue is not None else None
 
     def refresh(self, queue: Callable[[], Queue]) -> None:
-        """Ask the engine in the background, unless its last answer is fresh."""
+        """Request a forecast from the engine in the background, unless its last answer is recent."""
         if self._ask is None or (self._asking is not None and not self._asking.done()):
             return
         now = self._now()
@@ -131,7 +131,7 @@ class QueueForecast:
             self.model = None if answer["model"] is None else WaitModel(**answer["model"])
 
     def wait_s(self, ahead: QueuedWork, num_running: int) -> float | None:
-        """Return the seconds until a request starts that is queued after `ahead`, at a full engine; None: unknown."""
+        """Return the seconds until a request queued after `ahead` starts at a full engine; None if unknown."""
         answer = self._answer
         if answer is not None and self._now() - answer.at <= MAX_AGE_S:
             return max(0.0, answer.wait_s + self._model_s(ahead, num_running) - self._model_s(*answer.queue))
@@ -143,24 +143,24 @@ class QueueForecast:
         return self.model.expected_wait_s(ahead.prompt_tokens, ahead.output_tokens, num_running)
 
     def prefill_s(self, num_tokens: int) -> float | None:
-        """Return the seconds that steps take longer by so many prompt tokens; None: unknown."""
+        """Return the seconds that `num_tokens` prompt tokens add to steps; None if unknown."""
         return None if self.model is None else self.model.steps_s(0, num_tokens)
 
     def answer_s(self, num_running: int) -> float | None:
-        """Return the seconds that an answer takes beside so many sequences; None: unknown."""
+        """Return the seconds that an answer takes while `num_running` sequences run; None if unknown."""
         if self.model is None:
             return None
         steps = self.model.answer_tokens
         return self.model.steps_s(steps, steps * max(1, num_running))
 
     def output_tokens(self, max_tokens: int | None) -> float:
-        """Return about how many tokens a sequence will generate; 0 while nothing is known."""
+        """Return the expected tokens that a sequence generates; 0 if unknown."""
         mean = 0.0 if self.model is None else self.model.answer_tokens
         return mean if max_tokens is None else min(mean, max_tokens)
 
 
 class EngineQueue:
-    """Counts sequences and tokens; `num_slots` sequences and `num_kv_tokens` tokens fit the engine (0 = unknown)."""
+    """Counts of sequences and tokens; `num_slots` sequences and `num_kv_tokens` tokens fit the engine (0 = unknown)."""
 
     def __init__(self, num_slots: int = 0, num_kv_tokens: int = 0, forecast: QueueForecast | None = None) -> None:
         self.forecast = QueueForecast() if forecast is None else forecast
@@ -170,28 +170,28 @@ class EngineQueue:
         self.num_pending = 0  # sequences without a token
         self.num_running = 0  # sequences with a token
         self.num_tokens_held = 0  # by those
-        self.new_share = 1.0  # of prompt tokens, those that take KV room of their own, from the last prompts
-        self._new_tokens = DecayedMean(16_384)  # of a prompt's, those that were not in the prefix cache
+        self.new_share = 1.0  # of prompt tokens that need KV room of their own, from the last prompts
+        self._new_tokens = DecayedMean(16_384)  # the share of prompt tokens not in the prefix cache
         self.pending = QueuedWork()  # of all prompts without a token
         self.by_key: Counter[str] = Counter()  # sequences without a token
         self.tokens_by_key: Counter[str] = Counter()
         self._by_priority: dict[int, QueuedWork] = {}
 
     def prompt_done(self, num_tokens: int, num_cached: int) -> None:
-        """Count a prompt of so many tokens that has ended, some of them from the prefix cache."""
+        """Count an ended prompt of `num_tokens` tokens, `num_cached` of them from the prefix cache."""
         if num_tokens > 0:
             self._new_tokens.add(num_tokens - num_cached, num_tokens)
             self.new_share = self._new_tokens.value or 0.0
         self.forecast.refresh(self.state)
 
     def state(self) -> Queue:
-        """Return what waits and how many sequences run; None while a new request could start at once."""
+        """Return the queued work and the running sequences; None if a new request could start at once."""
         return None if self.num_free > self.num_pending else (self.ahead_of(None), self.num_busy)
 
     def wait_s(self, priority: int | None = None) -> float | None:
-        """Return how long a new request would wait, of this priority or (None) after all others.
+        """Return the seconds that a new request of this priority, or (None) after all others, would wait.
 
-        0 where it could start at once; None where that is unknown.
+        0 if it could start at once; None if unknown.
         """
         if self.num_free > self.num_pending:
             return 0.0
@@ -210,7 +210,7 @@ class EngineQueue:
 
     @property
     def num_busy(self) -> int:
-        """Sequences that the engine works on, prompts of those without a token among them."""
+        """Sequences that the engine works on, including those that compute their prompt."""
         return self.num_running + min(self.num_free, self.num_pending)
 
     @property
@@ -220,11 +220,11 @@ class EngineQueue:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of all that has no token yet."""
+        """Prompt tokens of all sequences without a token."""
         return round(self.pending.prompt_tokens)
 
     def ahead_of(self, priority: int | None) -> QueuedWork:
-        """What waits and goes before a new request of this priority (None: before any, in order of arrival)."""
+        """Return the queued work that precedes a new request of this priority (None: all, in order of arrival)."""
         if priority is None:
             chosen = self.pending
         else:
@@ -236,7 +236,7 @@ class EngineQueue:
         return chosen.scaled(share)
 
     def add(self, key: str, priority: int, work: QueuedWork, num_prompts: int) -> None:
-        """Add so many prompts to what waits, each of this work; a negative number takes them out."""
+        """Add `num_prompts` prompts to the queue, each of this work; a negative number removes them."""
         if not num_prompts:
             return
         num_sequences = round(num_prompts * work.num_sequences)
@@ -251,4 +251,4 @@ class EngineQueue:
         if self.by_key[key] <= 0:
             del self.by_key[key], self.tokens_by_key[key]
         if not self.num_pending:
-            self.pending = QueuedWork()  # no remainder of sums is left behind
+            self.pending = QueuedWork()  # drop rounding errors of the sums

@@ -1,7 +1,7 @@
-"""Every code that an answer's error may have: its statuses, Python's exception for it, what it means, what to do.
+"""Every code of an answer's error: its statuses, its exception in Python, its meaning.
 
-Owns: the table that docs/errors.md is made from. Does not: raise or map anything (faults does).
-Invariant: a code in an ApiError, in bad_field or on an exception of `octavo.errors` is in here; a test finds others.
+Owns: the table from which docs/errors.md is made. Does not: raise or map anything (faults does).
+Invariant: a code in an ApiError, in bad_field or on an exception of `octavo.errors` is here; a test finds others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from octavo import errors
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One code. `raised` is what Python raises for it, where it has one."""
+    """One code. `raised` is its exception in Python, if it has one."""
 
     statuses: tuple[int, ...]
     meaning: str

@@ -7,7 +7,7 @@ import sys
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """The fastest event loop there is here; for asyncio.Runner(loop_factory=...)."""
+    """Return uvloop's event loop, or asyncio's on Windows; for asyncio.Runner(loop_factory=...)."""
     if sys.platform == "win32":
         return asyncio.new_event_loop()
     import uvloop  # not on every platform

@@ -1,8 +1,8 @@
-"""What is told of a client's request: to whom it belongs without anybody else's name, to the operator with all.
+"""Explanations of a request: for its own tenant without other tenants' names, for the operator with all names.
 
-Owns: asking the engine for each prompt, and what a stranger may not see. Does not: read HTTP, or know why (the engine's
-observe.explainer does).
-Invariant: a request that belongs to another tenant is never named; where it is the reason for something, there is null.
+Owns: asking the engine about each prompt, and hiding other tenants' requests. Does not: read HTTP, or find reasons (the
+engine's observe.explainer does).
+Invariant: another tenant's request is never named; where it is the reason for something, the answer has null.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.server.context import Context
 
-MAX_EXPLANATIONS = 64  # prompts of one id that are told of; each costs the engine a look at its queue
+MAX_EXPLANATIONS = 64  # prompts of one id that are explained; for each the engine reads its queue
 UNKNOWN = "unknown"
 _HIDDEN = ("id", "tenant", "public_text", "name")
 _NEW_S = "new_request_s"
 
 
 async def explain_own(context: Context, name: str, tenant: str) -> dict[str, object] | None:
-    """Tell a client of its request, open or ended a short while ago; None where it has none of that name."""
+    """Explain a tenant's request, open or recently ended, without other tenants' names; None if it is unknown."""
     ids = context.request_index.find(name, tenant) or context.request_index.find_ended(name, tenant)
     answers = await _ask(context, ids)
     queue = queue_of(context, answers)
@@ -37,7 +37,7 @@ async def explain_own(context: Context, name: str, tenant: str) -> dict[str, obj
 
 
 async def explain_any(context: Context, name: str) -> dict[str, object]:
-    """Tell the operator of a request of any tenant, by its client's name or the engine's."""
+    """Explain a request of any tenant to the operator, by its client's name or its engine id."""
     ids = context.request_index.find(name) or context.request_index.find_ended(name) or [name]
     answers = await _ask(context, ids)
     queue = queue_of(context, answers)
@@ -45,7 +45,7 @@ async def explain_any(context: Context, name: str) -> dict[str, object]:
 
 
 async def explain_open(context: Context) -> dict[str, object]:
-    """Tell the operator of all open requests."""
+    """Explain all open requests to the operator."""
     answer = await context.sessions.client.control("explain")
     told = dict(answer) if isinstance(answer, Mapping) else {}
     queue = queue_of(context, [told])
@@ -53,10 +53,10 @@ async def explain_open(context: Context) -> dict[str, object]:
 
 
 def queue_of(context: Context, answers: list[dict[str, Any]]) -> dict[str, object]:
-    """Return the queue as admission counts it: the numbers that an answer 429 has.
+    """Return the queue as admission counts it: the numbers in an answer 429.
 
-    How long a new request would wait is taken out of the engine's answers and given to admission, which then says the
-    same to the next request.
+    Remove the wait of a new request from the engine's answers and pass it to admission, which then reports the same
+    wait to the next request.
     """
     waits = [answer.pop(_NEW_S) for answer in answers if _NEW_S in answer]
     if waits:
@@ -77,7 +77,7 @@ async def _ask(context: Context, ids: list[str]) -> list[dict[str, Any]]:
 
 
 def _for_client(answer: dict[str, Any], own: Mapping[str, str]) -> dict[str, object]:
-    """An answer of the engine with its client's names for its own requests, and none for others'."""
+    """Return an engine's answer with the client's names for its own requests, and none for others'."""
     told = {key: value for key, value in answer.items() if key not in _HIDDEN}
     told["text"] = answer.get("public_text", "")
     if "behind" in told:

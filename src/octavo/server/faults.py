@@ -1,7 +1,7 @@
-"""ApiError: every way in which a request is refused or fails, as clients see it.
+"""ApiError: the refusals and failures of requests, as clients see them.
 
 Owns: status, each interface's error object, retry headers; the mapping from Octavo's exceptions.
-Does not: show a client anything of the inside (messages of engine errors are replaced).
+Does not: show internal details to a client (messages of engine errors are replaced).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ApiError(Exception):
     """A refusal or failure, ready to be sent.
 
     `code` is a stable word for programs, `param` the field at fault as the client spelled it.
-    `retry_after_s` becomes Retry-After; `is_final` marks a failure that the same request would meet again.
+    `retry_after_s` becomes Retry-After; `is_final` marks a failure that a retry would repeat.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class ApiError(Exception):
         self.is_final = status not in _MAY_RETRY if is_final is None else is_final
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Headers that tell a client whether and when to try again."""
+        """Return the headers of the error: when to retry, if at all, and what the status requires."""
         headers: dict[str, str] = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
@@ -87,7 +87,7 @@ class ApiError(Exception):
         return headers
 
     def response(self, extra_headers: Mapping[str, str] | None = None) -> Response:
-        """The whole HTTP response, in the style of whatever interface is asked."""
+        """Return the whole HTTP response, in the style of the path's interface."""
         return _Refusal(self, {**self.headers(), **(extra_headers or {})})
 
 
@@ -97,24 +97,24 @@ class _Refusal(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Encode the error in the path's style, and send it."""
         self.body = msgspec.json.encode(style_of(scope["path"])(self._error, scope))
         self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 
 def bad_field(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
-    """Refuse a request for one of its fields (400)."""
+    """Return the refusal of a request for one of its fields (400)."""
     return ApiError(400, message, code=code, param=param)
 
 
 def too_long(param: str, num_held: int, given: str) -> ApiError:
-    """Refuse a prompt of more tokens than the model holds (400)."""
+    """Return the refusal of a prompt of more tokens than the model holds (400)."""
     return bad_field(param, too_long_message(num_held, given), "context_length_exceeded")
 
 
 def internal_error() -> ApiError:
-    """Our fault, without its story."""
+    """Return the error of an unexpected fault of the server, without its cause (500)."""
     return ApiError(500, "the server met an internal error", code="internal_error")
 
 
@@ -124,30 +124,30 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def disk_full_error(error: Exception) -> ApiError:
-    """What was sent cannot be kept (507)."""
+    """Return the error of a full disk: the request's data was not stored (507)."""
     reason = getattr(error, "strerror", None) or error
     message = f"the server has no room on its disk ({reason}); nothing was kept; send it again later"
     return ApiError(507, message, code="disk_full")
 
 
 def cancelled_error() -> ApiError:
-    """The request was cancelled on purpose: asking again would undo that, so clients are told not to."""
+    """Return the error of a request that was cancelled on purpose, which clients must not retry (499)."""
     return ApiError(499, "the request was cancelled; it is not to be sent again", code="cancelled")
 
 
 def draining_error() -> ApiError:
-    """The server is going down."""
+    """Return the refusal of a request while the server shuts down (503)."""
     return ApiError(503, "the server is shutting down", code="draining", retry_after_s=RETRY_ENGINE_S)
 
 
 def with_field(message: str, own: str | None, param: str) -> str:
-    """Return the message of a refusal with `param` in front, instead of the name that its maker has for the field."""
+    """Return the message of a refusal with `param` at its beginning, in place of the field's internal name `own`."""
     rest = message.removeprefix(own) if own else message
     return f"{param}: {message}" if rest == message else param + rest
 
 
 def from_exception(error: Exception, params: Mapping[str, str] | None = None) -> ApiError:
-    """Translate one of Octavo's exceptions; `params` renames fields to the client's spelling of them."""
+    """Translate one of Octavo's exceptions; `params` maps fields to the client's names."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BusyError):
@@ -198,12 +198,12 @@ def anthropic_error(error: ApiError, scope: Mapping[str, Any]) -> dict[str, Any]
     """Anthropic's error object; `scope` is empty for one in mid-stream."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
     message = error.message
-    if error.code == "context_length_exceeded":  # agents know these words, and shorten their conversation
+    if error.code == "context_length_exceeded":  # agents match these words, and shorten their conversation
         message = f"prompt is too long: {message}"
     body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     if error.code == NO_THREADS:
         body["error"]["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
-    request_id = scope.get("octavo.request_id")  # shell.REQUEST_ID, which lies above this module
+    request_id = scope.get("octavo.request_id")  # shell.REQUEST_ID; shell imports this module
     return body if request_id is None else {**body, "request_id": request_id}
 
 
@@ -219,5 +219,5 @@ STYLES: Mapping[str, Style] = {  # the path's beginning -> style; any other path
 
 
 def style_of(path: str) -> Style:
-    """The style of the interface that a path belongs to."""
+    """Return the error style of a path's interface."""
     return next((style for begin, style in STYLES.items() if path.startswith(begin)), openai_error)

@@ -1,9 +1,9 @@
-"""The feed: frames of the engine (docs/statistics.md) to whoever watches it.
+"""The feed: frames of the engine (docs/statistics.md) for watchers such as the dashboard.
 
-Owns: asking the engine for frames while somebody watches, once for all who stand at the same place; the watchers, their
-number and what waits for each of them; the response that sends it.
-Does not: make frames (trace.frames), or know who may watch (keys).
-Invariants: with no watcher the engine is not asked; a watcher that does not read is cut and disturbs nobody; watchers
+Owns: requesting frames from the engine while there are watchers, once for all watchers at the same cursor; the
+watchers, their number and their unread events; the response that sends the events.
+Does not: make frames (trace.frames), or decide which keys may watch (keys).
+Invariants: without a watcher the engine is not asked; a watcher that does not read is cut and delays no other; watchers
 do not keep a server from draining.
 """
 
@@ -29,9 +29,9 @@ from octavo.server.limits import HttpLimits
 from octavo.server.shares import keeps_most
 
 MAX_WATCHERS = 16
-MAX_UNREAD_BYTES = 8 << 20  # that wait for one watcher: some seconds of a busy engine, or all that it keeps, twice
+MAX_UNREAD_BYTES = 8 << 20  # for one watcher: some seconds of a busy engine, or twice all frames that it keeps
 POLL_S = 0.2
-TROUBLE_S = 1.0  # between two questions to an engine that does not answer
+TROUBLE_S = 1.0  # between two calls to an engine that does not answer
 ANSWER_S = 5.0
 LOOK_S = 0.25  # while a watcher does not read
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "x-content-type-options": "nosniff"}
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class Watcher:
-    """One reader: where it stands, and what waits for it."""
+    """One reader: its cursor and its unread events."""
 
     def __init__(self, holder: KeyInfo) -> None:
         self.holder = holder
@@ -51,14 +51,14 @@ class Watcher:
         self.news = asyncio.Event()
 
     def put(self, event: bytes) -> None:
-        """Have it sent."""
+        """Queue an event for sending."""
         self.unread.append(event)
         self.unread_bytes += len(event)
         self.is_slow = self.is_slow or self.unread_bytes > MAX_UNREAD_BYTES
         self.news.set()
 
     def take(self) -> bytes:
-        """What is to be sent next, all of it; b"" when there is nothing."""
+        """Remove and return all unread events; b"" if there are none."""
         self.news.clear()
         found = b"".join(self.unread)
         self.unread.clear()
@@ -66,7 +66,7 @@ class Watcher:
         return found
 
     def end(self) -> None:
-        """No more comes."""
+        """Mark the end of the events."""
         self.is_over = True
         self.news.set()
 
@@ -84,11 +84,11 @@ class Feed:
 
     @property
     def num_watchers(self) -> int:
-        """Who watches now."""
+        """The number of current watchers."""
         return len(self._watchers)
 
     def watch(self, holder: KeyInfo) -> Watcher:
-        """Begin to watch. Raises ApiError for a key without the right, or when all places are taken."""
+        """Add a watcher. Raises ApiError for a key without the right, or if there are too many watchers."""
         if not self._keys.may_watch(holder):
             message = f"the key {holder.name!r} may not watch the engine: give it dashboard = true in --api-key-file"
             raise ApiError(403, message, code="dashboard_not_allowed")
@@ -102,7 +102,7 @@ class Feed:
         return watcher
 
     def _end_oldest(self, tenant: str) -> bool:
-        """End the oldest watcher of the tenant that has most, for one of a tenant with fewer; say whether there is."""
+        """End the oldest watcher of the tenant with most, if `tenant` has at least two fewer; return True if so."""
         used = Counter(watcher.holder.tenant for watcher in self._watchers)
         most = keeps_most(used)
         if used[most] <= used[tenant] + 1:
@@ -113,7 +113,7 @@ class Feed:
         return True
 
     def leave(self, watcher: Watcher) -> None:
-        """It does not watch any more. Idempotent."""
+        """Remove a watcher. Idempotent."""
         self._watchers.pop(watcher, None)
 
     async def _poll(self) -> None:
@@ -129,7 +129,7 @@ class Feed:
                 if not has_trouble:
                     self._tell_all(_trouble("the engine does not answer"))
                 has_trouble, wait_s = True, TROUBLE_S
-            except Exception:  # the shell of the feed: it ends, the server goes on
+            except Exception:  # the shell of the feed: it ends, the server continues
                 _log.exception("the feed of the dashboard failed")
                 for watcher in self._watchers:
                     watcher.end()
@@ -137,7 +137,7 @@ class Feed:
             await asyncio.sleep(wait_s)
 
     async def _round(self) -> bool:
-        """Ask once for every place that watchers stand at, at the same time, so that they meet; whether to ask on."""
+        """Request frames once per cursor, all at once, so that cursors become equal; return True if there are more."""
         groups: dict[str, list[Watcher]] = {}
         for watcher in self._watchers:
             groups.setdefault(watcher.cursor, []).append(watcher)
@@ -154,7 +154,7 @@ class Feed:
         return is_more
 
     def _end_some(self) -> None:
-        """End those whose key lost its right, and all when nobody else keeps a draining server."""
+        """End watchers whose key lost its right, and all if a draining server has no other open request."""
         is_last = self.lifecycle.phase is not ServerPhase.READY and self.lifecycle.num_open <= len(self._watchers)
         for watcher in self._watchers:
             holder = self._keys.holder_of(watcher.holder.digest) if watcher.holder.digest else watcher.holder
@@ -167,7 +167,7 @@ class Feed:
 
 
 class FeedResponse(Response):
-    """Sends a watcher what comes until either side ends it."""
+    """A response that sends a watcher's events until either side ends it."""
 
     def __init__(self, feed: Feed, watcher: Watcher) -> None:
         super().__init__(headers=_HEADERS, media_type="text/event-stream")
@@ -176,7 +176,7 @@ class FeedResponse(Response):
         self._watcher = watcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send; whatever happens, the watcher leaves."""
+        """Send the events; remove the watcher at the end, also after an error."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
@@ -194,7 +194,7 @@ class FeedResponse(Response):
             self._feed.leave(self._watcher)
 
     async def _write_all(self, send: Send) -> bool:
-        """Write until no more comes; whether that is because the watcher does not read."""
+        """Write until the events end; return True if the watcher does not read."""
         watcher, limits = self._watcher, self._feed.limits
         while not (watcher.is_over or watcher.is_slow):
             data = watcher.take()
@@ -210,7 +210,7 @@ class FeedResponse(Response):
         return watcher.is_slow
 
     async def _write(self, send: Send, data: bytes) -> bool:
-        """Send, and look now and then whether it is read at all. A send that waits has not written anything yet."""
+        """Send data; return False if it is not read in time. A send that times out has not written anything yet."""
         message = {"type": "http.response.body", "body": data, "more_body": True}
         stalled_s = 0.0
         while not self._watcher.is_slow and stalled_s < self._feed.limits.stall_timeout_s:

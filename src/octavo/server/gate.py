@@ -1,9 +1,9 @@
-"""GateMiddleware: new work is looked at before anything of it is routed, read or parsed.
+"""GateMiddleware: the first admission check, before a request is routed, read or parsed.
 
-Owns: which endpoints are gated (they need a place in the queue), which requests count in the rates of their key, the
-first of admission's two looks, its refusals, and how many requests each tenant has open.
-Does not: know a body (admission's second look does), or decide anything itself.
-Measured: a refusal here takes a third of the time that one in a route does, and 5 times the load is mostly refusals.
+Owns: the gated endpoints (they need a place in the queue), the requests that count in their key's rates, the first of
+admission's three checks (`glance`), its refusals, and each tenant's number of open requests.
+Does not: know a body (admission's later checks do).
+Measured: a refusal here takes a third of the time of one in a route, and at 5 times the load most are refused.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _VECTORS = frozenset(
     {"/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/api/embed", "/api/embeddings"}
 )
 GATED = _ANSWERS | _VECTORS
-_UNCOUNTED = frozenset({"/login", "/logout"})  # beside cancelling, which must not wait for a key's rate
+_UNCOUNTED = frozenset({"/login", "/logout"})  # and cancelling, which must not wait for a key's rate
 _RETRY_HEADER = b"idempotency-key"
 
 
 def is_counted(scope: Scope) -> bool:
-    """Return True if a request counts in its key's rate: all POSTs but those listed, and the GETs that make work."""
+    """Return True if a request counts in its key's rate: POSTs but logins and cancelling, and costly GETs."""
     path: str = scope["path"]
     if scope["method"] == "POST":
         return path not in _UNCOUNTED and not path.endswith("/cancel")
     if scope["method"] not in ("GET", "HEAD"):
         return False
-    is_stream = path.startswith("/v1/responses/") and bool(scope["query_string"])  # a poll asks for nothing more
+    is_stream = path.startswith("/v1/responses/") and bool(scope["query_string"])  # a poll has no query
     return (
         path in ("/v1/files", "/tokenizer_info") or path.endswith(("/content", "/explain", "/input_items")) or is_stream
     )
 
 
 class GateMiddleware:
-    """Lets a request for new work through, or answers it at once."""
+    """Middleware that passes a request for new work, or refuses it at once."""
 
     def __init__(self, app: ASGIApp, context: Context) -> None:
         self._app = app
@@ -64,7 +64,7 @@ class GateMiddleware:
         self._open: Counter[str] = Counter()  # requests with a connection, by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Look at the request's key and at the counts."""
+        """Check the counts of the request's key and tenant, then pass the request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -95,7 +95,7 @@ class GateMiddleware:
                 del self._open[tenant]
 
     def _check_connections(self, tenant: str) -> None:
-        """Refuse a request whose tenant has so many open that others would find no connection (ApiError)."""
+        """Refuse a request whose tenant has its share of the connections open (ApiError)."""
         most = max_connections(self._context.limits)
         if self._open.total() < most // 2 or len(self._context.keys.tenants) < 2:
             return
@@ -104,9 +104,9 @@ class GateMiddleware:
             raise ApiError(429, f"{message}; wait for one to end", code="too_many_connections", retry_after_s=1)
 
     def _admit(self, scope: Scope) -> None:
-        """Refuse new work that there is no room for. Raises ApiError, BusyError."""
+        """Refuse new work for which there is no room. Raises ApiError, BusyError."""
         context, key = self._context, scope[KEY]
         context.lifecycle.check_ready()
         scope[METER] = context.admission.meter(key)
-        # What is asked again may be running or done: whether it is new is seen when its key is looked up.
+        # A retry's answer may be running or done: that is known only when its Idempotency-Key is looked up.
         context.admission.glance(key, may_be_known=_RETRY_HEADER in dict(scope["headers"]))

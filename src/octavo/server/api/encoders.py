@@ -1,4 +1,4 @@
-"""Which encoder makes an answer: the table by the kind that an AnswerSpec names."""
+"""The encoders of answers, by the kind in an AnswerSpec."""
 
 from __future__ import annotations
 

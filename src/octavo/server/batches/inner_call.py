@@ -1,7 +1,7 @@
-"""Call the application from inside: the same routes, limits and answers as over HTTP, without a connection.
+"""Calls of the application from inside: the same routes, limits and answers as over HTTP, without a connection.
 
 Owns: the scope of such a request, and collecting its answer.
-Does not: check a key: the key's holder is in the scope, where no client can put anything.
+Does not: check a key: the key's KeyInfo is in the scope, which clients cannot set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ InnerCall = Callable[[str, bytes], Awaitable[InnerResponse]]  # of a path and a 
 
 
 def inner_call(app: ASGIApp, holder: KeyInfo) -> InnerCall:
-    """Return a function that posts to the app as the holder of a key."""
+    """Return a function that posts to the app with the rights of a key."""
 
     async def call(path: str, body: bytes) -> InnerResponse:
         return await _post(app, holder, path, body)

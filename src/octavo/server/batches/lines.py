@@ -1,6 +1,6 @@
 """The lines of batch files: read requests, encode answers, find the requests that have one.
 
-Owns: OpenAI's formats, the bounds of a line, the repair of an output that a crash cut.
+Owns: OpenAI's formats, the bounds of a line, the repair of an output that a crash truncated.
 Does not: send requests.
 Format: https://platform.openai.com/docs/api-reference/batch (request input and output objects).
 """
@@ -51,7 +51,7 @@ def read_asks(
 ) -> Generator[BatchLine | BadLine, None, None]:
     """Yield the requests of a file, in order; skip blank lines.
 
-    `endpoint`: the only url that is allowed. `least_priority`: no request may be more urgent than that.
+    `endpoint`: the only url that is allowed. `least_priority`: a request with a smaller priority is a BadLine.
     """
     seen: set[str] = set()
     with path.open("rb") as file:
@@ -105,7 +105,7 @@ def _read(number: int, line: bytes, endpoint: str | None, least_priority: int | 
 
 
 def _faults_of(body: dict[str, Any], least_priority: int | None) -> Generator[tuple[str, str], None, None]:
-    """Yield the fields that a request of a batch may not have as it has them, and why."""
+    """Yield the fields whose values a request of a batch may not have, each with the reason."""
     yield from ((name, reason) for name, reason in _NOT_IN_A_BATCH if body.get(name))
     priority = body.get("priority")
     if least_priority is not None and isinstance(priority, int | float) and priority < least_priority:
@@ -148,7 +148,7 @@ def is_output(path: Path) -> bool:
 
 
 def repair(path: Path) -> int:
-    """Cut off a last line that was not written whole; return the number of bytes cut."""
+    """Remove an incomplete last line; return the number of bytes removed."""
     if not path.exists():
         return 0
     with path.open("r+b") as file:

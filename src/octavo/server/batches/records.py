@@ -76,7 +76,7 @@ class BatchRecord(msgspec.Struct):
     times: dict[str, int] = {}
     has_output: bool = False
     has_errors: bool = False
-    paused: LineError | None = None  # why it waits, while it does
+    paused: LineError | None = None  # why it waits; None while it runs
 
     @property
     def is_pending(self) -> bool:

@@ -1,9 +1,9 @@
-"""Run the requests of a file: a bounded number at once, each answer on the disk before it counts.
+"""Run the requests of a file: a bounded number at once; each answer is on disk before it is counted.
 
 Owns: the order (that of the file), retries of temporary refusals, appending answers, counts.
-Does not: know where files are, whose requests these are, or what an answer holds.
-Invariant: a run that is interrupted anywhere can be continued: answers are appended whole, and a request with an answer
-in either file is not sent again.
+Does not: know folders, tenants, or the content of answers.
+Invariant: a run that is interrupted at any point can be continued: answers are appended whole, and a request with an
+answer in either file is not sent again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _RETRIED = (408, 429, 503)  # 408: it waited too long in the queue
 _MAX_WAIT_S = 60.0
 _QUEUED = 256  # lines on their way to the disk
-_CLOSE_S = 5.0  # for the answers that are left when a run is cancelled; those that are not written are requested again
+_CLOSE_S = 5.0  # to write the remaining answers of a cancelled run; requests without one are sent again
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of a run: requests open at once, tries of one refused temporarily (0 = no bound), the only url."""
+    """Options of a run: open requests, tries of one refused temporarily (0 = no bound), the url, the least priority."""
 
     num_open: int = 8
     max_tries: int = 0
@@ -81,7 +81,7 @@ async def in_thread(work: Callable[[], object]) -> None:
 
 @dataclass(slots=True)
 class BatchRun:
-    """One run over a file. `write` does the work of writing answers, `on_progress` is called when it is done."""
+    """One run over a file. `write` runs the writes of answers; `on_progress` is called after them."""
 
     call: InnerCall
     paths: BatchPaths
@@ -107,7 +107,7 @@ class BatchRun:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
             await _close(writer, written)
-            with suppress(ValueError):  # a thread may still be in it
+            with suppress(ValueError):  # a thread may still be iterating
                 asks.close()
         return self.counts
 
@@ -158,7 +158,7 @@ class BatchRun:
             await asyncio.sleep(_wait_s(answer))
 
     async def _write(self, written: asyncio.Queue[tuple[bool, bytes] | None]) -> None:
-        """Append answers, all that wait with one sync, until None comes."""
+        """Append answers until None arrives; those queued together share one sync per file."""
         is_open = True
         while is_open:
             taken = [await written.get()]
@@ -187,7 +187,7 @@ async def _all(workers: list[asyncio.Task[None]], writer: asyncio.Task[None]) ->
 
 
 async def _close(writer: asyncio.Task[None], written: asyncio.Queue[tuple[bool, bytes] | None]) -> None:
-    """Let a writer finish what it was given. Raises what it raised."""
+    """Wait up to _CLOSE_S until the writer has written its queue. Raises what it raised."""
     try:
         async with asyncio.timeout(_CLOSE_S):
             if not writer.done():

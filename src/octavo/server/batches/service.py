@@ -1,4 +1,4 @@
-"""Batches of a server: accept them, run them beside interactive requests, end them.
+"""Batches of a server: accept them, run them along with interactive requests, end them.
 
 Owns: which batch runs (one of each tenant, oldest first), its states, its end by cancellation, expiry or a failure.
 Does not: write files (store does) or send requests (runner does).
@@ -62,7 +62,7 @@ class BatchService:
 
     @property
     def store(self) -> BatchStore:
-        """The folder. Raises ApiError where there is none."""
+        """The batch store. Raises ApiError if there is none."""
         if self._store is None:
             message = "files and batches are off here; start the server with --batch-dir FOLDER"
             raise ApiError(400, message, code="batches_off")
@@ -73,7 +73,7 @@ class BatchService:
         self._app = app
 
     async def add(self, batch: BatchRecord, holder: KeyInfo) -> None:
-        """Accept a batch of a key's holder. Raises ApiError."""
+        """Accept a batch of the key `holder`. Raises ApiError."""
         await asyncio.to_thread(self.store.add_batch, batch, holder)
         self._wake.set()
 
@@ -152,7 +152,7 @@ class BatchService:
             await self._write(batch, partial(_write_expired, store, batch))
             await self._finish(store, batch, "expired")
         except asyncio.CancelledError:
-            if batch.status == "cancelling":  # else the server ends, and the batch continues later
+            if batch.status == "cancelling":  # else the server shuts down, and the batch continues later
                 await self._finish(store, batch, "cancelled")
             else:
                 raise
@@ -231,7 +231,7 @@ class BatchService:
         return None if info is None else replace(info, priority=max(info.priority, BATCH_PRIORITY))
 
     async def _finish(self, store: BatchStore, batch: BatchRecord, status: str) -> None:
-        """Make a batch's outputs files of its tenant, and write how it ended."""
+        """Make a batch's outputs files of its tenant, and write its last status."""
         if status == "completed":
             await self._move(batch, "finalizing")
 
@@ -251,7 +251,7 @@ class BatchService:
         await self._write(batch, partial(self.store.save, batch))
 
     async def _write(self, batch: BatchRecord, work: Callable[[], object]) -> None:
-        """Do work that writes. While the disk is full, show that in the batch, and try again."""
+        """Do work that writes; while the disk is full, show that in the batch and retry."""
         wait_s = _RETRY_S
         while True:
             try:

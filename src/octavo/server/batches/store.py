@@ -1,7 +1,7 @@
 """Files and batches on disk: a folder with a small record beside each file's bytes.
 
 Owns: names, bounds (files, bytes, batches, age), which tenant has which file, the lock against a second server.
-Does not: run batches. All methods except reads of what is in memory wait for the disk: call them off the event loop.
+Does not: run batches. All methods but reads from memory wait for the disk: call them off the event loop.
 Invariant: a record is written beside its place and renamed, so it is whole or absent. A file without a record belongs
 to no tenant, and is removed when the folder is opened, except for outputs of batches that are pending.
 """
@@ -36,7 +36,7 @@ R = TypeVar("R", FileRecord, BatchRecord)
 
 
 class BatchStore:
-    """The folder. Ids are drawn here, so a name given by a client never becomes a path."""
+    """The folder of files and batches. Ids are drawn here, so a client's name never becomes a path."""
 
     def __init__(self, config: BatchConfig, folder: Path, shares: Shares) -> None:
         """Open the folder, take its lock, and read its records. Raises ConfigError."""
@@ -59,7 +59,7 @@ class BatchStore:
         os.close(self._lock_fd)
 
     def path(self, file_id: str) -> Path:
-        """Return where the bytes of a file are, or will be."""
+        """Return the path of a file's bytes."""
         return self._folder / "files" / f"{file_id}.data"
 
     def paths(self, batch: BatchRecord) -> BatchPaths:
@@ -67,7 +67,7 @@ class BatchStore:
         return BatchPaths(self.path(batch.input_id), self.path(batch.output_id), self.path(batch.error_id))
 
     def add_file(self, source: IO[bytes], record: FileRecord, holder: KeyInfo) -> None:
-        """Store a file that a key's holder sent. Raises ApiError if its tenant has no room."""
+        """Store a file sent with the key `holder`. Raises ApiError if its tenant has no room."""
         with self._changes:
             self.check_room(holder, record.bytes)
             self.files[record.id] = record
@@ -107,7 +107,7 @@ class BatchStore:
         self._write("batches", msgspec.structs.replace(batch, paused=None))
 
     def add_batch(self, batch: BatchRecord, holder: KeyInfo) -> None:
-        """Add a batch of a key's holder. Raises ApiError if its tenant has too many, OSError; then nothing is added."""
+        """Add a batch of the key `holder`. Raises ApiError if its tenant has too many, OSError; then nothing is."""
         with self._new_batches:
             ended = self._check_batches(batch, holder)
             self.save(batch)
@@ -153,13 +153,13 @@ class BatchStore:
                 raise bad_field("input_file_id", message, "storage_full")
 
     def _free_files(self, holder: KeyInfo) -> tuple[int, str]:
-        """Return how many files a tenant may add, and in words what it has."""
+        """Return how many files a tenant may add, and a text on what it has."""
         used = Counter(file.tenant for file in tuple(self.files.values()))
         free, bound = self._free(holder.tenant, used, ("max_files", self._config.max_files, holder.max_files))
         return free, f"you keep {used[holder.tenant]} files, and have room for {free} more ({bound})"
 
     def _free_bytes(self, holder: KeyInfo) -> tuple[int, str]:
-        """Return the bytes that a tenant may add, and in words what it has. Answers of pending batches count."""
+        """Return the bytes that a tenant may add, and a text on what it has. Answers of pending batches count."""
         used: Counter[str] = Counter()
         for file in tuple(self.files.values()):
             used[file.tenant] += file.bytes
@@ -203,7 +203,7 @@ class BatchStore:
                 raise
 
     def _clear(self) -> None:
-        """Delete what a crash left: unfinished records, bytes without a record, records without bytes."""
+        """Delete the remains of a crash: unfinished records, bytes without a record, records without bytes."""
         kept = {*self.files}
         for batch in self.batches.values():
             if batch.is_pending:
@@ -225,7 +225,7 @@ def new_id(kind: str) -> str:
 
 
 def _read_all(folder: Path, record_type: type[R]) -> Iterable[tuple[str, R]]:
-    """Return the records of a folder, oldest first; leave alone what cannot be read."""
+    """Return the records of a folder, oldest first, without those that cannot be read."""
     decoder: Any = msgspec.json.Decoder(record_type)
     found: list[R] = []
     for path in sorted(folder.glob("*.json")):
@@ -233,6 +233,6 @@ def _read_all(folder: Path, record_type: type[R]) -> Iterable[tuple[str, R]]:
             record = decoder.decode(path.read_bytes())
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             continue
-        if record.id == path.stem:  # else its id would name other files than its own
+        if record.id == path.stem:  # else its id would name another record's files
             found.append(record)
     return [(record.id, record) for record in sorted(found, key=lambda record: record.created_at)]

@@ -1,4 +1,4 @@
-"""Uploads: how many of one tenant are read at once, and how fast each must arrive.
+"""Bounds of uploads: the number of one tenant that are read at once, and the speed at which each must arrive.
 
 Owns: the slots, and the deadline of a body that arrives in parts. Does not: read or store anything.
 Invariant: an upload of one tenant never waits for another tenant's.

@@ -1,6 +1,6 @@
-"""BatchBody: what POST /v1/batches takes.
+"""BatchBody: the body of POST /v1/batches.
 
-Owns: its fields. Does not: look at the file it names.
+Owns: its fields. Does not: read the input file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Checking a body: which fields are taken, refused by name or ignored, and messages that name the field.
+"""Checks of a body: fields are accepted, refused by name or ignored, with messages that name the field.
 
-Owns: sifting and validating any body, and what the API description says of it. Does not: know one body's fields.
+Owns: sifting and validating any body, and its part of the API description. Does not: know one body's fields.
 Invariant: every field is honoured (declared in a body), refused by name (it would change what the answer means),
 documented as ignored, or ignored and named in the answer's header (IgnoredFields).
 """
@@ -33,19 +33,19 @@ _NAME = re.compile(r"[A-Za-z0-9_]+")
 
 @dataclass(slots=True)
 class IgnoredFields:
-    """Of one request. `is_strict`: such fields are refused instead (--strict-fields)."""
+    """The ignored fields of one request. `is_strict`: they are refused instead (--strict-fields)."""
 
     is_strict: bool = False
     paths: dict[str, None] = field(default_factory=dict)  # in the order in which they were met
 
     def add(self, path: str) -> None:
-        """Note a field; beyond MAX_PATHS of them, only that there are more."""
+        """Add a field; after MAX_PATHS of them, add only that there are more."""
         path = _UNSAFE.sub("_", _INDEX.sub("[]", path[: 4 * MAX_PATH_CHARACTERS]))[:MAX_PATH_CHARACTERS]
         self.paths[path if path in self.paths or len(self.paths) < MAX_PATHS else "..."] = None
 
     @property
     def labels(self) -> list[str]:
-        """Their names as a metric may have them: known ones, or OTHER."""
+        """The fields' names as labels of a metric: known names, or OTHER."""
         names = (_NAME.findall(path) for path in self.paths)
         return [found[-1] if found and found[-1] in KNOWN_NAMES else OTHER for found in names]
 
@@ -55,7 +55,7 @@ _CURRENT: ContextVar[IgnoredFields | None] = ContextVar("octavo_ignored_fields",
 
 @contextmanager
 def collecting(ignored: IgnoredFields) -> Iterator[None]:
-    """Have `ignore` note fields here, in this thread."""
+    """Have `ignore` add fields to `ignored`, in this context."""
     token = _CURRENT.set(ignored)
     try:
         yield
@@ -64,9 +64,9 @@ def collecting(ignored: IgnoredFields) -> Iterator[None]:
 
 
 def ignore(path: str, is_known: bool = False) -> None:
-    """Ignore a field, or refuse it: under --strict-fields, and where it could be told to no client. Raises ApiError.
+    """Ignore a field, or refuse it: under --strict-fields, and outside of `collecting`. Raises ApiError.
 
-    `is_known`: it is a field of the API, which does nothing here.
+    `is_known`: it is a field of the API that has no effect here.
     """
     current = _CURRENT.get()
     if current is not None and not current.is_strict:
@@ -78,12 +78,12 @@ def ignore(path: str, is_known: bool = False) -> None:
 
 
 def are_unknown_refused() -> bool:
-    """Return True where `ignore` would raise."""
+    """Return True if `ignore` would raise."""
     current = _CURRENT.get()
     return current is None or current.is_strict
 
 
-Refused = Mapping[str, tuple[object, ...]]  # field -> the values with which it asks for nothing; null always does
+Refused = Mapping[str, tuple[object, ...]]  # field -> its values without an effect, which are accepted; null always is
 IGNORED: Mapping[str, str] = {
     "user": "kept for the caller's own records; nothing here depends on it",
     "metadata": "nothing is stored, so there is nothing to label",
@@ -95,7 +95,7 @@ IGNORED: Mapping[str, str] = {
 
 
 class Body(BaseModel):
-    """What all bodies and their parts share: no unknown fields, no conversions."""
+    """The base of all bodies and their parts: no unknown fields, no conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -116,7 +116,7 @@ def sift_if_object(
     where: str,
     ignored: Mapping[str, str] | None = None,
 ) -> object:
-    """`sift` of what is an object; anything else as it is, for validation to refuse."""
+    """Return the `sift` of an object; return anything else unchanged, for validation to refuse."""
     return sift(value, refused, body, where, ignored) if isinstance(value, dict) else value
 
 
@@ -129,8 +129,8 @@ def sift(
 ) -> dict[str, object]:
     """Return the fields that `body` declares and that are not null; refuse or ignore the others.
 
-    `where` is what comes before a field's name in a message; parts of a body ignore nothing silently unless told.
-    `refused` are fields of this body beside those of MEANINGFUL. Raises ApiError.
+    `where` is the prefix of a field's name in a message; with one, no field is ignored silently but `ignored`.
+    `refused` are fields of this body, in addition to MEANINGFUL. Raises ApiError.
     """
     if ignored is None:
         ignored = {} if where else IGNORED
@@ -146,7 +146,7 @@ def sift(
 
 
 def _leave_out(name: str, value: object, refused: Refused, shown: str) -> None:
-    """Ignore a field that is not declared. Raises ApiError where it changes the meaning of an answer."""
+    """Ignore a field that is not declared. Raises ApiError if it changes the meaning of an answer."""
     meaningful = MEANINGFUL.get(name)
     if name in refused:
         _refuse_unless(value, refused[name], shown, "")
@@ -174,9 +174,9 @@ def _known(body: type[BaseModel]) -> frozenset[str]:
 
 
 def validate(body: type[B], fields: Mapping[str, object], where: str = "") -> B:
-    """Check types and lengths. Raises ApiError naming the field, `where` in front of its name.
+    """Check types and lengths. Raises ApiError naming the field, with `where` before its name.
 
-    Unknown fields of parts that were not sifted are ignored here, and taken out of `fields`.
+    Unknown fields of parts that were not sifted are ignored here, and removed from `fields`.
     """
     for _ in range(_MAX_PASSES):
         try:
@@ -201,7 +201,7 @@ def _drop(loc: tuple[int | str, ...], fields: Any, where: str) -> None:
 
 
 def field_notes(refused: Refused, ignored_fields: Mapping[str, str] = IGNORED) -> str:
-    """What the API description says of fields that do nothing here."""
+    """Return the API description's text on ignored and refused fields."""
     ignored = "; ".join(f"`{name}` ({reason})" for name, reason in ignored_fields.items())
     names = ", ".join(f"`{name}`" for name in (*refused, *MEANINGFUL))
     return (
@@ -211,7 +211,7 @@ def field_notes(refused: Refused, ignored_fields: Mapping[str, str] = IGNORED) -
 
 
 def inline_schema(body: type[BaseModel]) -> dict[str, object]:
-    """The body's JSON schema with its definitions put in place, for the API description. Other fields may be there."""
+    """Return the body's JSON schema for the API description: definitions inlined, other fields allowed."""
     schema = body.model_json_schema()
     definitions = schema.pop("$defs", {})
 

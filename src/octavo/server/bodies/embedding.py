@@ -1,4 +1,4 @@
-"""EmbeddingBody: what POST /v1/embeddings takes.
+"""EmbeddingBody: the body of POST /v1/embeddings.
 
 Owns: its fields. Does not: tokenize or compare anything.
 """
@@ -27,7 +27,7 @@ REFUSED_EMBEDDING: Refused = {
 
 
 class PooledFields(ServedFields):
-    """What everything that is answered with vectors, or with what is made of them, takes."""
+    """The fields of all endpoints that answer with vectors, or with scores made of them."""
 
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, lt=2**31, description="so many tokens at the end of each text are kept; -1 = as many as fit"

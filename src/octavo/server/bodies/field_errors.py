@@ -1,4 +1,4 @@
-"""What a client is told of a field that pydantic refuses: the field, its value, what to give instead.
+"""Messages for fields that pydantic refuses: the field, its value, what to give instead.
 
 Owns: the plain sentence for each kind of error. Does not: check anything.
 """
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from octavo.server.faults import ApiError, bad_field
 
-Details = Mapping[str, Any]  # one error of pydantic's
+Details = Mapping[str, Any]  # one of pydantic's errors
 _REMEDIES: Mapping[str, Callable[[Details], str]] = {  # type of error -> what to give instead
     "string_type": lambda _: "give a string",
     "int_type": lambda _: "give a whole number",
@@ -42,7 +42,7 @@ _SIZES = {"too_short": "items", "too_long": "items", "string_too_short": "charac
 
 
 def refusal_of(error: ValidationError, fields: Mapping[str, object], where: str) -> ApiError:
-    """The refusal of a body for the first field at fault; `where` stands in front of its name."""
+    """Return the refusal of a body for the first field at fault, with `where` before its name."""
     found = sorted(error.errors(include_url=False), key=lambda each: each["type"] == "extra_forbidden")
     first, *others = found
     is_missing = first["type"] == "missing"
@@ -64,7 +64,7 @@ def _remedy(each: Details) -> str:
 
 
 def _of_size(param: str, each: Details) -> str:
-    """A text or list with too few or too many parts."""
+    """Return the message for a text or list with too few or too many parts."""
     size, unit = len(each["input"]), _SIZES[each["type"]]
     if size == 0:
         return f"{param} is empty"
@@ -73,7 +73,7 @@ def _of_size(param: str, each: Details) -> str:
 
 
 def place_of(loc: tuple[int | str, ...], fields: Mapping[str, object], is_missing: bool) -> str:
-    """A field's path as the client wrote it: without the names of a union's members, which are in no body."""
+    """Return a field's path as the client wrote it: without the names of a union's members."""
     param = ""
     node: object = fields
     for index, part in enumerate(loc):
@@ -87,7 +87,7 @@ def place_of(loc: tuple[int | str, ...], fields: Mapping[str, object], is_missin
 
 
 def shown_value(value: object) -> str:
-    """A value in a message: short, and without the contents of lists and objects."""
+    """Return a value for a message: short, and without the contents of lists and objects."""
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     shown = repr(value)

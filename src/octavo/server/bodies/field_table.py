@@ -1,7 +1,7 @@
-"""The tables of fields that the bodies do not declare: which change an answer's meaning, which only hint.
+"""The tables of fields that the bodies do not declare: those that change an answer's meaning, and hints.
 
 Owns: the names, for every API and at every depth. Does not: read a body (checks does).
-A field is ignored and told unless it stands in MEANINGFUL: then only a value that asks for nothing is taken.
+A field is ignored and reported unless it is in MEANINGFUL: then only a neutral value is accepted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Meaningful:
-    """A field whose loss would change what an answer means. `neutral` values ask for nothing; so does null."""
+    """A field whose loss would change what an answer means. `neutral` values change nothing; neither does null."""
 
     means: str
     neutral: tuple[object, ...] = ()
@@ -57,7 +57,7 @@ MEANINGFUL: Mapping[str, Meaningful] = {
     "moderation": Meaningful("a check of the answer that is not made here"),
 }
 
-# Hints: a value listed here asks for nothing and is not told; any other is ignored and told.
+# Hints: a value listed here changes nothing and is not reported; any other is ignored and reported.
 HINTS: Mapping[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),

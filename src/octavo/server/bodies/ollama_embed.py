@@ -1,4 +1,4 @@
-"""OllamaEmbedBody and OllamaEmbeddingsBody: what POST /api/embed and the older /api/embeddings take."""
+"""OllamaEmbedBody and OllamaEmbeddingsBody: the bodies of POST /api/embed and of the older /api/embeddings."""
 
 from __future__ import annotations
 

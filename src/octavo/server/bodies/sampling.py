@@ -1,4 +1,4 @@
-"""SamplingBody: the fields that everything that generates shares.
+"""SamplingBody: the fields of all endpoints that generate text.
 
 Owns: their names, types and bounds on length. Does not: check ranges of sampling fields (SamplingParams does).
 """
@@ -106,13 +106,13 @@ class SamplingBody(ServedFields, StructureFields):
 
 
 def check_stream_options(fields: dict[str, object]) -> None:
-    """Refuse options of a stream where none is asked for. Raises ApiError."""
+    """Refuse stream_options without stream. Raises ApiError."""
     if fields.get("stream_options") and not fields.get("stream"):
         raise bad_field("stream_options", "stream_options needs stream to be true; leave it out")
 
 
 def sift_stream_options(fields: dict[str, object]) -> dict[str, object]:
-    """The fields, with those of stream_options checked. Raises ApiError."""
+    """Return the fields, with those of stream_options checked. Raises ApiError."""
     check_stream_options(fields)
     options = fields.get("stream_options")
     if not isinstance(options, dict):

@@ -1,6 +1,6 @@
-"""ScoreBody and RerankBody: what is compared with what.
+"""ScoreBody and RerankBody: the texts to compare.
 
-Owns: their fields, and the pairs that a ScoreBody means. Does not: compute.
+Owns: their fields, and the pairs of a ScoreBody. Does not: compute.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _listed(value: object) -> object:
 
 
 def _documents(value: object) -> object:
-    """Documents may be objects with a text."""
+    """Replace each document that is an object with a text by that text."""
     if not isinstance(value, list):
         return value
     return [item["text"] if isinstance(item, dict) and set(item) == {"text"} else item for item in value]
@@ -41,7 +41,7 @@ class ScoreBody(PooledFields):
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """Which of the first is compared with which of the second: one with all, or each with its own."""
+        """The pairs of indices into `text_1` and `text_2` to compare: one with all, or each with its own."""
         firsts = [0] * len(self.text_2) if len(self.text_1) == 1 else range(len(self.text_1))
         return list(zip(firsts, range(len(self.text_2)), strict=True))
 

@@ -1,6 +1,6 @@
-"""ServedFields: how a request is to be served, whatever it asks for.
+"""ServedFields: priority, timeouts, objectives and other fields that all computing endpoints share.
 
-Owns: those fields. Does not: know what is asked.
+Owns: those fields. Does not: know the rest of a body.
 """
 
 from __future__ import annotations

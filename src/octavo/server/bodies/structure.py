@@ -1,7 +1,7 @@
-"""The fields that say which form an answer must have: response_format, structured_outputs, and vLLM's guided_* names.
+"""The fields that constrain an answer's form: response_format, structured_outputs, and vLLM's guided_* names.
 
 Owns: their shapes and the bounds on their sizes. Does not: choose among them (server/grammars.py) or compile them.
-Invariant: a schema leaves here as JSON text of at most MAX_SCHEMA_BYTES, whatever was sent.
+Invariant: an accepted schema is a text of at most MAX_SCHEMA_BYTES characters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REFUSED_OUTPUTS: Refused = {"disable_additional_properties": (False,)}
 
 
 def schema_text(value: object) -> str:
-    """A schema as JSON text; text is taken to be JSON already. Raises ValueError saying what is wrong with it."""
+    """Return a schema as JSON text; a text is assumed to be JSON. Raises ValueError naming the fault."""
     if isinstance(value, str):
         text = value
     elif isinstance(value, dict | bool):
@@ -113,7 +113,7 @@ def _sift_outputs(value: object) -> object:
 
 
 class StructureFields(Body):
-    """The fields that say what an answer must be. At most one of them may."""
+    """The fields that constrain an answer. At most one of them may be given."""
 
     response_format: Annotated[ResponseFormat, BeforeValidator(_sift_format)] | None = None
     structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_sift_outputs)] | None = None
@@ -128,7 +128,7 @@ STRUCTURE_FIELDS = frozenset(StructureFields.model_fields)
 
 
 def given_structures(body: StructureFields) -> list[tuple[str, str, Any]]:
-    """What a body asks for, one by one: the field, the kind of grammar, and its source as that kind has it."""
+    """Return the structures that a body gives: for each the field, the kind of grammar, and its source."""
     found: list[tuple[str, str, Any]] = []
     answer = body.response_format
     if answer is not None and answer.type == "json_schema":

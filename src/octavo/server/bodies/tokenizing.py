@@ -1,4 +1,4 @@
-"""TokenizeBody and DetokenizeBody: a text or a conversation to ids, and ids to a text.
+"""TokenizeBody and DetokenizeBody: a text or a conversation to tokenize, and ids to decode.
 
 Owns: their fields. Does not: tokenize.
 """

@@ -1,4 +1,4 @@
-"""The fields of tools: what may be called, what must be, and calls in a conversation.
+"""The fields of tools: the functions, the choice among them, and calls in a conversation.
 
 Owns: their shapes, names and bounds. Does not: show tools to a model or read its calls.
 """
@@ -55,19 +55,19 @@ class Tool(Body):
     function: FunctionDefinition
 
     def shown(self) -> dict[str, Any]:
-        """As templates expect it."""
+        """Return it in the form that templates expect."""
         asked = self.function
         function = {"name": asked.name, "description": asked.description, "parameters": json.loads(asked.parameters)}
         return {"type": "function", "function": function}
 
     @property
     def num_characters(self) -> int:
-        """Characters of all that is shown of it."""
+        """Characters of its name, description and parameters."""
         return len(self.function.name) + len(self.function.description) + len(self.function.parameters)
 
 
 class FunctionCall(Body):
-    """What was called."""
+    """The function that was called, and its arguments."""
 
     name: str = Field(min_length=1, max_length=128)
     arguments: str = Field("", description="a JSON object, as text")
@@ -101,7 +101,7 @@ class ThinkingOptions(Body):
 
 
 def _choice(value: object) -> object:
-    """tool_choice as clients write it."""
+    """Return a client's tool_choice as the fields of a ToolChoice."""
     if value in ("none", "auto", "required"):
         return {"mode": value}
     try:
@@ -148,13 +148,13 @@ class ToolFields(Body):
 
     @property
     def forced(self) -> str | None:
-        """How a call is asked for: "required", "named", or not at all."""
+        """Return "required" or "named" if a call must be made; else None."""
         choice = self.tool_choice
         return choice.mode if choice is not None and choice.mode in ("required", "named") else None
 
 
 def sift_tools(fields: dict[str, object]) -> dict[str, object]:
-    """The fields, with those of each tool checked. Raises ApiError."""
+    """Return the fields, with those of each tool checked. Raises ApiError."""
     tools = fields.get("tools")
     if not isinstance(tools, list):
         return fields
@@ -163,9 +163,9 @@ def sift_tools(fields: dict[str, object]) -> dict[str, object]:
 
 
 def without_hosted(tools: list[Any], usable: str, choice: object) -> list[tuple[int, Any]]:
-    """The tools with their indices, without those that a server would run itself (of another type than `usable`).
+    """Return the tools with their indices, without hosted tools (those of another type than `usable`).
 
-    Those are ignored and told where the model is free not to call them. Raises ApiError where one must be called.
+    Hosted tools are ignored and reported if the model need not call them. Raises ApiError if one must be called.
     """
     kept: list[tuple[int, Any]] = []
     for index, tool in enumerate(tools[: MAX_TOOLS + 1]):
@@ -191,7 +191,7 @@ def _sift_tool(tool: object, where: str) -> object:
 
 
 def sift_calls(calls: object, where: str) -> object:
-    """The tool_calls of a message, checked. Raises ApiError."""
+    """Return the checked tool_calls of a message. Raises ApiError."""
     if not isinstance(calls, list):
         return calls
     return [_sift_call(call, f"{where}[{i}].") for i, call in enumerate(calls[: MAX_CALLS + 1])]
@@ -208,7 +208,7 @@ def _sift_call(call: object, where: str) -> object:
 
 
 def check_tools(body: ToolFields) -> None:
-    """Check what fields say of each other. Raises ApiError."""
+    """Check the fields of tools against each other. Raises ApiError."""
     names = [tool.function.name for tool in body.tools]
     for index, name in enumerate(names):
         if name in names[:index]:

@@ -1,6 +1,6 @@
 """Answers of /v1/messages, whole and as events.
 
-Owns: content blocks, stop reasons, usage. Does not: tell thinking and calls from text (AnswerReader does).
+Owns: content blocks, stop reasons, usage. Does not: separate thinking and calls from text (AnswerReader does).
 Invariants: blocks are numbered from 0 and never overlap; the events of a stream add up to the whole answer.
 The events follow Anthropic's public description of streaming and the types of its Python package.
 """
@@ -28,7 +28,7 @@ SIGNATURE = "unsigned"  # clients keep it and send it back; it is not checked he
 
 
 def event(kind: str, body: Json) -> bytes:
-    """One event of a stream."""
+    """Return one event of a stream."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **body}))
 
 
@@ -52,7 +52,7 @@ class MessagesEncoder:
         self._end: TextDelta | None = None
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """A message object."""
+        """Return a message object."""
         reader = reader_of(self._spec)
         deltas = choices[0].deltas
         blocks = self._blocks([*reader.push(choices[0].text), *reader.finish()])
@@ -61,13 +61,13 @@ class MessagesEncoder:
 
     @property
     def head(self) -> bytes:
-        """The message without its content; what was found in the cache is told at the end."""
+        """The event with the message before its content; cached tokens are reported at the end."""
         usage = {**usage_json(None), "input_tokens": self._spec.facts["num_prompt_tokens"]}
         message = self._message([], usage)
         return event("message_start", {"message": {**message, "stop_reason": None, "stop_sequence": None}})
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """Blocks that begin, go on and end."""
+        """Return the events of a delta: blocks that begin, continue and end."""
         parts = self._reader.push(delta.text)
         if delta.finish_reason is not None:
             self._end = delta
@@ -76,7 +76,7 @@ class MessagesEncoder:
         return events + self._stopped() if delta.finish_reason is not None else events
 
     def last(self) -> bytes:
-        """Why it ended, what it used, and the end."""
+        """Return the events with the stop reason and the usage, and the end of the message."""
         assert self._end is not None
         usage = usage_json(self._end.usage)
         del usage["service_tier"]
@@ -114,7 +114,7 @@ class MessagesEncoder:
         return blocks
 
     def _part(self, part: Part) -> bytes:
-        """The events of one part."""
+        """Return the events of one part."""
         kind = _KINDS[type(part)]
         begun = b""
         if isinstance(part, CallBegin) or self._open != kind:
@@ -133,7 +133,7 @@ class MessagesEncoder:
         return part.text
 
     def _stopped(self) -> bytes:
-        """The end of the block that is open, if one is."""
+        """Return the events that end the open block, if there is one."""
         if self._open is None:
             return b""
         signed = self._delta({"type": "signature_delta", "signature": SIGNATURE}) if self._open == "thinking" else b""
@@ -160,7 +160,7 @@ def reader_of(spec: AnswerSpec) -> AnswerReader:
 
 
 def usage_json(usage: Usage | None) -> Json:
-    """What was used; as Anthropic counts, input_tokens are those that were not found in the cache."""
+    """Return the usage; as Anthropic counts, input_tokens are those that were not found in the cache."""
     prompt, cached, output = (0, 0, 0)
     if usage is not None:
         prompt, cached, output = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
@@ -191,7 +191,7 @@ def _fill(block: Json, text: str) -> None:
 
 
 def call_input(text: str) -> Json:
-    """A call's arguments; what was cut, or is no object, is kept as text under INVALID_JSON, Anthropic's own advice."""
+    """Return a call's arguments; text that is no JSON object is kept under INVALID_JSON, as Anthropic advises."""
     try:
         value = json.loads(text) if text else {}
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What /v1/messages and /v1/messages/count_tokens take: fields, turns and content blocks.
+"""Bodies of /v1/messages and /v1/messages/count_tokens: fields, turns and content blocks.
 
 Owns: their shapes and bounds. Does not: translate them (requests does).
 """
@@ -25,7 +25,7 @@ REFUSED_MESSAGES: Refused = {
     "container": (),
     "mcp_servers": ([],),
     "compaction": (),
-    "thread": (),  # by _refuse_thread
+    "thread": (),  # refused by _refuse_thread
 }
 IGNORED_MESSAGES: Mapping[str, str] = {
     "metadata": "nothing is stored, so there is nothing to label",
@@ -114,7 +114,7 @@ class MessagesBody(ServedFields):
 
 
 class CountBody(MessagesBody):
-    """POST /v1/messages/count_tokens; what does not change the prompt may be there, and changes nothing."""
+    """POST /v1/messages/count_tokens; fields that do not change the prompt are accepted and have no effect."""
 
     max_tokens: int = 1
 
@@ -172,14 +172,14 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """What the model thought in an earlier turn."""
+    """The model's thinking of an earlier turn."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedBlock(Body):
-    """Thoughts that only their author can read: they are left out."""
+    """Encrypted thinking of another server's model: it is left out."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -195,7 +195,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a call gave: text, or blocks that are texts."""
+    """The result of a call: text, or blocks of text."""
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1, max_length=MAX_BLOCK_ID_CHARACTERS)
@@ -222,7 +222,7 @@ class SearchResultBlock(Body):
 
 
 class TextSource(Body):
-    """Where a document's text is: in the request."""
+    """A document's text, given in the request."""
 
     type: Literal["text", "content"]
     media_type: Literal["text/plain"] = "text/plain"
@@ -232,7 +232,7 @@ class TextSource(Body):
 
 @dataclass(slots=True)
 class Said:
-    """A text, however it came: a conversation is made of these, which take a tenth of a checked block's time."""
+    """The text of a block of any kind of text; making one takes a tenth of the time of a validated block."""
 
     text: str
 
@@ -263,7 +263,7 @@ class MessageTurn(Body):
 
 
 def read_turn(value: dict[str, Any], where: str) -> tuple[str, list[Block]]:
-    """The role and the blocks of one message, each document and search result as its text. Raises ApiError."""
+    """Return the role and the blocks of one message, each document and search result as text. Raises ApiError."""
     role, content = value.get("role"), value.get("content")
     if isinstance(role, str) and role in _ALLOWED and isinstance(content, str | list) and len(value) == 2:
         return role, read_blocks(content, f"{where}content", _ALLOWED[role])
@@ -272,7 +272,7 @@ def read_turn(value: dict[str, Any], where: str) -> tuple[str, list[Block]]:
 
 
 def read_blocks(content: str | list[Any], where: str, allowed: Collection[str]) -> list[Block]:
-    """Check blocks, of which only the allowed kinds may be here. Raises ApiError naming the place."""
+    """Return the checked blocks, all of the allowed kinds. Raises ApiError naming the place."""
     if isinstance(content, str):
         return [Said(content)] if content else []
     found: list[Block] = []
@@ -286,7 +286,7 @@ def read_blocks(content: str | list[Any], where: str, allowed: Collection[str]) 
 
 
 def texts(content: str | list[Any], where: str) -> str:
-    """What may only be text, one block below the other. Raises ApiError naming the place."""
+    """Return the text of blocks that may only be text, joined by newlines. Raises ApiError naming the place."""
     return "\n".join(block.text for block in read_blocks(content, where, _TEXTS) if isinstance(block, Said))
 
 
@@ -302,7 +302,7 @@ def _read_block(value: object, where: str, allowed: Collection[str]) -> Body | S
         raise bad_field(f"{where}.type", message)
     text = value.get("text")
     if kind == "text" and isinstance(text, str) and len(value) - ("cache_control" in value) == 2:
-        return Said(text)  # what most blocks are
+        return Said(text)  # most blocks
     model = _BLOCKS[kind]
     return validate(model, sift(value, _REFUSED_BLOCK, model, f"{where}.", IGNORED_BLOCK), f"{where}.")
 

@@ -1,7 +1,7 @@
 """/v1/messages and /v1/messages/count_tokens: the conversation that a body asks for, and the routes.
 
 Owns: the translation of turns, tools and choices to a ChatBody. Does not: check single blocks, or encode answers.
-Invariant: consecutive turns of one role are one message, as Anthropic's API has it; templates often insist on it.
+Invariant: consecutive turns of one role become one message, as in Anthropic's API; many templates require it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from octavo.text.dialect import Dialect
 
 Message = dict[str, Any]
 # A coding agent's first system block, which differs with each request: a prompt that began with it would never be found
-# in the prefix cache, and it is no word to the model.
+# in the prefix cache, and it is not meant for the model.
 BILLING_MARK = "x-anthropic-billing-header:"
 _SAME = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stream", *ServedFields.model_fields)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -60,9 +60,9 @@ SPELLING: Spelling = (
 
 
 def chat_of(body: MessagesBody, dialect: Dialect) -> ChatBody:
-    """The same as a chat completion would ask. Raises ApiError naming the field as Anthropic spells it.
+    """Return the body of the same chat completion. Raises ApiError naming the field as Anthropic spells it.
 
-    A model whose template cannot be told how much to think is not told: it thinks as it always does.
+    The effort is left out for a model whose template has no variable for it.
     """
     messages = _system(body) + _conversation(body)
     fields: dict[str, object] = {name: getattr(body, name) for name in _SAME}
@@ -104,7 +104,7 @@ def _conversation(body: MessagesBody) -> list[Message]:
 
 
 def _append(messages: list[Message], message: Message) -> None:
-    """Add a message; what one role says in a row is one."""
+    """Add a message; join it to the message before if both have the same role and are no results of calls."""
     if not messages or messages[-1]["role"] != message["role"] or message["role"] == "tool":
         messages.append(message)
         return
@@ -118,7 +118,7 @@ def _append(messages: list[Message], message: Message) -> None:
 
 
 def _assistant(blocks: list[Block]) -> list[Message]:
-    """The text of an answer is one, however many calls stood in it."""
+    """Return one message with all of an answer's text, thinking and calls."""
     text = "".join(block.text for block in blocks if isinstance(block, Said))
     message: Message = {"role": "assistant", "content": _parts([text] if text else [])}
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
@@ -136,7 +136,7 @@ def _call(call: ToolUseBlock) -> Message:
 
 
 def _others(role: str, blocks: list[Block], where: str) -> list[Message]:
-    """What a user or the system says, with the results of calls as messages of their own, in the order given."""
+    """Return a user's or the system's messages; results of calls become messages of their own, in order."""
     made: list[Message] = []
     for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock):
@@ -167,7 +167,7 @@ def _tool(name: str, description: str | None, schema: dict[str, object], strict:
 
 
 def _effort(body: MessagesBody) -> str | None:
-    """How much the model is to think, in OpenAI's words; None leaves it to the template."""
+    """Return the reasoning effort in OpenAI's words; None leaves it to the template."""
     if body.thinking is not None and body.thinking.type == "disabled":
         return "none"
     asked = None if body.output_config is None else body.output_config.effort

@@ -1,10 +1,10 @@
 """Answers of /v1/chat/completions and /v1/completions, whole and as chunks.
 
 Owns: both encoders, and the usage, timings and log-probabilities that other APIs' answers have too.
-Does not: tell calls and reasoning from text (AnswerReader does).
-Invariants: every chunk of a stream has the same id; finish_reason is null in all but a choice's last chunk; beside a
-choice's beginning and end, a delta makes at most one chunk.
-Facts of both specs: "num_prompt_tokens_each" (each chunk has the usage so far), "prompt_token_ids" (ids are given),
+Does not: separate calls and reasoning from text (AnswerReader does).
+Invariants: every chunk of a stream has the same id; finish_reason is null in all but a choice's last chunk; a delta
+makes at most one chunk, beside those that begin and end a choice.
+Facts of both specs: "num_prompt_tokens_each" (each chunk has the usage so far), "prompt_token_ids" (ids are sent),
 "shows_ids" (a token is shown as its id).
 Chunks are joined from bytes made once per request; only the text and what follows from it is encoded per delta.
 """
@@ -42,7 +42,7 @@ OPENAI = StreamFormat("text/event-stream", b"data: [DONE]\n\n", b": keep-alive\n
 
 
 class ChunkStream:
-    """What the chunks of one request share: id, model, and the usage of the choices that ended."""
+    """The shared state of one request's chunks: id, model, and the usage of the choices that ended."""
 
     def __init__(self, kind: str, spec: AnswerSpec, pieces: Pieces) -> None:
         request_id, created, model = spec.identity
@@ -55,9 +55,9 @@ class ChunkStream:
         self._usages: list[Usage] = []
         self._n = spec.n
         self._num_prompt_tokens: Sequence[int] | None = spec.facts.get("num_prompt_tokens_each")
-        self.counts_tokens = self.has_ids or self._num_prompt_tokens is not None  # `count` has to be told of tokens
+        self.counts_tokens = self.has_ids or self._num_prompt_tokens is not None  # `count` must be called
         self._num_tokens: Counter[int] = Counter()  # of each choice
-        self._ids: defaultdict[int, list[int]] = defaultdict(list)  # of each choice, not given yet
+        self._ids: defaultdict[int, list[int]] = defaultdict(list)  # of each choice, not sent yet
 
     def chunk(self, choice: bytes, extra: bytes = b"") -> bytes:
         """Return a chunk with one choice; `extra` are further members of the object, each with its comma."""
@@ -96,8 +96,8 @@ class ChunkStream:
 class ChatEncoder:
     """Answers of /v1/chat/completions.
 
-    Facts: "format" (an AnswerFormat; without one all text is content), "num_prompt_logprobs" (so many are shown for
-    each token of the prompt, in chunks of their own).
+    Facts: "format" (an AnswerFormat; without one all text is content), "num_prompt_logprobs" (how many are shown
+    for each token of the prompt, in separate chunks).
     """
 
     stream_format = OPENAI
@@ -144,7 +144,7 @@ class ChatEncoder:
         }
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """The role first, then text, reasoning and calls, then a delta with the reason and whatever was held back."""
+        """Return a delta's chunks: the role first; text, reasoning and calls; last the reason with text held back."""
         stream = self._stream
         if delta.prompt_logprobs is not None:
             return stream.head + b'],"prompt_logprobs":' + encode(self._scores(delta)) + b"}\n\n"
@@ -175,7 +175,7 @@ class ChatEncoder:
         return self._stream.usage_chunk(self._reasoning_share()) if self._stream.include_usage else b""
 
     def _begin(self, index: int) -> bytes:
-        """Return a choice's first chunk, with its role; the answer's first has the prompt's ids, where asked for."""
+        """Return a choice's first chunk, with its role; the answer's first has the prompt's ids, if requested."""
         prompt = b"" if self._readers else encode(self._prompt_member)[1:-1]
         self._readers[index] = AnswerReader(self._format, f"{self._stream.identity['id']}:{index}")
         if self._stream.counts_tokens:
@@ -184,7 +184,7 @@ class ChatEncoder:
         return self._stream.chunk(begin % index, b"," + prompt if prompt else b"")
 
     def _word(self, reader: AnswerReader, reason: FinishReason) -> str:
-        """Return OpenAI's word for the end: calls end an answer as such, unless the client named the function."""
+        """Return OpenAI's word for the end: "tool_calls" if there are any, unless the client named the function."""
         is_call = self._ends_by_calls and reason is FinishReason.STOP and reader.has_calls
         return "tool_calls" if is_call else REASONS[reason]
 
@@ -201,7 +201,7 @@ class ChatEncoder:
 
 
 def _message(parts: Sequence[Part]) -> Json:
-    """The members of a message beside its role."""
+    """Return the members of a message, without its role."""
     text = "".join(part.text for part in parts if isinstance(part, Text))
     thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
     calls = [{"id": call["id"], "type": call["type"], "function": call["function"]} for call in _calls(parts)]
@@ -214,7 +214,7 @@ def _message(parts: Sequence[Part]) -> Json:
 
 
 def _calls(parts: Sequence[Part]) -> list[Json]:
-    """What the parts say of calls, one object for each; one that began earlier has its arguments alone."""
+    """Return one object for each call in the parts; a call that began earlier has only its arguments."""
     calls: dict[int, Json] = {}
     for part in parts:
         if isinstance(part, CallBegin):
@@ -227,7 +227,7 @@ def _calls(parts: Sequence[Part]) -> list[Json]:
 
 
 def _fields(parts: Sequence[Part]) -> bytes:
-    """The members of a delta, without its braces."""
+    """Return the members of a delta, without its braces."""
     if not parts:
         return b""
     delta: Json = {}
@@ -248,10 +248,9 @@ def _fields(parts: Sequence[Part]) -> bytes:
 class CompletionEncoder:
     """Answers of /v1/completions; the spec's `echoes` are the prompts' texts, put before each of the `n` choices.
 
-    A prompt's log-probabilities come with deltas of its first choice, before any of the answer; each of its choices
-    shows them. Facts, each only where it is asked for: "first_ids" (of each prompt), "num_echo" and
-    "num_prompt_logprobs" (how many of the best are shown beside each token of the prompt in `logprobs` and in
-    `prompt_logprobs`).
+    A prompt's log-probabilities arrive with deltas of its first choice, before the answer; each of its choices shows
+    them. Facts, each only if requested: "first_ids" (of each prompt), "num_echo" and "num_prompt_logprobs" (how many
+    of the best tokens are shown beside each token of the prompt in `logprobs` and in `prompt_logprobs`).
     """
 
     stream_format = OPENAI
@@ -360,10 +359,10 @@ class CompletionEncoder:
 
 
 def usage_json(usages: Iterable[Usage | None], reasoning_share: float | None = None) -> Json:
-    """OpenAI's usage object, summed over the prompts; the choices of one prompt share a usage.
+    """Return OpenAI's usage object, summed over the prompts; the choices of one prompt share a usage.
 
-    `reasoning_share` is the reasoning's part of the text, where an answer may have reasoning: the tokens of a part are
-    not known alone.
+    `reasoning_share` is the reasoning's share of the text, given if an answer may have reasoning: tokens are not
+    counted by part.
     """
     known = [usage for usage in usages if usage is not None]
     prompt = sum(usage.prompt_tokens for usage in known)
@@ -380,9 +379,9 @@ def usage_json(usages: Iterable[Usage | None], reasoning_share: float | None = N
 
 
 def timings_json(usages: Iterable[Usage | None]) -> Json:
-    """Seconds that the request spent in each phase (the slowest prompt's), which add up to the total, and its rates.
+    """Return the seconds of each phase (the slowest prompt's), which add up to the total, and the rates.
 
-    While it was preempted, a request neither prefilled nor decoded.
+    Time in preemption counts as neither prefill nor decode.
     """
     last: Usage | None = None
     computed = decoded = 0
@@ -415,12 +414,12 @@ class IdPieces:
     """Pieces that show a token by its id, as return_tokens_as_token_ids asks for."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The id in vLLM's spelling."""
+        """Return the id in vLLM's spelling."""
         return b"token_id:%d" % token_id
 
 
 def chat_logprobs(deltas: Iterable[TextDelta], pieces: Pieces) -> Json | None:
-    """`logprobs` of a chat choice or chunk; None when there are none."""
+    """Return `logprobs` of a chat choice or chunk; None if there are none."""
     entries = entries_of(deltas)
     if not entries:
         return None
@@ -428,7 +427,7 @@ def chat_logprobs(deltas: Iterable[TextDelta], pieces: Pieces) -> Json | None:
 
 
 def entries_of(deltas: Iterable[TextDelta]) -> list[TokenLogprobs]:
-    """The log-probabilities of deltas, one entry per token."""
+    """Return the log-probabilities of deltas, one entry per token."""
     return [entry for delta in deltas for entry in delta.logprobs or () if entry is not None]
 
 
@@ -443,7 +442,7 @@ def _one(token_id: int, logprob: float, pieces: Pieces) -> Json:
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON has."""
+    """Return the log-probability, at least LOWEST_LOGPROB: JSON has no infinity."""
     return max(logprob, LOWEST_LOGPROB)
 
 
@@ -464,7 +463,7 @@ class LogprobColumns:
         self.text_offset.append(offset)
 
     def json(self) -> Json:
-        """As an object."""
+        """Return the columns as an object."""
         return {
             "tokens": self.tokens,
             "token_logprobs": self.token_logprobs,
@@ -474,7 +473,7 @@ class LogprobColumns:
 
 
 class EchoedPrompt:
-    """One prompt's part of `logprobs`, piece by piece; `first_id` has no log-probability, nothing being before it."""
+    """One prompt's part of `logprobs`, added in pieces; its first token, `first_id`, has no log-probability."""
 
     def __init__(self, text: str, first_id: int, num_top: int, pieces: Pieces) -> None:
         self._text = text
@@ -485,11 +484,11 @@ class EchoedPrompt:
 
     @property
     def has_begun(self) -> bool:
-        """Whether something was given."""
+        """True once the first token was added."""
         return self._first_id is None
 
     def add(self, entries: Iterable[TokenLogprobs], columns: LogprobColumns) -> None:
-        """Add the next tokens of the prompt; the first one goes before all."""
+        """Add the next tokens of the prompt; the first call also adds `first_id`."""
         if self._first_id is not None:
             columns.add(self._first_id, None, 0, self._pieces)
             self._pass(self._first_id)
@@ -499,7 +498,7 @@ class EchoedPrompt:
             self._pass(entry.token_id)
 
     def _pass(self, token_id: int) -> None:
-        """Move behind a token. One that the text does not show, such as what a tokenizer puts first, has no width."""
+        """Move the offset past a token. A token that the text does not show, such as BOS, has no width."""
         raw = self._pieces.token_bytes(token_id)
         shown = raw.decode(errors="replace")
         if "\ufffd" in shown or self._text.startswith(shown, self._offset):
@@ -507,7 +506,7 @@ class EchoedPrompt:
 
 
 def prompt_logprobs(first: int, entries: Sequence[TokenLogprobs], num_top: int, pieces: Pieces) -> list[Json | None]:
-    """vLLM's `prompt_logprobs` of positions from `first` on: id -> log-probability, rank, text; null for the first."""
+    """Return vLLM's `prompt_logprobs` from position `first` on: id -> log-probability, rank, text; first token null."""
     found: list[Json | None] = [None] if first == 1 else []
     for entry in entries:
         entry = shortened(entry, num_top)
@@ -528,7 +527,7 @@ def prompt_logprobs(first: int, entries: Sequence[TokenLogprobs], num_top: int, 
 
 
 def top_logprobs(entry: TokenLogprobs, pieces: Pieces) -> dict[str, float]:
-    """The best tokens and the token itself: text -> log-probability, the best first."""
+    """Return the best tokens and the token itself: text -> log-probability, the best first."""
     own = token_text(entry.token_id, pieces)
     tops: dict[str, float] = {}
     for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
@@ -540,7 +539,7 @@ def top_logprobs(entry: TokenLogprobs, pieces: Pieces) -> dict[str, float]:
 
 
 def shortened(entry: TokenLogprobs, num_top: int) -> TokenLogprobs:
-    """The entry with so many of its best."""
+    """Return the entry with its `num_top` best tokens."""
     if len(entry.top_ids) <= num_top:
         return entry
     kind = type(entry)
@@ -548,17 +547,17 @@ def shortened(entry: TokenLogprobs, num_top: int) -> TokenLogprobs:
 
 
 def token_text(token_id: int, pieces: Pieces) -> str:
-    """What a token looks like by itself."""
+    """Return a token's text, decoded alone."""
     return pieces.token_bytes(token_id).decode(errors="replace")
 
 
 def num_characters(raw: bytes) -> int:
-    """Characters that begin in these bytes: one split over several tokens counts with its first."""
+    """Return the number of characters that begin in these bytes; one split over tokens counts with its first."""
     return sum(byte & 0xC0 != 0x80 for byte in raw)
 
 
 def add_logprobs(columns: LogprobColumns, deltas: Iterable[TextDelta], pieces: Pieces, offset: int) -> int:
-    """Add the tokens of deltas to a text's columns, the first one `offset` characters in; give the offset behind."""
+    """Add the tokens of deltas to a text's columns, the first one `offset` characters in; return the end's offset."""
     for entry in entries_of(deltas):
         columns.add(entry.token_id, entry, offset, pieces)
         offset += num_characters(pieces.token_bytes(entry.token_id))

@@ -1,4 +1,4 @@
-"""What POST /v1/chat/completions and POST /v1/completions take; other conversations are translated to a ChatBody.
+"""Bodies of POST /v1/chat/completions and POST /v1/completions; other APIs' conversations become a ChatBody.
 
 Owns: messages and the fields around them, and prompts. Does not: render or parse anything.
 """
@@ -33,14 +33,14 @@ REFUSED_CHAT: Refused = {"echo": (False,)}
 IGNORED_IN_MESSAGES: Mapping[str, str] = {
     "annotations": "they say nothing to a model",
     "cache_control": "prefixes are found by their content",
-    "refusal": "its text is taken as what the assistant said",  # by _with_refusal
+    "refusal": "its text is taken as what the assistant said",  # done by _with_refusal
 }
 IGNORED_IN_PARTS: Mapping[str, str] = {
     "cache_control": IGNORED_IN_MESSAGES["cache_control"],
     "prompt_cache_breakpoint": IGNORED_IN_MESSAGES["cache_control"],
     "annotations": IGNORED_IN_MESSAGES["annotations"],
 }
-_PART_KINDS = {  # parts that are no text -> what they would bring
+_PART_KINDS = {  # types of parts other than text -> the media they hold
     "image_url": "images",
     "image": "images",
     "input_image": "images",
@@ -66,7 +66,7 @@ class TextPart(Body):
 
 
 def _by_role(schema: dict[str, Any]) -> None:
-    """Have the description say what a message of each role may and must have."""
+    """Describe in the schema what a message of each role may and must have."""
     known = schema.pop("properties")
     known["reasoning_content"] = {"type": "string", "description": "the same as reasoning"}
     known["tool_call_id"] = {**known["tool_call_id"]["anyOf"][0], "description": known["tool_call_id"]["description"]}
@@ -108,7 +108,7 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The text parts, one below the other."""
+        """The text parts, joined by newlines."""
         if len(self.content) == 1:
             return self.content[0].text
         return "\n".join(part.text for part in self.content)
@@ -137,7 +137,7 @@ class ChatBody(SamplingBody, ToolFields):
 
     @property
     def num_characters(self) -> int:
-        """Characters of all that is shown of the messages and tools, but for names of messages."""
+        """Characters in the messages and tools that the prompt shows, without the messages' names."""
         total = 0
         for message in self.messages:
             total += len(message.reasoning or "")
@@ -151,14 +151,14 @@ class ChatBody(SamplingBody, ToolFields):
 
     @property
     def effort(self) -> str | None:
-        """How much the model is to reason, whichever field says it."""
+        """The reasoning effort, from any of the fields for it."""
         effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
         is_off = self.thinking is not None and self.thinking.type == "disabled"
         return effort or ("none" if is_off else None)
 
     @property
     def effort_field(self) -> str | None:
-        """The field that says it."""
+        """The name of the field that gives `effort`."""
         if self.reasoning_effort is not None:
             return "reasoning_effort"
         is_given = self.reasoning is not None and self.reasoning.effort is not None
@@ -191,7 +191,7 @@ def read_chat(fields: dict[str, object]) -> ChatBody:
 
 
 def _sift_message(message: dict[str, object], where: str) -> dict[str, object]:
-    """The message with checked calls, and with its reasoning under one name."""
+    """Return the message with checked calls, and with its reasoning under one name."""
     if "reasoning" in message or "reasoning_content" in message:
         message = _with_reasoning(message, where)
     if message.get("refusal"):
@@ -210,7 +210,7 @@ def _sift_message(message: dict[str, object], where: str) -> dict[str, object]:
 
 
 def _sift_part(part: object, where: str) -> object:
-    """One content part; a refusal is what the assistant said. Raises ApiError for what is no text."""
+    """Return a checked content part; a refusal becomes text. Raises ApiError for images, audio, videos and files."""
     if not isinstance(part, dict):
         return part
     kind = part.get("type")
@@ -224,7 +224,7 @@ def _sift_part(part: object, where: str) -> object:
 
 
 def _with_refusal(message: dict[str, object], where: str) -> dict[str, object]:
-    """The message with its refusal as a part of its content."""
+    """Return the message with its refusal as a part of its content."""
     refusal, content = message["refusal"], message.get("content")
     if not isinstance(refusal, str):
         raise bad_field(f"{where}refusal", f"{where}refusal is {shown_value(refusal)}; give a string")
@@ -284,7 +284,7 @@ def read_texts_or_ids(value: object) -> list[str | list[int]]:
 
 
 Prompts = Annotated[
-    list[Any],  # texts and lists of ids: the validator below has looked at them
+    list[Any],  # texts and lists of ids, checked by the validator below
     BeforeValidator(read_texts_or_ids),
     WithJsonSchema(
         {

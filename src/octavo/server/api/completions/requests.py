@@ -1,6 +1,6 @@
-"""/v1/chat/completions and /v1/completions: the requests that their bodies ask for, and the routes.
+"""/v1/chat/completions and /v1/completions: the GenerationRequests of their bodies, and the routes.
 
-Owns: how a conversation is generated, for the other APIs too, which translate their bodies to a ChatBody.
+Owns: the request for a conversation, also for the other APIs, which translate their bodies to a ChatBody.
 Does not: encode answers (answers does) or submit anything (generation does).
 """
 
@@ -42,14 +42,14 @@ from octavo.server.routes.posting import add_post
 from octavo.text.answer_format import AnswerFormat
 from octavo.text.dialect import Tags
 
-FORCED_AS = {"qwen3_coder": "hermes"}  # under a grammar: its values have no form that a schema could be held to
-TAIL_IDS = 32  # of a prompt: tags and blank space at its end are spelled with fewer
-MAX_FORCED_CALLS = 16  # of one answer that a grammar holds to calls
+FORCED_AS = {"qwen3_coder": "hermes"}  # under a grammar: a schema cannot constrain qwen3_coder's values
+TAIL_IDS = 32  # at a prompt's end, decoded to find tags: those and blank space take fewer
+MAX_FORCED_CALLS = 16  # in one answer that a grammar restricts to calls
 
 
 @dataclass(kw_only=True)
 class TextRequest(GenerationRequest):
-    """Text that a SamplingBody asks for. `facts` are what the encoder of its `kind` needs besides."""
+    """A request for text, from a SamplingBody. `facts` are what the encoder of its `kind` needs in addition."""
 
     context: Context
     body: SamplingBody
@@ -92,11 +92,11 @@ class ChatRequest(TextRequest):
 
     body: ChatBody
     prompt_param: str = "messages"
-    prompt: Sequence[int] = ()  # once it is read
+    prompt: Sequence[int] = ()  # set by read_prompts
 
     @classmethod
     async def of(cls, context: Context, body: ChatBody, kind: str, id_prefix: str, **fields: Any) -> Self:
-        """Make the request of a body, whichever API it came through. Raises ApiError."""
+        """Return the request of a body, of any API. Raises ApiError."""
         params = await read_params(body, context.params.chat)
         if body.tools or not STRUCTURE_FIELDS.isdisjoint(body.model_fields_set):
             fields["structure"] = structure_of(body)
@@ -135,14 +135,14 @@ class ChatRequest(TextRequest):
             raise from_exception(type(error)(with_field(str(error), param, param), param)) from None
 
     def answer_spec(self, identity: Identity) -> AnswerSpec:
-        """Return the spec of the kind asked for, with how the parts of the answer are told apart."""
+        """Return the spec, with the format of the answer if it has one."""
         facts: dict[str, object] = {"num_prompt_tokens": len(self.prompt)}
         if (answer_format := self.answer_format()) is not None:
             facts["format"] = answer_format
         return self._spec(identity, [self.prompt], facts)
 
     def answer_format(self) -> AnswerFormat | None:
-        """Return how the parts of the answer are told apart, None when all of it is content."""
+        """Return the format that separates the answer's parts; None if all of it is content."""
         body = self.body
         tools = body.usable_tools if body.tools else []
         calls = self.context.dialect.calls if tools else None
@@ -160,7 +160,7 @@ class ChatRequest(TextRequest):
         )
 
     def _reasoning(self) -> tuple[Tags | None, bool]:
-        """Return the tags of the reasoning, and whether the prompt has opened them; None where it is over already."""
+        """Return the reasoning's tags, None if the prompt has closed them, and True if the prompt has opened them."""
         tags = self.context.dialect.reasoning
         if tags is None:
             return None, False
@@ -194,15 +194,15 @@ class ChatRequest(TextRequest):
 
 @dataclass(kw_only=True)
 class CompletionRequest(TextRequest):
-    """One or several texts to go on with; the choices of each prompt follow those of the one before."""
+    """One or several texts to continue; the choices of each prompt follow those of the one before."""
 
     body: CompletionBody
     prompt_param: str = "prompt"
-    prompts: Sequence[Sequence[int]] = ()  # once they are read
+    prompts: Sequence[Sequence[int]] = ()  # set by read_prompts
 
     @classmethod
     async def of(cls, context: Context, body: CompletionBody, kind: str, id_prefix: str, **fields: Any) -> Self:
-        """Make the request of a body. Raises ApiError."""
+        """Return the request of a body. Raises ApiError."""
         structure = structure_of(body)
         return cls(
             context=context,
@@ -255,7 +255,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def completions(request: Request) -> Response:
-    """Go on with one or several texts; the choices of each prompt follow those of the one before."""
+    """Continue one or several texts; the choices of each prompt follow those of the one before."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_completion)
     context.check_model(body.model)
@@ -275,7 +275,7 @@ def add_routes(app: FastAPI) -> None:
 
 
 def _check_forced(context: Context, body: ChatBody) -> None:
-    """Refuse a forced call that cannot be read, and fields that cannot be kept together with one."""
+    """Refuse a forced call that cannot be parsed, and fields that cannot be combined with one."""
     for name, is_given in (
         ("min_tokens", bool(body.min_tokens)),
         ("ignore_eos", body.ignore_eos),
@@ -289,7 +289,7 @@ def _check_forced(context: Context, body: ChatBody) -> None:
 
 
 def _check_ids_in_all(body: CompletionBody) -> None:
-    """Each prompt takes the lists of ids along to the engine: many prompts with long lists are refused."""
+    """Refuse many prompts with long lists of ids: each prompt is sent to the engine with these lists."""
     lists = {"allowed_token_ids": body.allowed_token_ids, "logit_bias": body.logit_bias, "bad_words": body.bad_words}
     for name, ids in lists.items():
         if len(body.prompt) * len(ids) > MAX_ALLOWED_IDS:
@@ -298,7 +298,7 @@ def _check_ids_in_all(body: CompletionBody) -> None:
 
 
 def _texts(tool: Tool) -> list[str]:
-    """The arguments that are strings, by their schema."""
+    """Return the arguments that are strings by their schema, each as `function.argument`."""
     properties = json.loads(tool.function.parameters).get("properties")
     if not isinstance(properties, dict):
         return []

@@ -1,7 +1,7 @@
 """Answers of /api/chat and /api/generate, as lines of JSON.
 
-Owns: the lines, durations and reasons. Does not: tell thinking and calls from text (AnswerReader does).
-Invariants: each delta makes one line at most; a call is told once it is whole; durations add up to the total.
+Owns: the lines, durations and reasons. Does not: separate thinking and calls from text (AnswerReader does).
+Invariants: each delta makes one line at most; a call is sent once it is complete; durations add up to the total.
 The lines follow Ollama's public API description and the types of its Python package.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def line(body: Json) -> bytes:
-    """One line of a stream."""
+    """Return one line of a stream."""
     return msgspec.json.encode(body) + b"\n"
 
 
@@ -51,7 +51,7 @@ class OllamaEncoder:
         self._end: TextDelta | None = None
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """The answer as one object."""
+        """Return the answer as one object."""
         reader, calls = reader_of(self._spec), Calls()
         deltas = choices[0].deltas
         parts = [*reader.push(choices[0].text), *reader.finish()]
@@ -61,7 +61,7 @@ class OllamaEncoder:
         return body if logprobs is None else {**body, "logprobs": logprobs["content"]}
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """A line with what is new."""
+        """Return a line with the delta's text and completed calls, if it has any."""
         parts = self._reader.push(delta.text)
         if delta.finish_reason is not None:
             self._end = delta
@@ -76,7 +76,7 @@ class OllamaEncoder:
         return line(body if logprobs is None else {**body, "logprobs": logprobs["content"]})
 
     def last(self) -> bytes:
-        """The line that says why it ended, and how long it took."""
+        """Return the line with the finish reason and the durations."""
         assert self._end is not None
         return line({**self._begin, **self._said([], []), **ending(self._end, self._end.usage)})
 
@@ -92,14 +92,14 @@ class OllamaEncoder:
 
 
 class Calls:
-    """Gathers the arguments of calls until each is whole."""
+    """The calls of an answer; the arguments of each are collected until it is complete."""
 
     def __init__(self) -> None:
         self._begun: CallBegin | None = None
         self._arguments: list[str] = []
 
     def take(self, parts: Iterable[Part]) -> list[Json]:
-        """The calls that these parts show to be whole."""
+        """Add parts, and return the calls that they complete."""
         done: list[Json] = []
         for part in parts:
             if isinstance(part, CallArguments):
@@ -111,7 +111,7 @@ class Calls:
         return done
 
     def finish(self) -> list[Json]:
-        """The call that was open, if one was."""
+        """Return the open call, if there is one."""
         begun, text = self._begun, "".join(self._arguments)
         self._begun, self._arguments = None, []
         if begun is None:
@@ -121,13 +121,13 @@ class Calls:
 
 
 def line_begin(model: str, created: int) -> Json:
-    """What every line begins with; `created` is in Unix seconds."""
+    """Return the members that begin every line; `created` is in Unix seconds."""
     moment = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
     return {"model": model, "created_at": moment}
 
 
 def ending(end: TextDelta, usage: Usage | None) -> Json:
-    """Why it ended and what it took, in nanoseconds. load_duration is the time in the queue."""
+    """Return the finish reason, counts, and durations in nanoseconds; load_duration is the time in the queue."""
     assert end.finish_reason is not None
     over: Json = {"done": True, "done_reason": REASONS[end.finish_reason]}
     if usage is None:

@@ -1,4 +1,4 @@
-"""What POST /api/chat and /api/generate take, and the ChatBody or CompletionBody that asks for the same.
+"""Bodies of POST /api/chat and /api/generate, and their translation to a ChatBody or CompletionBody.
 
 Owns: their fields, messages and options, and their translation, also of Ollama's names on a chat completion.
 Does not: encode answers.
@@ -85,7 +85,7 @@ class Options(Body):
 
 
 class Function(Body):
-    """What is called, and with what."""
+    """The function that is called, and its arguments."""
 
     name: str
     arguments: dict[str, object] = Field(default_factory=dict)
@@ -116,7 +116,7 @@ Format = Annotated[
 
 
 class OllamaBody(ServedFields):
-    """What both endpoints share."""
+    """The fields that both endpoints share."""
 
     stream: bool = True
     format: Format = Field(None, description='"json", or a JSON schema that the answer obeys')
@@ -157,7 +157,7 @@ def read_ollama_generate(fields: dict[str, object]) -> OllamaGenerateBody:
 
 
 def sift_options(options: object) -> object:
-    """The options that are honoured; what is no object as it is. Those not known are ignored and told."""
+    """Return the supported options; the others are ignored and reported. What is no object is returned unchanged."""
     return sift_if_object(options, {}, Options, "options.", IGNORED_OPTIONS)
 
 
@@ -193,8 +193,8 @@ _SAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "presenc
 _ALWAYS = ("stream", *ServedFields.model_fields)
 _ANY_LENGTH = (-1, -2)  # without end, and to the end of the context: both mean as many as fit
 _EFFORTS: dict[bool | str, str] = {True: "medium", False: "none", "max": "xhigh"}
-SENT_NAMES = ("num_predict", "repeat_penalty", "think", "options")  # of Ollama's, on a chat completion
-_OWN_NAMES = {  # its own name, and others for it
+SENT_NAMES = ("num_predict", "repeat_penalty", "think", "options")  # Ollama's names that a chat completion may have
+_OWN_NAMES = {  # Ollama's name -> a chat completion's name, and its other names there
     "num_predict": ("max_tokens", "max_completion_tokens"),
     "repeat_penalty": ("repetition_penalty",),
     "think": ("reasoning_effort", "reasoning"),
@@ -210,12 +210,12 @@ GENERATE_SPELLING: Spelling = (*SPELLING, (r"^messages.*$", "prompt"))
 
 
 def model_of(body: ServedFields) -> str | None:
-    """The model asked for; `:latest` is what Ollama's clients add to a name without a tag."""
+    """Return the requested model, without the `:latest` that Ollama's clients add to a name without a tag."""
     return None if body.model is None else body.model.removesuffix(_LATEST)
 
 
 def chat_of(body: OllamaChatBody, dialect: Dialect) -> ChatBody:
-    """The same as a chat completion would ask. Raises ApiError naming the field as Ollama spells it."""
+    """Return the body of the same chat completion. Raises ApiError naming the field as Ollama spells it."""
     fields = _fields(body) | _conversation_fields(body, dialect)
     fields["messages"] = _messages(body.messages)
     if body.tools:
@@ -229,7 +229,7 @@ def chat_of(body: OllamaChatBody, dialect: Dialect) -> ChatBody:
 
 
 def generate_of(body: OllamaGenerateBody, dialect: Dialect) -> ChatBody:
-    """A conversation of one message. Raises ApiError naming the field as Ollama spells it."""
+    """Return the body of a conversation of one message. Raises ApiError naming the field as Ollama spells it."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     fields = _fields(body) | _conversation_fields(body, dialect)
     fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
@@ -240,7 +240,7 @@ def generate_of(body: OllamaGenerateBody, dialect: Dialect) -> ChatBody:
 
 
 def raw_of(body: OllamaGenerateBody) -> CompletionBody:
-    """A text to go on with. Raises ApiError naming the field as Ollama spells it."""
+    """Return the body that continues the raw prompt. Raises ApiError naming the field as Ollama spells it."""
     for name, value in (("system", body.system), ("think", body.think)):
         if value:
             raise bad_field(name, f"{name} is a matter of the chat template, which raw leaves out; leave one out")
@@ -254,9 +254,9 @@ def raw_of(body: OllamaGenerateBody) -> CompletionBody:
 
 
 def with_ollama_names(fields: dict[str, object], dialect: Dialect) -> dict[str, object]:
-    """The fields of a chat completion, with those that Open WebUI sends in Ollama's names translated.
+    """Return the fields of a chat completion, with Ollama's names, which Open WebUI sends, translated.
 
-    A field in its own name wins; what has no meaning here is ignored and told. Raises ApiError.
+    A field in its own name wins; one without a meaning here is ignored and reported. Raises ApiError.
     """
     made = {name: value for name, value in fields.items() if name not in SENT_NAMES}
     options = sift_options(fields.get("options"))
@@ -277,20 +277,20 @@ def with_ollama_names(fields: dict[str, object], dialect: Dialect) -> dict[str, 
 
 
 def _translated(name: str, value: object, dialect: Dialect) -> dict[str, object] | None:
-    """The field of a chat completion that means the same; None where none does."""
+    """Return the same field of a chat completion, as a dict; None if there is none."""
     if name == "think":
         if not dialect.effort_variables or not isinstance(value, bool | str):
             return None
         return {"reasoning_effort": _EFFORTS.get(value, value)}
     if name == "repeat_last_n":
         return None
-    if name == "num_predict" and value in _ANY_LENGTH:  # what is meant where no length is given
+    if name == "num_predict" and value in _ANY_LENGTH:  # the same as no length
         return {}
     return {_OWN_NAMES.get(name, (name,))[0]: value}
 
 
 def _fields(body: OllamaBody) -> dict[str, object]:
-    """What conversations and texts share."""
+    """Return the fields that conversations and texts share."""
     options = body.options
     fields: dict[str, object] = {name: getattr(options, name) for name in _SAME}
     fields |= {name: getattr(body, name) for name in _ALWAYS}
@@ -307,7 +307,7 @@ def _fields(body: OllamaBody) -> dict[str, object]:
 
 
 def _conversation_fields(body: OllamaBody, dialect: Dialect) -> dict[str, object]:
-    """What conversations alone have. A model whose template cannot be told to think is not told."""
+    """Return the fields that only conversations have; `think` is left out if the template has no variable for it."""
     fields: dict[str, object] = {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
     if body.think is not None and dialect.effort_variables:
         fields["reasoning_effort"] = _EFFORTS.get(body.think, body.think)
@@ -315,7 +315,7 @@ def _conversation_fields(body: OllamaBody, dialect: Dialect) -> dict[str, object
 
 
 def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """Calls get ids where they have none, and results are taken to be of the calls before them, by name or in order."""
+    """Return the messages; calls without an id get one, and results get their calls' ids, by name or in order."""
     made: list[dict[str, Any]] = []
     unanswered: list[tuple[str, str]] = []  # id and name of calls
     num_calls = 0
@@ -344,7 +344,7 @@ def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _answered(unanswered: list[tuple[str, str]], name: str | None) -> str:
-    """Take out the id of the first call of this name, or of the first one."""
+    """Remove the first unanswered call (of this name, if one is given), and return its id."""
     found = next((call for call in unanswered if name in (None, call[1])), None)
     if found is None:
         return "call_unknown"

@@ -1,4 +1,4 @@
-"""/api/chat and /api/generate: the routes, and what a body without a prompt is answered with."""
+"""/api/chat and /api/generate: the routes, and the answer to a body without a prompt."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from octavo.text.dialect import Dialect
 
 
 async def chat(request: Request) -> Response:
-    """Answer a conversation; one without messages asks for the model to be loaded, which it is."""
+    """Answer a conversation; one without messages asks to load the model, which is loaded already."""
     context = context_of(request)
     body, asked = await read_json(request, context.limits, lambda fields: _chat_asked(fields, context.dialect))
     model = context.check_model(model_of(body))
@@ -53,7 +53,7 @@ async def chat(request: Request) -> Response:
 
 
 async def generate(request: Request) -> Response:
-    """Answer a prompt; an empty one asks for the model to be loaded, which it is."""
+    """Answer a prompt; an empty one asks to load the model, which is loaded already."""
     context = context_of(request)
     body, asked = await read_json(request, context.limits, lambda fields: _generate_asked(fields, context.dialect))
     model = context.check_model(model_of(body))

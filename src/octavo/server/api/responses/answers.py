@@ -1,7 +1,7 @@
-"""Answers of /v1/responses: the response object, its output items, and the events that tell of them as they come.
+"""Answers of /v1/responses: the response object, its output items, and the events that stream them.
 
-Owns: items and their ids, the order and the numbers of events. Does not: keep answers.
-Invariant: what the events of an item say, put together, is the item in the whole answer.
+Owns: items and their ids, the order and the numbers of events. Does not: store answers.
+Invariant: the events of an item add up to the item in the whole answer.
 Formats: OpenAI's API reference, "Responses" and "Streaming events".
 """
 
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
     from octavo.server.encoding import Json
     from octavo.server.faults import ApiError
 
-Event = tuple[str, "Json"]  # its type, and what it says beside type and sequence number
+Event = tuple[str, "Json"]  # its type, and its members without type and sequence number
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
 
 class ItemWriter:
-    """Writes items from parts. `seed` begins the ids of this answer's items, behind what tells their kind."""
+    """A writer of output items from parts. An item's id is the prefix of its kind, `seed`, and its index."""
 
     def __init__(self, seed: str) -> None:
         self.output: list[Json] = []
         self._seed = seed
         self._texts: list[str] = []  # of the item that is open
         self._is_open = False
-        self._logprobs: list[Raw] = []  # of tokens whose text has not come
+        self._logprobs: list[Raw] = []  # of tokens whose text has not arrived
         self._said: list[Raw] = []  # log-probabilities of the open message
         self._place = b""  # of the open message's text, as members of its events
 
     def add_text(self, text: str) -> bytes:
-        """Take more text of the open message; give the members of its event that tell where it belongs.
+        """Add text to the open message; return the members of its event that locate it.
 
-        b"", and nothing is taken, where it would bring other events or log-probabilities.
+        Return b"" and add nothing if no message is open or log-probabilities are due.
         """
         if self._place and not self._logprobs:
             self._texts.append(text)
@@ -52,7 +52,7 @@ class ItemWriter:
         return b""
 
     def push(self, parts: Sequence[Part], logprobs: Sequence[Raw]) -> Iterator[Event]:
-        """Take the next parts; `logprobs` are those of the tokens that brought them."""
+        """Add the next parts, and yield their events; `logprobs` are those of the parts' tokens."""
         self._logprobs += logprobs
         for part in parts:
             if isinstance(part, Text):
@@ -70,13 +70,13 @@ class ItemWriter:
                 yield self._delta("response.function_call_arguments.delta", part.text)
 
     def finish(self, is_cut: bool) -> Iterator[Event]:
-        """The answer has ended; an answer without any item gets an empty message."""
+        """End the answer; an answer without any item gets an empty message."""
         if not self.output:
             yield from self._ensure("message")
         yield from self.close("incomplete" if is_cut else "completed")
 
     def close(self, status: str) -> Iterator[Event]:
-        """End the item that is open, if there is one."""
+        """End the open item, if there is one."""
         if not self._is_open:
             return
         self._is_open, self._place = False, b""
@@ -101,7 +101,7 @@ class ItemWriter:
         yield self._event("response.content_part.done", part=part, content_index=0)
 
     def _ensure(self, kind: str) -> Iterator[Event]:
-        """Have an item of this kind open."""
+        """Open an item of this kind, unless one is open."""
         if self._is_open and self.output[-1]["type"] == kind:
             return
         yield from self.close("completed")
@@ -135,7 +135,7 @@ class ItemWriter:
         return self._event(kind, delta=text, **facts)
 
     def _event(self, kind: str, **facts: object) -> Event:
-        """An event of the last item."""
+        """Return an event of the last item."""
         return kind, {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1, **facts}
 
 
@@ -147,9 +147,9 @@ _TEXT_EVENT = (
 
 
 class ResponseEncoder:
-    """Answers of /v1/responses. `keep` is told of the whole answer before the events that end it are given.
+    """Answers of /v1/responses. `keep` is called with the whole answer before the last event is returned.
 
-    Events up to the number `behind` are left out: their reader has them.
+    Events up to the number `behind` are left out: the reader has them.
     """
 
     def __init__(self, spec: AnswerSpec, pieces: Pieces) -> None:
@@ -169,7 +169,7 @@ class ResponseEncoder:
         self._number = 1  # of the last event; `head` has two
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """A response object."""
+        """Return a response object."""
         response: Json = {}
         for delta in choices[0].deltas:
             for _, facts in self._events(delta, self._read(delta)):
@@ -178,32 +178,32 @@ class ResponseEncoder:
 
     @property
     def head(self) -> bytes:
-        """The response before it has any output, twice: it is made, and it goes on."""
+        """The response without output, in two events: created, and in progress."""
         events = enumerate(("response.created", "response.in_progress"))
         return b"".join(_event(kind, number, response=self.begun()) for number, kind in events if number > self.behind)
 
     def begun(self) -> Json:
-        """The response without any output."""
+        """Return the response without any output."""
         return self._response("in_progress")
 
     def ended(self, error: ApiError, status: str = "failed") -> Json:
-        """The response that an error ended, with what there is of its output."""
+        """Return the response that an error ended, with its output so far."""
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         return self._response(status, error={"code": code, "message": error.message})
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """The events of a delta; the response's own last event behind the last."""
+        """Return the events of a delta; those of the last delta end with the response's own last event."""
         parts = self._read(delta)
         if len(parts) == 1 and isinstance(parts[0], Text) and delta.finish_reason is None and not delta.logprobs:
             place = self._items.add_text(parts[0].text)
-            if place:  # more text alone: by far the most frequent
+            if place:  # only more text: by far the most frequent case
                 self._number += 1
                 event = _TEXT_EVENT % (self._number, place, encode(parts[0].text))
                 return event if self._number > self.behind else b""
         return self._bytes(self._events(delta, parts))
 
     def last(self) -> bytes:
-        """Nothing: the last delta has brought the end."""
+        """Return nothing: the last delta's events include the end."""
         return b""
 
     def _read(self, delta: TextDelta) -> list[Part]:
@@ -222,7 +222,7 @@ class ResponseEncoder:
             yield f"response.{status}", {"response": response}
 
     def _logprobs(self, delta: TextDelta) -> list[Raw]:
-        """Of each token, as JSON already: each is told several times."""
+        """Return each token's entry, encoded once: it is sent several times."""
         found = chat_logprobs((delta,), self._pieces) if delta.logprobs else None
         return [Raw(encode(entry)) for entry in found["content"]] if found else []
 
@@ -246,7 +246,7 @@ class ResponseEncoder:
         return response
 
     def _usage(self, usage: Usage) -> Json:
-        """Tokens; those of the reasoning by its share of the text, for the tokens of a part are not known alone."""
+        """Return the token counts; reasoning tokens are estimated from the reasoning's share of the text."""
         share = self._reader.num_reasoning_characters / max(1, self._reader.num_characters)
         return {
             "input_tokens": usage.prompt_tokens,

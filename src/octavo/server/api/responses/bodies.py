@@ -1,6 +1,6 @@
-"""What POST /v1/responses takes: its fields, its items, and the chat's fields that ask for the same.
+"""The body of POST /v1/responses: its fields, its items, and their translation to a chat's fields.
 
-Owns: the shapes and bounds of items, and their translation to messages. Does not: keep or put together conversations.
+Owns: the shapes and bounds of items, and their translation to messages. Does not: store or assemble conversations.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ _INPUT_SCHEMA = {
         {"type": "array", "items": {"type": "object"}, "description": "messages, function calls and their outputs"},
     ]
 }
-Items = Annotated[list[Any], WithJsonSchema(_INPUT_SCHEMA)]  # read_items has looked at them
+Items = Annotated[list[Any], WithJsonSchema(_INPUT_SCHEMA)]  # checked by read_items
 
 
 class Format(Body):
-    """What the text must be. A json_schema has its name and schema beside its type."""
+    """The format of the text. A json_schema has its name and schema beside its type."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -76,7 +76,7 @@ class Format(Body):
 
 
 class TextConfig(Body):
-    """How the text of the answer is made."""
+    """The options of the answer's text."""
 
     format: Format = Format()
 
@@ -173,7 +173,7 @@ def read_responses(fields: dict[str, object]) -> ResponsesBody:
 
 
 def _sift_parts(fields: dict[str, object]) -> None:
-    """Look at the fields of parts, so that what is not supported is refused by its name."""
+    """Sift the nested objects in place, so that what is not supported is refused by name."""
     text = fields.get("text")
     if isinstance(text, dict):
         text = sift(text, {}, TextConfig, "text.")
@@ -298,9 +298,9 @@ _KINDS: Mapping[str, tuple[type[Body], Refused]] = {
 
 
 def read_items(value: object) -> list[Item]:
-    """Check `input`: a text or a list of items. Raises ApiError naming the field.
+    """Return the items of `input`, a text or a list of items. Raises ApiError naming the field.
 
-    Items come in their full form, without an id where the client gave none.
+    The items are in full form; one has an id only if the client gave one.
     """
     if isinstance(value, str):
         return [_message("user", [{"type": "input_text", "text": value}])]
@@ -326,7 +326,7 @@ def _item(value: object, where: str) -> Item:
 
 
 def checked(body: type[B], value: Mapping[str, object], refused: Refused, where: str) -> B:
-    """Check one object of the body, whose errors name where it stands."""
+    """Check one object of the body; errors name its place."""
     fields = sift(value, refused, body, f"{where}.", _IGNORED)
     try:
         return validate(body, fields)
@@ -376,7 +376,7 @@ def _message(role: str, content: list[Item], item_id: str | None = None) -> Item
 
 
 def _contents(value: str | list[object], kinds: tuple[str, ...], where: str) -> list[Item]:
-    """The parts of a message or of a call's output; a text is one part."""
+    """Return the parts of a message or of a call's output; a text is one part."""
     if isinstance(value, str):
         return [{"type": kinds[0], "text": value}]
     if not value:
@@ -403,7 +403,7 @@ def _texts(value: list[object], kinds: tuple[str, ...], where: str, has_refusals
 
 Message = dict[str, Any]
 _SYSTEM = ("system", "developer")
-_OWN = frozenset({"stream_options", "response_format"})  # of SamplingBody's fields, those that are translated
+_OWN = frozenset({"stream_options", "response_format"})  # the fields of SamplingBody that are translated
 # What a ChatBody calls it -> what the client called it.
 SPELLING: Spelling = (
     (r"^messages(?=[.\[]|$).*", "input"),
@@ -415,7 +415,7 @@ SPELLING: Spelling = (
 
 
 def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, object]:
-    """The fields of the ChatBody that asks for the same; `items` are all, those of earlier responses first."""
+    """Return the fields of the same ChatBody; `items` are all items, those of earlier responses first."""
     given = body.model_dump(exclude_unset=True, by_alias=True, include=set(SamplingBody.model_fields) - _OWN)
     fields: dict[str, object] = {**given, "messages": chat_messages(body.instructions, items)}
     fields["max_completion_tokens"] = body.max_output_tokens
@@ -435,17 +435,17 @@ def chat_fields(body: ResponsesBody, items: Sequence[Item]) -> dict[str, object]
 
 
 def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Message]:
-    """Messages that show the items to a model, the instructions before all others.
+    """Return the messages of the items, the instructions first.
 
-    What an assistant gives in one turn (reasoning, a text, calls) is one message, and so are the instructions with the
-    system messages right behind them: many templates show one system message only, and only at the beginning.
+    An assistant's turn (reasoning, a text, calls) becomes one message, and so do the instructions with a system message
+    that directly follows them: many templates show one system message only, and only at the beginning.
     """
     messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
     calls: set[str] = set()
     for item in items:
         kind = item["type"]
         if kind == "function_call" and item["status"] == "incomplete":
-            continue  # cut before its arguments were whole, so it cannot have been answered
+            continue  # cut before its arguments were complete, so it has no output
         if kind == "function_call_output":
             if item["call_id"] not in calls:
                 raise _no_call(item["call_id"])
@@ -471,7 +471,7 @@ def _no_call(call_id: str) -> ApiError:
 
 
 def _turn(messages: list[Message], *filled: str) -> Message:
-    """The assistant's message to add to: the last one, or a new one where that has one of these parts already."""
+    """Return the assistant's message to add to: the last one, or a new one if that has one of these parts."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(part in last for part in filled):
         messages.append({"role": "assistant"})
@@ -505,7 +505,7 @@ def _chat_tool(tool: FunctionTool) -> Message:
 
 
 def _tools(body: ResponsesBody) -> tuple[Sequence[FunctionTool], object]:
-    """The functions that may be called, and how the choice is put in a chat."""
+    """Return the functions that may be called, and the tool_choice of a chat."""
     choice, tools = body.tool_choice, body.tools
     names = {tool.name for tool in tools}
     if isinstance(choice, NamedTool):

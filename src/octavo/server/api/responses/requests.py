@@ -1,8 +1,8 @@
-"""/v1/responses: the conversation that a body asks for, what is kept of it, and the routes.
+"""/v1/responses: the conversation of a body, what is stored of it, and the routes.
 
-Owns: putting the conversation together, leaving out its oldest turns where a client asks for that, and what of the
+Owns: assembling the conversation, leaving out its oldest turns if a client requests that, and what of the
 request the answer repeats. Does not: know how the answer looks, or run anything in the background (Background does).
-Invariants of truncation: the system messages at the beginning and the last turn of the user stay; what stays begins
+Invariants of truncation: the system messages at the beginning and the last turn of the user stay; the rest begins
 with a turn of the user, so that no result is shown without its call.
 """
 
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from octavo.server.context import Context
     from octavo.server.encoding import Json
 
-ANSWER_SHARE = 8  # one part in so many of the model's length is for the answer, where its length is not bounded
+ANSWER_SHARE = 8  # 1/8 of the model's length is reserved for an answer whose length is not bounded
 _SYSTEM = ("system", "developer")
 
 
 async def fitted(context: Context, body: ChatBody) -> ChatBody:
-    """The body without its oldest turns, as few as must go; as it is, where nothing helps. Raises ApiError.
+    """Return the body without its oldest turns, as few as must go; unchanged if no cut fits. Raises ApiError.
 
     Each try renders and tokenizes the conversation: at most 12 for 2,048 messages.
     """
@@ -88,14 +88,14 @@ async def _fits(context: Context, body: ChatBody, room: int) -> bool:
         return False
 
 
-_ITEM_CHARACTERS = 64  # that an item counts beside its text
+_ITEM_CHARACTERS = 64  # added for each item to those of its text
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseConversation:
-    """What is to be answered: the chat that asks for it, what is kept of it with the answer, and what the answer
-    repeats of the request (JSON by field, for it may be long and is told several times)."""
+    """A conversation to answer: its chat, the items that are stored with the answer, and the fields of the request that
+    the answer repeats (as JSON by field: they may be long, and are sent several times)."""
 
     chat: ChatBody
     given: Given
@@ -104,8 +104,8 @@ class ResponseConversation:
 
 @dataclass(kw_only=True)
 class ResponseRequest(ChatRequest):
-    """The answer to a Responses body. `keep` puts a response into the store, unless it runs in the
-    background, which does that itself."""
+    """The request of a Responses body. `keep` stores a response; one in the background is stored by
+    Background."""
 
     response_id: str
     echo: Mapping[str, str]
@@ -120,14 +120,14 @@ class ResponseRequest(ChatRequest):
             raise rename_field(error, SPELLING) from None
 
     async def read_grammar(self) -> str:
-        """Return what the answer must obey."""
+        """Return the grammar of the answer, with errors in the Responses API's spelling."""
         try:
             return await super().read_grammar()
         except ApiError as error:
             raise rename_field(error, SPELLING) from None
 
     def answer_spec(self, identity: Identity) -> AnswerSpec:
-        """Return the spec, with what the response repeats of its request."""
+        """Return the spec, with the fields of the request that the response repeats."""
         spec = super().answer_spec(identity)
         given = {"store": self.is_kept, "temperature": self.params.temperature, "top_p": self.params.top_p}
         facts = {**spec.facts, "id": self.response_id, "echo": {**self.echo, **_texts(given)}}
@@ -135,7 +135,7 @@ class ResponseRequest(ChatRequest):
 
 
 async def response_request(context: Context, tenant: str, body: ResponsesBody) -> ResponseRequest:
-    """Return what answers a Responses body. Raises ApiError."""
+    """Return the request of a Responses body. Raises ApiError."""
     if body.store and "store" in body.model_fields_set and not context.responses.is_on:
         raise bad_field("store", "store is true, but this server is set up to keep no responses; leave it out")
     is_kept = body.store and context.responses.is_on
@@ -173,7 +173,7 @@ async def response_request(context: Context, tenant: str, body: ResponsesBody) -
 
 
 def previous_of(context: Context, tenant: str, body: ResponsesBody) -> Stored | None:
-    """The response that this one goes on from. Raises ApiError."""
+    """Return the response that this one continues. Raises ApiError."""
     if body.previous_response_id is None:
         return None
     previous = context.responses.get(tenant, body.previous_response_id, "previous_response_id")
@@ -188,7 +188,7 @@ def previous_of(context: Context, tenant: str, body: ResponsesBody) -> Stored | 
 async def read_conversation(
     context: Context, tenant: str, body: ResponsesBody, previous: Stored | None, seed: str
 ) -> ResponseConversation:
-    """Put together all items up to and with the input; `seed` makes the ids of those without one. Raises ApiError."""
+    """Assemble all items up to and with the input; `seed` makes the ids of those without one. Raises ApiError."""
     wanted = {item["id"] for item in body.items if item["type"] == "item_reference"}
     history = previous.history() if previous is not None else ()
     links = context.responses.links(tenant, wanted)
@@ -222,7 +222,7 @@ def _named(item: Item, name: str) -> Item:
 
 
 def _size(items: Sequence[Item]) -> int:
-    """About how many characters there are to look at."""
+    """Return the approximate number of characters to parse."""
     size = 0
     for item in items:
         content: Any = item.get("content", item.get("output", ""))
@@ -237,7 +237,7 @@ def _texts(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def _echo(body: ResponsesBody) -> dict[str, str]:
-    """What the answer repeats of the request, with the values that hold where it says nothing."""
+    """Return the fields of the request that the answer repeats, with defaults for those left out."""
     choice, asked = body.tool_choice, body.text.format
     shown = asked.model_dump(exclude_none=True, by_alias=True)
     if asked.type == "json_schema":
@@ -283,7 +283,7 @@ async def create(request: Request) -> Response:
 
 
 async def _in_background(request: Request, asked: ResponseRequest) -> Response:
-    """Begin a response that runs on by itself; give it as it begins, or its events."""
+    """Start a response that runs without its connection; return its first state, or its events."""
     context, tenant = context_of(request), _tenant(request)
     key, event = key_of(request)
     if event is not None:
@@ -302,7 +302,7 @@ async def _in_background(request: Request, asked: ResponseRequest) -> Response:
     assert isinstance(encoder, ResponseEncoder)
     begun = encoder.begun()
     if context.responses.has(tenant, encoder.response_id):
-        await replay.close()  # it is asked for again
+        await replay.close()  # a retry of the same request
     else:
         context.background.start(retry, replay, keep)
     if asked.stream:
@@ -313,7 +313,7 @@ async def _in_background(request: Request, asked: ResponseRequest) -> Response:
 
 
 async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
-    """The events of a run, from its beginning or behind one that its reader has."""
+    """Return the events of a run after event number `behind`; -1: all."""
 
     async def refuse(_: IdempotentRequest) -> Begun:
         raise bad_field("stream", "stream: the events of this response are not kept any more; leave it out")
@@ -325,7 +325,7 @@ async def _events(context: Context, retry: RetryKey, behind: int) -> Response:
 
 
 async def count(request: Request) -> Response:
-    """Count the tokens of what would be answered."""
+    """Count the tokens of the prompt that would be answered."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_responses)
     context.check_model(body.model)
@@ -336,7 +336,7 @@ async def count(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """Give a stored response again, or the events of one that runs in the background."""
+    """Return a stored response, or the events of one that runs in the background."""
     _check_query(request, _READING)
     query = request.query_params
     stream, behind = query.get("stream", "false"), query.get("starting_after", "")
@@ -357,7 +357,7 @@ async def retrieve(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Forget a stored response, and end one that runs. What went on from it still does."""
+    """Delete a stored response, and end one that runs. Responses that continue it remain."""
     context, stored = _found(request)
     await context.background.cancel(_tenant(request), stored.response_id)
     context.responses.delete(_tenant(request), stored.response_id)
@@ -365,7 +365,7 @@ async def delete(request: Request) -> Response:
 
 
 async def list_input_items(request: Request) -> Response:
-    """List what a stored response answered: its input, and all that went before it."""
+    """List the items that a stored response answered: its input, and all items before it."""
     _check_query(request, _LISTING)
     query = request.query_params
     limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
@@ -424,7 +424,7 @@ def _tenant(request: Request) -> str:
 
 
 async def compact(request: Request) -> Response:
-    """Say that there is no such endpoint: it is no response's id."""
+    """Answer 404: without this route, "compact" would be taken for a response's id."""
     raise ApiError(404, f"no endpoint at {request.url.path!r}: conversations are not compacted here", code="not_found")
 
 
@@ -442,7 +442,7 @@ def _notes() -> str:
 
 
 def _schema() -> dict[str, object]:
-    """The body's schema without the fields that it shares with other bodies but has no place for."""
+    """Return the body's schema without the inherited fields that this endpoint does not accept."""
     schema = inline_schema(ResponsesBody)
     properties = schema["properties"]
     assert isinstance(properties, dict)
