@@ -244,7 +244,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         """Feed the parser; a head with `Upgrade` is fed again, without it, to a new parser.
 
-        The parser stops at the end of such a head and would parse the body as a request. RFC 9110, section 7.8: a server
+        The parser stops after such a head, and would parse the body as a request. RFC 9110, section 7.8: servers
         may ignore `Upgrade`; curl and Java's HttpClient ask for h2c with every request and expect just that.
         """
         while data:
