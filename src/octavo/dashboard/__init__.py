@@ -1,1 +1,1 @@
-"""The pages: dashboard, chat, login form; the files that a browser reads, and how they are put together."""
+"""The pages: dashboard, chat, login form; the files that a browser loads, and how they are combined."""

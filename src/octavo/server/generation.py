@@ -1,7 +1,7 @@
-"""One way to say "generate this": from a GenerationRequest to the deltas of its answer.
+"""Generation: from a GenerationRequest of any API to the deltas of its answer.
 
-Owns: the order (admission, prompts, grammar, submission), submitting all prompts or none, merging their deltas, the
-request's metrics, and that every failure gives back what was taken.
+Owns: the sequence (admission, prompts, grammar, submission), submitting all prompts or none, merging their deltas, the
+request's metrics, and the release of all resources after a failure.
 Does not: know an API (each makes its GenerationRequest) or send anything.
 Invariant: after `close` no session of a generation is open in the engine.
 """
@@ -49,12 +49,12 @@ GIVEN_UP = (FinishReason.CANCELLED, FinishReason.TIMEOUT)
 
 @dataclass(kw_only=True)
 class GenerationRequest:
-    """What an API asks for: its checked body and parameters. Each API's own class reads the prompts and says how to
-    answer.
+    """A request of any API: its checked body and parameters. Each API's own class reads the prompts and gives the
+    AnswerSpec.
 
     `id_prefix` begins the answer's id, unless it has a `name` already; `prompt_param` is the field that holds the
-    prompt. `num_characters` are those of all prompts that are texts, `num_ids` the ids of those that are not.
-    `can_continue`: each delta makes one event, so that a stream can go on after any of them.
+    prompt. `num_characters` counts those of all prompts that are texts, `num_ids` the ids of the other prompts.
+    `can_continue`: each delta makes one event, so that a stream can continue after any of them.
     """
 
     body: ServedFields
@@ -68,8 +68,8 @@ class GenerationRequest:
     stream: bool = False
     can_continue: bool = True
     is_constrained: bool = False  # the answer must obey a grammar
-    wants: Want | None = None  # what is computed, where it is no text
-    prepare: Callable[[AnswerEncoder], None] | None = None  # the encoder, before it is used
+    wants: Want | None = None  # what is computed, if it is no text
+    prepare: Callable[[AnswerEncoder], None] | None = None  # called with the encoder, before it is used
 
     async def read_prompts(self) -> Sequence[Sequence[int]]:
         """Return the ids of each prompt. Raises ApiError."""
@@ -80,18 +80,18 @@ class GenerationRequest:
         raise NotImplementedError
 
     def answer_spec(self, identity: Identity) -> AnswerSpec:
-        """Return what the answer is encoded from, once the prompts are read."""
+        """Return the spec of the answer's encoder; call after `read_prompts`."""
         raise NotImplementedError
 
     def field_names(self) -> dict[str, str]:
-        """Return the client's names for fields that the engine names otherwise."""
+        """Return the client's names of fields, by the engine's names."""
         return dict.fromkeys(("prompt_token_ids", "prompt", "messages"), self.prompt_param)
 
 
 async def start(
     request: Request, asked: GenerationRequest, run: IdempotentRequest | None = None
 ) -> tuple[Generation, AnswerSpec]:
-    """Admit the request, read its prompts and submit them. Raises ApiError; then nothing of it is left."""
+    """Admit the request, read its prompts and submit them. Raises ApiError; then all it took is released."""
     context, scope, params = context_of(request), request.scope, asked.params
     key: KeyInfo = scope[KEY]
     given: str | None = scope[GIVEN_ID]
@@ -149,7 +149,7 @@ async def start(
 
 
 def options_of(key: KeyInfo, context: Context, asked: GenerationRequest) -> RequestOptions:
-    """Return how a request is served. Raises ApiError when its key may not have this priority."""
+    """Return the request's options. Raises ApiError if its key may not have this priority."""
     body = asked.body
     priority = key.priority if body.priority is None else body.priority
     if body.priority is not None and key.max_priority is not None and priority < key.max_priority:
@@ -170,7 +170,7 @@ def options_of(key: KeyInfo, context: Context, asked: GenerationRequest) -> Requ
 
 
 def cache_salt(key: KeyInfo, given: str | None) -> bytes:
-    """Return the prefix cache's salt: with keys, tenants never share; a client's own salt only narrows."""
+    """Return the prefix cache's salt: with keys, tenants never share; a client's own salt narrows sharing further."""
     own = (given or "").encode()
     return hmac.digest(key.salt, own, "sha256") if key.salt else own
 
@@ -186,31 +186,31 @@ def shorter(one: float | None, other: float | None) -> float | None:
 class Generation:
     """The open sessions of one request, one for each prompt; the choices of the first prompt come first.
 
-    `name` is its id in the engine; `closing` gives back whatever was taken for it, the ticket too.
+    `name` is its id in the engine; `closing` releases everything taken for it, including the ticket.
     """
 
     name: str
     params: SamplingParams
     prompt_lengths: Sequence[int]
-    arrival: float  # when it reached the server, on the monotonic clock
+    arrival: float  # at the server, on the monotonic clock
     sessions: list[Session]
     metrics: RequestMetrics
     ticket: AdmissionTicket
     closing: ExitStack
     trace: RequestTrace | None = None
     _started: set[int] = field(default_factory=set)  # sessions with a token
-    _ended: set[int] = field(default_factory=set)  # sessions
+    _ended: set[int] = field(default_factory=set)  # sessions that have ended
     _last_at: dict[int, float] = field(default_factory=dict)  # when a choice had its last token
     _num_tokens: Counter[int] = field(default_factory=Counter)  # of each choice
 
     @property
     def num_choices(self) -> int:
-        """Of all prompts."""
+        """The choices of all prompts."""
         return len(self.sessions) * self.params.n
 
     @property
     def unread_bytes(self) -> int:
-        """Roughly what is held for a reader that does not read: ids, and log-probabilities where asked for."""
+        """Approximate bytes of unread ids, and of log-probabilities if requested."""
         return token_bytes(self.params.num_logprobs) * sum(session.num_unread for session in self.sessions)
 
     def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -220,7 +220,7 @@ class Generation:
     async def _deltas_of(self, session: int) -> AsyncGenerator[tuple[int, TextDelta], None]:
         async for delta in self.sessions[session]:
             index = session * self.params.n + delta.choice
-            if delta.finish_reason not in (None, *REASONS) and delta.text:  # the text before a failure is given
+            if delta.finish_reason not in (None, *REASONS) and delta.text:  # first yield the text before a failure
                 before = replace(delta, finish_reason=None, stop_reason=None, usage=None, error=None)
                 if before.token_ids:
                     self._note_tokens(session, index, before)
@@ -236,7 +236,7 @@ class Generation:
 
     async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         queue: Merged = asyncio.Queue()
-        room = asyncio.Semaphore(len(self.sessions))  # beyond it the reader is slow, and the ledger waits for it
+        room = asyncio.Semaphore(len(self.sessions))  # without room, outputs wait in the ledger
         tasks = [asyncio.create_task(self._forward(index, queue, room)) for index in range(len(self.sessions))]
         for task in tasks:
             task.add_done_callback(queue.put_nowait)
@@ -276,7 +276,7 @@ class Generation:
         self._last_at[index] = now
 
     def _note_end(self, session: int, reason: FinishReason, delta: TextDelta) -> None:
-        """Count the end of a choice, and with the last one that of its prompt. Raises ApiError where it failed."""
+        """Count the end of a choice and, with the last one, of its prompt. Raises ApiError if it failed."""
         usage, trace, now = delta.usage, self.trace, time.monotonic()
         if usage is not None:
             self._ended.add(session)
@@ -289,7 +289,7 @@ class Generation:
                 self.metrics.ended_early("abort" if reason in GIVEN_UP else "error")
             raise failure_of(reason, delta.error)
         if usage is not None:
-            if session not in self._started:  # it was to have no tokens: the answer is what the prompt gives
+            if session not in self._started:  # no tokens were requested: the answer is made of the prompt
                 self.metrics.prompt_only(usage.prompt_tokens)
             n = self.params.n
             end = Finished(
@@ -308,7 +308,7 @@ class Generation:
             self.ticket.ended(usage.prompt_tokens, usage.cached_tokens)
 
     async def collect(self) -> list[Choice]:
-        """Wait for every choice to end."""
+        """Wait for every choice to end, and return all choices."""
         choices = [Choice() for _ in range(self.num_choices)]
         async with aclosing(self.deltas()) as deltas:
             async for index, delta in deltas:
@@ -316,7 +316,7 @@ class Generation:
         return choices
 
     async def close(self) -> None:
-        """Cancel in the engine what has not ended, and give back what was taken. Idempotent."""
+        """Cancel the sessions that have not ended, and release everything taken. Idempotent."""
         if len(self._ended) < len(self.sessions) and self.trace is not None:
             self.trace.error = self.trace.error or "cancelled"
         self.closing.close()
@@ -341,7 +341,7 @@ def _timed(usage: Usage, now: float) -> Timed:
 
 
 def failure_of(reason: FinishReason, error: FinishError | None) -> ApiError:
-    """Return what went wrong with a request that ended for this reason, with the engine's error."""
+    """Return the ApiError of a request that ended for this reason, with the engine's error."""
     kind = ErrorKind.ENGINE if error is None else error.kind
     if reason is FinishReason.TIMEOUT and kind is ErrorKind.QUEUE_TIMEOUT:
         return ApiError(408, "the request did not start within its queue timeout", code="queue_timeout")
@@ -357,7 +357,7 @@ async def _open(
 ) -> list[Session]:
     """Submit every prompt under its id, or none: when one is refused the others are cancelled.
 
-    They go together, in order: an engine that answers between steps would otherwise take them in one by one.
+    They are submitted together, in order: an engine that answers between steps would else accept one per step.
     """
     if len(prompts) == 1:
         [(request_id, ids)] = prompts

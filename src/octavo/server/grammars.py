@@ -1,7 +1,7 @@
-"""What an answer must be, from the fields that say so to a compiled grammar.
+"""Structured answers: from the fields that constrain an answer to a compiled grammar.
 
-Owns: the choice among those fields and what does not go with them, the cache of compiled grammars, one compilation
-for all who ask for the same at once. Does not: compile (the tool process does, within its time and memory).
+Owns: the choice among those fields, refusing what cannot be combined with them, the cache of compiled grammars, one
+compilation for equal concurrent requests. Does not: compile (the tool process does, within its time and memory).
 Invariant: the cache holds at most MAX_CACHED grammars and MAX_CACHED_CHARACTERS characters, sources included.
 """
 
@@ -31,9 +31,9 @@ _Key = tuple[str, str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What an answer must be: a kind of grammar and its source. `param` is the field that said so.
+    """The constraint of an answer: a kind of grammar and its source. `param` is the field that gave it.
 
-    `whitespace`: what may stand between the parts of JSON, as an expression; None is a space behind , and :.
+    `whitespace`: an expression for the whitespace between the parts of JSON; None is a space after , and :.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Structure:
 
 
 def structure_of(body: SamplingBody) -> Structure | None:
-    """The one thing that a body's answer must be, if it says any. Raises ApiError naming the field."""
+    """Return the constraint in a body; None if it has none. Raises ApiError naming the field."""
     given = given_structures(body)
     if len(given) > 1:
         (first, *_), (second, *_) = given[:2]
@@ -80,7 +80,7 @@ def _whitespace(body: SamplingBody) -> tuple[str, str | None]:
 
 
 def _check_beside(body: SamplingBody, param: str) -> None:
-    """Refuse the fields that cannot be kept together with a grammar."""
+    """Refuse the fields that cannot be combined with a grammar."""
     ends = f"{param} says when an answer ends; leave"
     if body.min_tokens:
         raise bad_field("min_tokens", f"min_tokens is {body.min_tokens}; {ends} min_tokens out")
@@ -91,7 +91,7 @@ def _check_beside(body: SamplingBody, param: str) -> None:
 
 
 class GrammarReader:
-    """Compiles what answers must obey. Lives in one event loop."""
+    """A cache that compiles grammars, in one event loop."""
 
     def __init__(self, tool: ToolProcess, text: TextModel) -> None:
         self._tool = tool
@@ -103,7 +103,7 @@ class GrammarReader:
         self._running: dict[_Key, asyncio.Task[str]] = {}
 
     async def read(self, kind: str, source: str, whitespace: str | None = None) -> str:
-        """Compile a source of one of octavo.grammar.compile.KINDS. Raises RequestError, EngineError."""
+        """Return the compiled source of one of octavo.grammar.compile.KINDS. Raises RequestError, EngineError."""
         key = (kind, source, whitespace)
         if key in self._compiled:
             self._compiled.move_to_end(key)
@@ -115,14 +115,14 @@ class GrammarReader:
         return await asyncio.shield(task)
 
     async def read_structure(self, structure: Structure) -> str:
-        """Compile what a body asked for. Raises ApiError naming its field."""
+        """Return the compiled structure of a body. Raises ApiError naming its field."""
         try:
             return await self.read(structure.kind, structure.source, structure.whitespace)
         except OctavoError as error:
             raise refusal(error, structure) from None
 
     def reader(self, structure: Structure | None) -> Callable[[], Awaitable[str]] | None:
-        """The `read_grammar` of a task."""
+        """Return a function that compiles the structure; None without one."""
         if structure is None:
             return None
         asked = structure
@@ -145,7 +145,7 @@ class GrammarReader:
 
 
 def refusal(error: OctavoError, structure: Structure) -> ApiError:
-    """What a client is told of a grammar that did not compile, by the name of its own field."""
+    """Return the refusal of a grammar that did not compile, with the name of the client's field."""
     if not isinstance(error, InvalidRequestError):
         return from_exception(error)
     param = structure.whitespace_param if error.param == "whitespace_pattern" else structure.param

@@ -1,11 +1,11 @@
-"""IdempotentRequests: requests with an Idempotency-Key, each executed once, whoever asks for it how often.
+"""IdempotentRequests: requests with an Idempotency-Key, each executed once for all its retries.
 
-Owns: the table from (tenant, key) to a run, its bounds in number, bytes and age, running a request apart from the
-connections that read it, and giving up one that nobody reads any more.
-Does not: submit (reply does), put back what a former server left (idempotency_restore does), write files, or say which
-tenant gives way (shares does).
-Invariants: a run that goes on or ended well is never begun again while it is kept; a failure that may be tried again
-is not kept; what is told of an end was journaled before.
+Owns: the table from (tenant, key) to a run, its bounds in number, bytes and age, running a request independently of the
+connections that read it, and cancelling a request without readers.
+Does not: submit (reply does), restore the runs of a former server (idempotency_restore does), write files, or choose
+the tenant that loses a run (shares does).
+Invariants: a run that is active or succeeded is never started again while it is kept; a failure that may be retried is
+not kept; an end is journaled before a client sees it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetryKey:
-    """What a retry shows: whose it is, the key, what the body says, and the last event it has.
+    """The identity of a retry: its tenant, its key, its body's hash, and the last event that it has.
 
-    `is_lasting`: whether the journal, where there is one, carries the run over a restart.
+    `is_lasting`: the journal, if there is one, restores the run after a restart.
     """
 
     tenant: str
@@ -59,12 +59,12 @@ class RetryKey:
 
     @property
     def name(self) -> tuple[str, str]:
-        """Under which a run is kept."""
+        """The key of the run in the table."""
         return self.tenant, self.key
 
 
 def key_of(request: Request) -> tuple[str | None, str | None]:
-    """The Idempotency-Key and the Last-Event-ID of a request. Raises ApiError."""
+    """Return the Idempotency-Key and the Last-Event-ID of a request. Raises ApiError."""
     key = _only(request, KEY_HEADER, "Idempotency-Key")
     event = _only(request, EVENT_HEADER, "Last-Event-ID")
     if event is not None and key is None:
@@ -84,7 +84,7 @@ def _only(request: Request, header: bytes, spelled: str) -> str | None:
 
 
 class GenerationSource(Protocol):
-    """What runs: deltas, and an end that is always called."""
+    """A source of deltas; `close` is always called at the end."""
 
     def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
         """Yield (index, delta) until every choice has ended. Raises ApiError."""
@@ -97,7 +97,7 @@ class GenerationSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A request that was taken: what runs, its form, and the number of choices."""
+    """A submitted request: its source of deltas, its AnswerSpec, and the number of choices."""
 
     source: GenerationSource
     form: AnswerSpec
@@ -105,7 +105,7 @@ class Begun:
 
 
 class IdempotentRequest:
-    """One execution and its tape. `begun` is known once the engine has taken it."""
+    """One execution and its TokenLog, `tape`. `begun` is set once the engine has accepted it."""
 
     def __init__(self, key: RetryKey) -> None:
         self.key = key
@@ -117,17 +117,17 @@ class IdempotentRequest:
         self.orphaned: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
         self.number: int | None = None  # in the journal
-        self.why: ApiError | None = None  # it was given up, other than by the end of the server
-        self.revive: Callable[[], Begun] | None = None  # of a result kept by a former server, until it is asked for
+        self.why: ApiError | None = None  # why it was cancelled, other than by the server's shutdown
+        self.revive: Callable[[], Begun] | None = None  # for a former server's result, until its first reader
 
     @property
     def is_ended(self) -> bool:
-        """Whether it goes on no more."""
+        """True once it has ended."""
         return self.ended_at is not None
 
 
 class IdempotentRequests:
-    """All runs of this server."""
+    """The table of all runs of this server."""
 
     def __init__(
         self, config: RetryConfig, pieces: Pieces, shares: Shares, now: Callable[[], float] = time.monotonic
@@ -140,9 +140,9 @@ class IdempotentRequests:
         self._pieces = pieces
         self._shares = shares
         self._now = now
-        self._runs: OrderedDict[tuple[str, str], IdempotentRequest] = OrderedDict()  # least recently asked for first
+        self._runs: OrderedDict[tuple[str, str], IdempotentRequest] = OrderedDict()  # least recently requested first
         self._num_runs: Counter[str] = Counter()  # by tenant
-        self._num_running: Counter[str] = Counter()  # of these, those that go on
+        self._num_running: Counter[str] = Counter()  # of these, those that have not ended
         self._kept_bytes: Counter[str] = Counter()  # of ended runs, by tenant
         self._sweeper: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -152,12 +152,12 @@ class IdempotentRequests:
 
     @property
     def num_bytes(self) -> int:
-        """Roughly what they take in memory."""
+        """Approximate bytes of all runs in memory."""
         running = (run.tape.num_bytes for run in self._runs.values() if run.tape is not None and not run.is_ended)
         return self._kept_bytes.total() + sum(running)
 
     def report(self) -> dict[str, object]:
-        """What /health and /metrics tell."""
+        """Return the figures for /health and /metrics."""
         running = sum(not run.is_ended for run in self._runs.values())
         return {
             "kept": len(self._runs) - running,
@@ -170,7 +170,7 @@ class IdempotentRequests:
         }
 
     async def replay(self, key: RetryKey, begin: Callable[[IdempotentRequest], Awaitable[Begun]]) -> ResumableStream:
-        """A reading of the run of this key, which is begun if there is none. Raises ApiError."""
+        """Return a reader of the run of this key; start the run if there is none. Raises ApiError."""
         run = self._runs.get(key.name)
         if run is None:
             run = await self._begin(key, begin)
@@ -197,7 +197,7 @@ class IdempotentRequests:
         except BaseException as error:
             self._drop(run)
             run.begun.set_exception(error if isinstance(error, ApiError) else draining_error())
-            run.begun.exception()  # whoever waits gets it; nobody has to
+            run.begun.exception()  # mark it as retrieved: there may be no waiter
             raise
         self.start(run, begun)
         return run
@@ -207,29 +207,29 @@ class IdempotentRequests:
         return key.name in self._runs
 
     def announce(self, run: IdempotentRequest, form: AnswerSpec, request_ids: Sequence[str]) -> None:
-        """It is about to be submitted under these names: the journal has it before the engine."""
+        """Write a run and its engine ids to the journal, before it is submitted."""
         key = run.key
         if self.journal is not None and key.is_lasting:
             began = Began(0, key.tenant, key.key, key.body_hash, msgpack.encode(form), len(request_ids), self._now())
             run.number = self.journal.begin(began, request_ids)
 
     def give_up(self, key: RetryKey, why: ApiError) -> None:
-        """End the run of this key, if it goes on: its readers are told why."""
+        """Cancel the run of this key, if it has not ended; its readers get `why`."""
         run = self._runs.get(key.name)
         if run is not None and not run.is_ended and run.task is not None:
             run.why = why
             self._drop(run)
-            # Not at once: a task that has not begun would end without telling anybody.
+            # Not at once: a task that has not started would end without informing its readers.
             asyncio.get_running_loop().call_soon(run.task.cancel)
 
     def start(self, run: IdempotentRequest, begun: Begun) -> None:
-        """Let it run, apart from any connection."""
+        """Start the task that runs it, independent of any connection."""
         run.tape = TokenLog(begun.num_choices)
         run.begun.set_result(begun)
         run.task = asyncio.create_task(self._pump(run, begun, run.tape))
 
     def keep(self, run: IdempotentRequest) -> None:
-        """Take in a run of a former server."""
+        """Add a run of a former server."""
         self.start_sweeping()
         self._put(run)
         if run.is_ended:
@@ -238,7 +238,7 @@ class IdempotentRequests:
             self._await_reader(run)
 
     async def close(self) -> None:
-        """End everything here. What the journal has stays open there, for the next server. Idempotent."""
+        """Cancel all runs. Runs in the journal stay open there, for the next server. Idempotent."""
         self._is_closed = True
         if self.journal is not None:
             self.journal.close()
@@ -288,7 +288,7 @@ class IdempotentRequests:
             self._await_reader(run)
 
     def _await_reader(self, run: IdempotentRequest) -> None:
-        """Nobody reads it: it goes on for a while, since who asked may come back."""
+        """Cancel a run without readers after orphan_timeout_s: its client may reconnect until then."""
         loop = asyncio.get_running_loop()
         run.orphaned = loop.call_later(self._config.orphan_timeout_s, self._give_up, run)
 
@@ -300,7 +300,7 @@ class IdempotentRequests:
             run.task.cancel()
 
     async def _pump(self, run: IdempotentRequest, begun: Begun, tape: TokenLog) -> None:
-        """Move everything from the source to the tape."""
+        """Copy all deltas from the source to the TokenLog."""
         failure: ApiError | None = internal_error()
         try:
             async for index, delta in begun.source.deltas():
@@ -312,7 +312,7 @@ class IdempotentRequests:
             failure = from_exception(error)
         except asyncio.CancelledError:
             failure = run.why or draining_error()
-        except Exception:  # the shell of a run: its readers are told, the log has the story
+        except Exception:  # the shell of a run: its readers get an error, the log the details
             _log.exception("request %s failed", begun.form.identity[0])
         finally:
             with suppress(OctavoError):
@@ -322,7 +322,7 @@ class IdempotentRequests:
     def _end(self, run: IdempotentRequest, tape: TokenLog, failure: ApiError | None) -> None:
         is_kept = self._runs.get(run.key.name) is run
         if is_kept:
-            self._count(run, -1)  # and again as it is now
+            self._count(run, -1)  # counted again below with its new state
         run.ended_at = self._now() if run.ended_at is None else run.ended_at
         run.num_bytes = tape.num_bytes
         if is_kept:
@@ -332,7 +332,7 @@ class IdempotentRequests:
             run.orphaned = None
         if failure is not None and not failure.is_final:
             if failure.code == "engine_unavailable":
-                run.number = None  # the journal keeps it, for a server that has an engine
+                run.number = None  # the journal keeps it, for a server with an engine
             self._drop(run)
         tape.finish(failure)
         self._make_room()
@@ -342,7 +342,7 @@ class IdempotentRequests:
         self._count(run, 1)
 
     def _count(self, run: IdempotentRequest, sign: int) -> None:
-        """Count a run that is kept, or what it was no more."""
+        """Add (`sign` 1) or subtract (-1) a run in its tenant's counts."""
         tenant = run.key.tenant
         changes = ((self._num_runs, 1), (self._num_running, int(not run.is_ended)),
                    (self._kept_bytes, run.num_bytes if run.is_ended else 0))  # fmt: skip
@@ -359,7 +359,7 @@ class IdempotentRequests:
             self.journal.forget(run.number)
 
     def _check_running(self, tenant: str) -> None:
-        """Refuse another run where its tenant has so many going on that it leaves others no room (ApiError)."""
+        """Refuse another run if its tenant's share of active runs is used up (ApiError)."""
         running, most = self._num_running, self._config.max_kept
         if running.total() >= most // 2 and self._shares.free(tenant, running, most) < 1:
             message = (
@@ -369,7 +369,7 @@ class IdempotentRequests:
             raise ApiError(429, message, code="too_many_idempotency_keys", retry_after_s=RETRY_FULL_S)
 
     def _make_room(self) -> None:
-        """Drop ended runs beyond the bounds: of the tenant that keeps most, the least recently asked for first."""
+        """Drop ended runs beyond the bounds: of the tenant that keeps most, the least recently requested first."""
         config = self._config
         while len(self._runs) > config.max_kept:
             tenants = [tenant for tenant, number in self._num_runs.items() if number > self._num_running[tenant]]
@@ -383,7 +383,7 @@ class IdempotentRequests:
         self._drop(next(run for run in self._runs.values() if run.is_ended and run.key.tenant == tenant))
 
     def start_sweeping(self) -> None:
-        """Look after what is kept, and the journal, about once a second. Idempotent."""
+        """Start the task that drops old runs and ticks the journal, about once a second. Idempotent."""
         if self._sweeper is None and not self._is_closed:
             self._sweeper = asyncio.create_task(self._sweep())
 

@@ -1,8 +1,8 @@
-"""Taking over what a former server left in the journal: requests go on, answers are there for who asks again.
+"""Restore a former server's runs from the journal: open requests continue, finished answers serve retries.
 
-Owns: making runs from what the journal held. Does not: read files (the journal did), or keep runs (idempotency does).
-Invariants: an answer that was finished is never computed again, nor its text made before somebody asks for it; a run
-that cannot be taken over is forgotten, so that a retry begins it anew.
+Owns: making runs from journaled records. Does not: read files (the journal did), or keep runs (idempotency does).
+Invariants: a finished answer is never computed again, and its text is not made before its first reader; a run that
+cannot be restored is removed from the journal, so that a retry starts it again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RestoreEntries = Callable[[Iterable[OpenRequest]], None]
 
 
 def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tuple[int, int]:
-    """Have the engine go on with what is open, and keep what has ended; give the number of runs of each kind.
+    """Continue open runs in the engine, and keep ended ones; return the number of runs of each kind.
 
     Call it in the event loop, before anything is served. `restore` is EngineSupervisor.restore. Raises EngineDeadError.
     """
@@ -46,7 +46,7 @@ def take_over(context: Context, journal: Journal, restore: RestoreEntries) -> tu
     latest = {(held.began.tenant, held.began.key): held for held in journal.recovered}
     for held in journal.recovered:
         form = _form(held)
-        is_latest = latest[held.began.tenant, held.began.key] is held  # a key may be used anew once it was forgotten
+        is_latest = latest[held.began.tenant, held.began.key] is held  # a key may be reused once its run was dropped
         if form is None or not is_latest or not _is_worth_keeping(held):
             journal.forget(held.began.run)
         elif held.is_ended:
@@ -79,7 +79,7 @@ def _num_choices(held: JournaledRun) -> int:
 
 
 def _is_worth_keeping(held: JournaledRun) -> bool:
-    """Whether nothing of it failed in a way that may be tried again."""
+    """Return True if no request of it failed in a way that may be retried."""
     for request in held.requests.values():
         end = request.end
         if end is None or end.finish_reason is None or end.finish_reason in REASONS:
@@ -115,7 +115,7 @@ def _session(context: Context, held: JournaledRequest, client: OutputClient) -> 
 
 
 def _generation(context: Context, held: JournaledRun) -> Generation:
-    """What goes on, with a ticket of its own: it was admitted once."""
+    """Return the Generation of an open run, with a new ticket: it was admitted before."""
     requests = [each.request for each in _requests(held)]
     first = requests[0]
     wanted = AdmissionRequest(priority=first.priority, num_prompts=len(requests), width=first.params.num_sequences)
@@ -153,12 +153,12 @@ class _StoredOutputs:
     def cancel(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
     ) -> int:
-        """Do nothing: they have ended."""
+        """Do nothing: the requests have ended."""
         return 0
 
 
 class _StoredAnswer:
-    """The deltas of a run that has ended; they count in no metric again."""
+    """The deltas of a run that has ended; metrics do not count them again."""
 
     def __init__(self, context: Context, held: JournaledRun) -> None:
         self._held = _requests(held)
@@ -177,4 +177,4 @@ class _StoredAnswer:
                 yield number * held.request.params.n + delta.choice, delta
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the requests have ended."""

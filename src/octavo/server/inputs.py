@@ -1,6 +1,6 @@
-"""From texts to token ids where a text is no prompt to go on with: embeddings, scores, tokenizing.
+"""From texts to token ids, for texts that are not continued: embeddings and scores.
 
-Owns: cutting to a length, refusing what cannot fit, and the thread on which that is done.
+Owns: cutting to a length, refusing texts that cannot fit, and using a thread for long texts.
 Does not: know templates (prompts does), or send anything.
 """
 
@@ -24,9 +24,9 @@ Input = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Texts or lists of ids. `params` are the fields that they came in, one for each, as the client spelled it.
+    """Texts or lists of ids. `params` are their fields as the client spelled them, one for each.
 
-    `keep`: so many tokens are kept of each, from the end or (`keeps_start`) the beginning; None: all, or it is refused.
+    `keep`: tokens kept of each, from the end or (`keeps_start`) the beginning; None: all, and a long text is refused.
     """
 
     texts: Sequence[Input]
@@ -37,17 +37,17 @@ class Inputs:
 
     @property
     def num_characters(self) -> int:
-        """Of all texts."""
+        """Characters of all texts."""
         return sum(len(text) for text in self.texts if isinstance(text, str))
 
     @property
     def num_ids(self) -> int:
-        """Of all that are ids already."""
+        """The number of ids in all lists of ids."""
         return sum(len(text) for text in self.texts if not isinstance(text, str))
 
 
 async def read_inputs(tokenizer: Tokenizer, inputs: Inputs, max_len: int) -> list[Sequence[int]]:
-    """Token ids of each, at most `max_len`. Raises ApiError naming the field."""
+    """Return the token ids of each, at most `max_len`. Raises ApiError naming the field."""
 
     def read() -> list[Sequence[int]]:
         pairs = zip(inputs.texts, inputs.params, strict=True)
@@ -69,7 +69,7 @@ def _read(tokenizer: Tokenizer, text: Input, param: str, inputs: Inputs, max_len
 
 
 def _encode(tokenizer: Tokenizer, text: str, param: str, inputs: Inputs, max_len: int) -> list[int]:
-    if inputs.keep is not None:  # no token stands for more characters than the longest piece
+    if inputs.keep is not None:  # no token has more characters than the longest piece
         most = inputs.keep * tokenizer.longest_piece
         text = text[:most] if inputs.keeps_start else text[-most:]
     elif len(text) > HERE_CHARS and (least := num_tokens_if_over(tokenizer, text, max_len)) is not None:

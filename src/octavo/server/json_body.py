@@ -3,8 +3,8 @@
 Owns: UTF-8, no NaN or Infinity, no repeated keys, no lone surrogates, bounded depth and counts, and the two readers
 that keep these rules. Does not: know what the fields mean.
 Invariants: a body is refused before memory or time beyond its own size is spent on it; both readers give the same
-value or refuse the same text; neither holds the interpreter's lock for long: the library's C reader is given few
-values only, the patient one lets go between values.
+value or refuse the same text; neither holds the interpreter's lock for long: the library's C reader only gets few
+values, the patient one releases the lock between values.
 Measured: 8 MB of `[],[],...` keep the C reader, and with it every thread, busy for a second.
 """
 
@@ -34,10 +34,10 @@ _QUICK_BRACKETS = 20_000  # containers take it 0.4 us, and more by way of the co
 
 
 async def read_json(request: Request, limits: HttpLimits, check: Callable[[dict[str, object]], T]) -> T:
-    """Read a body that must be one strict JSON object, and have it checked. Raises ApiError.
+    """Read a body that must be one strict JSON object, and return what `check` makes of it. Raises ApiError.
 
-    Where a browser sent it, its content type must say that it is JSON: other types are sent across sites unasked.
-    A long body is parsed and checked on another thread. Fields that are ignored are noted in the request's scope.
+    A browser's body must have a JSON content type: browsers send other types across sites without a preflight.
+    A long body is parsed and checked on another thread. Ignored fields are recorded in the request's scope.
     """
     if "origin" in request.headers or "sec-fetch-site" in request.headers:
         _check_content_type(request)
@@ -84,7 +84,7 @@ def _check_content_type(request: Request) -> None:
 
 
 def check_coding(request: Request) -> None:
-    """Refuse a body that is compressed. Raises ApiError (415, which says what is taken: RFC 9110, section 12.5.3)."""
+    """Refuse a body that is compressed. Raises ApiError (415 with Accept-Encoding: RFC 9110, section 12.5.3)."""
     codings = ", ".join(request.headers.getlist("content-encoding"))
     if codings.strip().lower() not in ("", "identity"):
         raise ApiError(
@@ -137,11 +137,11 @@ def _no_constant(name: str) -> object:
 
 
 def _read_quickly(text: str, limits: JsonLimits) -> object:
-    """Read with the library's C reader, and check afterwards."""
+    """Parse with the library's C reader, then check depth and surrogates."""
     value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     if text.count("[") + text.count("{") > limits.max_depth:
         _check_depth(value, limits)
-    if "\\ud" in text or "\\uD" in text:  # no other escape spells one
+    if "\\ud" in text or "\\uD" in text:  # only these escapes make one
         _check_surrogates(value)
     return value
 
@@ -168,11 +168,11 @@ def _check_surrogates(value: object) -> None:
 
 
 class PatientReader:
-    """Reads value by value; runs of numbers and constants go to the C reader some thousand at a time."""
+    """A reader of one value at a time; the C reader parses runs of up to 4096 numbers and constants."""
 
     _space = re.compile(r"[ \t\n\r]*")
     _scalar = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null|NaN|-?Infinity")
-    # Numbers, true, false, null, or what is none of them, each followed by a comma: the C reader knows.
+    # Up to 4096 numbers, constants or invalid words, each with a comma: the C reader refuses invalid ones.
     _run = re.compile(r"(?:[-+.0-9Ea-z \t\n\r]{1,48}+,){1,4096}+")
 
     def __init__(self, text: str, limits: JsonLimits) -> None:
@@ -182,17 +182,17 @@ class PatientReader:
         self._depth = 0
         self._num_parts = 0
         self._num_values = 0
-        self._field: str | None = None  # of the outermost object, whose value is being read
+        self._field: str | None = None  # the outermost object's field that is being read
 
     def read(self) -> object:
-        """The whole text's value. Raises ValueError, ApiError."""
+        """Return the whole text's value. Raises ValueError, ApiError."""
         value = self._value()
         if self._peek():
             raise self._wrong("the end")
         return value
 
     def _peek(self) -> str:
-        """The next character that is no space; empty at the end."""
+        """Skip spaces and return the next character; "" at the end."""
         match = self._space.match(self._text, self._at)
         assert match is not None
         self._at = match.end()
@@ -259,7 +259,7 @@ class PatientReader:
             return items
         item: object = items
         while True:
-            if isinstance(item, (str, list, dict)):  # behind numbers there is no run, or it was taken
+            if isinstance(item, (str, list, dict)):  # after a number there is no run, or it was taken
                 self._take_run(items)
             items.append(item := self._value())
             if self._has_ended("]"):
@@ -275,7 +275,7 @@ class PatientReader:
             self._at = match.end()
 
     def _has_ended(self, closing: str) -> bool:
-        """Take the comma or the closing bracket behind an item."""
+        """Take the comma or the closing bracket after an item; return True for the bracket."""
         found = self._peek()
         if found not in (",", closing) or not found:
             raise self._wrong(f"a comma or {closing}")

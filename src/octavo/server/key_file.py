@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from octavo.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
-MAX_KEYS = 1024  # every one is compared with on each request
+MAX_KEYS = 1024  # each request is compared with all of them
 MIN_KEY_CHARACTERS = 8
 _EMPTY = hashlib.sha256(b"").digest()
 _HEX = r"^[0-9a-fA-F]{64}$"
@@ -113,7 +113,7 @@ def _read_toml(path: Path, text: str) -> object:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        place = str(error).rpartition("(")[2].rstrip(")")  # what stands before it may quote the file
+        place = str(error).rpartition("(")[2].rstrip(")")  # the text before it may quote the file
         raise ConfigError(f"key file {path} is not well formed TOML ({place})") from None
 
 

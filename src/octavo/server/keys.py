@@ -1,9 +1,9 @@
-"""Keys: who holds one and what its holder may do; the ring that finds a key's holder and can be filled anew.
+"""Keys: the rights of each key; the ring that finds a key and can be reloaded.
 
 Owns: KeyInfo, the digests, each tenant's prefix-cache salt, replacing all keys at once.
-Does not: keep or show a key itself, read HTTP, or count what holders use (rates does).
-Invariants: finding takes the same time whichever key matches; a key file that cannot be read changes nothing;
-with keys every tenant has a salt of its own, so that a tenant who leaves or comes later shares with nobody.
+Does not: keep or show a key itself, read HTTP, or count a key's use (rates does).
+Invariants: a lookup takes the same time for all keys; a key file that cannot be read changes nothing; with keys every
+tenant has a salt of its own, so that no two tenants share cached prefixes, even if added or removed later.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """The holder of a key. `name` may be shown, in logs, metrics and answers; limits that are None do not bound.
+    """A key's name, tenant, rights and limits. `name` may be shown in logs, metrics and answers; None is no limit.
 
-    `priority` is that of requests that name none, `max_priority` the most urgent (least) that they may name;
-    `dashboard`: may watch the requests of all tenants; `metrics`: may read what is counted for all of them.
-    `max_files`, `max_storage_bytes` and `max_pending_batches` bound what its tenant keeps when this key adds to it.
+    `priority` is for requests that give none, `max_priority` the most urgent (smallest) that they may give;
+    `dashboard`: may watch the requests of all tenants; `metrics`: may read the metrics of all tenants.
+    `max_files`, `max_storage_bytes` and `max_pending_batches` bound what its tenant stores, when this key adds to it.
     """
 
     name: str
@@ -47,29 +47,29 @@ class KeyInfo:
     max_storage_bytes: int | None = None
     max_pending_batches: int | None = None
     digest: bytes = field(default=b"", repr=False)
-    salt: bytes = field(default=b"", repr=False)  # of its tenant's prefix cache; from the ring that holds the key
+    salt: bytes = field(default=b"", repr=False)  # of its tenant's prefix cache; set by the key ring
 
 
-NOBODY = KeyInfo("", "")  # everyone, where no keys are set
+NOBODY = KeyInfo("", "")  # of every request without a key
 
 
 class KeyRing:
-    """All keys. Without any, everyone is NOBODY."""
+    """All keys. Without keys, all requests have NOBODY."""
 
     def __init__(self, keys: Iterable[KeyInfo] = ()) -> None:
         self._secret = secrets.token_bytes(32)
         self._serving: ServingConfig | None = None
-        self.keys = self._salted(_checked(keys))  # empty: no key is asked for
+        self.keys = self._salted(_checked(keys))  # empty: no key is required
 
     @classmethod
     def of(cls, serving: ServingConfig) -> KeyRing:
-        """The keys of --api-key and --api-key-file. Raises ConfigError."""
+        """Return the ring of --api-key and --api-key-file. Raises ConfigError."""
         ring = cls(_configured(serving))
         ring._serving = serving
         return ring
 
     def find(self, key: bytes) -> KeyInfo | None:
-        """The key's holder, or None; an empty key has none."""
+        """Return the KeyInfo of a key, or None; an empty key has none."""
         if not key:
             return None
         given = hashlib.sha256(key).digest()
@@ -80,15 +80,15 @@ class KeyRing:
         return found
 
     def holder_of(self, digest: bytes) -> KeyInfo | None:
-        """Who holds the key with a SHA-256 that is no secret here, or None."""
+        """Return the KeyInfo of the key with this SHA-256, or None; not in constant time: the digest is no secret."""
         return next((info for info in self.keys if info.digest == digest), None)
 
     def may_watch(self, info: KeyInfo) -> bool:
-        """Whether a holder may see what the engine does for everyone: a right of its key, where there are several."""
+        """Return True if a key may watch the requests of all tenants: a right, if there are several keys."""
         return len(self.keys) < 2 or info.dashboard
 
     def may_measure(self, info: KeyInfo) -> bool:
-        """Return True if a holder may read /metrics and the details of /health: a right like `may_watch`."""
+        """Return True if a key may read /metrics and the details of /health: a right like `may_watch`."""
         return len(self.keys) < 2 or info.metrics
 
     @property
@@ -100,9 +100,9 @@ class KeyRing:
         return tuple(replace(info, salt=hmac.digest(self._secret, info.tenant.encode(), "sha256")) for info in keys)
 
     def reload(self) -> str:
-        """Read the key file again and take all of it, or raise ConfigError and change nothing; say what changed.
+        """Reload the key file and return a summary of the changes. Raises ConfigError; then nothing is changed.
 
-        Open requests go on, those of a key that is gone too. Weights of the fair policy stay until a restart.
+        Open requests continue, also those of a removed key. Weights of the fair policy stay until a restart.
         """
         if self._serving is None or self._serving.api_key_file is None:
             raise ConfigError("there is no --api-key-file to read again")
@@ -117,7 +117,7 @@ class KeyRing:
 
 
 def with_key_weights(config: Config) -> Config:
-    """The settings with the key file's weights among --tenant-weight, for the engine's fair policy."""
+    """Return the settings with the key file's weights added to --tenant-weight, for the engine's fair policy."""
     if config.serving.api_key_file is None:
         return config
     weights = {info.tenant: info.weight for info in KeyRing.of(config.serving).keys if info.weight != 1.0}
@@ -155,7 +155,7 @@ def _info(entry: KeyEntry) -> KeyInfo:
 
 
 def _checked(keys: Iterable[KeyInfo]) -> tuple[KeyInfo, ...]:
-    """Every name and key once, one weight a tenant. Raises ConfigError."""
+    """Return the keys; names and keys must be unique, and each tenant have one weight. Raises ConfigError."""
     names: dict[str, KeyInfo] = {}
     digests: dict[bytes, KeyInfo] = {}
     weights: dict[str, KeyInfo] = {}

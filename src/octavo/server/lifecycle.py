@@ -1,10 +1,10 @@
-"""What is open: whether the server takes work, how open work ends, and which requests are known by which names.
+"""Lifecycle: the server's phase, its open requests and how they end; RequestIndex: requests by their clients' names.
 
 Owns: the phase, the count of open requests, the signal that ends them; the table from (tenant, client's name) to the
-engine's ids. Does not: know HTTP or the engine, end or explain a single request.
+engine's ids. Does not: know HTTP or the engine, cancel or explain a single request.
 A server that failed stays failed: draining it changes nothing for its clients.
-Invariants: a tenant finds its own requests only; a name that is used twice at once finds both; of ended requests so
-many are kept as the engine can explain; work under `supervise` ends in one of four ways (done, its own error,
+Invariants: a tenant finds its own requests only; a name that is used twice at once finds both; as many ended requests
+are kept as the engine can explain; work under `supervise` ends in one of four ways (done, its own error,
 ClientGoneError, ServerStoppingError), and its task has ended before `supervise` returns.
 """
 
@@ -23,11 +23,11 @@ from octavo.server.faults import RETRY_ENGINE_S, ApiError, draining_error
 from octavo.server.shares import keeps_most
 
 T = TypeVar("T")
-MARK = "~"  # in no client's own id, so that no client can spell the engine's id of another's request
+MARK = "~"  # in no client's own id, so that no client can give the engine's id of another's request
 
 
 class ServerPhase(Enum):
-    """What the server is doing."""
+    """The phase of the server."""
 
     LOADING = "loading"
     READY = "ready"
@@ -47,9 +47,9 @@ class ServerStoppingError(ApiError):
 
 
 class Lifecycle:
-    """Counts open requests and ends them when told.
+    """The phase of a server, and its open requests.
 
-    `engine_trouble` says why the engine makes no progress, or None; without it, the engine must be probed.
+    `engine_trouble` returns why the engine makes no progress, or None; without it, the engine must be probed.
     `on_answered` is called once, when the first work under `supervise` was done.
     """
 
@@ -92,16 +92,16 @@ class Lifecycle:
                 self._idle.set()
 
     def fail(self) -> None:
-        """The engine is gone for good: refuse new work from now on."""
+        """Refuse new work from now on: the engine does not come back."""
         self.phase = ServerPhase.FAILED
 
     def refuse(self) -> None:
-        """Refuse new work from now on; open work goes on."""
+        """Refuse new work from now on; open work continues."""
         if self.phase is not ServerPhase.FAILED:
             self.phase = ServerPhase.DRAINING
 
     async def drain(self, timeout_s: float, grace_s: float = 2.0) -> int:
-        """Refuse new work, let open work finish, end the rest after `timeout_s`; give their number."""
+        """Refuse new work, let open work finish, end the rest after `timeout_s`; return their number."""
         self.refuse()
         if await self._is_idle_within(timeout_s):
             return 0
@@ -127,7 +127,7 @@ class Lifecycle:
         return True
 
     async def supervise(self, work: Coroutine[object, object, T], receive: Receive) -> T:
-        """Run `work` until it ends, the client goes or the server stops."""
+        """Run `work` until it ends, the client disconnects or the server stops."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(_disconnected(receive))
         stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -165,7 +165,7 @@ class RequestIndex:
         self._num_ended: Counter[str] = Counter()  # by tenant
 
     def add(self, tenant: str, name: str, engine_ids: Sequence[str]) -> Callable[[], None]:
-        """List a request; call what is returned when it has ended."""
+        """Add a request; return a function to call when it has ended."""
         key = (tenant, name)
         self._names.setdefault(key, []).append(engine_ids)
 
@@ -180,7 +180,7 @@ class RequestIndex:
         return remove
 
     def _note_end(self, end: tuple[str, str, Sequence[str]]) -> None:
-        """Keep an end; beyond the bound the tenant that keeps most loses its oldest."""
+        """Add an ended request; over the bound, drop the oldest of the tenant that keeps most."""
         self._ended.append(end)
         self._num_ended[end[0]] += 1
         if len(self._ended) > self._max_ended:
@@ -191,8 +191,8 @@ class RequestIndex:
                 del self._num_ended[tenant]
 
     def find(self, name: str, tenant: str | None = None) -> list[str]:
-        """Return the engine's ids of what is open under a client's name or an engine's id, of one tenant or (for the
-        server's operator) of all."""
+        """Return the engine's ids of open requests with a client's name or an engine's id, of one tenant or (None, for
+        the operator) of all."""
         found: list[str] = []
         for (owner, public), listed in self._names.items():
             if tenant is None or owner == tenant:
@@ -200,14 +200,14 @@ class RequestIndex:
         return found
 
     def find_ended(self, name: str, tenant: str | None = None) -> list[str]:
-        """Likewise, of the last request of that name that ended."""
+        """Return the engine's ids of the last ended request with this name or engine id."""
         for owner, public, ids in reversed(self._ended):
             if (tenant is None or owner == tenant) and (public == name or name in ids):
                 return list(ids) if public == name else [name]
         return []
 
     def names(self, tenant: str) -> dict[str, str]:
-        """The client's name for each of the engine's, of one tenant's requests, ended ones too."""
+        """Return the client's name by the engine's id, for one tenant's requests, including ended ones."""
         known = {one: name for owner, name, ids in self._ended if owner == tenant for one in ids}
         for (owner, name), listed in self._names.items():
             if owner == tenant:

@@ -1,4 +1,4 @@
-"""What a client may send: bounds of heads, bodies, connections and times. Does not: hold anything to them."""
+"""HttpLimits: bounds of heads, bodies, connections and times. Does not: enforce them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ UPLOADS = "/v1/files"
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """Bounds of one text. `max_parts` counts strings, objects and lists; `max_values` numbers and constants."""
+    """Bounds of one JSON body. `max_parts` counts strings, objects and lists; `max_values` numbers and constants."""
 
     max_depth: int = 64
     max_parts: int = 65_536
@@ -20,12 +20,12 @@ class JsonLimits:
 class HttpLimits:
     """Bounds of one request, one connection and all of them.
 
-    A body that comes without a valid key, where keys are set, has `stranger_body_timeout_s`, and at most
+    A body without a valid key, if keys are set, must arrive within `stranger_body_timeout_s`, and at most
     `max_stranger_bodies` of them may be unfinished.
-    `max_header_bytes` get an answer (431); a head of more than `max_head_bytes` is cut. The application answers a slow
-    body after `body_timeout_s`; a connection whose body nobody reads is cut `body_grace_s` later.
-    `max_upload_bytes` are of a file (--max-upload-bytes, where there is a --batch-dir); after `upload_grace_s` it must
-    have come at `min_upload_bytes_per_s` on average.
+    More than `max_header_bytes` are answered 431; a head over `max_head_bytes` is cut. The application answers a slow
+    body after `body_timeout_s`; a connection whose body is not read is cut `body_grace_s` later.
+    `max_upload_bytes` bounds a file (--max-upload-bytes with --batch-dir, else 0); after `upload_grace_s` it must have
+    arrived at `min_upload_bytes_per_s` on average.
     A client that does not read its stream is cut after `stall_timeout_s`, or once `max_unread_bytes` wait for it.
     """
 

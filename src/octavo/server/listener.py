@@ -1,6 +1,7 @@
 """The socket that clients connect to: bound before a model loads, so that a taken port is known at once.
 
-Owns: opening it, who may reach it, its URL. Does not: accept, or import a web framework (the supervisor opens it).
+Owns: opening it, the check of an exposed address, its URL.
+Does not: accept, or import a web framework (the supervisor opens it).
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
     from octavo.config import ServingConfig, WebConfig
 
 BACKLOG = 2048
-MIN_PUBLIC_KEY_CHARACTERS = 16  # of a key that others than this machine may guess at
+MIN_PUBLIC_KEY_CHARACTERS = 16  # of a key that clients on other machines can try to guess
 _log = logging.getLogger(__name__)
 
 
 class PortInUseError(ConfigError):
-    """Another program listens there."""
+    """The port is in use by another program."""
 
 
 def open_socket(serving: ServingConfig) -> socket.socket:
-    """Bind and listen. Raises ConfigError for an exposed address without a good key, or one that cannot be had."""
+    """Return a listening socket. Raises ConfigError for a public address without a good key, or one that fails."""
     _check_keys(serving)
     family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
     try:
@@ -45,7 +46,7 @@ def open_socket(serving: ServingConfig) -> socket.socket:
 
 
 def _check_keys(serving: ServingConfig) -> None:
-    """Refuse an address that others reach without a key, or with one that is soon guessed. Raises ConfigError."""
+    """Refuse a public address without a key, or with a key that is easily guessed. Raises ConfigError."""
     if is_public(serving) and not serving.has_keys:
         raise ConfigError(
             f"--host is {serving.host!r} and there is no key, so anyone who reaches this address could use it; give "
@@ -64,12 +65,12 @@ def _check_keys(serving: ServingConfig) -> None:
 
 
 def is_public(serving: ServingConfig) -> bool:
-    """Whether others than this machine reach the address, and --insecure does not say that this is meant."""
+    """Return True if other machines can reach the address, and --insecure is not given."""
     return not (is_loopback(serving.host) or serving.insecure)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Return True if only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -77,7 +78,7 @@ def is_loopback(host: str) -> bool:
 
 
 def url_of(listener: socket.socket, web: WebConfig | None = None) -> str:
-    """Where clients on this machine reach the server."""
+    """Return the server's URL for clients on this machine."""
     scheme = "https" if web is not None and web.ssl_certfile is not None else "http"
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:

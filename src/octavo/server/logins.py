@@ -1,10 +1,10 @@
 """Logins: sessions of browsers, which cannot send a key in a header with every page.
 
-Owns: sessions (a random id in a cookie stands for a key's holder), their bounds and ends, when a cookie counts, and
-how many wrong keys each address gave.
-Does not: hold a key (its digest, by which the ring finds the holder anew each time), or outlive the process.
-Invariants: a session of a key that is gone is gone; a cookie never counts for a request that another site's page
-may have made; every table is bounded.
+Owns: sessions (a random id in a cookie represents a key), their bounds and ends, the check of a cookie's request, and
+the number of wrong keys of each address.
+Does not: hold a key (only its digest, which the ring looks up each time), or outlive the process.
+Invariants: a session of a removed key is invalid; a cookie is ignored in a request that another site's page may have
+made; every table is bounded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_WRONG_KEYS = 10  # of one address within WRONG_KEYS_S that are answered 401
 WRONG_KEYS_S = 60.0
 MAX_WRONG_KEY_ADDRESSES = 4096
 COOKIE = "octavo-session"
-_MAX_COOKIES = 8  # of ours that are looked at: servers on other ports of this host have theirs
+_MAX_COOKIES = 8  # with our name that are checked: servers on other ports of this host have cookies too
 _SAFE = ("GET", "HEAD")
 
 
@@ -44,9 +44,9 @@ class _Session:
 
 
 class WrongKeys:
-    """Counts wrong keys by address, from /login and headers alike. `now` is a monotonic clock.
+    """Wrong keys by address, of /login and of headers. `now` is a monotonic clock.
 
-    It slows wrong keys down only: a right one is never refused, for a proxy's clients share its address.
+    Only wrong keys are delayed: a valid one is never refused, since a proxy's clients share its address.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -54,7 +54,7 @@ class WrongKeys:
         self._times: OrderedDict[str, deque[float]] = OrderedDict()  # by network, the one quiet for longest first
 
     def note(self, address: str) -> float:
-        """Count one; return the seconds that the address must wait, 0 for its first MAX_WRONG_KEYS of a minute."""
+        """Count one; return the seconds that the address must wait, 0 for its first MAX_WRONG_KEYS in a minute."""
         network, now = _network(address), self._now()
         times = self._times.pop(network, None) or deque(maxlen=MAX_WRONG_KEYS)
         wait_s = times[0] + WRONG_KEYS_S - now if len(times) == MAX_WRONG_KEYS else 0.0
@@ -76,11 +76,11 @@ class Logins:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are open, ended ones that nobody asked for since included."""
+        """The number of sessions, including expired ones that were not looked up since."""
         return len(self._sessions)
 
     def log_in(self, key: bytes) -> str | None:
-        """Begin a session; its id, or None for a key that is none."""
+        """Start a session and return its id; None for an invalid key."""
         holder = self._keys.find(key)
         if holder is None:
             return None
@@ -103,7 +103,7 @@ class Logins:
         self._sessions.pop(_name(session_id), None)
 
     def find(self, session_id: str) -> KeyInfo | None:
-        """The holder of a session's key, while the session goes on and the key is one."""
+        """Return the KeyInfo of a session's key; None if the session has expired or the key was removed."""
         name, now = _name(session_id), self._now()
         session = self._sessions.get(name)
         if session is None:
@@ -117,7 +117,7 @@ class Logins:
         return holder
 
     def holder(self, scope: Scope) -> tuple[KeyInfo, str] | None:
-        """Who a request's cookie stands for, and the session's id; None where no cookie counts."""
+        """Return the key and the session id of a request's cookie; None without a valid one."""
         headers = Headers(scope=scope)
         cookies = session_cookies(headers)
         if not cookies or not is_own_page(headers, scope["method"]):
@@ -130,16 +130,16 @@ class Logins:
 
 
 def session_cookies(headers: Headers) -> list[str]:
-    """The ids in a request's cookies that may be sessions of this server."""
+    """Return the ids in a request's cookies that may be sessions of this server."""
     pairs = (pair.strip().partition("=") for value in headers.getlist("cookie") for pair in value.split(";"))
     return [value for name, _, value in pairs if name.removeprefix("__Host-").startswith(COOKIE)][:_MAX_COOKIES]
 
 
 def is_own_page(headers: Headers, method: str) -> bool:
-    """Whether the request comes from a page of this server, or from whoever typed its address.
+    """Return True if the request comes from a page of this server, or from an address that a user typed.
 
-    Browsers say so in Sec-Fetch-Site (Fetch Metadata), over https and to this machine; elsewhere in Origin, with all
-    that is no GET. A cookie with SameSite=Strict does not come along from other sites in the first place.
+    Browsers send Sec-Fetch-Site (Fetch Metadata) over https and to this machine; else Origin, with all requests but
+    GET. A cookie with SameSite=Strict is not sent with other sites' requests in the first place.
     """
     site = headers.getlist("sec-fetch-site")
     if site:
@@ -151,7 +151,7 @@ def is_own_page(headers: Headers, method: str) -> bool:
 
 
 def cookie_name(headers: Headers, is_secure: bool) -> str:
-    """The cookie's name: with the port, for browsers do not tell ports of a host apart."""
+    """Return the cookie's name, which has the port: browsers share cookies among a host's ports."""
     port = headers.get("host", "").rpartition(":")[2]
     name = f"{COOKIE}-{port}" if port.isdecimal() and len(port) <= 5 else COOKIE
     return f"__Host-{name}" if is_secure else name
@@ -162,7 +162,7 @@ def _name(session_id: str) -> bytes:
 
 
 def _network(address: str) -> str:
-    """Return what one client is counted by: its IPv4 address, or the /64 of its IPv6 address."""
+    """Return the network by which a client is counted: its IPv4 address, or the /64 of its IPv6 address."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:

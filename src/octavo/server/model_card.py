@@ -1,6 +1,6 @@
-"""The served model, as Ollama's and Anthropic's clients want it described.
+"""Descriptions of the served model for Ollama's and Anthropic's clients.
 
-Owns: what is said of it: sizes, family, abilities. Does not: know weights (the engine tells their bytes).
+Owns: the described facts: sizes, family, capabilities. Does not: read weights (the engine reports their bytes).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NEVER = "9999-12-31T00:00:00Z"  # when the model is unloaded
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Weights of the decoder: embeddings, attention, feed-forward, norms."""
+    """Return the number of weights of the decoder: embeddings, attention, feed-forward, norms."""
     hidden, head = spec.hidden_size, spec.head_dim
     attention = 2 * hidden * spec.num_heads * head + 2 * hidden * spec.num_kv_heads * head
     layer = attention + 3 * hidden * spec.intermediate_size + 2 * hidden
@@ -29,12 +29,12 @@ def num_parameters(spec: ModelSpec) -> int:
 
 
 def moment(seconds: float) -> str:
-    """A time in Unix seconds as RFC 3339 has it."""
+    """Return a time in Unix seconds in the format of RFC 3339."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def anthropic_card(context: Context, name: str) -> Json:
-    """The model as Anthropic's list has it."""
+    """Return the model in the format of Anthropic's list."""
     return {
         "type": "model",
         "id": name,
@@ -47,7 +47,7 @@ def anthropic_card(context: Context, name: str) -> Json:
 
 
 def ollama_card(context: Context, name: str) -> Json:
-    """The model as Ollama's list has it. `digest` is of the first name: nothing hashes the files."""
+    """Return the model in the format of Ollama's list. `digest` is of the first name: the files are not hashed."""
     return {
         "name": name,
         "model": name,
@@ -59,7 +59,7 @@ def ollama_card(context: Context, name: str) -> Json:
 
 
 def ollama_running(context: Context, name: str) -> Json:
-    """The model as Ollama's list of loaded ones has it."""
+    """Return the model in the format of Ollama's list of loaded models."""
     card = ollama_card(context, name)
     del card["modified_at"]
     is_on_cpu = context.sessions.capacity is None or context.sessions.capacity.device == "cpu"
@@ -68,7 +68,7 @@ def ollama_running(context: Context, name: str) -> Json:
 
 
 def ollama_show(context: Context, name: str) -> Json:
-    """Everything about the model that Ollama's clients look for."""
+    """Return the model's details in the format of Ollama's /api/show."""
     spec, family = context.text.spec, context.text.spec.family
     template = context.text.chat_template
     source = "" if template is None else template.source

@@ -1,9 +1,8 @@
-"""The threads on which large inputs are read, so that the event loop does not wait for them.
+"""The threads that parse and tokenize large inputs, so that the event loop does not wait for them.
 
-Owns: how many there are, and lanes, so that what is long does not stand before what is short.
-Does not: know what is read.
-Parsing keeps the interpreter's lock for up to 30 ms at a time (6 MB of escapes in one string), so one thread does what
-is long: the loop never waits for two such pieces in a row. Tokenizing releases the lock.
+Owns: their number, and separate lanes, so that short work does not wait for long work. Does not: know the work.
+Parsing holds the interpreter's lock for up to 30 ms at a time (6 MB of escapes in one string), so one thread does all
+long parsing: the loop never waits for two such pieces in a row. Tokenizing releases the lock.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _TOKENIZING_LONG = ThreadPoolExecutor(1, thread_name_prefix="octavo-long-prompts
 
 
 async def parse_off_loop(work: Callable[[], T], num_bytes: int) -> T:
-    """Do work that keeps the interpreter's lock. A caller that is cancelled leaves it to end by itself."""
+    """Run work that holds the interpreter's lock. If the caller is cancelled, the work still runs to its end."""
     lane = _PARSING_LONG if num_bytes > LONG_BYTES else _PARSING
     return await asyncio.get_running_loop().run_in_executor(lane, work)
 
 
 async def off_loop(work: Callable[[], T], num_characters: int = 0) -> T:
-    """Do work that mostly releases the interpreter's lock. A caller that is cancelled leaves it to end by itself."""
+    """Run work that mostly releases the interpreter's lock. If the caller is cancelled, the work still ends."""
     lane = _TOKENIZING_LONG if num_characters > LONG_CHARS else _TOKENIZING
     return await asyncio.get_running_loop().run_in_executor(lane, work)

@@ -1,7 +1,7 @@
-"""Pages and their files as responses.
+"""Responses with pages and their files.
 
-Owns: the headers they go with, and telling a browser that it has a file already. Does not: hold the files
-(dashboard.page does) or decide who gets them (auth does).
+Owns: their headers, and the 304 for a file that a browser has already. Does not: hold the files (dashboard.page does)
+or check access (auth does).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.server.faults import ApiError
 
 
 def file_response(request: Request, name: str) -> Response:
-    """A file of the pages; 304 where the browser has it, 404 where there is none."""
+    """Return a file of the pages, or a 304 if the browser has it. Raises ApiError (404) for any other name."""
     found = asset(name)
     if found is None:
         raise ApiError(404, f"no file {name[:128]!r} here", code="not_found")
@@ -29,5 +29,5 @@ def file_response(request: Request, name: str) -> Response:
 
 
 def wants_html(accept: str) -> bool:
-    """Whether whoever asks is a browser that shows a page: clients of APIs do not name text/html."""
+    """Return True if the client is a browser that shows a page: API clients do not accept text/html by name."""
     return "text/html" in accept.lower()

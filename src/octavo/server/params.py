@@ -1,4 +1,4 @@
-"""From a body to SamplingParams: the one place where HTTP names meet the engine's.
+"""From a body to SamplingParams: the only translation of HTTP names to the engine's.
 
 Owns: names, the bound on choices.
 Does not: repeat SamplingParams' ranges, or check ids against the vocabulary (Sessions does).
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
 
 B = TypeVar("B", bound=SamplingBody)
-HERE_CHARACTERS, HERE_WORDS, HERE_IDS = 512, 8, 256  # what is read in the event loop takes a millisecond at most
+HERE_CHARACTERS, HERE_WORDS, HERE_IDS = 512, 8, 256  # up to these the event loop reads a body, in a millisecond
 _DRY = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range")
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 _AS_ASKED = (*MODEL_FIELDS, *_DRY, *_PENALTIES, "typical_p", "min_tokens", "seed", "truncate_prompt_tokens")
-_OF_BEAMS: Mapping[str, object] = {"length_penalty": 1.0, "early_stopping": False}  # and what asks for nothing
+_OF_BEAMS: Mapping[str, object] = {"length_penalty": 1.0, "early_stopping": False}  # field -> its neutral value
 
 
 def spellings(body: SamplingBody) -> dict[str, str]:
-    """How the client spelled the fields that are called otherwise behind this door."""
+    """Return the client's spelling of fields that SamplingParams names otherwise."""
     width = "best_of" if isinstance(body, CompletionBody) and body.best_of is not None else "n"
     structures = given_structures(body)
     return {
@@ -44,7 +44,7 @@ def spellings(body: SamplingBody) -> dict[str, str]:
 
 
 async def read_params(body: B, read: Callable[[B], SamplingParams]) -> SamplingParams:
-    """Read a body's parameters; where it has words to be tokenized or long lists, on another thread."""
+    """Read a body's parameters; on another thread if it has many words to tokenize, or long lists."""
     num_characters = sum(map(len, body.bad_words)) + sum(map(len, body.dry_sequence_breakers or ()))
     is_short = num_characters <= HERE_CHARACTERS and len(body.bad_words) <= HERE_WORDS
     is_short &= len(body.allowed_token_ids) + len(body.logit_bias) + len(body.stop_token_ids) <= HERE_IDS
@@ -52,7 +52,7 @@ async def read_params(body: B, read: Callable[[B], SamplingParams]) -> SamplingP
 
 
 def check_scores(num_tokens: int, num_top: int | None) -> None:
-    """Refuse more log-probabilities of prompts than an answer may hold; None asks for none. Raises ApiError."""
+    """Refuse more log-probabilities of prompts than an answer may hold; None: none are requested. Raises ApiError."""
     if num_top is not None and num_tokens * (1 + num_top) > MAX_PROMPT_SCORES:
         message = f"prompt_logprobs are {num_top} beside each of {num_tokens} prompt tokens; an answer holds "
         raise bad_field("prompt_logprobs", f"{message}{MAX_PROMPT_SCORES} of them, so give fewer or shorter prompts")
@@ -63,9 +63,9 @@ def _of_n_predict(count: int) -> int | None:
 
 
 class ParamsReader:
-    """Makes sampling parameters for one model. `max_choices` bounds n and best_of.
+    """A maker of sampling parameters for one model. `max_choices` bounds n and best_of.
 
-    `shown_ids` are the special tokens that a chat shows all the same, without tools and with them.
+    `shown_ids` are the special tokens that a chat does not skip, without tools and with them.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ParamsReader:
         self._shown_ids = shown_ids
 
     def chat(self, body: ChatBody) -> SamplingParams:
-        """Sampling parameters of a chat completion. Raises ApiError naming the field."""
+        """Return the sampling parameters of a chat completion. Raises ApiError naming the field."""
         renamed: dict[str, str] = {}
         max_tokens = body.max_tokens
         if body.max_completion_tokens is not None:
@@ -105,7 +105,7 @@ class ParamsReader:
         return self._params(body, asked, renamed)
 
     def completion(self, body: CompletionBody) -> SamplingParams:
-        """Sampling parameters of a text completion. Raises ApiError naming the field."""
+        """Return the sampling parameters of a text completion. Raises ApiError naming the field."""
         scored = body.prompt_logprobs
         if body.echo and (body.logprobs is not None or body.max_tokens == 0):
             scored = max(scored or 0, body.logprobs or 0)
@@ -120,13 +120,13 @@ class ParamsReader:
         return self._params(body, asked, {"max_tokens": "n_predict"} if is_renamed else {})
 
     def _choices(self, body: SamplingBody, best_of: int | None) -> dict[str, Any]:
-        """What n, best_of and the fields of beam search ask for."""
+        """Return the parameters of n, best_of and beam search. Raises ApiError."""
         for name, count in (("n", body.n), ("best_of", best_of)):
             if count is not None and count > self._max_choices:
                 raise bad_field(name, f"{name} is {count}; give at most {self._max_choices}")
         n = 1 if body.n is None else body.n
         if body.use_beam_search:
-            asked = getattr(body, "logprobs", None)  # true of a chat, a number of a completion
+            asked = getattr(body, "logprobs", None)  # a bool in a chat, a number in a completion
             if asked is not None and asked is not False:
                 raise bad_field("logprobs", "logprobs: a beam search gives none; leave one of the two out")
             if best_of is not None and best_of < n:
@@ -168,24 +168,24 @@ class ParamsReader:
 
 
 def shown_ids(dialect: Dialect, has_tools: bool, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Special tokens that are shown all the same: those that tell the parts of an answer apart."""
+    """Return the special tokens that are not skipped: those that separate the parts of an answer."""
     ids = [tokenizer.backend.token_to_id(marker) for marker in dialect.markers(has_tools)]
     return tuple(sorted({token_id for token_id in ids if token_id in tokenizer.special_ids}))
 
 
-DRY_BREAKERS = ("\n", ":", '"', "*")  # where DRY is on and none are given; those that its author proposed
+DRY_BREAKERS = ("\n", ":", '"', "*")  # the default with DRY, as its author proposed
 
 
 class TextEncoder(Protocol):
-    """What is asked of a tokenizer here."""
+    """The part of a tokenizer that is used here."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text."""
+        """Return the ids of a text."""
         ...
 
 
 def bad_word_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """The ids of each word as it stands at the start of a text and behind a space. Raises ApiError."""
+    """Return the ids of each word at the start of a text and after a space. Raises ApiError."""
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
         spellings = [tuple(tokenizer.encode(text, False)) for text in (word, " " + word.lstrip())]
@@ -196,6 +196,6 @@ def bad_word_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[tuple[in
 
 
 def breaker_ids(tokenizer: TextEncoder, texts: Iterable[str]) -> tuple[int, ...]:
-    """The last id of each text: a repetition is counted from behind it."""
+    """Return the last id of each text: a repetition is counted from after it."""
     encoded = (tokenizer.encode(text, False) for text in texts)
     return tuple(dict.fromkeys(ids[-1] for ids in encoded if ids))

@@ -1,11 +1,11 @@
-"""From messages and prompts to token ids, without holding up the event loop.
+"""From messages and prompts to token ids, without blocking the event loop.
 
-Owns: which work leaves the loop, to a thread or to a tool process, and the refusal of texts that cannot fit.
+Owns: the choice of the loop, a thread or a tool process for work, and the refusal of texts that cannot fit.
 Does not: know templates or vocabularies (TextModel does).
-Invariant: what is done in the event loop itself is bounded: a short text, a short conversation.
+Invariant: work in the event loop itself is bounded: a short text, a short conversation.
 
-Tokenizing releases the interpreter's lock, so a thread does; a template does not, and one operation of it can take
-minutes inside C. So it is rendered in another process, where it can be ended, unless it is trusted and the
+Tokenizing releases the interpreter's lock, so a thread is enough; a template does not, and one operation of it can take
+minutes inside C. So it is rendered in another process, which can be killed, unless it is trusted and the
 conversation is small.
 """
 
@@ -36,16 +36,16 @@ HERE_CHARS = 4096  # a text of this length is tokenized in 2 ms
 HERE_JSON = 65_536  # characters of JSON that are parsed in under a millisecond
 HERE_WORK = 16_384  # of a conversation, as `_work_of` counts it: a millisecond or two
 THREAD_WORK = 131_072
-SLOW_RENDER_S = 0.05  # a template that took this long for a conversation of less is rendered elsewhere from then on
+SLOW_RENDER_S = 0.05  # a template that took longer is rendered in the tool process from then on
 RENDER_LIMIT_S = 5.0
-_PER_MESSAGE = 128  # characters that a message's own steps in a template are worth
+_PER_MESSAGE = 128  # characters of work for each message
 _PER_VALUE = 16
 _INDEX = re.compile(r"^messages\.(\d+)")
 _ROLES = {"developer": "system"}
 
 
 class PromptReader:
-    """Makes prompt ids for one model. `max_len` is the most tokens a prompt may have."""
+    """A maker of prompt ids for one model. `max_len` is the most tokens that a prompt may have."""
 
     def __init__(self, text: TextModel, max_len: int, tool: ToolProcess, dialect: Dialect) -> None:
         self._text = text
@@ -55,9 +55,9 @@ class PromptReader:
         self._is_slow = False
 
     async def chat(self, body: ChatBody, num_kept: int | None = None) -> list[int]:
-        """Render the conversation with the model's template and tokenise it. Raises ApiError, EngineError.
+        """Render the conversation with the model's template and tokenize it. Raises ApiError, EngineError.
 
-        `num_kept`: how many of the last tokens are kept, None for all.
+        `num_kept`: the number of last tokens to keep, None for all.
         """
         if body.continue_final_message and body.add_generation_prompt:
             message = "continue_final_message goes on with the last message; leave add_generation_prompt out"
@@ -92,14 +92,14 @@ class PromptReader:
                 prompt = asked.cut_at_continuation(prompt)
             ids = await self._encode("messages", prompt, body.add_special_tokens, num_kept, asked.mark)
         except RequestError as error:
-            error.param = _INDEX.sub(r"messages[\1]", error.param or "messages")  # as it is spelled elsewhere here
+            error.param = _INDEX.sub(r"messages[\1]", error.param or "messages")  # as in other messages of this server
             raise from_exception(error) from None
         if not ids:
             raise bad_field("messages", "messages make an empty prompt")
         return ids
 
     def _documents(self, body: ChatBody) -> object:
-        """Return the template's variable that shows documents. Raises ApiError where the template has none."""
+        """Return the documents for the template. Raises ApiError if the template does not show any."""
         template = self._text.chat_template
         if template is None or "documents" not in template.source:
             message = "documents: the chat template of this model shows none; give their text in a message"
@@ -143,14 +143,14 @@ class PromptReader:
             probe = self._text.conversation([{"role": "user", "content": "x"}])
             await self._render_elsewhere(template, probe)
         except RequestError:
-            pass  # the template asks for other messages; it is compiled
+            pass  # the template refuses these messages, but is compiled
         except OctavoError as error:
             _log.warning("chat templates cannot be rendered now: %s", error)
 
     async def completion(
         self, prompts: Sequence[str | list[int]], num_kept: int | None = None, add_special_tokens: bool = True
     ) -> list[Sequence[int]]:
-        """Token ids of each prompt, given as text or as ids; of each at most the last `num_kept`. Raises ApiError."""
+        """Return the ids of each prompt, given as text or ids; of each at most the last `num_kept`. Raises ApiError."""
         return [await self._one(prompt, num_kept, add_special_tokens) for prompt in prompts]
 
     async def _one(self, prompt: str | list[int], num_kept: int | None, add_special_tokens: bool) -> Sequence[int]:
@@ -167,7 +167,7 @@ class PromptReader:
             raise from_exception(error, {"prompt_token_ids": "prompt"}) from None
 
     async def echo(self, prompts: Sequence[str | Sequence[int]]) -> list[str]:
-        """The prompts as text."""
+        """Return the prompts as text."""
         decode = self._text.tokenizer.decode
 
         def texts() -> list[str]:
@@ -202,7 +202,7 @@ class PromptReader:
 
 
 def _work_of(size: int, asked: Conversation) -> int:
-    """About how much there is to render, in characters."""
+    """Return the approximate work to render a conversation, in characters."""
     work = size + _PER_MESSAGE * len(asked.messages)
     pending: list[Any] = [asked.variables, *(asked.tools or ())]
     for message in asked.messages:
@@ -219,7 +219,7 @@ def _work_of(size: int, asked: Conversation) -> int:
 
 
 def effort_variables(dialect: Dialect, body: ChatBody) -> dict[str, object]:
-    """The template's variables that say how much the model reasons; a template without them cannot be told."""
+    """Return the template's variables for the reasoning effort; empty for a template without them."""
     effort = body.effort
     if effort is not None:
         return {name: effort if name == "reasoning_effort" else effort != "none" for name in dialect.effort_variables}

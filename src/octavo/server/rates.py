@@ -1,9 +1,9 @@
-"""Token buckets: what one key may use per minute, and how long until it may again.
+"""Token buckets: the limits of one key per minute, and the wait until it may use more.
 
-Owns: the buckets of a key, its count of open requests, what it used so far.
+Owns: the buckets of a key, its count of open requests, its use so far.
 Does not: read a clock (`now` is an argument, seconds on one monotonic clock), or decide for more than one key.
-Invariant: a bucket never holds more than a minute's worth; what it is short of comes back at its rate, so that the
-time told is exact while nobody else draws on it.
+Invariant: a bucket never holds more than a minute's worth and refills at its rate, so that a wait is exact unless other
+requests use the bucket meanwhile.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from octavo.errors import RateLimitError
 from octavo.server.keys import KeyInfo
 
-_DECIMALS = 9  # rounding of times: sums of fractions must not make a second of nothing
+_DECIMALS = 9  # rounding of times: rounding errors must not become a wait
 
 
 class Bucket:
-    """Holds up to a minute's worth and refills evenly. May be overdrawn by what is known only later."""
+    """A token bucket of a minute's worth that refills evenly. It may be overdrawn by use that is known only later."""
 
     __slots__ = ("_at", "_level", "per_minute")
 
@@ -28,30 +28,30 @@ class Bucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """What it holds; below 0 when overdrawn."""
+        """Return the amount in the bucket; below 0 if overdrawn."""
         if now > self._at:
             self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
             self._at = now
         return self._level
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until it holds `amount`, or is full where that is more than it can hold; 0 = now."""
+        """Return the seconds until it holds `amount`, or is full if `amount` is more than it can hold; 0 = now."""
         short = min(amount, self.per_minute) - self.level(now)
         return round(max(0.0, short * 60 / self.per_minute), _DECIMALS)
 
     def take(self, amount: float, now: float) -> None:
-        """Draw, below 0 if it must be."""
+        """Take an amount; the level may fall below 0."""
         self._level = self.level(now) - amount
 
     def resize(self, per_minute: int, now: float) -> None:
-        """Change the limit; what was used stays used."""
+        """Change the limit; keep the amount used."""
         used = self.per_minute - self.level(now)
         self.per_minute = per_minute
         self._level = min(float(per_minute), per_minute - used)
 
 
 class Meter:
-    """What one key uses. `num_tokens` and `num_requests` count since the start."""
+    """The use of one key. `num_tokens` and `num_requests` count since the start."""
 
     __slots__ = ("info", "num_open", "num_refused", "num_requests", "num_tokens", "requests", "tokens")
 
@@ -65,18 +65,18 @@ class Meter:
         self.num_refused = 0
 
     def update(self, info: KeyInfo, now: float) -> None:
-        """Take new limits for the same key; what was used stays used."""
+        """Set new limits of the same key; keep the amounts used."""
         self.info = info
         self.requests = _resized(self.requests, info.requests_per_minute, now)
         self.tokens = _resized(self.tokens, info.tokens_per_minute, now)
 
     def check_tokens(self, now: float, num_tokens: float) -> None:
-        """Raise RateLimitError when so many tokens are more than are left of this minute's."""
+        """Raise RateLimitError if the key's bucket has fewer than `num_tokens` tokens."""
         if self.tokens is not None and (wait_s := self.tokens.wait_s(num_tokens, now)):
             raise self._refusal(f"it may use {self.tokens.per_minute} tokens a minute", wait_s)
 
     def begin(self, now: float) -> None:
-        """Count a request. Raises RateLimitError when there may be none now."""
+        """Count a request. Raises RateLimitError if a limit is used up."""
         if self.requests is not None and (wait_s := self.requests.wait_s(1, now)):
             raise self._refusal(f"it may make {self.requests.per_minute} requests a minute", wait_s)
         self.check_tokens(now, 1)
@@ -91,7 +91,7 @@ class Meter:
             self.tokens.take(num_tokens, now)
 
     def headers(self, now: float) -> Iterator[tuple[bytes, bytes]]:
-        """OpenAI's x-ratelimit headers, for the limits that there are."""
+        """Yield OpenAI's x-ratelimit headers, for the limits that are set."""
         for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None:
                 level = bucket.level(now)

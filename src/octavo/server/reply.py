@@ -1,8 +1,8 @@
-"""Send an answer: whole or as a stream of events, and once for all requests with the same Idempotency-Key.
+"""Send an answer, whole or as a stream of events; requests with the same Idempotency-Key share one execution.
 
-Owns: when a stream has its keep-alive, its error and its end, and giving up on a reader that does not read.
+Owns: a stream's keep-alives, error and end, and cutting a client that does not read.
 Does not: generate (generation does) or encode (each API's encoder does).
-Invariant: a stream that a client can still read ends as its format says, never with a bare cut.
+Invariant: a stream that a client can still read ends as its format requires, never with a bare cut.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _log = logging.getLogger(__name__)
 
 
 class DeltaSource(Protocol):
-    """Where the deltas come from."""
+    """A source of deltas: a Generation or a ResumableStream."""
 
     @property
     def name(self) -> str:
-        """For the log."""
+        """The request's name in the log."""
         ...
 
     @property
     def unread_bytes(self) -> int:
-        """Roughly what is held because this reader has not taken it."""
+        """Approximate bytes that this reader has not read."""
         ...
 
     def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -75,7 +75,7 @@ class DeltaSource(Protocol):
 
 
 async def reply(request: Request, asked: GenerationRequest) -> Response:
-    """Answer: generate, or read what runs or is kept under the same Idempotency-Key. Raises ApiError."""
+    """Answer: generate, or read the run of the same Idempotency-Key. Raises ApiError."""
     context = context_of(request)
     source: DeltaSource
     encoder: AnswerEncoder
@@ -92,7 +92,7 @@ async def reply(request: Request, asked: GenerationRequest) -> Response:
 
 
 async def _resume(request: Request, context: Context, asked: GenerationRequest) -> ResumableStream:
-    """Read the run of the request's Idempotency-Key, which goes on without this connection. Raises ApiError."""
+    """Return a reader of the Idempotency-Key's run, which continues without this connection. Raises ApiError."""
     key, event = key_of(request)
     assert key is not None  # an event alone is refused
     if asked.params.prompt_logprobs is not None:
@@ -107,7 +107,7 @@ async def _resume(request: Request, context: Context, asked: GenerationRequest) 
 
 
 async def open_run(request: Request, context: Context, asked: GenerationRequest, retry: RetryKey) -> ResumableStream:
-    """A reading of the run of this key, which is begun if there is none; it needs no connection. Raises ApiError."""
+    """Return a reader of the key's run, started if there is none; the run needs no connection. Raises ApiError."""
 
     async def begin(run: IdempotentRequest) -> Begun:
         generation, spec = await start(request, asked, run)
@@ -120,7 +120,7 @@ async def open_run(request: Request, context: Context, asked: GenerationRequest,
 
 
 async def body_hash(asked: GenerationRequest) -> bytes:
-    """What tells two bodies apart: the endpoint and the fields given, however they were written."""
+    """Return a hash of the endpoint and the given fields, independent of the JSON's formatting."""
 
     def digest() -> bytes:
         return hashlib.sha256(
@@ -146,7 +146,7 @@ async def _whole(request: Request, source: DeltaSource, encoder: AnswerEncoder) 
 
 
 async def _encoded(encoder: AnswerEncoder, choices: Sequence[Choice]) -> bytes:
-    """The answer as JSON, made on another thread where it has many log-probabilities."""
+    """Return the answer as JSON; it is encoded on another thread if it has many log-probabilities."""
 
     def encode() -> bytes:
         return msgspec.json.encode(encoder.whole(choices))
@@ -168,7 +168,7 @@ def _too_slow() -> ApiError:
 
 
 class EventStream(Response):
-    """Streams one answer."""
+    """The response that streams one answer."""
 
     def __init__(self, source: DeltaSource, encoder: AnswerEncoder, context: Context) -> None:
         self._format = encoder.stream_format
@@ -182,7 +182,7 @@ class EventStream(Response):
         self._num_writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything; whatever happens, the engine's side is closed."""
+        """Send the stream, and close its source in every case."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
@@ -224,9 +224,9 @@ class EventStream(Response):
             await asyncio.gather(ticker, return_exceptions=True)
 
     async def _write(self, send: Send, data: bytes) -> None:
-        """Send; while the client does not read, look now and then how much waits for it. Raises SlowReaderError.
+        """Send; while the client does not read, check every LOOK_S how much waits for it. Raises SlowReaderError.
 
-        A send that waits has not written anything yet, so it can be given up and tried again.
+        A send that times out has not written anything yet, so it can be retried.
         """
         self._num_writes += 1
         message = {"type": "http.response.body", "body": data, "more_body": True}
@@ -243,7 +243,7 @@ class EventStream(Response):
                 raise SlowReaderError
 
     async def _keep_alive(self, send: Send) -> None:
-        """Write a comment whenever nothing was written for a while."""
+        """Write a keep-alive after each `keep_alive_s` without a write."""
         while True:
             seen = self._num_writes
             await asyncio.sleep(self._limits.keep_alive_s)

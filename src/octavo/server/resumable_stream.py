@@ -1,9 +1,9 @@
-"""ResumableStream: an answer kept as it comes, read by any number of connections, each from where the one before ended.
+"""ResumableStream: one connection's reader of a TokenLog, from the position where an earlier connection ended.
 
-Owns: the tape, the position in it (the event ids of a stream), cutting it into events.
-Does not: run a request (runs does), or know the form of an event (each API's encoder does).
-Invariants: a position counts tokens, not events, so it means the same however the text was cut, and in the server's
-next life; each event moves one choice's position, and connections with successive positions get one whole answer.
+Owns: the TokenLog (`tape`), positions in it (the event ids of a stream), cutting it into events.
+Does not: run a request (idempotency does), or know the form of an event (each API's encoder does).
+Invariants: a position counts tokens, not events, so it does not depend on how the text was cut, and is valid after a
+restart; each event moves one choice's position, and connections with successive positions get one whole answer.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from octavo.frontend.outputs import TextDelta, slice_tokens, token_bytes
 from octavo.server.encoding import AnswerEncoder, Choice, Json, StreamFormat
 from octavo.server.faults import ApiError, bad_field
 
-MAX_IDENTIFIED = 64  # choices; the streams of more carry no ids: each would name all of them
+MAX_IDENTIFIED = 64  # choices; streams of more have no event ids: each id would list all choices
 _PLACE = re.compile(r"(-|[0-9]{1,9})([+.]?)")
 _BEGUN, _TAIL, _ENDED = 0, 1, 2
-Place = tuple[int, int]  # tokens given (-1: not begun), then _BEGUN, _TAIL (text behind the last token given), _ENDED
+Place = tuple[int, int]  # tokens sent (-1: not begun), then _BEGUN, _TAIL (text after the last token sent), _ENDED
 
 _NOTHING: Place = (-1, _BEGUN)
 
 
 @dataclass(slots=True)
 class Position:
-    """What a client has: per choice a place, and whether it has the usage."""
+    """The part of an answer that a client has: a place per choice, and whether it has the usage."""
 
     places: list[Place]
     has_usage: bool = False
 
     @classmethod
     def start(cls, num_choices: int) -> Position:
-        """Nothing yet."""
+        """Return the position before anything was sent."""
         return cls([_NOTHING] * num_choices)
 
     @classmethod
     def parse(cls, text: str, num_choices: int) -> Position:
-        """Read an event id. Raises ApiError."""
+        """Return the position of an event id. Raises ApiError."""
         places, mark, usage = text.partition(";")
         found = [_PLACE.fullmatch(place) for place in places.split(",", num_choices)]
         read = [place for match in found if match and (place := _place(match[1], match[2])) is not None]
@@ -51,7 +51,7 @@ class Position:
         return cls(read, usage == "u")
 
     def text(self) -> str:
-        """As an event id."""
+        """Return the position as an event id."""
         marks = ("", "+", ".")
         places = ",".join("-" if tokens < 0 else f"{tokens}{marks[stage]}" for tokens, stage in self.places)
         return places + ";u" if self.has_usage else places
@@ -73,7 +73,7 @@ class LoggedChoice:
     last: TextDelta | None = None  # without its text
 
     def add(self, delta: TextDelta) -> None:
-        """Take the next delta. Text of several tokens counts with the last of them."""
+        """Add the next delta. Text of several tokens counts with the last of them."""
         begin = len(self.text)
         self.text += delta.text.encode()
         num_tokens = len(delta.token_ids)
@@ -93,13 +93,13 @@ class LoggedChoice:
 
     @property
     def _num_tops(self) -> int | None:
-        """Log-probabilities beside each token's own; None where there are none."""
+        """The number of top log-probabilities of each token; None without log-probabilities."""
         if not self.logprobs:
             return None
         return len(self.logprobs[0].top_ids) if self.logprobs[0] is not None else 0
 
     def next_piece(self, index: int, at: Place, stop: int) -> tuple[TextDelta, Place] | None:
-        """What comes behind a place, and the place behind it; no piece reaches across `stop` tokens."""
+        """Return the piece after a place, and the place after the piece; no piece crosses `stop` tokens."""
         tokens, stage = at
         if tokens < 0:
             return TextDelta(index, "", array("i")), (0, _BEGUN)
@@ -116,7 +116,7 @@ class LoggedChoice:
         return replace(self.last, choice=index), (tokens, _ENDED)
 
     def whole(self, index: int) -> TextDelta:
-        """All of it, once it has ended."""
+        """Return the whole choice as one delta; it must have ended."""
         assert self.last is not None
         return replace(self.last, choice=index, text=self.text.decode(), logprobs=tuple(self.logprobs) or None)
 
@@ -126,7 +126,7 @@ class LoggedChoice:
 
 
 class TokenLog:
-    """The answer so far. `failure` is how it ended, if it failed."""
+    """The answer so far. `failure` is its error, if it failed."""
 
     def __init__(self, num_choices: int) -> None:
         self.choices = [LoggedChoice() for _ in range(num_choices)]
@@ -140,12 +140,12 @@ class TokenLog:
         return sum(choice.num_bytes for choice in self.choices)
 
     def add(self, index: int, delta: TextDelta) -> None:
-        """Take the next delta of a choice, and wake the readers."""
+        """Add the next delta of a choice, and wake the readers."""
         self.choices[index].add(delta)
         self._wake()
 
     def finish(self, failure: ApiError | None = None) -> None:
-        """Nothing more will come. Idempotent."""
+        """Mark the end, and wake the readers. Idempotent."""
         if not self.is_done:
             self.is_done, self.failure = True, failure
             self._wake()
@@ -162,7 +162,7 @@ class TokenLog:
             self._waiters.discard(waiter)
 
     async def collect(self) -> list[Choice]:
-        """Wait for the end; every choice whole. Raises ApiError when it failed."""
+        """Wait for the end, and return every choice whole. Raises ApiError if it failed."""
         while not self.is_done:
             await self.news()
         if self.failure is not None:
@@ -170,7 +170,7 @@ class TokenLog:
         return [Choice([choice.whole(index)]) for index, choice in enumerate(self.choices)]
 
     def reaches(self, position: Position) -> bool:
-        """Whether a client can have this position: what is still running may reach any."""
+        """Return True if a client can have this position: an answer that still runs may reach any."""
         if not self.is_done or self.failure is not None:
             return True
         return all(tokens <= len(c.ends) for c, (tokens, _) in zip(self.choices, position.places, strict=True))
@@ -182,7 +182,7 @@ class TokenLog:
 
 
 class ResumableStream:
-    """One connection's reading of a tape from a position on: a source of deltas, and their `encoder` with event ids."""
+    """One connection's reader of a TokenLog from a position on: a source of deltas, and an encoder with event ids."""
 
     def __init__(
         self, tape: TokenLog, encoder: AnswerEncoder, name: str, seen: Position | None, on_close: Callable[[], None]
@@ -191,17 +191,17 @@ class ResumableStream:
         self._tape = tape
         self.encoder = encoder
         self._at = [_NOTHING] * len(tape.choices)
-        self._has = seen or Position.start(len(tape.choices))  # the client, once it has read all that was sent
+        self._has = seen or Position.start(len(tape.choices))  # the client, after reading all that was sent
         self._is_identified = len(tape.choices) <= MAX_IDENTIFIED and encoder.stream_format.has_ids
         self._on_close: Callable[[], None] | None = on_close
 
     @property
     def unread_bytes(self) -> int:
-        """Nothing is held for this reader alone: the tape is kept anyway."""
+        """0: nothing is held for this reader alone, since the TokenLog is kept anyway."""
         return 0
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """Yield the answer in pieces of one event each. Raises ApiError when it failed."""
+        """Yield the answer in pieces of one event each. Raises ApiError if it failed."""
         tape = self._tape
         while True:
             for index in range(len(tape.choices)):
@@ -215,18 +215,18 @@ class ResumableStream:
             raise tape.failure
 
     async def collect(self) -> list[Choice]:
-        """The whole answer. Raises ApiError when it failed."""
+        """Return the whole answer. Raises ApiError if it failed."""
         return await self._tape.collect()
 
     async def close(self) -> None:
-        """The connection is over. Idempotent."""
+        """Call `on_close`. Idempotent."""
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
 
     @property
     def stream_format(self) -> StreamFormat:
-        """The encoder's."""
+        """The encoder's stream format."""
         return self.encoder.stream_format
 
     @property
@@ -236,7 +236,7 @@ class ResumableStream:
         return event if all(place == _NOTHING for place in self._has.places) else b""
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """The event of a piece that deltas() gave, b"" when the client has it."""
+        """Return the event of a piece of deltas(); b"" if the client has it."""
         event, place = self.encoder.chunk(index, delta), self._at[index]
         if not event or place <= self._has.places[index]:
             return b""
@@ -244,7 +244,7 @@ class ResumableStream:
         return self._identified(event)
 
     def last(self) -> bytes:
-        """The usage chunk, unless the client has it."""
+        """Return the usage chunk, unless the client has it."""
         event = self.encoder.last()
         if not event or self._has.has_usage:
             return b""
@@ -252,14 +252,14 @@ class ResumableStream:
         return self._identified(event)
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """The answer as one object."""
+        """Return the answer as one object."""
         return self.encoder.whole(choices)
 
     def _identified(self, event: bytes) -> bytes:
         return b"id: %b\n%b" % (self._has.text().encode(), event) if self._is_identified else event
 
     def _pieces(self, index: int) -> Iterator[TextDelta]:
-        """What a choice has beyond this reader; it takes turns with the others."""
+        """Yield a choice's next unread piece, after its empty first piece; one per call, so that choices take turns."""
         choice, by_token = self._tape.choices[index], self.stream_format.by_token
         while True:
             stop = max(0, self._at[index][0]) + 1 if by_token else self._has.places[index][0]

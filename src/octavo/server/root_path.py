@@ -1,8 +1,8 @@
-"""A path in front of every endpoint, for a server that a proxy shows under one (--root-path).
+"""A path before every endpoint's, for a server behind a proxy that publishes it there (--root-path).
 
-Owns: taking it off. Does not: route. Requests with it and without it are the same: proxies may take it off, or not.
-Invariant: it is gone from the path and the raw path alike, byte for byte, before anything looks at either; a path that
-spells it in any other way is left as it is, and no policy knows it.
+Owns: removing it. Does not: route. Requests with it and without it are the same: proxies may remove it, or not.
+Invariant: it is removed from the path and the raw path alike, byte for byte, before anything reads either; a path that
+spells it in another way is unchanged, and has no policy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPathMiddleware:
-    """Outermost."""
+    """The outermost middleware, which removes the root path."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app
@@ -19,7 +19,7 @@ class RootPathMiddleware:
         self._raw = root_path.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, without the path in front."""
+        """Pass the request on, without the root path."""
         if scope["type"] == "http":
             path: str = scope["path"]
             raw: bytes = scope.get("raw_path") or path.encode()

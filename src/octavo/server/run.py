@@ -1,6 +1,6 @@
-"""Running the application: one socket, signals, drain.
+"""Run the application: one socket, signals, drain.
 
-Owns: what SIGINT and SIGTERM do: the first drains, the second ends what is open.
+Owns: SIGINT and SIGTERM: the first drains, the second ends all open requests.
 Does not: open the socket, know routes or engines, or print (the announcement is a callback).
 """
 
@@ -43,7 +43,7 @@ async def serve(
     listener: socket.socket | None = None,
     on_listening: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until a signal ends it; `on_listening` gets the URL. Raises ConfigError."""
+    """Serve until a signal ends it; `on_listening` is called with the URL. Raises ConfigError."""
     check_web(config.web)
     with contextlib.closing(listener or open_socket(config.serving)) as bound:
         lifecycle = Lifecycle()
@@ -55,7 +55,7 @@ async def serve(
 
 
 class HttpServer:
-    """Serves one application on an open socket until stopped, in the running event loop."""
+    """A server of one application on an open socket, in the running event loop."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class HttpServer:
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Serve until a signal or stop(). Open requests get the drain time; a second signal takes it from them."""
+        """Serve until a signal or stop(). Open requests get the drain time; a second signal ends them at once."""
         loop = asyncio.get_running_loop()
         signals = SIGNALS if threading.current_thread() is threading.main_thread() else ()
         for number in signals:
@@ -100,12 +100,12 @@ class HttpServer:
                 loop.remove_signal_handler(number)
             if self._ending is not None:
                 await self._ending
-            await self._context.runs.close()  # what is open stays so in the journal, for the next server
+            await self._context.runs.close()  # open runs stay open in the journal, for the next server
             await self._context.tool.close()
             await warming
 
     def stop(self) -> None:
-        """Drain and end; called again, end what is open now. Call in the event loop's thread."""
+        """Drain, then stop; a second call ends all open requests. Call in the event loop's thread."""
         if self._ending is None:
             self._lifecycle.refuse()
             self._ending = asyncio.ensure_future(self._drain())
@@ -125,7 +125,7 @@ class _Server(uvicorn.Server):
         self._connection_class = connection_class
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, with a shorter time for TLS handshakes than asyncio's: until its end none counts as a connection."""
+        """Listen, with a shorter TLS handshake timeout than asyncio's: no connection is counted before its end."""
         config, make, state = self.config, self._connection_class, self.server_state
         options: dict[str, Any] = {"backlog": BACKLOG}
         if config.ssl is not None:

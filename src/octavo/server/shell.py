@@ -1,7 +1,7 @@
 """Shell: the outermost layer around every request.
 
-Owns: arrival time, the request id, header limits, counting open requests and responses, telling which fields were
-ignored, and the catch-all: an unexpected error becomes a 500 without details. Does not: log bodies or headers.
+Owns: arrival time, the request id, header limits, counting open requests and responses, the header of ignored fields,
+and the catch-all: an unexpected error becomes a 500 without details. Does not: log bodies or headers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from octavo.server.limits import HttpLimits
 ARRIVAL = "octavo.arrival"
 REQUEST_ID = "octavo.request_id"
 GIVEN_ID = "octavo.given_id"
-METER = "octavo.meter"  # of the request's key, once it was looked at
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the logs and metrics of proxies call this
+METER = "octavo.meter"  # of the request's key, set by the gate
+CLIENT_CLOSED_REQUEST = 499  # never sent; the logs and metrics of proxies use it
 MAX_LOGGED_FIELDS = 256
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _log = logging.getLogger(__name__)
 
 
 class ShellMiddleware:
-    """Wraps the whole app."""
+    """The middleware around the whole app."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ShellMiddleware:
         self._logged: set[str] = set()  # ignored fields, each of which is logged once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; nothing is raised beyond here but what the server itself must see."""
+        """Serve one request; an unexpected error becomes an answer and a log line."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -56,7 +56,7 @@ class ShellMiddleware:
         ignored = scope[IGNORED_FIELDS] = IgnoredFields(self._has_strict_fields)
         refusal = _read_headers(scope, self._limits)
         has_started = has_left = False
-        status = CLIENT_CLOSED_REQUEST  # of a client that left before there was any
+        status = CLIENT_CLOSED_REQUEST  # of a client that left before the response started
 
         async def watched(message: Message) -> None:
             nonlocal has_started, has_left, status
@@ -89,7 +89,7 @@ class ShellMiddleware:
                 self._metrics.response_ended(_handler(scope), scope["method"], status, seconds)
 
     def _headers(self, scope: Scope, ignored: IgnoredFields) -> list[tuple[bytes, bytes]]:
-        """Return the headers that every answer has: the id, the key's rates, which fields were ignored."""
+        """Return the headers of every answer: the id, the key's rates, the ignored fields."""
         headers = [(b"x-request-id", scope[REQUEST_ID].encode())]
         meter = scope.get(METER)
         if meter is not None:
@@ -108,7 +108,7 @@ class ShellMiddleware:
 
 
 def _logged(error: Exception, scope: Scope) -> ApiError:
-    """Log what no route expected: a full disk in one line, anything else as a fault of ours."""
+    """Log an unexpected error and return its answer: a full disk in one line, others with a traceback."""
     meter = scope.get(METER)
     whose = f" of key {meter.info.name!r}" if meter is not None else ""
     if is_disk_full(error):
@@ -119,12 +119,12 @@ def _logged(error: Exception, scope: Scope) -> ApiError:
 
 
 def _handler(scope: Scope) -> str:
-    """The template of the route that took the request; "none" where none did."""
+    """Return the path template of the request's route; "none" without a route."""
     return str(getattr(scope.get("route"), "path", "none"))
 
 
 def _read_headers(scope: Scope, limits: HttpLimits) -> ApiError | None:
-    """Give the request its id: the client's X-Request-Id or a new one. Return the refusal of headers, or None."""
+    """Set the request's id, the client's X-Request-Id or a new one; return the refusal of its headers, or None."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     given: list[bytes] = []
     num_bytes = 0

@@ -1,6 +1,6 @@
-"""Names of fields as the client spelled them, where a body was translated to another interface's.
+"""The client's names of fields, for bodies that were translated to another API's.
 
-Owns: renaming a refusal's field, in its message too. Does not: know any interface's names.
+Owns: renaming a refusal's field, also in its message. Does not: know any API's names.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 
 from octavo.server.faults import ApiError
 
-Spelling = Sequence[tuple[str, str]]  # (pattern of a part of a field's path, what the client calls it)
+Spelling = Sequence[tuple[str, str]]  # (pattern of a part of a field's path, the client's name)
 
 
 def rename_field(error: ApiError, spelling: Spelling) -> ApiError:
-    """Put the client's name of the field into a refusal; return it."""
+    """Replace the field's name in a refusal by the client's; return the refusal."""
     if error.param is None:
         return error
     param = error.param
     for ours, theirs in spelling:
         param = re.sub(ours, theirs, param)
-    is_word = error.param.isidentifier()  # which may be part of other words
+    is_word = error.param.isidentifier()  # a word may be part of other words: replace it once
     error.message = error.message.replace(error.param, param, 1 if is_word else -1)
     error.param = param
     return error

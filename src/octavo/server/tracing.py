@@ -1,4 +1,4 @@
-"""A request's OpenTelemetry trace: begun from its headers, sent when the request ends.
+"""A request's OpenTelemetry trace: opened from its headers, sent when the request ends.
 
 Owns: its attributes. Does not: time anything (generation does) or send it (observe.otel does).
 """
@@ -18,11 +18,11 @@ from octavo.server.faults import from_exception
 from octavo.server.shell import ARRIVAL
 
 _PARENT = ("traceparent", "tracestate")
-_MAX_HEADER = 512  # of each; the standard's own bound on what must be taken
+_MAX_HEADER = 512  # of each; the standard requires up to this to be accepted
 
 
 def open_trace(request: Request, context: Context, answer_id: str, params: SamplingParams) -> RequestTrace:
-    """Begin a request's trace."""
+    """Open a request's trace."""
     operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
     given_parent = {name: request.headers.get(name, "") for name in _PARENT}
     parent = {name: value for name, value in given_parent.items() if 0 < len(value) <= _MAX_HEADER}
@@ -46,7 +46,7 @@ def open_trace(request: Request, context: Context, answer_id: str, params: Sampl
 
 
 def send_at_end(trace: RequestTrace, context: Context, closing: ExitStack) -> None:
-    """Send it when the stack is left; with the code of the error where one left it."""
+    """Send the trace when the stack closes, with the code of the error if there is one."""
 
     def leave(kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:

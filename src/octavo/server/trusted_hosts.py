@@ -1,10 +1,10 @@
-"""Which Hosts and which sites' pages a server without keys answers: this machine's and those that are listed.
+"""The Hosts and sites that a server without keys answers: this machine's and the listed ones.
 
-Owns: the decision by Host, Origin and Sec-Fetch-Site, and the 403. Does not: add CORS headers (cors does), ask for keys
-(auth does), or read X-Forwarded-Host and its kin, which anyone may send.
+Owns: the decision by Host, Origin and Sec-Fetch-Site, and the 403. Does not: add CORS headers (cors does), check keys
+(auth does), or read X-Forwarded-Host and similar headers, which any client may send.
 Invariants: decided on the raw request before routing, for every path; only the bare status of the probes is open.
-With keys nothing here is needed: a key in a header is in no other site's page, and cookies are bound (logins). There
-only the Host is checked, and only where --allowed-hosts is given.
+With keys these checks are not needed: other sites' pages have no key, and cookies are checked (logins). Then only the
+Host is checked, and only if --allowed-hosts is given.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.server.keys import KeyInfo, KeyRing
 if TYPE_CHECKING:
     from octavo.config import Config
 
-UNTRUSTED = "octavo.untrusted"  # in the scope of a probe that is answered with the bare status alone
+UNTRUSTED = "octavo.untrusted"  # in the scope of a probe that gets the bare status only
 MAX_SHOWN = 64  # characters of a client's header that a message repeats
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{0,5})?")
 _MAX_HOST = 262  # characters of the longest name, its dot and a port
@@ -35,7 +35,7 @@ _SAFE = ("GET", "HEAD")
 
 
 class TrustedHosts:
-    """The names and origins of one server. Addresses of this machine are known by the connection."""
+    """The names and origins of one server. This machine's address is taken from the connection."""
 
     def __init__(self, config: Config) -> None:
         serving, web = config.serving, config.web
@@ -47,7 +47,7 @@ class TrustedHosts:
         self._is_own = lru_cache(_MAX_CACHED)(self._is_own_host)  # clients send the same few
 
     def host_refusal(self, scope: Scope) -> ApiError | None:
-        """Refuse a Host that is neither this machine nor listed, also where there is none, or two."""
+        """Return the refusal of a Host that is missing, repeated, or neither this machine nor listed; else None."""
         hosts = Headers(scope=scope).getlist("host")
         if self._is_any_host:
             return None
@@ -61,7 +61,7 @@ class TrustedHosts:
         return ApiError(403, message, code="host_not_allowed")
 
     def site_refusal(self, scope: Scope) -> ApiError | None:
-        """Refuse what a browser sends for a page of another site, or for a link there."""
+        """Return the refusal of a browser's request from another site's page or link; else None."""
         headers = Headers(scope=scope)
         origins, sites = headers.getlist("origin"), headers.getlist("sec-fetch-site")
         if not (origins or sites) or "*" in self._origins:
@@ -95,7 +95,7 @@ class TrustedHosts:
 
 
 class TrustedHostMiddleware:
-    """Inside the shell and CORS, before preflights and keys."""
+    """A middleware inside the shell and CORS, before preflights and keys."""
 
     def __init__(self, app: ASGIApp, config: Config, keys: KeyRing, note: Callable[[str], None]) -> None:
         self._app = app
@@ -104,7 +104,7 @@ class TrustedHostMiddleware:
         self._note = note  # counts a refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 403."""
+        """Pass the request on, or answer 403."""
         if scope["type"] != "http" or isinstance(scope.get(KEY), KeyInfo):  # a call from inside has no Host
             await self._app(scope, receive, send)
             return
@@ -128,14 +128,14 @@ def _is_probe(scope: Scope) -> bool:
 
 
 def _is_same_origin(origin: str, headers: Headers, scope: Scope) -> bool:
-    """Return True for this server's own origin: the Host, which was checked. A proxy before us may speak the TLS."""
+    """Return True for this server's own origin: the Host, which was checked. A proxy may terminate TLS."""
     scheme, _, host = origin.partition("://")
     schemes = ("https",) if scope["scheme"] == "https" else ("http", "https")
     return scheme in schemes and host.lower() == headers.get("host", "").lower()
 
 
 def _normal(name: str) -> str:
-    """A name or address in the one spelling that is compared."""
+    """Return a name or address in its normal form, for comparisons."""
     plain = name.lower().removesuffix(".")
     address = _address(plain)
     return plain if address is None else str(address)

@@ -1,4 +1,4 @@
-"""Checks of WebConfig before anything starts: hosts, origins, the path in front, the files of TLS.
+"""Checks of WebConfig before anything starts: hosts, origins, the root path, the files of TLS.
 
 Owns: the checks; the TLS settings in uvicorn's form.
 Does not: serve, or import a web framework (the supervisor checks too).
@@ -24,7 +24,7 @@ _PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 def check_web(web: WebConfig) -> None:
-    """Refuse what cannot work, mean anything or be meant. Raises ConfigError naming the flag."""
+    """Refuse invalid, unsafe or useless settings. Raises ConfigError naming the flag."""
     _check_hosts(web)
     _check_cors(web)
     _check_root_path(web.root_path)
@@ -32,7 +32,7 @@ def check_web(web: WebConfig) -> None:
 
 
 def _check_hosts(web: WebConfig) -> None:
-    """Refuse what is no host's name or address. Raises ConfigError."""
+    """Refuse values that are no host's name or address. Raises ConfigError."""
     for host in web.allowed_hosts:
         if host != "*" and not (_NAME.fullmatch(host) or _is_address(host)):
             raise ConfigError(
@@ -50,7 +50,7 @@ def _is_address(host: str) -> bool:
 
 
 def _check_cors(web: WebConfig) -> None:
-    """Refuse settings that mean nothing, or too much. Raises ConfigError."""
+    """Refuse invalid origins and names, and credentials for any origin. Raises ConfigError."""
     for origin in web.allowed_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(
@@ -64,7 +64,7 @@ def _check_cors(web: WebConfig) -> None:
 
 
 def _check_root_path(path: str) -> None:
-    """Refuse one that is no path. Raises ConfigError."""
+    """Refuse a value that is no path. Raises ConfigError."""
     is_path = _PATH.fullmatch(path) is not None and not {".", ".."} & set(path.split("/"))
     if path and not is_path:
         raise ConfigError(
@@ -74,7 +74,7 @@ def _check_root_path(path: str) -> None:
 
 
 def _check_tls(web: WebConfig) -> None:
-    """Read the files as they will be read. Raises ConfigError naming the flag and the file."""
+    """Load the files as uvicorn will. Raises ConfigError naming the flag and the file."""
     if web.ssl_certfile is None:
         for flag, path in (("--ssl-keyfile", web.ssl_keyfile), ("--ssl-ca-certs", web.ssl_ca_certs)):
             if path is not None:
@@ -104,7 +104,7 @@ def _check_tls(web: WebConfig) -> None:
 
 
 def tls_options(web: WebConfig) -> dict[str, Any]:
-    """uvicorn's options; none without a certificate."""
+    """Return uvicorn's TLS options; empty without a certificate."""
     if web.ssl_certfile is None:
         return {}
     options: dict[str, Any] = {"ssl_certfile": web.ssl_certfile, "ssl_keyfile": web.ssl_keyfile}
@@ -124,7 +124,7 @@ def _check_readable(flag: str, path: str | None) -> None:
 
 
 def _no_password() -> str:
-    """Without this the library would ask on the terminal."""
+    """Raise ValueError: without this the library would prompt on the terminal."""
     raise ValueError("the key has a password")
 
 

@@ -1,1 +1,1 @@
-"""What the Responses API needs beside its body, its shape and its routes."""
+"""The Responses API's store and background runs."""

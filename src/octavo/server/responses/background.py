@@ -1,8 +1,9 @@
-"""Background: responses that run on without the connection that asked for them.
+"""Background: responses that run without the connection that requested them.
 
-Owns: which of them run, keeping each one's end, cancelling. Does not: run anything (runs do), or keep it (the store).
-Invariants: a response that runs is in the store, as one in progress, until its end takes that place; one that was
-deleted or gave way meanwhile does not come back.
+Owns: the running responses, storing each one's end, cancelling. Does not: run anything (IdempotentRequests does), or
+hold stored responses (ResponseStore does).
+Invariants: a running response is in the store as in progress until its end replaces it; one that was deleted or evicted
+meanwhile is not stored again.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
     from octavo.server.lifecycle import Lifecycle
     from octavo.server.resumable_stream import ResumableStream
 
-MAX_RESUMABLE = 10_000  # responses whose runs are remembered before those are forgotten that are not kept any more
+MAX_RESUMABLE = 10_000  # remembered runs; over this, those that are no longer kept are dropped
 
 
 @dataclass(slots=True)
 class _Job:
-    """One that runs. `keep` puts its end in the place of what was kept of it."""
+    """One running response. `keep` replaces it in the store."""
 
     key: RetryKey
     replay: ResumableStream
@@ -41,7 +42,7 @@ class _Job:
 
 
 class Background:
-    """All that run in the background."""
+    """All responses that run in the background."""
 
     def __init__(self, runs: IdempotentRequests, lifecycle: Lifecycle) -> None:
         self._runs = runs
@@ -55,7 +56,7 @@ class Background:
         return len(self._jobs)
 
     def start(self, key: RetryKey, replay: ResumableStream, keep: Callable[[Json], None]) -> None:
-        """Look after a run until its end. A server that drains waits for it."""
+        """Follow a run until its end, and store its response. A server that drains waits for it."""
         shape = replay.encoder
         assert isinstance(shape, ResponseEncoder)
         name = (key.tenant, shape.response_id)
@@ -73,11 +74,11 @@ class Background:
         task.add_done_callback(lambda _: is_open.close())
 
     def key_of(self, tenant: str, response_id: str) -> RetryKey | None:
-        """The key of the run whose events are a response's."""
+        """Return the key of a response's run."""
         return self._keys.get((tenant, response_id))
 
     async def cancel(self, tenant: str, response_id: str) -> None:
-        """End a response and wait until that is kept. Nothing where it has ended already."""
+        """End a response and wait until that is stored. Do nothing if it has ended already."""
         job = self._jobs.get((tenant, response_id))
         if job is not None:
             job.is_cancelled = True
@@ -100,6 +101,6 @@ class Background:
 
 
 async def _nobody_leaves() -> Message:
-    """What a connection that is never closed receives: nothing."""
+    """Wait forever: the `receive` of a connection that is never closed."""
     nothing: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     return await nothing

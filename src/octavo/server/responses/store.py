@@ -1,9 +1,9 @@
-"""ResponseStore: the responses that were asked to be stored, in memory.
+"""ResponseStore: the stored responses, in memory.
 
-Owns: what is kept, its bounds in number, bytes and age, whose it is, and the chain from a response to those before it.
+Owns: the responses of each tenant, their bounds in number, bytes and age, and the chain of a response to earlier ones.
 Does not: make responses, or keep anything over a restart.
-Invariants: nobody finds another tenant's; beyond a bound whoever keeps most gives way, least recently used first; what
-a later response goes on from is there as long as that is, also when it was deleted or given way itself.
+Invariants: no tenant finds another's; over a bound, the tenant that keeps most loses its least recently used; the items
+that a later response continues are kept as long as it is, even if their own response was deleted or evicted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from octavo.server.encoding import Json
 
 _OVERHEAD_BYTES = 1024  # of a response's own objects
-_ID_BYTES = 256  # of an item's id, and of finding it
+_ID_BYTES = 256  # of an item's id and its entry in `items`
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,23 @@ class Given:
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One turn: the items that were given and those that were answered, as JSON, and the turn before."""
+    """One turn: the given items and the items of the answer, as JSON, and the turn before."""
 
     given: bytes
     output: bytes
     ids: tuple[str, ...]
     previous: Link | None
-    num_users: int = 0  # the store itself, and the links behind it
+    num_users: int = 0  # the store itself, and the links after it
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in memory, roughly."""
+        """Approximate bytes in memory."""
         return len(self.given) + len(self.output) + _ID_BYTES * len(self.ids) + _OVERHEAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One response: `rest` is it without its output."""
+    """One stored response: `rest` is its JSON without the output."""
 
     response_id: str
     link: Link
@@ -63,11 +63,11 @@ class Stored:
     status: str
 
     def response(self) -> bytes:
-        """The response as JSON."""
+        """Return the response as JSON."""
         return self.rest[:-1] + b',"output":' + self.link.output + b"}"
 
     def history(self) -> tuple[bytes, ...]:
-        """Lists of items as JSON, the oldest first: all that was given and answered, up to and with this response."""
+        """Return lists of items as JSON, oldest first: all inputs and outputs up to and with this response."""
         found: list[bytes] = []
         link: Link | None = self.link
         while link is not None:
@@ -78,7 +78,7 @@ class Stored:
 
 @dataclass(slots=True)
 class _Shelf:
-    """What one tenant keeps, least recently used first, each with the time of its last use; and where items are."""
+    """One tenant's responses, least recently used first, each with the time of its last use; and the links of items."""
 
     stored: OrderedDict[str, tuple[Stored, float]] = field(default_factory=OrderedDict)
     items: dict[str, Link] = field(default_factory=dict)
@@ -101,14 +101,14 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """What all of them take in memory, roughly."""
+        """Approximate bytes of all responses in memory."""
         return sum(shelf.num_bytes for shelf in self._shelves.values())
 
     def put(self, tenant: str, response: Json, given: Given, previous: Stored | None) -> None:
-        """Keep a response and the items that it answers, or what the bounds allow of it and of others."""
+        """Store a response and the items that it answers, then evict responses beyond the bounds."""
         output = msgspec.json.encode(response["output"])
         rest = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
-        self.delete(tenant, response["id"])  # a retry is answered with what is there already
+        self.delete(tenant, response["id"])  # replace its state in progress
         ids = (*given.ids, *(item["id"] for item in response["output"]))
         link = Link(given.items, output, ids, previous.link if previous is not None else None)
         stored = Stored(response["id"], link, rest, previous.response_id if previous else None, response["status"])
@@ -121,7 +121,7 @@ class ResponseStore:
         self._sweep()
 
     def get(self, tenant: str, response_id: str, param: str | None = None) -> Stored:
-        """Find a response, which keeps it and those before it for longer. Raises ApiError (404, or 400 for a field)."""
+        """Return a response; its use renews it and those before it. Raises ApiError (404)."""
         self._drop_old()
         found = self._find(tenant, response_id)
         if found is None:
@@ -134,11 +134,11 @@ class ResponseStore:
         return found
 
     def has(self, tenant: str, response_id: str) -> bool:
-        """Whether a response is here; it is not thereby used."""
+        """Return True if a response is stored, without counting that as a use."""
         return self._find(tenant, response_id) is not None
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Forget a response; say whether it was there."""
+        """Delete a response; return True if it was stored."""
         found = self._find(tenant, response_id)
         if found is None:
             return False
@@ -152,7 +152,7 @@ class ResponseStore:
         return True
 
     def links(self, tenant: str, item_ids: Iterable[str]) -> list[Link]:
-        """Find the turns that have these items, each once. Raises ApiError."""
+        """Return the turns that have these items, each once. Raises ApiError."""
         items = self._shelves[tenant].items if tenant in self._shelves else {}
         found: dict[int, Link] = {}
         for item_id in item_ids:
@@ -165,11 +165,11 @@ class ResponseStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept here at all."""
+        """True if responses are stored at all."""
         return self._config.max_stored_responses > 0
 
     def report(self) -> dict[str, int]:
-        """What /metrics tells."""
+        """Return the figures for /metrics."""
         return {"kept": len(self), "bytes": self.num_bytes, "given_way": self.num_given_way}
 
     def _find(self, tenant: str, response_id: str) -> Stored | None:
@@ -208,7 +208,7 @@ class ResponseStore:
                 return
             shelf.num_bytes -= current.num_bytes
             for item_id in current.ids:
-                if shelf.items.get(item_id) is current:  # ids that clients give may be given again
+                if shelf.items.get(item_id) is current:  # clients may give the same id again
                     del shelf.items[item_id]
             current = current.previous
 
@@ -233,7 +233,7 @@ class ResponseStore:
                 self.delete(tenant, response_id)
 
     def _sweep(self) -> None:
-        """Forget what is old in time, also when nobody asks for anything."""
+        """Set the timer that drops old responses when there are no requests."""
         if self._timer is None and self._num:
             used = [next(iter(shelf.stored.values()))[1] for shelf in self._shelves.values()]
             wait_s = max(0.1, min(used) + self._config.keep_responses_s - self._now())

@@ -1,4 +1,4 @@
-"""/v1/batches: files of requests that are answered beside interactive ones."""
+"""/v1/batches: files of requests that are answered along with interactive ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_LISTED = 100
 
 
 async def create_batch(request: Request) -> Response:
-    """Take a batch; it is checked and run later."""
+    """Accept a batch; it is checked and run later."""
     context = context_of(request)
     context.lifecycle.check_ready()
     store = context.batches.store
@@ -68,7 +68,7 @@ async def get_batch(request: Request) -> Response:
 
 
 async def cancel_batch(request: Request) -> Response:
-    """End a batch with what it has."""
+    """Cancel a batch; it keeps its answers."""
     batch = _batch(request)
     await context_of(request).batches.cancel(batch)
     return _json(batch)

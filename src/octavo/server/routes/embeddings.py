@@ -1,6 +1,6 @@
 """POST /v1/embeddings, /score, /v1/score, /rerank, /v1/rerank and /v2/rerank.
 
-Owns: how vectors, scores and ranks look. Does not: compute vectors (server.embedding does).
+Owns: the answers with vectors, scores and ranks. Does not: compute vectors (server.embedding does).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RETRY_NOTE = "Nothing is drawn at random and nothing kept: a header `Idempotenc
 
 
 async def embeddings(request: Request) -> Response:
-    """Give a vector for each text."""
+    """Return a vector for each text."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_embedding)
     model = context.check_model(body.model)
@@ -69,7 +69,7 @@ async def embeddings(request: Request) -> Response:
 
 
 async def score(request: Request) -> Response:
-    """Compare texts: one with several, or each with its own."""
+    """Compare texts: one with several, or each with its counterpart."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_score)
     model = context.check_model(body.model)
@@ -89,7 +89,7 @@ async def score(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    """Order documents by their likeness to a query, the most alike first."""
+    """Order documents by their similarity to a query, the most similar first."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_rerank)
     model = context.check_model(body.model)

@@ -29,13 +29,13 @@ R = TypeVar("R", FileRecord, BatchRecord)
 _MAX_FIELDS = 8
 _MAX_FIELD_BYTES = 4096
 _MAX_NAME = 255
-_AROUND_FILE = 65_536  # bytes of a form beside its file
+_AROUND_FILE = 65_536  # bytes of a form in addition to its file
 _MAX_LISTED = 10_000  # OpenAI's bound of a page
 _EXPIRY = ("expires_after[anchor]", "expires_after[seconds]")
 
 
 async def create_file(request: Request) -> Response:
-    """Take a file of requests."""
+    """Store a file of requests."""
     context = context_of(request)
     context.lifecycle.check_ready()
     service = context.batches
@@ -66,7 +66,7 @@ async def create_file(request: Request) -> Response:
 
 
 def clean_name(given: str) -> str:
-    """Return the name of a file without folders, characters that are not shown, or more than _MAX_NAME characters."""
+    """Return the name of a file without folders and unprintable characters, of at most _MAX_NAME characters."""
     name = given.replace("\\", "/").rpartition("/")[2]
     name = "".join(character for character in name if character.isprintable()).strip()[:_MAX_NAME]
     return name if name.strip(".") else "file"
@@ -116,7 +116,7 @@ async def _read_form(request: Request, context: Context, service: BatchService) 
 
 
 def _checked(form: FormData) -> tuple[UploadFile, int | None]:
-    """The file, and for how many seconds it is kept. Raises ApiError."""
+    """Return the file, and the seconds that it is kept (None: no bound given). Raises ApiError."""
     for name in form:
         if name not in ("file", "purpose", *_EXPIRY):
             ignore(name[:64])
@@ -140,7 +140,7 @@ def _checked(form: FormData) -> tuple[UploadFile, int | None]:
 
 
 async def list_files(request: Request) -> Response:
-    """List the caller's files, newest first unless told."""
+    """List the caller's files, newest first unless `order` is asc."""
     store = context_of(request).batches.store
     purpose = request.query_params.get("purpose")
     found = [file for file in store.files.values() if purpose in (None, file.purpose)]
@@ -160,14 +160,14 @@ async def delete_file(request: Request) -> Response:
 
 
 async def file_content(request: Request) -> Response:
-    """Give a file's bytes."""
+    """Return a file's bytes."""
     record = _file(request)
     path = context_of(request).batches.store.path(record.id)
     return FileResponse(path, media_type="application/octet-stream", filename=f"{record.id}.jsonl")
 
 
 def page(request: Request, records: list[R], most: int) -> dict[str, Any]:
-    """A page of the caller's records: limit, after and order from the query. Raises ApiError."""
+    """Return a page of the caller's records: limit, after and order are in the query. Raises ApiError."""
     query = request.query_params
     asked, order, after = query.get("limit"), query.get("order", "desc"), query.get("after")
     if asked is not None and not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= most):
@@ -190,7 +190,7 @@ def page(request: Request, records: list[R], most: int) -> dict[str, Any]:
 
 
 def find(request: Request, records: dict[str, R], name: str) -> R:
-    """The caller's record of that id; another tenant's is as unknown as none. Raises ApiError."""
+    """Return the caller's record with this id. Raises ApiError (404), also for another tenant's record."""
     record = records.get(name)
     if record is None or record.tenant != _tenant(request):
         raise ApiError(404, f"no such thing here as {name[:128]!r}", code="not_found")

@@ -20,20 +20,20 @@ PROBE_TIMEOUT_S = 2.0
 
 
 async def live(request: Request) -> Response:
-    """Say that this process answers, whatever the engine does."""
+    """Answer 200: this process runs, whatever the state of the engine."""
     return _json({"status": "alive"})
 
 
 async def ready(request: Request) -> Response:
-    """Say whether new requests are taken: 200, or 503 with the reason."""
+    """Answer 200 if new requests are accepted, else 503 with the reason."""
     await _check_ready(context_of(request))
     return _json({"status": "ready"})
 
 
 async def health(request: Request) -> Response:
-    """Return the status, and the model, the open requests and the journal where the key may read metrics.
+    """Return the status and, if the key may read metrics, the model, the open requests and the journal.
 
-    Without a key, where one is set, and with one of several keys without `metrics = true`, it is the bare status.
+    If keys are set, a request without one, or with one of several keys without `metrics = true`, gets the bare status.
     `open_requests` counts requests that are queued or generate, not this one.
     """
     context = context_of(request)
@@ -58,7 +58,7 @@ async def health(request: Request) -> Response:
 
 
 async def _check_ready(context: Context) -> None:
-    """Refuse when new work is refused, or the engine makes no progress. While it recovers, requests are still taken."""
+    """Raise ApiError if new work is refused or the engine makes no progress. A recovering engine is still ready."""
     context.lifecycle.check_ready()
     ask = context.lifecycle.engine_trouble
     if ask is not None:

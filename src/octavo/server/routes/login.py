@@ -1,4 +1,4 @@
-"""GET and POST /login, POST /logout: how a page's reader shows a key, once, and is known by a cookie from then on."""
+"""GET and POST /login, POST /logout: a browser's user gives a key once, and a cookie identifies the session then."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from octavo.server.logins import cookie_name, is_own_page, session_cookies
 from octavo.server.pages import wants_html
 
 MAX_LOGIN_BYTES = 4096
-MARKER = "octavo-signed-in"  # tells pages that there is something to sign out of; it lets nobody in
-NEXT_PAGES = ("", "dashboard", "docs")  # where to go then, beside this page
+MARKER = "octavo-signed-in"  # shows pages that there is a session to end; it gives no access
+NEXT_PAGES = ("", "dashboard", "docs")  # the pages that a login may lead to
 _NO_KEY = "this is no valid key"
 
 
 async def form(request: Request) -> Response:
-    """Show the form; without keys there is nothing to ask for."""
+    """Show the login form; redirect to the first page if no keys are set."""
     if not context_of(request).keys.keys:
         return _away("./")
     return login_form(200, "", _next(request.query_params.get("next", "")))
 
 
 async def log_in(request: Request) -> Response:
-    """Begin a session for a key; a form's sender goes on to its page, a program gets 204."""
+    """Start a session for a key; redirect a browser to its page, answer a program 204."""
     context, is_page = context_of(request), _is_page(request)
     _check_own(request)
     fields = await _fields(request, context)
@@ -52,7 +52,7 @@ async def log_in(request: Request) -> Response:
 
 
 async def log_out(request: Request) -> Response:
-    """End the session whose cookie came."""
+    """End the session of the request's cookie."""
     context, is_page = context_of(request), _is_page(request)
     session_id = request.scope.get(SESSION)
     if session_id is not None:
@@ -66,13 +66,13 @@ async def log_out(request: Request) -> Response:
 
 
 def _check_own(request: Request) -> None:
-    """Refuse a form that another site's page sent: it would sign its reader in as somebody else."""
+    """Refuse a form that another site's page sent: it would log its user in with another key."""
     if not is_own_page(request.headers, request.method) and _has_origin(request.headers):
         raise ApiError(403, "this form was sent by a page of another site", code="cross_site")
 
 
 def _has_origin(headers: Headers) -> bool:
-    """Programs have none."""
+    """Return True if a browser sent the request: programs send neither header."""
     return "origin" in headers or "sec-fetch-site" in headers
 
 
@@ -100,12 +100,12 @@ def _is_page(request: Request) -> bool:
 
 
 def _is_secure(request: Request) -> bool:
-    """Whether the browser speaks TLS, with us or with a proxy that says so."""
+    """Return True if the browser uses TLS, to this server or to a proxy that says so."""
     return request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").lower() == "https"
 
 
 def _next(asked: str) -> str:
-    """One of our pages, never an address of a client's choice."""
+    """Return one of our pages, never an address of a client's choice."""
     return asked if asked in NEXT_PAGES else ""
 
 

@@ -25,7 +25,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 async def metrics(request: Request) -> Response:
     """Return the front end's series and, while the engine answers, its gauges.
 
-    Where there are several keys, only those with `metrics = true` in the key file may read them.
+    If there are several keys, only those with `metrics = true` in the key file may read them.
     """
     context = context_of(request)
     holder: KeyInfo = request.scope[KEY]

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from octavo.server.context import Context, context_of
 from octavo.server.model_card import anthropic_card
 
-ANTHROPIC_VERSION = "anthropic-version"  # the header by which Anthropic's clients are known
+ANTHROPIC_VERSION = "anthropic-version"  # the header by which Anthropic's clients are recognized
 
 
 def _card(context: Context, name: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""POST /api/embed and /api/embeddings: Ollama's interface to vectors, which docs/apis.md describes."""
+"""POST /api/embed and /api/embeddings: Ollama's embeddings (docs/apis.md)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from octavo.server.shell import ARRIVAL
 
 
 async def embed_texts(request: Request) -> Response:
-    """Give a vector for each text, scaled to length 1."""
+    """Return a vector for each text, scaled to length 1."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_embed)
     model = context.check_model(model_of(body))
     size = context.text.spec.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise bad_field("dimensions", f"dimensions is {body.dimensions}; this model's vectors have {size}")
-    if not body.input:  # a way to have the model loaded, which it is
+    if not body.input:  # asks to load the model, which is loaded already
         return Response(msgspec.json.encode({"model": model, "embeddings": []}), media_type="application/json")
     params = ["input"] if len(body.input) == 1 else [f"input[{index}]" for index in range(len(body.input))]
     keep = context.max_model_len if body.truncate else None
@@ -59,7 +59,7 @@ async def embed_texts(request: Request) -> Response:
 
 
 async def embed_prompt(request: Request) -> Response:
-    """Give the vector of one text."""
+    """Return the vector of one text."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_embeddings)
     context.check_model(model_of(body))

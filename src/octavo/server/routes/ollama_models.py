@@ -1,6 +1,6 @@
-"""Ollama's endpoints around models, and `/`, which browsers get a page at.
+"""Ollama's endpoints for models, and `/`, where browsers get a page.
 
-What is here can be seen; nothing is fetched, made or removed over HTTP.
+Models can be listed and described; none is fetched, made or removed over HTTP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo.server.pages import file_response, wants_html
 API_VERSION = "0.12.11"  # of Ollama's API that this follows: clients compare it with what they need
 _REFUSED_NAMED: Refused = {"system": ("",), "template": ("",), "options": ({},)}
 _IGNORED_NAMED = {"verbose", "stream", "insecure", "keep_alive"}
-_NO_HTML_FROM_TEXT = "; require-trusted-types-for 'script'; trusted-types 'none'"  # whatever a model says
+_NO_HTML_FROM_TEXT = "; require-trusted-types-for 'script'; trusted-types 'none'"  # a model's text never becomes HTML
 _ELSEWHERE = {
     "/api/push": "no registry is written to",
     "/api/create": "models are made elsewhere, and served by starting octavo with them",
@@ -31,14 +31,14 @@ _ELSEWHERE = {
 
 
 class Named(Body):
-    """A body that names a model, in the new way or the old."""
+    """A body with a model's name, in the new field or the old one."""
 
     model: str | None = None
     name: str | None = None
 
     @property
     def asked(self) -> str:
-        """The name without the tag that Ollama's clients add. Raises ApiError."""
+        """The model's name, without the tag that Ollama's clients add. Raises ApiError."""
         name = self.model or self.name
         if not name:
             raise bad_field("model", "model is missing", "missing_field")
@@ -46,7 +46,7 @@ class Named(Body):
 
 
 async def version(request: Request) -> Response:
-    """Tell the version of Ollama's API that is followed."""
+    """Return the version of Ollama's API that this server follows."""
     return _json({"version": API_VERSION, "server": "octavo"})
 
 
@@ -70,20 +70,20 @@ async def show(request: Request) -> Response:
 
 
 async def pull(request: Request) -> Response:
-    """Succeed for the served model, which is here; nothing else is fetched."""
+    """Answer success for the served model; no other model is fetched."""
     context = context_of(request)
     context.check_model((await _named(request)).asked)
     return Response(b'{"status":"success"}\n', media_type="application/x-ndjson")
 
 
 async def refuse(request: Request) -> Response:
-    """Refuse what a server of one model has no place for."""
+    """Refuse an operation that a server of one model does not have."""
     path = request.url.path
     raise ApiError(400, f"{path} is not done here: {_ELSEWHERE[path]}", code="unsupported_endpoint")
 
 
 async def root(request: Request) -> Response:
-    """Show the chat page to browsers; tell all others that a server is here: Ollama's clients ask for that first."""
+    """Return the chat page to browsers, and a line of text to other clients: Ollama's request it first."""
     if not wants_html(request.headers.get("accept", "")):
         return PlainTextResponse("Octavo is running", headers={"vary": "Accept"})
     page = file_response(request, "chat.html")

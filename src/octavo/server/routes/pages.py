@@ -20,13 +20,13 @@ async def dashboard(request: Request) -> Response:
 
 
 async def feed(request: Request) -> Response:
-    """Follow the engine: frames as server-sent events, for the dashboard."""
+    """Stream the engine's frames as server-sent events, for the dashboard."""
     context = context_of(request)
     return FeedResponse(context.feed, context.feed.watch(request.scope[KEY]))
 
 
 async def static(request: Request) -> Response:
-    """Give a file of a page."""
+    """Return a file of a page."""
     return file_response(request, request.path_params["name"])
 
 

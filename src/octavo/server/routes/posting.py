@@ -23,7 +23,7 @@ def add_post(
     body: type[BaseModel] | Mapping[str, object],
     *description: str,
 ) -> None:
-    """Add it. `body` is its model, or its schema; `description` are paragraphs, by default the endpoint's own words."""
+    """Add an endpoint. `body` is its model or schema; `description` has paragraphs, by default the docstring."""
     schema = inline_schema(body) if isinstance(body, type) else body
     app.add_api_route(
         path,

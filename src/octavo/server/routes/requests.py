@@ -14,7 +14,7 @@ from octavo.server.keys import KeyInfo
 
 
 async def explain(request: Request) -> Response:
-    """Say where a request stands, or what became of it: once for each of its prompts. Only its own tenant finds it."""
+    """Explain the state of a request, or how it ended, for each of its prompts. Only its own tenant finds it."""
     context, name, key = _asked(request)
     told = await explain_own(context, name, key.tenant)
     if told is None:
@@ -25,7 +25,7 @@ async def explain(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """End an open request; whoever waits for it gets an error. Only its own tenant finds it."""
+    """Cancel an open request; a client that waits for it gets an error. Only its own tenant finds it."""
     context, name, key = _asked(request)
     ids = context.request_index.find(name, key.tenant)
     if not ids:

@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info.
 
-Owns: how ids, texts and the tokenizer's facts look. Does not: tokenize, or ask the engine.
+Owns: the answers with ids, texts and the tokenizer's properties. Does not: tokenize, or call the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OFF_LOOP_IDS = 1024
 
 
 async def tokenize(request: Request) -> Response:
-    """Give the ids of a text, or of a conversation as the model is shown it."""
+    """Return the ids of a text, or of a conversation as the template renders it."""
     context = context_of(request)
     body, chat = await read_json(request, context.limits, read_tokenize)
     context.check_model(body.model)
@@ -44,7 +44,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """Give the text of ids, special tokens included."""
+    """Return the text of ids, special tokens included."""
     context = context_of(request)
     body = await read_json(request, context.limits, read_detokenize)
     context.check_model(body.model)
@@ -64,7 +64,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """Tell what the tokenizer and the chat template are."""
+    """Describe the tokenizer and the chat template."""
     return Response(msgspec.json.encode(_info(context_of(request))), media_type="application/json")
 
 
